@@ -1,0 +1,1 @@
+"""meshpar: composable parallelism on PyTorch DeviceMesh."""
