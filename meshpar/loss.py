@@ -1,0 +1,79 @@
+"""The token loss, also over logits whose vocabulary is sharded."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+IGNORE_INDEX = -100
+
+
+def token_loss(
+    logits_BLV: torch.Tensor, labels_BL: torch.Tensor, *, ignore_index: int = IGNORE_INDEX, reduction: str = "mean"
+) -> torch.Tensor:
+    """Return the cross entropy of every token, in float32.
+
+    Args:
+        logits_BLV: scores over the vocabulary, any floating dtype; plain, or a DTensor sharded over the vocabulary (what a head
+            under ``TensorParallel(loss_parallel=True)`` returns), of which no rank then ever holds the whole.
+        labels_BL: the right token of each position; positions with ``ignore_index`` do not count.
+        reduction: ``"sum"``, or ``"mean"`` over the tokens that count (not a number where none does, as torch's).
+
+    Returns:
+        A float32 scalar, equal on every rank of the vocabulary's axis.
+
+    Collective over the vocabulary's axis when the logits are sharded.
+    """
+    labels_N = labels_BL.reshape(-1)
+    if isinstance(logits_BLV, DTensor):
+        total = _sharded_sum(logits_BLV, labels_N, ignore_index)
+    else:
+        total = F.cross_entropy(logits_BLV.reshape(-1, logits_BLV.shape[-1]).float(), labels_N, ignore_index=ignore_index, reduction="sum")
+    return total if reduction == "sum" else total / (labels_N != ignore_index).sum()
+
+
+def _sharded_sum(logits: DTensor, labels_N: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    mesh, (placement,) = logits.device_mesh, logits.placements
+    assert placement.is_shard(logits.ndim - 1) or placement.is_shard(-1), f"logits are {placement}, expected sharded over the vocabulary"
+    local = logits.to_local()
+    rows = -(-logits.shape[-1] // mesh.size())
+    start = min(mesh.get_local_rank() * rows, logits.shape[-1])
+    return _VocabularyParallelLoss.apply(local.reshape(-1, local.shape[-1]), labels_N, start, ignore_index, mesh.get_group())
+
+
+class _VocabularyParallelLoss(torch.autograd.Function):
+    """Cross entropy over vocabulary shards: a maximum and two sums cross the axis, never the logits (Megatron-LM, arXiv 1909.08053, 3)."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        local_NV: torch.Tensor,
+        labels_N: torch.Tensor,
+        start: int,
+        ignore_index: int,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        scores_NV = local_NV.float()
+        width = scores_NV.shape[-1]
+        top_N = scores_NV.amax(-1) if width else scores_NV.new_full(scores_NV.shape[:1], -torch.inf)
+        dist.all_reduce(top_N, dist.ReduceOp.MAX, group)
+        scores_NV = scores_NV - top_N[:, None]
+        here_N = (labels_N >= start) & (labels_N < start + width)
+        index_N = (labels_N - start).clamp(0, max(width - 1, 0))
+        picked_N = scores_NV.gather(1, index_N[:, None])[:, 0] * here_N if width else torch.zeros_like(top_N)
+        sums_2N = torch.stack([scores_NV.exp_().sum(-1), picked_N])
+        dist.all_reduce(sums_2N, dist.ReduceOp.SUM, group)
+        counted_N = labels_N != ignore_index
+        ctx.save_for_backward(scores_NV, sums_2N[0], index_N, here_N, counted_N)
+        ctx.dtype = local_NV.dtype  # type: ignore[attr-defined]
+        return ((sums_2N[0].log() - sums_2N[1]) * counted_N).sum()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        exp_NV, sum_N, index_N, here_N, counted_N = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_NV = exp_NV / sum_N[:, None]
+        if grad_NV.shape[-1]:
+            grad_NV.scatter_add_(1, index_N[:, None], -here_N[:, None].to(grad_NV.dtype))
+        return (grad_NV * (counted_N * upstream[0])[:, None]).to(ctx.dtype), None, None, None, None  # type: ignore[attr-defined]

@@ -1,0 +1,169 @@
+"""MeshSpec: names and sizes of mesh axes, as data."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import final
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshpar.errors import MeshError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The known axes, outermost first: the last ones talk most, so their ranks sit closest."""
+
+MAX_AXES = 5
+
+
+@final
+class MeshSpec:
+    """Names and sizes of mesh axes, outermost first; at most one size is -1, which takes what is left of the world.
+
+    ``MeshSpec("dp_replicate=2,dp_shard=-1,tp=4")`` and ``MeshSpec(dp_replicate=2, dp_shard=-1, tp=4)`` are equal: known axes
+    stand in the canonical order, whatever order they are written in. Axes with other names stand before the known ones, in the
+    order written, and some pass must claim them.
+
+    Attributes:
+        axes: name -> size.
+        ranks_per_node: how many ranks share a node (torchrun's local world size), or None when that is not known.
+
+    Raises:
+        MeshError: the text cannot be read, a name repeats, a size is not a positive number or -1, or two sizes are -1.
+    """
+
+    __slots__ = ("axes", "ranks_per_node")
+    axes: Mapping[str, int]
+    ranks_per_node: int | None
+
+    def __init__(self, text: str | Mapping[str, int] | None = None, *, ranks_per_node: int | None = None, **axes: int) -> None:
+        if text is not None and axes:
+            raise MeshError(f"a mesh is given as text or as keywords, got both {text!r} and {axes}; keep one")
+        written = _parse(text) if isinstance(text, str) else dict(text if text is not None else axes)
+        _validate(written, ranks_per_node)
+        strangers = [name for name in written if name not in AXES]
+        ordered = {name: written[name] for name in (*strangers, *AXES) if name in written}
+        object.__setattr__(self, "axes", MappingProxyType(ordered))
+        object.__setattr__(self, "ranks_per_node", ranks_per_node)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a MeshSpec does not change; make a new one instead of setting {name!r}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (dict(self.axes), self.ranks_per_node)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes.items())
+
+    def __repr__(self) -> str:
+        return f"MeshSpec({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MeshSpec) and dict(self.axes) == dict(other.axes) and self.ranks_per_node == other.ranks_per_node
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.axes.items()), self.ranks_per_node))
+
+    @classmethod
+    def auto(cls, world_size: int, ranks_per_node: int, *, tp: int = 1) -> MeshSpec:
+        """Return the hybrid mesh that fits the nodes: replicas across nodes, shards (and ``tp``) inside one.
+
+        Raises:
+            MeshError: the nodes are not all full, or ``tp`` does not divide a node.
+        """
+        if world_size % ranks_per_node:
+            raise MeshError(f"{world_size} ranks do not fill nodes of {ranks_per_node}; use whole nodes, or write the mesh out")
+        if ranks_per_node % tp:
+            raise MeshError(f"tp={tp} does not divide a node of {ranks_per_node} ranks; tp in {divisors(ranks_per_node)} would")
+        axes = {"dp_replicate": world_size // ranks_per_node, "dp_shard": ranks_per_node // tp}
+        return cls(axes | ({"tp": tp} if tp > 1 else {}), ranks_per_node=ranks_per_node)
+
+    @property
+    def size(self) -> int:
+        """How many ranks the mesh has; only of a resolved one."""
+        assert -1 not in self.axes.values(), "resolve() first"
+        return math.prod(self.axes.values())
+
+    def resolve(self, world_size: int) -> MeshSpec:
+        """Return the spec with -1 filled in.
+
+        Raises:
+            MeshError: the sizes do not multiply to ``world_size``.
+        """
+        known = math.prod(size for size in self.axes.values() if size != -1)
+        open_axis = next((name for name, size in self.axes.items() if size == -1), None)
+        if open_axis is not None and world_size % known:
+            raise MeshError(
+                f"mesh {self} leaves {open_axis!r} to be worked out, but {world_size} ranks cannot be divided by the {known} of the other axes; "
+                f"change one of them or start a multiple of {known} ranks"
+            )
+        if open_axis is None and known != world_size:
+            raise MeshError(f"mesh {self} needs {known} ranks, got {world_size}; change one axis or set it to -1")
+        axes = {name: world_size // known if size == -1 else size for name, size in self.axes.items()}
+        return MeshSpec(axes, ranks_per_node=self.ranks_per_node)
+
+    def spans_nodes(self, axis: str) -> bool:
+        """Tell whether some group of ``axis`` has ranks on more than one node; False where the topology is not known."""
+        if self.ranks_per_node is None:
+            return False
+        names = list(self.axes)
+        inner = math.prod(self.axes[name] for name in names[names.index(axis) :])
+        return self.axes[axis] > 1 and (inner > self.ranks_per_node or self.ranks_per_node % inner != 0)
+
+    def build(self, device_type: str) -> DeviceMesh:
+        """Return the DeviceMesh of a resolved spec; rank order is row-major over the axes.
+
+        Collective: every rank calls it. A spec without axes is the mesh of one process and gets one axis of size 1.
+        """
+        axes = dict(self.axes) or {"dp_shard": 1}
+        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the place of ``rank`` on every axis, row-major."""
+        place: dict[str, int] = {}
+        for name in reversed(list(self.axes)):
+            rank, place[name] = divmod(rank, self.axes[name])
+        return {name: place[name] for name in self.axes}
+
+
+def divisors(number: int, limit: int = 8) -> list[int]:
+    """Return the divisors of ``number`` above 1, smallest first, at most ``limit`` of them."""
+    return [each for each in range(2, number + 1) if number % each == 0][:limit]
+
+
+def default_device_type() -> str:
+    """Return the accelerator's device type where there is one, else ``"cpu"``."""
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # type: ignore[union-attr]
+
+
+def _parse(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        match = re.fullmatch(r"([A-Za-z_]\w*)\s*=\s*(-?\d+)", part)
+        if match is None:
+            raise MeshError(f"cannot read {part!r} in mesh {text!r}; write it like 'dp_replicate=2,dp_shard=-1,tp=4'")
+        if match[1] in sizes:
+            raise MeshError(f"axis {match[1]!r} appears twice in mesh {text!r}; keep one")
+        sizes[match[1]] = int(match[2])
+    return sizes
+
+
+def _validate(axes: dict[str, int], ranks_per_node: int | None) -> None:
+    for name, size in axes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise MeshError(f"axis {name!r} has size {size!r}; a size is a positive whole number, or -1 for what is left")
+        if not name.isidentifier():
+            raise MeshError(f"axis name {name!r} is not an identifier; use letters, digits and '_'")
+    if list(axes.values()).count(-1) > 1:
+        raise MeshError(f"only one axis may be -1, got {[name for name, size in axes.items() if size == -1]}; give the sizes of the others")
+    if len(axes) > MAX_AXES:
+        raise MeshError(f"a mesh has at most {MAX_AXES} axes, got {len(axes)}: {list(axes)}; drop those of size 1")
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise MeshError(f"ranks_per_node is {ranks_per_node}; it is a positive whole number")
+
+
+def _rebuild(axes: dict[str, int], ranks_per_node: int | None) -> MeshSpec:
+    return MeshSpec(axes, ranks_per_node=ranks_per_node)

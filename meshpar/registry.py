@@ -1,0 +1,75 @@
+"""Plugins, by entry point. The project's own come in through the same door as a stranger's."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from torch import nn
+
+from meshpar.errors import LayoutError, MeshparError
+from meshpar.layout import ModelLayout
+from meshpar.patterns import nearest
+
+GROUPS = ("meshpar.passes", "meshpar.layouts", "meshpar.objectives", "meshpar.launchers")
+
+
+@cache
+def _found(group: str) -> dict[str, EntryPoint]:
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=group):
+        other = found.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            raise MeshparError(
+                f"plugin {entry.name!r} of {group} is offered twice: {other.value} ({_package(other)}) and {entry.value} ({_package(entry)}); "
+                "uninstall one of these packages"
+            )
+    return found
+
+
+def _package(entry: EntryPoint) -> str:
+    return f"package {entry.dist.name}" if entry.dist is not None else "package unknown"
+
+
+def names(group: str) -> list[str]:
+    """Return the names of a group's plugins, without importing any."""
+    return list(_found(group))
+
+
+def plugin(group: str, name: str) -> Any:
+    """Import and return one plugin.
+
+    Raises:
+        MeshparError: no package offers it (with the nearest names), it cannot be imported, or two packages offer it.
+    """
+    found = _found(group)
+    if name not in found:
+        near = nearest(name, found) or sorted(found)
+        raise MeshparError(f"no plugin {name!r} in {group}; nearest: {near}; installed: {sorted(found)}")
+    try:
+        return found[name].load()
+    except (ImportError, AttributeError) as error:
+        raise MeshparError(f"plugin {name!r} of {group} ({found[name].value}, {_package(found[name])}) cannot be imported: {error}") from error
+
+
+def layout_for(module: nn.Module) -> ModelLayout:
+    """Return the layout that fits ``module``: its own ``meshpar_layout()``, else the first registered layout that knows it.
+
+    Raises:
+        LayoutError: nobody describes this module.
+    """
+    own = getattr(module, "meshpar_layout", None)
+    if callable(own):
+        layout = own()
+        if not isinstance(layout, ModelLayout):
+            raise LayoutError(f"{type(module).__name__}.meshpar_layout() returned {type(layout).__name__}; expected a ModelLayout")
+        return layout
+    for name in names("meshpar.layouts"):
+        layout = plugin("meshpar.layouts", name)(module)
+        if layout is not None:
+            return layout
+    raise LayoutError(
+        f"no layout describes {type(module).__name__}; pass layout=ModelLayout(blocks=('layers.*',)) to apply, "
+        "or give the class a meshpar_layout() method"
+    )

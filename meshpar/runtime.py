@@ -1,0 +1,124 @@
+"""The process group as a context manager; the only reader of torchrun's environment."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from meshpar.errors import LaunchError
+from meshpar.mesh import default_device_type
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+def rank() -> int:
+    """Return this process's rank: the process group's where there is one, else the launcher's, else 0."""
+    return dist.get_rank() if dist.is_initialized() else _number("RANK", 0)
+
+
+def world_size() -> int:
+    """Return the number of ranks: the process group's where there is one, else the launcher's, else 1."""
+    return dist.get_world_size() if dist.is_initialized() else _number("WORLD_SIZE", 1)
+
+
+def local_rank() -> int:
+    """Return this process's rank on its node, 0 outside a launcher."""
+    return _number("LOCAL_RANK", 0)
+
+
+def ranks_per_node() -> int | None:
+    """Return how many ranks the launcher started on each node, None outside a launcher."""
+    return _number("LOCAL_WORLD_SIZE", 0) or None
+
+
+def is_main() -> bool:
+    """Tell whether this is rank 0, the one that writes and prints."""
+    return rank() == 0
+
+
+def launched() -> bool:
+    """Tell whether torchrun (or another launcher that speaks its variables) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def device(device_type: str | None = None) -> torch.device:
+    """Return the device of this rank; an accelerator is indexed by the local rank."""
+    kind = device_type or default_device_type()
+    return torch.device(kind) if kind in ("cpu", "meta") else torch.device(kind, local_rank() % max(1, torch.accelerator.device_count()))
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not text.isdigit():
+        raise LaunchError(f"environment variable {name} is {text!r}; expected a whole number, as torchrun sets it")
+    return int(text)
+
+
+@contextmanager
+def distributed(device_type: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[torch.device]:
+    """Hold the process group open: torchrun's environment where there is one, else a world of this one process.
+
+    Collective: every rank enters and leaves it. A group that is open already is used as it is and left open. On the way out
+    after success the ranks meet, drop what they hold and close the group in this order, because a rank that leaves gloo's
+    threads running can abort at interpreter exit.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"``, ...; None: the accelerator where there is one.
+        timeout_s: bound in seconds on every collective of the group.
+
+    Yields:
+        This rank's device.
+
+    Raises:
+        LaunchError: a launcher's variables are incomplete.
+    """
+    here = device(device_type)
+    if here.type != "cpu":
+        torch.accelerator.set_device_index(here.index or 0)
+    if dist.is_initialized():
+        yield here
+        return
+    _open_group(here, timeout_s)
+    try:
+        yield here
+        dist.barrier()
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _open_group(here: torch.device, timeout_s: float) -> None:
+    backend = "gloo" if here.type == "cpu" else f"cpu:gloo,{here.type}:{dist.get_default_backend_for_device(here.type)}"
+    timeout = timedelta(seconds=timeout_s)
+    if not launched():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise LaunchError(f"RANK and WORLD_SIZE are set but {missing} are not; start the job with torchrun, or set them")
+    dist.init_process_group(backend, timeout=timeout)
+
+
+@contextmanager
+def simulated(size: int, *, as_rank: int = 0) -> Iterator[None]:
+    """Hold a fake process group of ``size`` ranks open in this one process: collectives return at once and move nothing.
+
+    For looking at what a plan does to a meta model on any number of ranks. The values of collectives are garbage.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise LaunchError("a process group is open already; simulate in a process of its own")
+    dist.init_process_group("fake", store=FakeStore(), rank=as_rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
