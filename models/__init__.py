@@ -1,1 +1,8 @@
-"""meshpar."""
+"""The reference models and the Hugging Face adapter."""
+
+from meshpar.models.gpt2 import GPT2, GPT2Config
+from meshpar.models.layers import ModelOutput
+from meshpar.models.transformer import Transformer
+from meshpar.models.transformer_config import PRESETS, RopeScaling, TransformerConfig
+
+__all__ = ["GPT2", "PRESETS", "GPT2Config", "ModelOutput", "RopeScaling", "Transformer", "TransformerConfig"]

@@ -1,0 +1,250 @@
+"""GPT2: the 124M model of Radford et al. (2019), with the parameter names and shapes of transformers' ``GPT2LMHeadModel``.
+
+A state dict of either loads into the other, with no mapping: ``Conv1D`` keeps its weights (in, out), queries, keys and values are
+one projection, and the head is the token embedding.
+
+Shape suffixes: B batch, L sequence, D model, H heads, C channels of a head, F hidden, V vocabulary. A suffix names the logical
+dim: under tensor parallelism H, F and V are this rank's part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshpar.layout import ModelLayout
+from meshpar.models.layers import Embedding, Linear, ModelOutput, next_token_loss, positions_of
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPT2Config:
+    """The shape of a :class:`GPT2`, under transformers' field names; the defaults are the 124M model, without its dropout.
+
+    Attributes:
+        n_inner: width of the feed-forward layer; None: ``4 * n_embd``.
+        dropout: probability, on attention weights, on embeddings and on what a layer adds to the residual stream.
+        tied: the head shares the token embedding's weight.
+
+    Raises:
+        ValueError: a size is not positive, or ``n_head`` does not divide ``n_embd``.
+    """
+
+    vocab_size: int = 50_257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: int | None = None
+    layer_norm_epsilon: float = 1e-5
+    dropout: float = 0.0
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+        problems = [f"{name} is {getattr(self, name)}, expected at least 1" for name in sizes if getattr(self, name) < 1]
+        if not problems and self.n_embd % self.n_head:
+            problems.append(f"n_head ({self.n_head}) does not divide n_embd ({self.n_embd})")
+        if not 0.0 <= self.dropout < 1.0:
+            problems.append(f"dropout is {self.dropout}, expected at least 0 and less than 1")
+        if problems:
+            raise ValueError("GPT2Config: " + "; ".join(problems))
+
+    @property
+    def hidden(self) -> int:
+        """Width of the feed-forward layer."""
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+
+@final
+class GPT2(nn.Module):
+    """The language model. Its parameters can be built on the meta device; it has no buffers."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Decoder(config)
+        self.lm_head = Linear(config.n_embd, config.vocab_size)
+        if config.tied:
+            self.lm_head.weight = self.transformer.wte.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None) -> ModelOutput:
+        """Predict each next token.
+
+        Args:
+            input_ids: (B, L) int64.
+            labels: (B, L) int64, as transformers takes them: aligned with ``input_ids`` and moved by one in here; -100 is not counted.
+            position_ids: (B, L) or (1, L) int64; None: 0 .. L-1.
+
+        Returns:
+            The logits, and the mean loss when there are labels.
+
+        Raises:
+            ValueError: the sequence is longer than ``config.n_positions``.
+        """
+        positions_BL = positions_of(input_ids, self.config.n_positions) if position_ids is None else position_ids
+        logits_BLV = self.lm_head(self.transformer(input_ids, positions_BL))
+        return ModelOutput(None if labels is None else next_token_loss(logits_BLV, labels), logits_BLV)
+
+    def meshpar_layout(self) -> ModelLayout:
+        """Describe the model to the passes."""
+        config = self.config
+        return ModelLayout(
+            blocks=("transformer.h.*",),
+            tensor=_TENSOR,
+            heads={"transformer.h.*.attn.c_attn": config.n_head},
+            tied=(("transformer.wte.weight", "lm_head.weight"),) if config.tied else (),
+            dropout=config.dropout > 0,
+            config=_published_config(config),
+        )
+
+
+@final
+class Decoder(nn.Module):
+    """Embeddings, blocks and the last norm: what transformers calls ``GPT2Model``."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.wte = Embedding(config.vocab_size, config.n_embd)
+        self.wpe = Embedding(config.n_positions, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+
+    def forward(self, ids_BL: Tensor, positions_BL: Tensor) -> Tensor:
+        """Return the hidden states (B, L, D)."""
+        # Under sequence parallelism wte returns this rank's positions, and the style of wpe cuts its output to the same.
+        x_BLD = self.drop(self.wte(ids_BL) + self.wpe(positions_BL))
+        for block in self.h:
+            x_BLD = block(x_BLD)
+        return self.ln_f(x_BLD)
+
+
+@final
+class Block(nn.Module):
+    """Attention, then the feed-forward layer, each normalised before and added to the residual stream."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = MLP(config)
+        # Here and not in attn and mlp: the residual stream is replicated over the tensor axis, their insides are not.
+        self.attn_drop = nn.Dropout(config.dropout)
+        self.mlp_drop = nn.Dropout(config.dropout)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Return the residual stream (B, L, D) after this block."""
+        x_BLD = x_BLD + self.attn_drop(self.attn(self.ln_1(x_BLD)))
+        return x_BLD + self.mlp_drop(self.mlp(self.ln_2(x_BLD)))
+
+
+@final
+class Attention(nn.Module):
+    """Causal attention, its three input projections in one."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.channels = config.n_embd // config.n_head
+        self.c_attn = Conv1D(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Conv1D(config.n_embd, config.n_embd, std=_residual_std(config))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Return what attention adds to the residual stream, (B, L, D)."""
+        parts = self.c_attn(x_BLD).chunk(3, dim=-1)
+        q_BHLC, k_BHLC, v_BHLC = (part.unflatten(-1, (-1, self.channels)).transpose(1, 2) for part in parts)
+        attended_BHLC = F.scaled_dot_product_attention(
+            q_BHLC, k_BHLC, v_BHLC, dropout_p=self.dropout.p if self.training else 0.0, is_causal=True
+        )
+        return self.c_proj(attended_BHLC.transpose(1, 2).flatten(2))
+
+
+@final
+class MLP(nn.Module):
+    """The feed-forward layer with the tanh approximation of GELU."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.c_fc = Conv1D(config.n_embd, config.hidden)
+        self.c_proj = Conv1D(config.hidden, config.n_embd, std=_residual_std(config))
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Return what the layer adds to the residual stream, (B, L, D)."""
+        h_BLF = F.gelu(self.c_fc(x_BLD), approximate="tanh")
+        return self.c_proj(h_BLF)
+
+
+@final
+class Conv1D(nn.Module):
+    """A linear layer whose weight is stored (in, out): OpenAI's, and so every published GPT-2's."""
+
+    def __init__(self, in_features: int, out_features: int, *, std: float = 0.02) -> None:
+        super().__init__()
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight, zero the bias."""
+        nn.init.normal_(self.weight, std=self.std)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight + bias``."""
+        return F.linear(x, self.weight.t(), self.bias)
+
+    def extra_repr(self) -> str:
+        """Show the sizes."""
+        return f"in_features={self.weight.shape[0]}, out_features={self.weight.shape[1]}"
+
+
+def _residual_std(config: GPT2Config) -> float:
+    # Radford et al., 2019, section 2.3: residual layers start smaller by the square root of their number.
+    return 0.02 / math.sqrt(2 * config.n_layer)
+
+
+_TENSOR: dict[str, Any] = {
+    "transformer.wte": "vocab",
+    "transformer.wpe": "sequence",
+    "transformer.h.*.ln_1": "sequence",
+    "transformer.h.*.attn": "region",
+    "transformer.h.*.attn.c_attn": "packed_colwise:3",
+    "transformer.h.*.attn.c_proj": "rowwise",
+    "transformer.h.*.ln_2": "sequence",
+    "transformer.h.*.mlp": "region",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+    "transformer.ln_f": "sequence",
+    "lm_head": "head",
+}
+
+
+def _published_config(config: GPT2Config) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": config.vocab_size,
+        "n_positions": config.n_positions,
+        "n_embd": config.n_embd,
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_inner": config.n_inner,
+        "activation_function": "gelu_new",
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+        "layer_norm_epsilon": config.layer_norm_epsilon,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": config.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": "float32",
+    }

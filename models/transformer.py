@@ -1,0 +1,189 @@
+"""Transformer: a decoder with RMSNorm, RoPE, grouped-query attention and SwiGLU; its export is a Llama or Qwen3 checkpoint.
+
+Shape suffixes: B batch, L sequence, D model, H query heads, G key/value heads, C channels of a head, R rotations (C / 2),
+F hidden, V vocabulary. A suffix names the logical dim: under tensor parallelism H, G, F and V are this rank's part, which is
+why head counts come from the tensors and never from the config.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshpar.layout import ModelLayout
+from meshpar.models.layers import Embedding, Linear, ModelOutput, next_token_loss, positions_of
+from meshpar.models.transformer_config import RopeScaling, TransformerConfig, published_config, published_names
+from meshpar.weights import Rename, WeightMap
+
+
+@final
+class Transformer(nn.Module):
+    """The decoder. Its parameters can be built on the meta device; it has no buffers."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = Linear(config.dim, config.vocab_size)
+        if config.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None) -> ModelOutput:
+        """Predict each next token.
+
+        Args:
+            input_ids: (B, L) int64.
+            labels: (B, L) int64, as transformers takes them: aligned with ``input_ids`` and moved by one in here; -100 is not counted.
+            position_ids: (B, L) or (1, L) int64; None: 0 .. L-1.
+
+        Returns:
+            The logits, and the mean loss when there are labels.
+
+        Raises:
+            ValueError: the sequence is longer than ``config.max_positions``.
+        """
+        positions_BL = positions_of(input_ids, self.config.max_positions) if position_ids is None else position_ids
+        x_BLD = self.embed(input_ids)
+        for layer in self.layers:
+            x_BLD = layer(x_BLD, positions_BL)
+        logits_BLV = self.head(self.norm(x_BLD))
+        return ModelOutput(None if labels is None else next_token_loss(logits_BLV, labels), logits_BLV)
+
+    def meshpar_layout(self) -> ModelLayout:
+        """Describe the model to the passes."""
+        config = self.config
+        return ModelLayout(
+            blocks=("layers.*",),
+            tensor=_TENSOR | (_QK_NORM if config.qk_norm else {}),
+            heads={"layers.*.attn.q": config.heads, "layers.*.attn.k": config.kv_groups, "layers.*.attn.v": config.kv_groups},
+            tied=(("embed.weight", "head.weight"),) if config.tied else (),
+            dropout=config.dropout > 0,
+            weights=WeightMap(rules=tuple(Rename(ours, theirs) for ours, theirs in published_names(config))),
+            config=published_config(config),
+        )
+
+
+@final
+class Layer(nn.Module):
+    """Attention, then the feed-forward layer, each normalised before and added to the residual stream."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attn = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.mlp = SwiGLU(config)
+        # Here and not in attn and mlp: the residual stream is replicated over the tensor axis, their insides are not.
+        self.attn_drop = nn.Dropout(config.dropout)
+        self.mlp_drop = nn.Dropout(config.dropout)
+
+    def forward(self, x_BLD: Tensor, positions_BL: Tensor) -> Tensor:
+        """Return the residual stream (B, L, D) after this layer."""
+        x_BLD = x_BLD + self.attn_drop(self.attn(self.attn_norm(x_BLD), positions_BL))
+        return x_BLD + self.mlp_drop(self.mlp(self.mlp_norm(x_BLD)))
+
+
+@final
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.channels, self.theta, self.scaling = config.channels, config.rope_theta, config.rope_scaling
+        self.q = Linear(config.dim, config.heads * self.channels)
+        self.k = Linear(config.dim, config.kv_groups * self.channels)
+        self.v = Linear(config.dim, config.kv_groups * self.channels)
+        self.o = Linear(config.heads * self.channels, config.dim, std=_residual_std(config))
+        self.q_norm = nn.RMSNorm(self.channels, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.channels, eps=config.norm_eps) if config.qk_norm else None
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BLD: Tensor, positions_BL: Tensor) -> Tensor:
+        """Return what attention adds to the residual stream, (B, L, D)."""
+        q_BLHC = self.q(x_BLD).unflatten(-1, (-1, self.channels))
+        k_BLGC = self.k(x_BLD).unflatten(-1, (-1, self.channels))
+        v_BLGC = self.v(x_BLD).unflatten(-1, (-1, self.channels))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BLHC, k_BLGC = self.q_norm(q_BLHC), self.k_norm(k_BLGC)
+        # From integer positions and in every layer: FSDP2 casts a layer's floating-point arguments to param_dtype, and
+        # angles rounded to bfloat16 cannot tell position 257 from 256.
+        cos_BL1R, sin_BL1R = rotations(positions_BL, self.channels, self.theta, self.scaling)
+        attended_BHLC = F.scaled_dot_product_attention(
+            rotate(q_BLHC, cos_BL1R, sin_BL1R).transpose(1, 2),
+            rotate(k_BLGC, cos_BL1R, sin_BL1R).transpose(1, 2),
+            v_BLGC.transpose(1, 2),
+            dropout_p=self.dropout.p if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=q_BLHC.shape[2] != k_BLGC.shape[2],
+        )
+        return self.o(attended_BHLC.transpose(1, 2).flatten(2))
+
+
+@final
+class SwiGLU(nn.Module):
+    """The gated feed-forward layer (Shazeer, "GLU Variants Improve Transformer", 2020)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.gate = Linear(config.dim, config.hidden)
+        self.up = Linear(config.dim, config.hidden)
+        self.down = Linear(config.hidden, config.dim, std=_residual_std(config))
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Return what the layer adds to the residual stream, (B, L, D)."""
+        h_BLF = F.silu(self.gate(x_BLD)) * self.up(x_BLD)
+        return self.down(h_BLF)
+
+
+def rotations(positions_BL: Tensor, channels: int, theta: float, scaling: RopeScaling | None = None) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines (B, L, 1, R) of the rotary embedding, float32 (Su et al., "RoFormer", 2021)."""
+    exponent_R = torch.arange(0, channels, 2, device=positions_BL.device, dtype=torch.float32) / channels
+    frequency_R = 1.0 / theta**exponent_R
+    if scaling is not None:
+        frequency_R = _stretched(frequency_R, scaling)
+    angle_BL1R = positions_BL[..., None, None].float() * frequency_R
+    return angle_BL1R.cos(), angle_BL1R.sin()
+
+
+def rotate(x_BLHC: Tensor, cos_BL1R: Tensor, sin_BL1R: Tensor) -> Tensor:
+    """Turn channel i with channel i + C/2 (the convention of transformers' Llama), in float32."""
+    a_BLHR, b_BLHR = x_BLHC.float().chunk(2, dim=-1)
+    turned = torch.cat((a_BLHR * cos_BL1R - b_BLHR * sin_BL1R, b_BLHR * cos_BL1R + a_BLHR * sin_BL1R), dim=-1)
+    return turned.type_as(x_BLHC)
+
+
+def _stretched(frequency_R: Tensor, scaling: RopeScaling) -> Tensor:
+    """Slow the slow rotations (transformers, modeling_rope_utils.py, ``_compute_llama3_parameters``)."""
+    turns_R = scaling.original_positions * frequency_R / (2 * math.pi)
+    smooth_R = ((turns_R - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)).clamp(0.0, 1.0)
+    return (1 - smooth_R) * frequency_R / scaling.factor + smooth_R * frequency_R
+
+
+def _residual_std(config: TransformerConfig) -> float:
+    # Each of the 2 * layers additions to the residual stream is drawn smaller, so that their sum starts at one layer's size.
+    return 0.02 / math.sqrt(2 * config.layers)
+
+
+_TENSOR: dict[str, Any] = {
+    "embed": "vocab",
+    "layers.*.attn_norm": "sequence",
+    "layers.*.attn": "region",
+    "layers.*.attn.q": "colwise",
+    "layers.*.attn.k": "colwise",
+    "layers.*.attn.v": "colwise",
+    "layers.*.attn.o": "rowwise",
+    "layers.*.mlp_norm": "sequence",
+    "layers.*.mlp": "region",
+    "layers.*.mlp.gate": "colwise",
+    "layers.*.mlp.up": "colwise",
+    "layers.*.mlp.down": "rowwise",
+    "norm": "sequence",
+    "head": "head",
+}
+_QK_NORM: dict[str, Any] = {"layers.*.attn.q_norm": "grad_sum", "layers.*.attn.k_norm": "grad_sum"}

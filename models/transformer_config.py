@@ -1,0 +1,156 @@
+"""TransformerConfig: the shapes a :class:`meshpar.models.Transformer` can have, and how each is published (Llama, Qwen3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's stretching of the slow rotations, by ``factor``, for contexts beyond ``original_positions``."""
+
+    factor: float = 8.0
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    original_positions: int = 8192
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerConfig:
+    """The shape of a :class:`Transformer`; the defaults are the smallest that is worth training.
+
+    Attributes:
+        kv_heads: key/value heads; None: as many as ``heads``.
+        head_dim: channels of a head; None: ``dim / heads``.
+        hidden: width of the SwiGLU layer.
+        max_positions: longest sequence in tokens.
+        qk_norm: normalise each head's queries and keys, as Qwen3 does.
+        tied: the head shares the embedding's weight.
+        dropout: probability, on attention weights and on what a layer adds to the residual stream.
+
+    Raises:
+        ValueError: a size is not positive, or heads, kv_heads and dim do not divide.
+    """
+
+    vocab_size: int = 512
+    dim: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    hidden: int = 384
+    max_positions: int = 2048
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    tied: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "dim", "layers", "heads", "hidden", "max_positions")
+        problems = [f"{name} is {getattr(self, name)}, expected at least 1" for name in sizes if getattr(self, name) < 1]
+        if not problems and self.head_dim is None and self.dim % self.heads:
+            problems.append(f"heads ({self.heads}) does not divide dim ({self.dim}); give head_dim or other heads")
+        if not problems and (self.kv_groups < 1 or self.heads % self.kv_groups):
+            problems.append(f"kv_heads ({self.kv_heads}) does not divide heads ({self.heads})")
+        if not problems and self.channels % 2:
+            problems.append(f"a head has {self.channels} channels; RoPE turns pairs, so expected an even number")
+        if not 0.0 <= self.dropout < 1.0:
+            problems.append(f"dropout is {self.dropout}, expected at least 0 and less than 1")
+        if problems:
+            raise ValueError("TransformerConfig: " + "; ".join(problems))
+
+    @property
+    def kv_groups(self) -> int:
+        """Key/value heads."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def channels(self) -> int:
+        """Channels of a head."""
+        return self.dim // self.heads if self.head_dim is None else self.head_dim
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> TransformerConfig:
+        """Return the shape called ``name`` (see :data:`PRESETS`), with ``changes`` to its fields.
+
+        Raises:
+            ValueError: no shape has that name.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"no Transformer shape is called {name!r}; there are {', '.join(PRESETS)}")
+        return replace(PRESETS[name], **changes)
+
+
+_LLAMA3 = TransformerConfig(vocab_size=128_256, rope_theta=500_000.0, max_positions=8192, kv_heads=8, heads=32)
+
+PRESETS: dict[str, TransformerConfig] = {
+    "tiny": TransformerConfig(),
+    # GPT-2's smallest in this architecture; its 50257 tokens rounded up so that every usual tensor axis divides them.
+    "124m": TransformerConfig(vocab_size=50_304, dim=768, layers=12, heads=12, hidden=2048, tied=True),
+    "llama-1b": replace(_LLAMA3, dim=2048, layers=16, hidden=8192, tied=True, max_positions=131_072, rope_scaling=RopeScaling(factor=32.0)),
+    "llama-8b": replace(_LLAMA3, dim=4096, layers=32, hidden=14_336),
+    "llama-70b": replace(_LLAMA3, dim=8192, layers=80, heads=64, hidden=28_672),
+    "llama-405b": replace(
+        _LLAMA3, dim=16_384, layers=126, heads=128, hidden=53_248, max_positions=131_072, rope_scaling=RopeScaling(factor=8.0)
+    ),
+}
+
+
+def published_names(config: TransformerConfig) -> list[tuple[str, str]]:
+    modules = {
+        "embed": "model.embed_tokens",
+        "layers.*.attn.q": "model.layers.*.self_attn.q_proj",
+        "layers.*.attn.k": "model.layers.*.self_attn.k_proj",
+        "layers.*.attn.v": "model.layers.*.self_attn.v_proj",
+        "layers.*.attn.o": "model.layers.*.self_attn.o_proj",
+        "layers.*.attn_norm": "model.layers.*.input_layernorm",
+        "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+        "layers.*.mlp.gate": "model.layers.*.mlp.gate_proj",
+        "layers.*.mlp.up": "model.layers.*.mlp.up_proj",
+        "layers.*.mlp.down": "model.layers.*.mlp.down_proj",
+        "norm": "model.norm",
+        "head": "lm_head",
+    }
+    if config.qk_norm:
+        modules["layers.*.attn.q_norm"] = "model.layers.*.self_attn.q_norm"
+        modules["layers.*.attn.k_norm"] = "model.layers.*.self_attn.k_norm"
+    return [(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in modules.items()]
+
+
+def published_config(config: TransformerConfig) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if (scaling := config.rope_scaling) is not None:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency,
+            "high_freq_factor": scaling.high_frequency,
+            "original_max_position_embeddings": scaling.original_positions,
+        }
+    return {
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_groups,
+        "head_dim": config.channels,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": rope,
+        "tie_word_embeddings": config.tied,
+        "attention_bias": False,
+        "attention_dropout": config.dropout,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": "float32",
+    }
