@@ -1,0 +1,267 @@
+"""Packed sequences of a token file, and the batches of one data rank: every token once an epoch, on any mesh.
+
+The position in the data is ``{"epoch", "samples"}``, samples being those that all ranks together have used. It says nothing
+of ranks, workers or batch sizes, so that any other mesh goes on from it exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import torch
+
+from meshpar.errors import RecipeError
+from meshpar.training.extras import need
+from meshpar.training.order import permuted
+from meshpar.training.tokens import TokenFile
+
+if TYPE_CHECKING:
+    import numpy as np
+
+IGNORE = -100
+FILLER = -1  # the index of a sample that is fully masked: it fills the last global batch of an epoch
+
+Batch = dict[str, torch.Tensor]
+
+
+class Samples(Protocol):
+    """What :class:`Batches` draws from: collated by the data itself, so that a batch costs one call."""
+
+    fingerprint: str
+
+    def __len__(self) -> int:
+        """Return how many samples an epoch has."""
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """Return the batch of these samples; the index ``FILLER`` stands for one without any counted label."""
+
+
+@final
+class PackedTokens:
+    """Sequences of ``length`` tokens cut from a token file; sample i predicts tokens ``i*length+1`` to ``(i+1)*length``.
+
+    Every token but the file's first is a label exactly once. The last sample is padded: label -100, input ``eos_id``.
+    """
+
+    def __init__(self, tokens: TokenFile, length: int) -> None:
+        if length < 1:
+            raise RecipeError(f"a sequence has at least one token, got length {length}")
+        self.tokens = tokens
+        self.length = length
+        self.fingerprint = f"{tokens.fingerprint or tokens.tokens}/{length}"
+        self._ids: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return max(0, -(-(self.tokens.tokens - 1) // self.length))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_ids": None}  # a worker maps the file itself
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        numpy = need("numpy")
+        if self._ids is None:
+            self._ids = self.tokens.ids()
+        inputs = numpy.full((len(indices), self.length), self.tokens.eos_id, dtype=numpy.int64)
+        labels = numpy.full((len(indices), self.length), IGNORE, dtype=numpy.int64)
+        for row, index in enumerate(indices):
+            if index == FILLER:
+                continue
+            window = self._ids[index * self.length : (index + 1) * self.length + 1]
+            inputs[row, : window.size - 1] = window[:-1]
+            labels[row, : window.size - 1] = window[1:]
+        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSettings:
+    """How batches are read ahead.
+
+    Attributes:
+        workers: processes that read; 0: the training process itself, which is enough for packed tokens.
+        pin_memory: copy batches to page-locked memory, from which copies to a GPU run beside its work.
+        persistent_workers: keep the workers from one epoch to the next.
+        prefetch: batches that each worker keeps ready.
+    """
+
+    workers: int = 0
+    pin_memory: bool = False
+    persistent_workers: bool = True
+    prefetch: int = 2
+
+
+@final
+class OrderedBatches:
+    """The indices of one data rank's micro-batches, from a position to the end of its epoch; a batch sampler."""
+
+    def __init__(self, samples: int, *, micro_batch: int, accumulate: int, data_rank: int, data_size: int, seed: int | None) -> None:
+        self.samples, self.micro_batch, self.accumulate = samples, micro_batch, accumulate
+        self.data_rank, self.data_size, self.seed = data_rank, data_size, seed
+        self.epoch, self.consumed = 0, 0
+
+    @property
+    def global_batch(self) -> int:
+        """Samples that all ranks use in one step."""
+        return self.micro_batch * self.accumulate * self.data_size
+
+    def __len__(self) -> int:
+        return math.ceil((self.samples - self.consumed) / self.global_batch) * self.accumulate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        numpy = need("numpy")
+        mine = self.micro_batch * self.accumulate
+        # one permutation for each epoch; epochs of one seed are far apart in the key
+        key = None if self.seed is None else ((self.seed & 0xFFFFFFFF) << 32) + (self.epoch & 0xFFFFFFFF)
+        for start in range(self.consumed, self.samples, self.global_batch):
+            first = start + self.data_rank * mine
+            places = numpy.arange(first, max(first, min(first + mine, self.samples)), dtype=numpy.int64)
+            indices = (places if key is None else permuted(places, self.samples, key)).tolist()
+            indices += [FILLER] * (mine - len(indices))
+            yield from (indices[row : row + self.micro_batch] for row in range(0, mine, self.micro_batch))
+
+
+@final
+class Batches:
+    """One data rank's batches, step by step, on torchdata's ``StatefulDataLoader``.
+
+    A step is a list of ``accumulate`` micro-batches of ``micro_batch`` samples. An epoch's order is a permutation that depends
+    on ``seed`` and the epoch alone; step s takes the next ``global_batch`` samples of it, each data rank its slice. The last
+    step of an epoch is filled up with fully masked samples: none is left out, none comes twice.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        micro_batch: int,
+        accumulate: int = 1,
+        data_rank: int = 0,
+        data_size: int = 1,
+        seed: int | None = 0,
+        loader: LoaderSettings | None = None,
+    ) -> None:
+        """Build the loader.
+
+        Args:
+            samples: what to draw from.
+            micro_batch: samples of this rank in one forward pass.
+            accumulate: micro-batches in one optimizer step.
+            data_rank: which slice; ``par.data_rank``.
+            data_size: of how many; ``par.data_size``.
+            seed: of the order; None: as they are in the data.
+            loader: workers and read-ahead.
+
+        Raises:
+            RecipeError: a size below one, or no samples.
+        """
+        if micro_batch < 1 or accumulate < 1 or not 0 <= data_rank < data_size:
+            raise RecipeError(f"batch sizes start at one: {micro_batch=}, {accumulate=}, data rank {data_rank} of {data_size}")
+        if len(samples) == 0:
+            raise RecipeError("the data has no sample; a sample needs at least two tokens")
+        self.samples = samples
+        self._sampler = OrderedBatches(
+            len(samples), micro_batch=micro_batch, accumulate=accumulate, data_rank=data_rank, data_size=data_size, seed=seed
+        )
+        self._loader = _loader(samples, self._sampler, loader or LoaderSettings())
+        self._epoch, self._consumed = 0, 0
+
+    @property
+    def global_batch(self) -> int:
+        """Samples that all ranks use in one step."""
+        return self._sampler.global_batch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of a whole epoch."""
+        return math.ceil(len(self.samples) / self.global_batch)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are done."""
+        return self._epoch
+
+    def one_epoch(self) -> Iterator[list[Batch]]:
+        """Yield the steps that are left of this epoch; the position moves as each is handed out."""
+        self._sampler.epoch, self._sampler.consumed = self._epoch, self._consumed
+        step: list[Batch] = []
+        for batch in self._loader:
+            step.append(batch)
+            if len(step) == self._sampler.accumulate:
+                self._advance()
+                yield step
+                step = []
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        """Yield steps without end, epoch after epoch."""
+        while True:
+            yield from self.one_epoch()
+
+    def position(self) -> dict[str, int]:
+        """Return where the next step starts, the same on every rank."""
+        return {"epoch": self._epoch, "samples": self._consumed}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, with what it is a position in."""
+        return self.position() | {"seed": self._sampler.seed, "data": self.samples.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position, saved on any mesh.
+
+        Raises:
+            RecipeError: it is a position in other data or another order.
+        """
+        mine = self.state_dict()
+        differ = [f"{name}: saved {state[name]!r}, now {mine[name]!r}" for name in ("seed", "data") if state[name] != mine[name]]
+        if differ:
+            raise RecipeError(
+                f"the saved position is one in other data ({'; '.join(differ)}); resume with the same text, tokenizer, "
+                "sequence length and seed, or start the data anew"
+            )
+        self._epoch, self._consumed = state["epoch"], state["samples"]
+
+    def _advance(self) -> None:
+        self._consumed += self.global_batch
+        if self._consumed >= len(self.samples):
+            self._epoch, self._consumed = self._epoch + 1, 0
+
+
+def _loader(samples: Samples, sampler: OrderedBatches, settings: LoaderSettings) -> Any:
+    ahead: dict[str, Any] = {}
+    if settings.workers:
+        # forkserver: a fork of a process with tokenizer, gloo or CUDA threads may hang
+        ahead = {
+            "multiprocessing_context": "forkserver",
+            "persistent_workers": settings.persistent_workers,
+            "prefetch_factor": settings.prefetch,
+            "worker_init_fn": _leave_signals_to_the_trainer,
+        }
+    stateful = need("torchdata.stateful_dataloader").StatefulDataLoader
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11's own call, deprecated in torch 2.13
+        return stateful(
+            samples,
+            batch_sampler=sampler,
+            collate_fn=_as_it_is,
+            num_workers=settings.workers,
+            pin_memory=settings.pin_memory,
+            generator=torch.Generator(),  # its own: reading data leaves the model's random state alone
+            **ahead,
+        )
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    """Let the trainer finish its step: a terminal's Ctrl-C and a scheduler's SIGTERM go to every process of the group."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

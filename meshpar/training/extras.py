@@ -1,0 +1,22 @@
+"""Import what only training needs, and say which extra holds it when it is missing."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from meshpar.errors import MeshparError
+
+
+def need(module: str) -> ModuleType:
+    """Import ``module`` of the ``train`` extra.
+
+    Raises:
+        MeshparError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
+            raise
+        raise MeshparError(f"training needs {module.partition('.')[0]!r}, which is not installed: pip install 'meshpar[train]'") from error

@@ -1,0 +1,163 @@
+"""Tokenizers: bytes, a BPE trained here, or one from a folder; all end as a folder that transformers' AutoTokenizer loads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from meshpar.errors import RecipeError
+from meshpar.training.extras import need
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END_OF_TEXT = "<|endoftext|>"
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+
+
+@final
+class TextTokenizer:
+    """A fast tokenizer with its end-of-text token and the other files of its folder.
+
+    Attributes:
+        fast: the ``tokenizers.Tokenizer``.
+        eos: the token that ends a document.
+        eos_id: its id.
+        vocab_size: ids lie in ``range(vocab_size)``.
+    """
+
+    def __init__(self, fast: tokenizers.Tokenizer, *, eos: str = END_OF_TEXT, folder: Path | None = None) -> None:
+        eos_id = fast.token_to_id(eos)
+        if eos_id is None:
+            raise RecipeError(f"the tokenizer has no token {eos!r} to end a document with; name one that it has")
+        self.fast = fast
+        self.eos = eos
+        self.eos_id: int = eos_id
+        self.vocab_size: int = max(fast.get_vocab(with_added_tokens=True).values()) + 1
+        self._folder = folder
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of ``text``, without special tokens of its own."""
+        return self.fast.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of every text, on all cores."""
+        return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ``ids``, without special tokens."""
+        return self.fast.decode(list(ids))
+
+    def fingerprint(self) -> str:
+        """Return a hash of everything that decides how text becomes ids."""
+        return hashlib.sha256(f"{self.fast.to_str()}\0{self.eos}".encode()).hexdigest()
+
+    def save(self, folder: str | Path) -> Path:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` (as they were, for one that came from a folder)."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._folder is not None:
+            for name in _FILES:
+                if (self._folder / name).is_file() and self._folder.resolve() != folder.resolve():
+                    shutil.copyfile(self._folder / name, folder / name)
+        else:
+            self.fast.save(str(folder / "tokenizer.json"))
+        if _configured_eos(folder) != self.eos:
+            _configure_eos(folder / "tokenizer_config.json", self.eos)
+        return folder
+
+
+def byte_tokenizer() -> TextTokenizer:
+    """Return the tokenizer whose ids 0 to 255 are the bytes of UTF-8, and 256 the end of a text."""
+    library = need("tokenizers")
+    vocabulary = {letter: byte for byte, letter in enumerate(_byte_letters())}
+    fast = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=[]))
+    fast.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = library.decoders.ByteLevel()
+    fast.add_special_tokens([END_OF_TEXT])
+    return TextTokenizer(fast)
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
+    """Train a byte-level BPE, as GPT-2's; the same documents in the same order give the same tokenizer.
+
+    Args:
+        documents: the texts to learn from.
+        vocab_size: ids in all, the 256 bytes and the end of text among them.
+
+    Raises:
+        RecipeError: ``vocab_size`` has no room for the bytes, or the text is too little for so many.
+    """
+    library = need("tokenizers")
+    if vocab_size < 257:
+        raise RecipeError(f"a byte-level BPE needs a vocab_size of at least 257 (256 bytes and {END_OF_TEXT}), got {vocab_size}")
+    fast = library.Tokenizer(library.models.BPE())
+    fast.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    fast.train_from_iterator(_batched(documents), trainer=trainer)
+    if fast.get_vocab_size() < vocab_size:
+        raise RecipeError(f"the text gives a vocabulary of {fast.get_vocab_size()}, not {vocab_size}; ask for fewer or give more text")
+    return TextTokenizer(fast)
+
+
+def load_tokenizer(folder: str | Path, *, eos: str | None = None) -> TextTokenizer:
+    """Load a saved or Hugging Face tokenizer folder.
+
+    Args:
+        folder: holds ``tokenizer.json`` and, usually, ``tokenizer_config.json``.
+        eos: the token that ends a document; None: the folder's own ``eos_token``.
+
+    Raises:
+        RecipeError: no ``tokenizer.json``, or no end-of-text token is known.
+    """
+    library = need("tokenizers")
+    folder = Path(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise RecipeError(f"no tokenizer.json in {folder}; save the tokenizer with transformers' save_pretrained (a fast one) or meshpar")
+    eos = eos or _configured_eos(folder)
+    if eos is None:
+        raise RecipeError(f"{folder} names no eos_token in tokenizer_config.json; say which token ends a document")
+    return TextTokenizer(library.Tokenizer.from_file(str(folder / "tokenizer.json")), eos=eos, folder=folder)
+
+
+def _configured_eos(folder: Path) -> str | None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            token: Any = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
+            if token is not None:
+                return token["content"] if isinstance(token, dict) else str(token)
+    return None
+
+
+def _configure_eos(file: Path, eos: str) -> None:
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | config | {"eos_token": eos}
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _byte_letters() -> list[str]:
+    """Return the printable letter that stands for each byte (GPT-2's ``bytes_to_unicode``, openai/gpt-2 src/encoder.py)."""
+    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    spare = iter(range(256, 512))
+    return [chr(byte if byte in plain else next(spare)) for byte in range(256)]
+
+
+def _batched(documents: Iterable[str], size: int = 256) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for document in documents:
+        batch.append(document)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,258 @@
+"""Token files: ids in a memory-mapped ``.bin`` with a ``.json`` beside it, prepared once from text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, final
+
+from meshpar.errors import RecipeError
+from meshpar.training.extras import need
+from meshpar.training.once import build_once
+from meshpar.training.text import TextSource
+from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_FORMAT = 1
+_PIECE = 1 << 22  # characters: longer documents are tokenized in pieces, so that memory stays bounded
+_BATCH = 1 << 22
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFile:
+    """Ids of documents one after the other, each ended by ``eos_id``.
+
+    Attributes:
+        path: the ``.bin`` file: little-endian ``dtype``, no header. The other fields are those of the ``.json`` beside it.
+        dtype: ``uint16`` or ``uint32``.
+        tokens: how many ids.
+        documents: how many documents.
+        vocab_size: ids lie in ``range(vocab_size)``.
+        eos_id: the id that ends a document.
+        fingerprint: sha256 of the ids; empty text where whoever wrote the file gave none.
+    """
+
+    path: Path
+    dtype: str
+    tokens: int
+    documents: int
+    vocab_size: int
+    eos_id: int
+    fingerprint: str = ""
+
+    @classmethod
+    def open(cls, path: str | Path) -> TokenFile:
+        """Read the description of a token file.
+
+        Raises:
+            RecipeError: the file or its description is missing, or they do not fit together.
+        """
+        path = Path(path)
+        sidecar = path.with_suffix(".json")
+        if not path.is_file() or not sidecar.is_file():
+            raise RecipeError(f"a token file is a .bin with a .json beside it (dtype, tokens, vocab_size, eos_id); missing at {path}")
+        fields = json.loads(sidecar.read_text(encoding="utf-8"))
+        missing = [name for name in ("dtype", "vocab_size", "eos_id") if name not in fields]
+        if missing or fields["dtype"] not in ("uint16", "uint32"):
+            raise RecipeError(f"{sidecar} needs dtype (uint16 or uint32), vocab_size and eos_id; got {fields}")
+        size, width = path.stat().st_size, 2 if fields["dtype"] == "uint16" else 4
+        if size % width or fields.get("tokens", size // width) != size // width:
+            raise RecipeError(f"{path} has {size} bytes, which is not {fields.get('tokens', 'a number of')} tokens of {fields['dtype']}")
+        known = {name: fields[name] for name in ("dtype", "vocab_size", "eos_id")}
+        more = {"documents": fields.get("documents", 0), "fingerprint": fields.get("fingerprint", "")}
+        return cls(path=path, tokens=size // width, **known, **more)
+
+    def ids(self) -> np.ndarray:
+        """Return the ids, memory-mapped and read-only."""
+        numpy = need("numpy")
+        if self.tokens == 0:
+            return numpy.zeros(0, dtype=self.dtype)
+        return numpy.memmap(self.path, dtype=numpy.dtype(self.dtype).newbyteorder("<"), mode="r")
+
+    def save(self) -> None:
+        """Write the description beside the ids."""
+        fields = {name: value for name, value in asdict(self).items() if name != "path"}
+        self.path.with_suffix(".json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSplit:
+    """The token files of a run; ``validation`` is None where none was asked for."""
+
+    train: TokenFile
+    validation: TokenFile | None
+
+
+def prepare_tokenizer(name: str, source: TextSource | None, cache: str | Path, *, vocab_size: int = 4096) -> TextTokenizer:
+    """Return the tokenizer that ``name`` stands for, the same on every rank.
+
+    Args:
+        name: ``bytes``, ``bpe`` (trained on ``source`` and kept in ``cache``) or a folder with ``tokenizer.json``.
+        source: the text that a BPE learns from.
+        cache: where a trained tokenizer is kept.
+        vocab_size: of a BPE.
+
+    Raises:
+        RecipeError: the name is none of these.
+    """
+    if name == "bytes":
+        return byte_tokenizer()
+    if name != "bpe":
+        if not Path(name).is_dir():
+            raise RecipeError(f"tokenizer {name!r} is neither 'bytes', 'bpe' nor a folder with a tokenizer.json")
+        return load_tokenizer(name)
+    if source is None:
+        raise RecipeError("tokenizer 'bpe' learns from text; the input is tokens already: give the tokenizer's folder")
+    key = _key("bpe", source.fingerprint(), vocab_size)
+    return load_tokenizer(
+        build_once(Path(cache) / f"tokenizer-{key}", lambda folder: train_bpe(source.documents(), vocab_size).save(folder))
+    )
+
+
+def prepare_tokens(
+    source: TextSource,
+    tokenizer: TextTokenizer,
+    cache: str | Path,
+    *,
+    validation: TextSource | None = None,
+    validation_fraction: float = 0.0,
+    seed: int = 0,
+) -> TokenSplit:
+    """Tokenize text once and return its token files; every rank may call it, and later runs find them in ``cache``.
+
+    Args:
+        source: the text.
+        tokenizer: turns documents into ids; ``eos_id`` is put after each.
+        cache: a folder, shared by the ranks of a machine at least; files in it are named by a hash of everything they depend on.
+        validation: text of its own to validate on.
+        validation_fraction: or this part of the source's documents (at least one), chosen by ``seed``. A single document is
+            cut: its end is for validation.
+
+    Raises:
+        RecipeError: both or a fraction outside 0 to 1 given, or the text has no tokens.
+    """
+    if not 0.0 <= validation_fraction < 1.0 or (validation is not None and validation_fraction):
+        given = f"got {validation} and {validation_fraction}"
+        raise RecipeError(f"validation is a source of its own, or a fraction from 0 to below 1 of this one; {given}")
+    whole = _tokenize_once(source, tokenizer, Path(cache))
+    if validation is not None:
+        return TokenSplit(train=whole, validation=_tokenize_once(validation, tokenizer, Path(cache)))
+    return split_tokens(whole, cache, fraction=validation_fraction, seed=seed)
+
+
+def split_tokens(whole: TokenFile, cache: str | Path, *, fraction: float, seed: int = 0) -> TokenSplit:
+    """Split a token file into training and validation by document, see :func:`prepare_tokens`.
+
+    Args:
+        whole: the tokens; documents end with ``whole.eos_id``.
+        cache: where the two files are kept.
+        fraction: of the documents, for validation; 0: all is for training, and nothing is copied.
+        seed: which documents.
+    """
+    if not fraction:
+        return TokenSplit(train=whole, validation=None)
+    stat = whole.path.stat()
+    identity = whole.fingerprint or f"{whole.path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
+    key = _key("split", identity, whole.eos_id, whole.vocab_size, fraction, seed)
+    folder = build_once(Path(cache) / f"split-{key}", lambda target: _write_split(whole, target, fraction, seed))
+    return TokenSplit(train=TokenFile.open(folder / "train.bin"), validation=TokenFile.open(folder / "validation.bin"))
+
+
+def write_tokens(path: str | Path, documents: Iterable[Sequence[int] | np.ndarray], *, vocab_size: int, eos_id: int) -> TokenFile:
+    """Write documents (each with its end, where it has one) as a token file and return it."""
+    numpy = need("numpy")
+    path, dtype = Path(path), "uint16" if vocab_size <= 1 << 16 else "uint32"
+    digest, count, tokens = hashlib.sha256(dtype.encode()), 0, 0
+    with path.open("wb") as file:
+        for document in documents:
+            ids = numpy.asarray(document)
+            if ids.size and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
+                raise RecipeError(f"a document has id {int(ids.max())}, but the vocabulary has {vocab_size}")
+            tokens += _write(file, digest, ids.astype(numpy.dtype(dtype).newbyteorder("<")).tobytes()) // numpy.dtype(dtype).itemsize
+            count += 1
+    written = TokenFile(
+        path=path,
+        dtype=dtype,
+        tokens=tokens,
+        documents=count,
+        vocab_size=vocab_size,
+        eos_id=eos_id,
+        fingerprint=digest.hexdigest(),
+    )
+    written.save()
+    return written
+
+
+def _write(file: BinaryIO, digest: hashlib._Hash, data: bytes) -> int:
+    digest.update(data)
+    return file.write(data)
+
+
+def _tokenize_once(source: TextSource, tokenizer: TextTokenizer, cache: Path) -> TokenFile:
+    def build(folder: Path) -> None:
+        documents = _token_documents(source.documents(), tokenizer)
+        written = write_tokens(folder / "tokens.bin", documents, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
+        if written.tokens < 2:
+            raise RecipeError(f"the text of {', '.join(source.inputs)} gives {written.tokens} tokens; give some text")
+
+    key = _key("tokens", source.fingerprint(), tokenizer.fingerprint())
+    return TokenFile.open(build_once(cache / f"tokens-{key}", build) / "tokens.bin")
+
+
+def _token_documents(documents: Iterable[str], tokenizer: TextTokenizer) -> Iterator[list[int]]:
+    """Yield each document's ids with its end, tokenizing many short documents at a time."""
+    batch: list[str] = []
+    size = 0
+    for document in documents:
+        if len(document) > _PIECE:
+            yield [id_ for piece in _pieces(document) for id_ in tokenizer.encode(piece)] + [tokenizer.eos_id]
+            continue
+        batch.append(document)
+        size += len(document)
+        if size > _BATCH:
+            yield from ([*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(batch))
+            batch, size = [], 0
+    yield from ([*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(batch))
+
+
+def _pieces(document: str) -> Iterator[str]:
+    """Cut at the end of a line that has letters on both sides: a byte-level BPE never merges across such an end."""
+    cut, start = re.compile(r"(?<=\S\n)(?=\S)"), 0
+    while start < len(document):
+        found = cut.search(document, start + _PIECE)
+        end = found.start() if found else len(document)
+        yield document[start:end]
+        start = end
+
+
+def _write_split(whole: TokenFile, folder: Path, fraction: float, seed: int) -> None:
+    numpy = need("numpy")
+    ids = whole.ids()
+    ends = numpy.flatnonzero(ids == whole.eos_id) + 1
+    if not ends.size or ends[-1] != ids.size:
+        ends = numpy.append(ends, ids.size)
+    if ends.size == 1:
+        cut = ids.size - max(2, round(ids.size * fraction))
+        if cut < 2:
+            raise RecipeError(f"{whole.tokens} tokens are too few to keep {fraction:g} of them for validation")
+        ends, chosen = numpy.array([cut, ids.size]), numpy.array([False, True])
+    else:
+        chosen = numpy.zeros(ends.size, dtype=bool)
+        order = numpy.argsort(numpy.random.Philox(seed).random_raw(ends.size), kind="stable")
+        chosen[order[: min(ends.size - 1, max(1, round(ends.size * fraction)))]] = True
+    starts = numpy.concatenate([[0], ends[:-1]])
+    for name, wanted in (("train", False), ("validation", True)):
+        documents = (ids[start:end] for start, end, held in zip(starts, ends, chosen) if held == wanted)
+        write_tokens(folder / f"{name}.bin", documents, vocab_size=whole.vocab_size, eos_id=whole.eos_id)
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256("\0".join(map(str, (_FORMAT, *parts))).encode()).hexdigest()[:16]

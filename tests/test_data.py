@@ -1,0 +1,352 @@
+"""Text to batches: tokenizers, token files, and every token once an epoch on any mesh."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from meshpar.errors import MeshparError, RecipeError
+from meshpar.training import text
+from meshpar.training.data import FILLER, IGNORE, Batches, LoaderSettings, OrderedBatches, PackedTokens
+from meshpar.training.extras import need
+from meshpar.training.once import build_once
+from meshpar.training.order import permuted
+from meshpar.training.text import TextSource
+from meshpar.training.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, train_bpe
+from meshpar.training.tokens import TokenFile, prepare_tokenizer, prepare_tokens, split_tokens, write_tokens
+
+SAMPLE = "def f(x):\n    return 'héllo' + x  # 中\n"
+
+
+def token_file(folder: Path, tokens: int) -> TokenFile:
+    """Write a file of one document whose id at place i is i; nothing in it ends a document."""
+    return write_tokens(folder / f"count-{tokens}.bin", [np.arange(tokens)], vocab_size=1 << 16, eos_id=60_000)
+
+
+def counted(steps: list[list[dict[str, torch.Tensor]]]) -> list[int]:
+    """Return the labels that count, which in ``token_file`` are their places."""
+    return [int(label) for step in steps for batch in step for label in batch["labels"].flatten() if label != IGNORE]
+
+
+# tokenizers
+
+
+def test_byte_tokenizer_ids_are_the_bytes() -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.encode(SAMPLE) == list(SAMPLE.encode())
+    assert tokenizer.decode(tokenizer.encode(SAMPLE)) == SAMPLE
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (256, 257)
+
+
+def test_bpe_is_deterministic_and_lossless() -> None:
+    documents = [SAMPLE * 20, "for i in range(10):\n    total += i\n" * 20]
+    first, second = train_bpe(documents, 290), train_bpe(documents, 290)
+    assert first.fingerprint() == second.fingerprint()
+    assert first.vocab_size == 290
+    assert first.decode(first.encode(SAMPLE)) == SAMPLE
+    assert len(first.encode(SAMPLE)) < len(SAMPLE.encode())
+    assert first.encode_batch(documents) == [first.encode(document) for document in documents]
+
+
+def test_bpe_refuses_a_vocabulary_that_cannot_be() -> None:
+    with pytest.raises(RecipeError, match="at least 257"):
+        train_bpe([SAMPLE], 100)
+    with pytest.raises(RecipeError, match="not 5000; ask for fewer"):
+        train_bpe([SAMPLE], 5000)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_transformers_loads_a_saved_tokenizer(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = byte_tokenizer() if kind == "bytes" else train_bpe([SAMPLE * 30], 280)
+    tokenizer.save(tmp_path / "saved")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert theirs(SAMPLE)["input_ids"] == tokenizer.encode(SAMPLE)
+    assert theirs.decode(tokenizer.encode(SAMPLE)) == SAMPLE
+    assert (theirs.eos_token, theirs.eos_token_id, len(theirs)) == (END_OF_TEXT, tokenizer.eos_id, tokenizer.vocab_size)
+
+
+def test_a_loaded_tokenizer_is_saved_with_its_own_files(tmp_path: Path) -> None:
+    train_bpe([SAMPLE * 30], 280).save(tmp_path / "one")
+    config = json.loads((tmp_path / "one/tokenizer_config.json").read_text()) | {"model_max_length": 77}
+    (tmp_path / "one/tokenizer_config.json").write_text(json.dumps(config))
+    load_tokenizer(tmp_path / "one").save(tmp_path / "two")
+    assert json.loads((tmp_path / "two/tokenizer_config.json").read_text()) == config
+    assert load_tokenizer(tmp_path / "two").fingerprint() == load_tokenizer(tmp_path / "one").fingerprint()
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+    train_bpe([SAMPLE * 30], 280).save(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(RecipeError, match="names no eos_token"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(RecipeError, match=r"no token '</s>'"):
+        load_tokenizer(tmp_path, eos="</s>")
+    with pytest.raises(RecipeError, match="neither 'bytes', 'bpe' nor a folder"):
+        prepare_tokenizer("bepe", None, tmp_path)
+
+
+# text
+
+
+def test_inputs_are_files_globs_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("b.txt", "a.txt", "sub/c.py", "picture.png"):
+        (tmp_path / name).write_text(name)
+    assert [path.name for path in TextSource(inputs=(str(tmp_path),)).files()] == ["a.txt", "b.txt", "c.py"]
+    assert [path.name for path in TextSource(inputs=(f"{tmp_path}/*.txt", f"{tmp_path}/b.txt")).files()] == ["a.txt", "b.txt"]
+    assert list(TextSource(inputs=(f"{tmp_path}/**/*.py",)).documents()) == ["sub/c.py"]
+    with pytest.raises(RecipeError, match="names no file"):
+        TextSource(inputs=(f"{tmp_path}/*.md",)).files()
+
+
+def test_json_lines_give_a_document_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_text('{"body": "one"}\n\n{"body": "two\\nlines"}\n')
+    assert list(TextSource(inputs=(str(file),), field="body").documents()) == ["one", "two\nlines"]
+    with pytest.raises(RecipeError, match=r"lines.jsonl:1 has no text under 'text'; it has \['body'\]"):
+        list(TextSource(inputs=(str(file),)).documents())
+    file.write_text("{oops\n")
+    with pytest.raises(RecipeError, match=r"lines.jsonl:1 is not JSON"):
+        list(TextSource(inputs=(str(file),)).documents())
+
+
+def test_a_separator_divides_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n---\ntwo\n---\n\n")
+    assert list(TextSource(inputs=(str(tmp_path / "a.txt"),), separator="---\n").documents()) == ["one\n", "two\n"]
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(RecipeError, match=r"latin.txt is not UTF-8 text \(byte 3"):
+        list(TextSource(inputs=(str(tmp_path / "latin.txt"),)).documents())
+
+
+def test_stdlib_is_python_source_of_ten_megabytes() -> None:
+    files = TextSource(inputs=("stdlib",)).files()
+    assert files == sorted(files)
+    assert sum(path.stat().st_size for path in files) > 8e6
+    assert not any({"test", "site-packages"} & set(path.parts[-3:-1]) for path in files)
+
+
+# token files
+
+
+def test_tokens_are_prepared_once_and_anew_when_the_text_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "b.txt").write_text("world!")
+    source = TextSource(inputs=(str(tmp_path / "*.txt"),))
+    first = prepare_tokens(source, byte_tokenizer(), tmp_path / "cache").train
+    assert list(first.ids()) == [*b"hello", 256, *b"world!", 256]
+    assert (first.dtype, first.documents, first.tokens) == ("uint16", 2, 13)
+    with monkeypatch.context() as patch:
+        patch.setattr(text.TextSource, "documents", lambda self: pytest.fail("read again"))
+        assert prepare_tokens(source, byte_tokenizer(), tmp_path / "cache").train == first
+    (tmp_path / "b.txt").write_text("worlds")
+    again = prepare_tokens(TextSource(inputs=source.inputs), byte_tokenizer(), tmp_path / "cache").train
+    assert again.path != first.path
+    assert list(again.ids())[-3:] == [*b"ds", 256]
+
+
+def test_a_long_document_is_tokenized_in_pieces_to_the_same_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text(SAMPLE * 30 + "\n\n   \nx = 1\n" * 9 + SAMPLE)
+    source = TextSource(inputs=(str(tmp_path / "a.txt"),))
+    tokenizer = train_bpe([SAMPLE * 30], 280)
+    whole = prepare_tokens(source, tokenizer, tmp_path / "one").train
+    monkeypatch.setattr("meshpar.training.tokens._PIECE", 64)
+    assert prepare_tokens(source, tokenizer, tmp_path / "two").train.fingerprint == whole.fingerprint
+
+
+def test_the_split_is_by_document_and_seed(tmp_path: Path) -> None:
+    documents = [[i + 1] * (i % 5 + 1) + [0] for i in range(50)]
+    whole = write_tokens(tmp_path / "all.bin", documents, vocab_size=100, eos_id=0)
+    one, same, other = (split_tokens(whole, tmp_path / name, fraction=0.2, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    assert one.validation is not None and same.validation is not None and other.validation is not None
+    assert one.validation.documents == 10 and one.train.documents == 40
+    assert one.validation.fingerprint == same.validation.fingerprint != other.validation.fingerprint
+    train, held = set(one.train.ids().tolist()) - {0}, set(one.validation.ids().tolist()) - {0}
+    assert not train & held and train | held == set(range(1, 51))
+    assert one.train.tokens + one.validation.tokens == whole.tokens
+
+
+def test_a_single_document_is_cut_for_validation(tmp_path: Path) -> None:
+    split = split_tokens(token_file(tmp_path, 100), tmp_path / "cache", fraction=0.1)
+    assert split.validation is not None
+    assert list(split.validation.ids()) == list(range(90, 100))
+    assert split.train.tokens == 90
+
+
+def test_token_files_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"a \.bin with a \.json beside it"):
+        TokenFile.open(tmp_path / "none.bin")
+    with pytest.raises(RecipeError, match="id 7, but the vocabulary has 5"):
+        write_tokens(tmp_path / "a.bin", [[7]], vocab_size=5, eos_id=0)
+    file = token_file(tmp_path, 10)
+    assert TokenFile.open(file.path) == file
+    file.path.write_bytes(file.path.read_bytes()[:-2])
+    with pytest.raises(RecipeError, match="has 18 bytes, which is not 10 tokens of uint16"):
+        TokenFile.open(file.path)
+
+
+def test_a_file_of_someone_else_needs_only_the_necessary(tmp_path: Path) -> None:
+    np.arange(70_000, dtype="<u4").tofile(tmp_path / "big.bin")
+    (tmp_path / "big.json").write_text(json.dumps({"dtype": "uint32", "vocab_size": 70_000, "eos_id": 0}))
+    file = TokenFile.open(tmp_path / "big.bin")
+    assert file.tokens == 70_000
+    assert PackedTokens(file, 10)[6999]["labels"].tolist() == [*range(69_991, 70_000), IGNORE]
+
+
+def _build_slowly(folder: str, log: str) -> None:
+    def build(target: Path) -> None:
+        with Path(log).open("a") as file:
+            file.write("built\n")
+        (target / "data").write_text("x")
+
+    build_once(Path(folder), build)
+
+
+def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_build_slowly, args=(str(tmp_path / "made"), str(tmp_path / "log"))) for _ in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert (tmp_path / "log").read_text() == "built\n"
+    assert (tmp_path / "made/data").read_text() == "x"
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def build(target: Path) -> None:
+        (target / "half").write_text("x")
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        build_once(tmp_path / "made", build)
+    assert [path.name for path in tmp_path.iterdir()] == ["made.lock"]
+
+
+def test_a_missing_library_names_the_extra() -> None:
+    with pytest.raises(MeshparError, match=r"needs 'no_such_library'.*meshpar\[train\]"):
+        need("no_such_library.part")
+
+
+# order
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 100, 1025])
+def test_the_order_is_a_permutation(count: int) -> None:
+    for key in (0, 1, 2**63 + 5):
+        assert sorted(permuted(np.arange(count), count, key)) == list(range(count))
+
+
+def test_the_order_is_pinned_and_looks_random() -> None:
+    assert permuted(np.arange(10), 10, 1).tolist() == [4, 3, 0, 5, 1, 2, 9, 7, 8, 6]
+    order = permuted(np.arange(10_000), 10_000, 7)
+    assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
+    assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
+
+
+# batches
+
+
+def test_labels_are_the_next_tokens_and_the_last_sample_is_padded(tmp_path: Path) -> None:
+    samples = PackedTokens(token_file(tmp_path, 12), 4)
+    batch = samples.__getitems__([0, 2, FILLER])
+    assert batch["input_ids"].tolist() == [[0, 1, 2, 3], [8, 9, 10, 60_000], [60_000] * 4]
+    assert batch["labels"].tolist() == [[1, 2, 3, 4], [9, 10, 11, IGNORE], [IGNORE] * 4]
+    assert batch["labels"].dtype == torch.int64
+    assert len(samples) == 3
+
+
+@pytest.mark.parametrize("tokens,length", [(2, 4), (5, 4), (6, 4), (9, 4), (10, 4)])
+def test_every_token_but_the_first_is_predicted_once(tokens: int, length: int, tmp_path: Path) -> None:
+    batches = Batches(PackedTokens(token_file(tmp_path, tokens), length), micro_batch=2)
+    assert sorted(counted(list(batches.one_epoch()))) == list(range(1, tokens))
+
+
+def test_an_epoch_is_whole_on_every_mesh_and_across_changes_of_mesh(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    for _ in range(60):
+        tokens, length = chance.randint(2, 400), chance.randint(1, 9)
+        samples, seen, position = PackedTokens(token_file(tmp_path, tokens), length), [], None
+        while position is None or position["epoch"] == 0:
+            data_size, micro_batch, accumulate = chance.randint(1, 4), chance.randint(1, 3), chance.randint(1, 3)
+            stop, positions = chance.randint(1, 6), []
+            for rank in range(data_size):
+                batches = Batches(samples, micro_batch=micro_batch, accumulate=accumulate, data_rank=rank, data_size=data_size, seed=5)
+                if position is not None:
+                    batches.load_state_dict(position)
+                steps = list(itertools.islice(batches.one_epoch(), stop))
+                assert all(len(step) == accumulate and step[0]["labels"].shape == (micro_batch, length) for step in steps)
+                seen += counted(steps)
+                positions.append(batches.state_dict())
+            assert all(each == positions[0] for each in positions)
+            position = positions[0]
+        assert sorted(seen) == list(range(1, tokens)), (tokens, length)
+        assert position["epoch"] == 1 and position["samples"] == 0
+
+
+def test_a_global_batch_does_not_depend_on_the_mesh(tmp_path: Path) -> None:
+    samples = PackedTokens(token_file(tmp_path, 500), 5)
+
+    def rows(data_size: int, micro_batch: int, accumulate: int) -> list[list[int]]:
+        ranks = [
+            Batches(samples, micro_batch=micro_batch, accumulate=accumulate, data_rank=rank, data_size=data_size)
+            for rank in range(data_size)
+        ]
+        return [sorted(counted(list(together))) for together in zip(*(b.one_epoch() for b in ranks))]
+
+    assert rows(1, 12, 1) == rows(4, 3, 1) == rows(2, 2, 3) == rows(1, 1, 12)
+
+
+def test_epochs_differ_in_order_and_seeds_too(tmp_path: Path) -> None:
+    samples = PackedTokens(token_file(tmp_path, 200), 4)
+    batches = Batches(samples, micro_batch=5)
+    first, second = counted(list(batches.one_epoch())), counted(list(batches.one_epoch()))
+    assert first != second and sorted(first) == sorted(second)
+    assert counted(list(Batches(samples, micro_batch=5, seed=1).one_epoch())) != first
+    assert counted(list(Batches(samples, micro_batch=5, seed=None).one_epoch())) == sorted(first)
+    assert batches.epoch == 2 and batches.steps_per_epoch == 10
+
+
+def test_workers_change_nothing(tmp_path: Path) -> None:
+    samples = PackedTokens(token_file(tmp_path, 300), 4)
+    plain = Batches(samples, micro_batch=3, accumulate=2)
+    working = Batches(samples, micro_batch=3, accumulate=2, loader=LoaderSettings(workers=2, prefetch=3))
+    state = torch.random.get_rng_state()
+    theirs = iter(working)
+    steps = [next(theirs) for _ in range(20)]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    ours = iter(plain)
+    assert counted(steps) == counted([next(ours) for _ in range(20)])
+    assert working.position() == plain.position() == {"epoch": 1, "samples": 42}
+    resumed = Batches(samples, micro_batch=3, accumulate=2)
+    resumed.load_state_dict(working.state_dict())
+    assert counted([next(iter(resumed))]) == counted([next(ours)])
+    # leave the epoch in the middle and start it again with the same workers
+    working.load_state_dict(plain.state_dict())
+    assert counted(list(working.one_epoch())) == counted(list(plain.one_epoch()))
+
+
+def test_a_position_in_other_data_is_refused(tmp_path: Path) -> None:
+    saved = Batches(PackedTokens(token_file(tmp_path, 100), 4), micro_batch=2).state_dict()
+    with pytest.raises(RecipeError, match=r"position is one in other data .*saved"):
+        Batches(PackedTokens(token_file(tmp_path, 100), 5), micro_batch=2).load_state_dict(saved)
+    with pytest.raises(RecipeError, match="seed: saved 0, now 3"):
+        Batches(PackedTokens(token_file(tmp_path, 100), 4), micro_batch=2, seed=3).load_state_dict(saved)
+
+
+def test_sizes_below_one_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="micro_batch=0"):
+        Batches(PackedTokens(token_file(tmp_path, 100), 4), micro_batch=0)
+    with pytest.raises(RecipeError, match="no sample"):
+        Batches(PackedTokens(token_file(tmp_path, 1), 4), micro_batch=1)
+    assert len(OrderedBatches(10, micro_batch=2, accumulate=2, data_rank=0, data_size=2, seed=0)) == 4
