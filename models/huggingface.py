@@ -1,0 +1,182 @@
+"""The Hugging Face adapter: layouts for transformers' models, from what these say about themselves.
+
+Importing this module does not import transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshpar.errors import LayoutError
+from meshpar.layout import ModelLayout
+from meshpar.models.huggingface_tensor import generic, head_counts, tensor_table
+
+
+def layout_for(module: nn.Module) -> ModelLayout | None:
+    """Return the layout of a transformers model, None for any other module.
+
+    The blocks are the layers that ``_no_split_modules`` names, the tensor-parallel table comes from ``tp_plan``, and the initial weights
+    from ``_init_weights``. Names are transformers' own, so its published weights need no mapping.
+    """
+    loaded = sys.modules.get("transformers.modeling_utils")
+    if loaded is None or not isinstance(module, loaded.PreTrainedModel):
+        return None
+    model: Any = module
+    table = tensor_table(model)
+    return ModelLayout(
+        blocks=_blocks(model),
+        tensor=table,
+        heads=head_counts(model, table),
+        tied=_tied(model),
+        fp32=_fp32(model),
+        dropout=_has_dropout(model),
+        init=_initialiser(model),
+        config=_published_config(model),
+        refusals=_refusals(model, table),
+    )
+
+
+def from_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> nn.Module:
+    """Build transformers' causal language model for a config, on the meta device, for training.
+
+    Args:
+        source: the contents of a ``config.json``, or the folder that holds one. Nothing is downloaded.
+
+    Returns:
+        The model in float32, with SDPA attention and without a key/value cache.
+
+    Raises:
+        LayoutError: transformers is not installed, or the config has no ``model_type``.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise LayoutError("a Hugging Face model needs transformers; install it with: pip install 'meshpar[transformers]'") from error
+    if isinstance(source, Mapping):
+        values = dict(source)
+        if "model_type" not in values:
+            raise LayoutError(f"expected the contents of a config.json with a model_type, got the keys {sorted(values)}")
+        config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    else:
+        config = transformers.AutoConfig.from_pretrained(os.fspath(source), local_files_only=True)
+    config.use_cache = False
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+
+
+def _blocks(model: Any) -> tuple[str, ...]:
+    """Return the patterns of the outermost repeated layers."""
+    whole = set(model._no_split_modules or ())
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
+    named = [name for name, module in lists if any(type(child).__name__ in whole for child in module)]
+    alike = [name for name, module in lists if len({type(child) for child in module}) == 1 and any(True for _ in module.parameters())]
+    chosen = named or alike
+    outermost = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
+    return tuple(dict.fromkeys(f"{generic(name)}.*" for name in outermost))
+
+
+def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _fp32(model: Any) -> tuple[str, ...]:
+    pieces = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    if not pieces:
+        return ()
+    wanted = re.compile(rf"(^|\.)({'|'.join(pieces)})(\.|$)")
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if wanted.search(name)]
+    return tuple(dict.fromkeys(generic(name.rpartition(".")[0]) for name in names))
+
+
+def _has_dropout(model: Any) -> bool:
+    """Tell whether a language model of this config draws random numbers in training; classifiers' fields do not count."""
+    fields = model.config.get_text_config().to_dict().items()
+    rates = [
+        value for name, value in fields if re.search("dropout|pdrop|layerdrop", name) and not re.match("summary|classifier|pooler", name)
+    ]
+    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
+
+
+def _published_config(model: Any) -> dict[str, Any]:
+    values = json.loads(model.config.to_json_string(use_diff=False))
+    # A plain class name even when FSDP has swapped the module's class for one of its own.
+    base = next(cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.") or "FSDP" not in cls.__name__)
+    local = ("_name_or_path", "transformers_version")
+    return {key: value for key, value in values.items() if key not in local} | {"architectures": [base.__name__]}
+
+
+def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
+    refusals: dict[str, str] = {}
+    if not table:
+        refusals["tp"] = (
+            f"transformers gives {type(model).__name__} no tp_plan, so nothing says how to split it; leave TensorParallel out, "
+            "or pass apply a ModelLayout with a tensor table"
+        )
+    if getattr(model.config, "use_cache", False):
+        refusals["recompute"] = (
+            f"{type(model).__name__} keeps a key/value cache (config.use_cache), which recomputation would fill twice; "
+            "set model.config.use_cache = False"
+        )
+    return refusals
+
+
+def _initialiser(model: Any) -> Callable[[nn.Module], None]:
+    """Return the function that fills one module's own tensors by the model's ``_init_weights``."""
+    parents = {child: (parent, owner) for parent, owner in _with_owners(model) for child in parent.children()}
+    owners = dict(_with_owners(model))
+
+    @torch.no_grad()
+    def initialise(module: nn.Module) -> None:
+        tensors = dict((*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
+        before = {name: tensor._version for name, tensor in tensors.items()}
+        with _writing_only(tensors.values(), module):
+            owners.get(module, model)._init_weights(module)
+        if module in parents:
+            # Some parents draw a child's weight again, smaller (GPT-2's residual projections).
+            parent, owner = parents[module]
+            with _writing_only(tensors.values(), parent):
+                owner._init_weights(parent)
+        if left := [name for name, tensor in tensors.items() if tensor._version == before[name]]:
+            raise LayoutError(
+                f"{type(model).__name__}._init_weights leaves {left} of {type(module).__name__} as they were; load weights instead"
+            )
+
+    return initialise
+
+
+def _with_owners(model: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield every module with the innermost pretrained model around it, whose ``_init_weights`` knows it."""
+
+    def walk(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
+        owner = module if hasattr(module, "_init_weights") else owner
+        yield module, owner
+        for child in module.children():
+            yield from walk(child, owner)
+
+    yield from walk(model, model)
+
+
+@contextmanager
+def _writing_only(tensors: Any, module: nn.Module) -> Iterator[None]:
+    """Let transformers' initialisers, inside ``module``, write ``tensors`` alone: they pass over what is flagged as initialised."""
+    mine = {id(tensor) for tensor in tensors}
+    inside = [*module.parameters(), *module.buffers()]
+    for tensor in inside:
+        tensor._is_hf_initialized = id(tensor) not in mine  # type: ignore[attr-defined, union-attr]
+    try:
+        yield
+    finally:
+        for tensor in inside:
+            del tensor._is_hf_initialized  # type: ignore[attr-defined, union-attr]

@@ -1,0 +1,199 @@
+"""The Hugging Face adapter: what it reads from transformers' models, without running them on a mesh."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshpar import patterns
+from meshpar.errors import LayoutError
+from meshpar.models.huggingface import from_config, layout_for
+from meshpar.models.huggingface_tensor import FullPositions, GPT2Attention, TransformersStyle
+
+transformers = pytest.importorskip("transformers")
+
+DECODER = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+MIXTRAL = DECODER | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+LAYER = "model.layers.*"
+LLAMA_TABLE = {
+    "model": FullPositions(),
+    "model.embed_tokens": "vocab",
+    f"{LAYER}.input_layernorm": "sequence",
+    f"{LAYER}.self_attn": "region",
+    f"{LAYER}.self_attn.q_proj": "colwise",
+    f"{LAYER}.self_attn.k_proj": "colwise",
+    f"{LAYER}.self_attn.v_proj": "colwise",
+    f"{LAYER}.self_attn.o_proj": "rowwise",
+    f"{LAYER}.post_attention_layernorm": "sequence",
+    f"{LAYER}.mlp": "region",
+    f"{LAYER}.mlp.gate_proj": "colwise",
+    f"{LAYER}.mlp.up_proj": "colwise",
+    f"{LAYER}.mlp.down_proj": "rowwise",
+    "model.norm": "sequence",
+    "lm_head": "head",
+}
+QWEN3_TABLE = LLAMA_TABLE | {f"{LAYER}.self_attn.q_norm": "grad_sum", f"{LAYER}.self_attn.k_norm": "grad_sum"}
+GPT2_TABLE = {
+    "transformer.wte": "vocab",
+    "transformer.h.*.attn": GPT2Attention(),
+    "transformer.h.*.attn.c_attn": "packed_colwise:3",
+    "transformer.h.*.attn.c_proj": "rowwise",
+    "transformer.h.*.mlp": "region",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+    "lm_head": "head",
+}
+
+
+def layout_of(model: nn.Module) -> Any:
+    layout = layout_for(model)
+    assert layout is not None
+    return layout
+
+
+def config(model_type: str, **changes: Any) -> dict[str, Any]:
+    return GPT2 | changes if model_type == "gpt2" else DECODER | {"model_type": model_type} | changes
+
+
+@pytest.mark.parametrize(
+    ("model_type", "table", "blocks"),
+    [("llama", LLAMA_TABLE, LAYER), ("qwen3", QWEN3_TABLE, LAYER), ("gpt2", GPT2_TABLE, "transformer.h.*")],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_layout_is_read_from_the_model(model_type: str, table: dict[str, Any], blocks: str, tied: bool) -> None:
+    model = from_config(config(model_type, tie_word_embeddings=tied))
+    layout = layout_of(model)
+    assert layout.blocks == (blocks,)
+    assert layout.tensor == table
+    embedding = "transformer.wte.weight" if model_type == "gpt2" else "model.embed_tokens.weight"
+    assert layout.tied == (((embedding, "lm_head.weight"),) if tied else ())
+    for pattern in (*layout.blocks, *layout.tensor, *layout.heads):
+        assert list(patterns.find_modules(model, pattern)), pattern
+    assert not layout.refusals
+    assert not layout.fp32
+    assert layout.dropout == (model_type == "gpt2")
+
+
+def test_head_counts_come_from_the_config() -> None:
+    attention = f"{LAYER}.self_attn"
+    llama = layout_of(from_config(config("llama"))).heads
+    assert llama == {f"{attention}.q_proj": 4, f"{attention}.k_proj": 2, f"{attention}.v_proj": 2}
+    assert layout_of(from_config(config("gpt2"))).heads == {"transformer.h.*.attn.c_attn": 4}
+
+
+def test_dropout_is_read_from_the_config() -> None:
+    assert layout_of(from_config(config("llama", attention_dropout=0.1))).dropout
+    assert not layout_of(from_config(config("gpt2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0))).dropout
+
+
+def test_styles_that_are_not_ours_stay_transformers_own() -> None:
+    layout = layout_of(from_config(MIXTRAL))
+    experts = layout.tensor[f"{LAYER}.mlp.experts"]
+    assert isinstance(experts, TransformersStyle)
+    assert experts.module_style == "moe_tp_experts"
+    assert experts.parameter_styles == {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+    # The router reads the same hidden states whole: a region would sum its gradient over the axis once too often.
+    assert f"{LAYER}.mlp" not in layout.tensor
+    assert layout.tensor[f"{LAYER}.self_attn"] == "region"
+    assert "sequence" not in layout.tensor.values()
+
+
+def test_packed_experts_that_the_axis_does_not_divide_are_a_problem() -> None:
+    model = from_config(MIXTRAL | {"intermediate_size": 50})
+    style = layout_of(model).tensor[f"{LAYER}.mlp.experts"]
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    assert list(style.problems("experts", experts, 2)) == []
+    assert list(style.problems("experts", experts, 4)) == ["experts.gate_up_proj packs 2 x 50 features, which tp=4 does not divide"]
+
+
+def test_a_model_without_a_plan_says_so() -> None:
+    model = from_config(config("opt", ffn_dim=48, word_embed_proj_dim=32))
+    layout = layout_of(model)
+    assert layout.blocks == ("model.decoder.layers.*",)
+    assert "transformers gives OPTForCausalLM no tp_plan" in layout.refusals["tp"]
+
+
+def test_a_cache_is_refused_under_recomputation() -> None:
+    model = from_config(config("llama"))
+    assert "recompute" not in layout_of(model).refusals
+    model.config.use_cache = True
+    assert "set model.config.use_cache = False" in layout_of(model).refusals["recompute"]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "mixtral", "llama3_rope"])
+def test_init_fills_every_parameter_and_buffer_after_to_empty(model_type: str) -> None:
+    """Module by module, in any order: the weights that _init_weights would draw, and the rotary frequencies that it computes."""
+    scaling = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {"rope_parameters": scaling | {"original_max_position_embeddings": 16}}
+    values = {"mixtral": MIXTRAL, "llama3_rope": config("llama", **rope)}.get(model_type) or config(model_type)
+    model = from_config(values)
+    init = layout_of(model).init
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(float("nan"))
+    for module in reversed(list(model.modules())):
+        init(module)
+    assert all(tensor.isfinite().all() for tensor in (*model.parameters(), *model.buffers()))
+    real = type(model)(model.config)
+    expected = dict(real.named_buffers())
+    assert all(torch.equal(buffer, expected[name]) for name, buffer in model.named_buffers())
+    drawn = {name: parameter.std().item() for name, parameter in real.named_parameters() if parameter.ndim > 1}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            assert parameter.std().item() == pytest.approx(drawn[name], rel=0.15), name
+    assert not any(hasattr(tensor, "_is_hf_initialized") for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_init_refuses_what_the_model_does_not_know() -> None:
+    model = from_config(config("llama"))
+    model.lm_head.extra = nn.Module()
+    model.lm_head.extra.register_buffer("table", torch.zeros(2), persistent=False)
+    with pytest.raises(LayoutError, match=r"_init_weights leaves \['table'\] of Module as they were"):
+        layout_of(model).init(model.lm_head.extra)
+
+
+def test_from_config_reads_a_folder_and_the_layout_publishes_the_same(tmp_path: Path) -> None:
+    first = from_config(config("qwen3", tie_word_embeddings=True))
+    (tmp_path / "config.json").write_text(json.dumps(layout_of(first).config))
+    second = from_config(tmp_path)
+    assert type(second) is type(first)
+    assert layout_of(second).config == layout_of(first).config
+    assert {n: p.shape for n, p in second.named_parameters()} == {n: p.shape for n, p in first.named_parameters()}
+    assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in second.parameters())
+    assert layout_of(second).config["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_from_config_names_what_is_missing() -> None:
+    with pytest.raises(LayoutError, match=r"config.json with a model_type, got the keys \['hidden_size'\]"):
+        from_config({"hidden_size": 3})
+
+
+def test_other_modules_have_no_layout_here() -> None:
+    assert layout_for(nn.Linear(2, 2)) is None
+
+
+def test_the_adapter_does_not_import_transformers() -> None:
+    code = (
+        "import sys, torch, meshpar.models.huggingface as adapter\n"
+        "assert adapter.layout_for(torch.nn.Linear(2, 2)) is None\n"
+        "assert not any(name.startswith('transformers') for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
