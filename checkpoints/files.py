@@ -1,0 +1,151 @@
+"""Stored tensors: boxes of bytes in files, read piece by piece straight into place, in bounded memory."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+
+from meshpar.errors import CheckpointError
+from meshpar.views import Spans
+
+TILE_BYTES = 4 << 20
+_LEAST_RUN_BYTES = 4096  # a page: reading less from the page cache costs a call for little
+
+
+@final
+class ReadFile:
+    """A file open for ranged reads.
+
+    Raises:
+        CheckpointError: the file is absent or cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
+        self.size = os.fstat(self._descriptor).st_size
+
+    def bytes(self, position: int, count: int) -> bytes:
+        """Return ``count`` bytes from ``position``."""
+        buffer = bytearray(count)
+        self._fill(memoryview(buffer), position)
+        return bytes(buffer)
+
+    def into(self, out: torch.Tensor, position: int) -> None:
+        """Fill a contiguous tensor in host memory."""
+        if out.nbytes:
+            self._fill(memory_of(out), position)
+
+    def _fill(self, view: memoryview, position: int) -> None:
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done : done + (1 << 30)]], position + done)
+            if count == 0:
+                raise CheckpointError(f"{self.path} is truncated: expected bytes up to {position + len(view)}, the file has {self.size}")
+            done += count
+
+    def close(self) -> None:
+        """Close the file; reading it afterwards is an error."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            self.close()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A contiguous row-major tensor at ``position`` (in bytes) of ``file``."""
+
+    file: ReadFile
+    position: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, spans: Spans, out: torch.Tensor) -> None:
+        """Copy the piece at ``spans`` into ``out`` (any strides, dtype and device)."""
+        if out.numel() == 0:
+            return
+        partial = [dim for dim, (span, size) in enumerate(zip(spans, self.shape)) if span != (0, size)]
+        first = partial[-1] if partial else 0  # all dims after this one are whole: pieces of it are contiguous runs
+        if first and self._bytes(first, spans[first][1] - spans[first][0]) < _LEAST_RUN_BYTES:
+            first -= 1
+        for prefix in itertools.product(*(range(*span) for span in spans[:first])):
+            target = out[tuple(each - span[0] for each, span in zip(prefix, spans))] if first else out
+            self._read_rows(prefix, spans, target)
+
+    def _read_rows(self, prefix: tuple[int, ...], spans: Spans, out: torch.Tensor) -> None:
+        """Read below ``prefix``: rows of the next dim, each whole, of which ``out`` may want a part of the dim after it."""
+        dim = len(prefix)
+        if dim == len(self.shape):
+            self._read_run(prefix, out)
+            return
+        start, stop = spans[dim]
+        whole = all(span == (0, size) for span, size in zip(spans[dim + 1 :], self.shape[dim + 1 :]))
+        row_bytes = self._bytes(dim, 1)
+        if whole and out.is_contiguous() and out.dtype == self.dtype and out.is_cpu:
+            self.file.into(out, self._at((*prefix, start)))
+        elif row_bytes > TILE_BYTES:
+            for row in range(start, stop):
+                self._read_rows((*prefix, row), spans, out[row - start])
+        else:
+            self._read_tiles(prefix, spans, out, max(1, TILE_BYTES // max(1, row_bytes)))
+
+    def _read_tiles(self, prefix: tuple[int, ...], spans: Spans, out: torch.Tensor, step: int) -> None:
+        dim = len(prefix)
+        start, stop = spans[dim]
+        tile = torch.empty((min(step, stop - start), *self.shape[dim + 1 :]), dtype=self.dtype)
+        inside = tuple(slice(*span) for span in spans[dim + 1 :])
+        for row in range(start, stop, step):
+            count = min(step, stop - row)
+            self.file.into(tile[:count], self._at((*prefix, row)))
+            out[row - start : row - start + count].copy_(tile[(slice(0, count), *inside)])
+
+    def _read_run(self, prefix: tuple[int, ...], out: torch.Tensor) -> None:
+        scalar = torch.empty((), dtype=self.dtype)
+        self.file.into(scalar, self._at(prefix))
+        out.copy_(scalar)
+
+    def _bytes(self, dim: int, rows: int) -> int:
+        return rows * math.prod(self.shape[dim + 1 :]) * self.dtype.itemsize
+
+    def _at(self, prefix: tuple[int, ...]) -> int:
+        return self.position + sum(self._bytes(dim, index) for dim, index in enumerate(prefix))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in host memory, to be read or written while the tensor lives."""
+    assert tensor.is_contiguous() and tensor.is_cpu
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def tiles(shape: tuple[int, ...], itemsize: int, limit_bytes: int) -> Iterator[Spans]:
+    """Cut a row-major tensor into contiguous pieces of at most ``limit_bytes``, in the order in which they lie in a file."""
+    if math.prod(shape) == 0:
+        return
+    dim, inner = len(shape), itemsize
+    while dim > 0 and inner * shape[dim - 1] <= limit_bytes:
+        dim -= 1
+        inner *= shape[dim]
+    if dim == 0:
+        yield tuple((0, size) for size in shape)
+        return
+    step = max(1, limit_bytes // inner)
+    rest = tuple((0, size) for size in shape[dim:])
+    for prefix in itertools.product(*(range(size) for size in shape[: dim - 1])):
+        for row in range(0, shape[dim - 1], step):
+            yield (*((each, each + 1) for each in prefix), (row, min(shape[dim - 1], row + step)), *rest)

@@ -1,0 +1,157 @@
+"""Reading torch's pickles without running what they say: every global is looked up in an allow-list of plain stand-ins.
+
+DCP's ``.metadata`` and the ``data.pkl`` of each saved tensor are pickles, and a pickle can name any function to be called. These
+readers build inert records instead; a name that is not listed raises.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from meshpar.errors import CheckpointError
+
+
+@final
+class Record:
+    """The attributes of one pickled object, and nothing of its class."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: object) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """What ``data.pkl`` tells of a tensor: in elements, but for the storage's key in the archive."""
+
+    dtype: torch.dtype
+    storage: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_METADATA_CLASSES = {
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"),
+}
+
+
+def _dtype(module: str, name: str) -> torch.dtype | None:
+    found = getattr(torch, name, None) if module == "torch" and "." not in name else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+class _Reader(pickle.Unpickler):
+    """Looks every global up in ``known``, where its stand-in is."""
+
+    def __init__(self, stream: io.BytesIO, known: Mapping[tuple[str, str], Any]) -> None:
+        super().__init__(stream)
+        self._known = known
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._known:
+            return self._known[module, name]
+        if (dtype := _dtype(module, name)) is not None:
+            return dtype
+        raise CheckpointError(f"it names {module}.{name}, which no checkpoint needs; it may be an attack and was not run")
+
+
+@final
+class _ItemReader(_Reader):
+    def persistent_load(self, pid: Any) -> Any:
+        kind, storage, key, _device, _count = pid
+        if kind != "storage":
+            raise CheckpointError(f"it refers to {kind!r} instead of a storage")
+        return storage, str(key)
+
+
+def read_metadata(data: bytes, path: object) -> Record:
+    """Return DCP's ``.metadata`` as records; raises CheckpointError for anything else."""
+    known: dict[tuple[str, str], Any] = dict.fromkeys(_METADATA_CLASSES, Record)
+    known["torch", "Size"] = lambda sizes=(): tuple(sizes)
+    known["collections", "OrderedDict"] = dict
+    loaded = _guarded(lambda: _Reader(io.BytesIO(data), known).load(), path)
+    if not isinstance(loaded, Record):
+        raise CheckpointError(f"{path} does not hold the metadata of a distributed checkpoint, but a {type(loaded).__name__}")
+    return loaded
+
+
+def read_tensor_pickle(data: bytes, path: object) -> SavedTensor:
+    """Return what the ``data.pkl`` of one ``torch.save``d tensor tells; raises CheckpointError for anything else."""
+    storages = {("torch", name): dtype for name, dtype in _STORAGES.items()}
+    known: dict[tuple[str, str], Any] = {
+        ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
+        ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
+        ("torch.storage", "UntypedStorage"): None,
+        ("collections", "OrderedDict"): dict,
+        **storages,
+    }
+    loaded = _guarded(lambda: _ItemReader(io.BytesIO(data), known).load(), path)
+    if not isinstance(loaded, SavedTensor):
+        raise CheckpointError(f"{path} does not hold a tensor, but a {type(loaded).__name__}")
+    return loaded
+
+
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
+
+
+def _rebuild_v2(storage: tuple[torch.dtype, str], offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> SavedTensor:
+    return SavedTensor(storage[0], storage[1], offset, tuple(size), tuple(stride))
+
+
+def _rebuild_v3(
+    storage: tuple[None, str],
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    _grad: bool,
+    _hooks: object,
+    dtype: torch.dtype,
+    *_: object,
+) -> SavedTensor:
+    return SavedTensor(dtype, storage[1], offset, tuple(size), tuple(stride))
+
+
+def _guarded(load: Callable[[], Any], path: object) -> Any:
+    try:
+        return load()
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{path} cannot be trusted: {error}") from error

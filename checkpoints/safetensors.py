@@ -1,0 +1,159 @@
+"""Safetensors files: read piece by piece as a WeightSource, and the header of one to be written.
+
+The format (huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON header, the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from meshpar.checkpoints.files import Box, ReadFile
+from meshpar.errors import CheckpointError
+from meshpar.patterns import nearest
+from meshpar.views import spans_of
+
+INDEX_NAME = "model.safetensors.index.json"
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LONGEST_HEADER = 100_000_000  # the bound of the reference implementation
+
+
+@final
+class Safetensors:
+    """The tensors of one safetensors file, or of all in a folder, as a WeightSource; nothing is read before it is asked for.
+
+    Args:
+        path: a ``.safetensors`` file, an index (``*.safetensors.index.json``), or a folder that holds either.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or damaged, or one name is in two files.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._boxes: dict[str, Box] = {}
+        self._path = Path(path)
+        for file, expected in _files(self._path).items():
+            boxes = read_header(ReadFile(file))
+            if absent := [name for name in expected if name not in boxes]:
+                raise CheckpointError(f"{file} lacks {len(absent)} tensors that the index places in it: {', '.join(absent[:5])}")
+            if twice := [name for name in boxes if name in self._boxes]:
+                raise CheckpointError(f"{self._boxes[twice[0]].file.path} and {file} both hold {', '.join(twice[:5])}")
+            self._boxes.update(boxes)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return every tensor's name and shape."""
+        return {name: box.shape for name, box in self._boxes.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Return every tensor's name and dtype."""
+        return {name: box.dtype for name, box in self._boxes.items()}
+
+    def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
+        """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""
+        if name not in self._boxes:
+            raise CheckpointError(f"{self._path} holds no tensor {name!r}; the nearest are {nearest(name, self._boxes)}")
+        box = self._boxes[name]
+        box.read(spans_of(index, box.shape), out)
+
+
+def _files(path: Path) -> dict[Path, list[str]]:
+    """Return the files to read and, where there is an index, the names expected in each."""
+    if path.is_dir():
+        indices = sorted(path.glob("*.safetensors.index.json"))
+        if len(indices) == 1:
+            return _files(indices[0])
+        files = sorted(path.glob("*.safetensors"))
+        if indices or not files:
+            raise CheckpointError(f"expected one safetensors index or some .safetensors files in {path}, found {len(indices)} indices")
+        return {file: [] for file in files}
+    if not path.exists():
+        raise CheckpointError(f"no such file or folder: {path}")
+    if path.name.endswith(".json"):
+        return _indexed(path)
+    return {path: []}
+
+
+def _indexed(path: Path) -> dict[Path, list[str]]:
+    try:
+        places = json.loads(path.read_text())["weight_map"]
+        files: dict[Path, list[str]] = {}
+        for name, file in sorted(places.items()):
+            files.setdefault(path.parent / inside(file), []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a safetensors index: {error!r}") from error
+    return files
+
+
+def inside(file: str) -> str:
+    """Return a file name that stays in its folder; raises CheckpointError for any other."""
+    if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+        raise CheckpointError(f"expected the name of a file in the same folder, got {file!r}")
+    return file
+
+
+def read_header(file: ReadFile) -> dict[str, Box]:
+    """Return where each tensor of a safetensors file lies; raises CheckpointError for a truncated or damaged file."""
+    try:
+        length = struct.unpack("<Q", file.bytes(0, 8))[0]
+        if length > min(_LONGEST_HEADER, file.size - 8):
+            raise CheckpointError(f"its header claims {length} bytes of a file of {file.size}")
+        header = json.loads(file.bytes(8, length))
+        boxes = {name: _box(file, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
+        end = max((box.position + math.prod(box.shape) * box.dtype.itemsize for box in boxes.values()), default=8 + length)
+        if end != file.size:
+            raise CheckpointError(f"its tensors end at byte {end} and the file at {file.size}")
+    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file.path} is not a whole safetensors file: {error}") from error
+    return boxes
+
+
+def _box(file: ReadFile, base: int, entry: Mapping[str, Any]) -> Box:
+    start, stop = entry["data_offsets"]
+    if entry["dtype"] not in DTYPES:
+        raise CheckpointError(f"it holds the dtype {entry['dtype']!r}; this version reads {', '.join(DTYPES)}")
+    box = Box(file, base + start, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+    if start < 0 or stop - start != math.prod(box.shape) * box.dtype.itemsize:
+        raise CheckpointError(f"a tensor of shape {box.shape} and dtype {entry['dtype']} cannot lie in bytes {start} to {stop}")
+    return box
+
+
+def write_header(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a file that holds these tensors in this order, and each tensor's position in the file, in bytes."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    offsets: dict[str, int] = {}
+    for name, shape in shapes.items():
+        if dtypes[name] not in _NAMES:
+            raise CheckpointError(f"safetensors has no name for {dtypes[name]} ({name!r}); export with another dtype")
+        offsets[name] = offset
+        end = offset + math.prod(shape) * dtypes[name].itemsize
+        entries[name] = {"dtype": _NAMES[dtypes[name]], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    return header, {name: len(header) + each for name, each in offsets.items()}
