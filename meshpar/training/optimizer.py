@@ -1,0 +1,59 @@
+"""AdamW for parameters that may be plain tensors and DTensors on several meshes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshpar.errors import RecipeError
+
+_FUSED_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps", "mtia")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWSettings:
+    """Settings of AdamW (Loshchilov and Hutter, 2019).
+
+    Attributes:
+        lr: the learning rate, until a schedule sets another.
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: of parameters with two dims or more; biases and norms do not decay.
+        fused: one kernel for many parameters; None: where the device has it.
+    """
+
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    fused: bool | None = None
+
+
+def build_adamw(module: nn.Module, settings: AdamWSettings) -> torch.optim.AdamW:
+    """Return AdamW over the module's parameters that want a gradient; build it after ``plan.apply`` and ``materialize``.
+
+    A group holds parameters of one kind: decaying or not, plain or on one mesh, of one dtype. The fused and foreach kernels take
+    a group in one call and refuse plain tensors beside DTensors. How many groups there are therefore depends on the plan, so a
+    checkpoint must keep the optimizer's settings by parameter, not by group; groups differ in nothing but ``weight_decay``.
+
+    Raises:
+        RecipeError: no parameter wants a gradient.
+    """
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            continue
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        decay = settings.weight_decay if parameter.ndim >= 2 else 0.0
+        group = groups.setdefault((decay, mesh, parameter.dtype), {"params": [], "weight_decay": decay})
+        group["params"].append(parameter)
+    if not groups:
+        raise RecipeError("no parameter of the model wants a gradient; there is nothing to train")
+    devices = {parameter.device.type for group in groups.values() for parameter in group["params"]}
+    fused = settings.fused if settings.fused is not None else devices <= set(_FUSED_DEVICES)
+    return torch.optim.AdamW(list(groups.values()), lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)

@@ -1,0 +1,125 @@
+"""Learning-rate schedules by name: pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from meshpar.errors import RecipeError
+from meshpar.patterns import nearest
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The learning rate of every step.
+
+    Attributes:
+        name: ``constant``, ``linear`` or ``cosine`` (both down to ``min_ratio`` at the last step), ``step`` (times ``gamma`` every
+            ``step_every`` steps, as StepLR) or ``wsd`` (warm-up, stable, then linear decay over the last ``decay_fraction``;
+            Hu et al., MiniCPM, 2024).
+        lr: the peak learning rate.
+        steps: of the whole run.
+        warmup_steps: of linear growth at the beginning; step 0 has ``lr / (warmup_steps + 1)``.
+        min_ratio: the rate never falls below this part of the peak (after the warm-up).
+        step_every: steps between two drops of ``step``.
+        gamma: the factor of a drop.
+        decay_fraction: the part of the steps over which ``wsd`` decays.
+    """
+
+    name: str = "cosine"
+    lr: float = 3e-4
+    steps: int = 1
+    warmup_steps: int = 0
+    min_ratio: float = 0.0
+    step_every: int = 1
+    gamma: float = 0.1
+    decay_fraction: float = 0.2
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.name not in _SHAPES:
+            problems.append(f"no schedule {self.name!r}; nearest: {nearest(self.name, _SHAPES) or sorted(_SHAPES)}")
+        if not self.lr > 0:
+            problems.append(f"lr must be above 0, got {self.lr}")
+        if self.steps < 1 or not 0 <= self.warmup_steps <= self.steps:
+            problems.append(f"warmup_steps must lie in 0 to steps, got {self.warmup_steps} of {self.steps} steps")
+        if not 0 <= self.min_ratio <= 1 or not 0 < self.gamma <= 1 or not 0 < self.decay_fraction <= 1 or self.step_every < 1:
+            problems.append(
+                f"expected min_ratio in 0 to 1, gamma and decay_fraction above 0 to 1, step_every from 1; got {self.min_ratio}, "
+                f"{self.gamma}, {self.decay_fraction}, {self.step_every}"
+            )
+        if problems:
+            raise RecipeError("; ".join(problems))
+
+    def factor(self, step: int) -> float:
+        """Return the rate of ``step`` (from 0) as a part of the peak."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        return max(self.min_ratio, _SHAPES[self.name](self, step - self.warmup_steps))
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of ``step`` (from 0)."""
+        return self.lr * self.factor(step)
+
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Set the learning rate of every parameter group for ``step`` and return it."""
+        rate = self.rate(step)
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        return rate
+
+
+def scaled_rate(lr: float, mode: str, data_size: int) -> float:
+    """Return ``lr`` for ``data_size`` times the batch of one data rank.
+
+    Args:
+        lr: the rate that suits one data rank's batch.
+        mode: ``none``, ``linear`` (Goyal et al., 2017) or ``sqrt`` (usual for Adam).
+        data_size: how many data ranks.
+    """
+    scales = {"none": 1.0, "linear": float(data_size), "sqrt": math.sqrt(data_size)}
+    if mode not in scales:
+        raise RecipeError(f"scale_lr is one of {', '.join(scales)}; got {mode!r}")
+    return lr * scales[mode]
+
+
+def _progress(schedule: Schedule, step: int) -> float:
+    return min(1.0, step / max(1, schedule.steps - schedule.warmup_steps - 1))
+
+
+def _constant(schedule: Schedule, step: int) -> float:
+    return 1.0
+
+
+def _linear(schedule: Schedule, step: int) -> float:
+    return 1.0 - (1.0 - schedule.min_ratio) * _progress(schedule, step)
+
+
+def _cosine(schedule: Schedule, step: int) -> float:
+    return schedule.min_ratio + (1.0 - schedule.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * _progress(schedule, step)))
+
+
+def _step(schedule: Schedule, step: int) -> float:
+    return schedule.gamma ** (step // schedule.step_every)
+
+
+def _wsd(schedule: Schedule, step: int) -> float:
+    left = 1.0 - _progress(schedule, step)
+    return 1.0 - (1.0 - schedule.min_ratio) * max(0.0, 1.0 - left / schedule.decay_fraction)
+
+
+_SHAPES: dict[str, Callable[[Schedule, int], float]] = {
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+    "step": _step,
+    "wsd": _wsd,
+}
