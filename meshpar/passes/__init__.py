@@ -1,1 +1,10 @@
-"""meshpar."""
+"""The passes: one technique each."""
+
+from meshpar.passes.base import Pass, Stage
+from meshpar.passes.compile import Compile
+from meshpar.passes.recompute import ActivationCheckpoint
+from meshpar.passes.replicate import Replicate
+from meshpar.passes.shard import FullyShard, HybridShard
+from meshpar.passes.tensor import TensorParallel
+
+__all__ = ["ActivationCheckpoint", "Compile", "FullyShard", "HybridShard", "Pass", "Replicate", "Stage", "TensorParallel"]

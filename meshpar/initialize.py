@@ -1,0 +1,169 @@
+"""Weights for a module that was built on the meta device: from a seed, the same on every mesh, or read from a source."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshpar.errors import LayoutError, MeshparError
+from meshpar.layout import ModelLayout
+from meshpar.passes.random import mix
+from meshpar.placements import held_by_this_rank, local_tensor
+from meshpar.weights import WeightSource
+
+
+def allocate(module: nn.Module, device: torch.device, parameter_device: torch.device) -> None:
+    """Give meta parameters and buffers memory, uninitialised, and keep tied parameters tied (``to_empty`` alone unties them)."""
+    ties = tied_names(module)
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                child._buffers[name] = torch.empty_like(buffer, device=device)
+    if any(parameter.is_meta for parameter in module.parameters()):
+        buffers = [(child, dict(child._buffers)) for child in module.modules()]
+        module.to_empty(device=parameter_device)
+        for child, kept in buffers:
+            child._buffers.update(kept)
+    retie(module, ties)
+
+
+def tied_names(module: nn.Module) -> list[tuple[str, ...]]:
+    """Return the groups of parameter names that are one tensor, each in the order of ``named_parameters``."""
+    places: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    return [tuple(names) for names in places.values() if len(names) > 1]
+
+
+def retie(module: nn.Module, groups: list[tuple[str, ...]]) -> None:
+    """Make the names of each group one parameter again: the first's."""
+    for owner, *others in groups:
+        parameter = module.get_parameter(owner)
+        for name in others:
+            parent, _, leaf = name.rpartition(".")
+            module.get_submodule(parent)._parameters[leaf] = parameter
+
+
+@torch.no_grad()
+def from_seed(module: nn.Module, layout: ModelLayout, seed: int, device: torch.device, *, fresh_buffers: bool) -> None:
+    """Fill every parameter, module by module, with what one process would have drawn, and keep this rank's part.
+
+    Each module draws from a generator seeded by ``seed`` and the module's name, into whole tensors that live only until the rank's
+    part is copied out: no more memory than the largest module, and no dependence on the mesh or on the order of modules.
+    """
+    done: set[int] = set()
+    for name, child in module.named_modules():
+        own = {key: value for key, value in child._parameters.items() if value is not None and id(value) not in done}
+        if not own and not (fresh_buffers and _has_buffers(child)):
+            continue
+        done.update(map(id, own.values()))
+        with _whole_parameters(child, device) as whole, torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_kind(device)):
+            torch.manual_seed(mix(seed, zlib.crc32(name.encode())))
+            _run(name, child, layout, whole, fresh_buffers)
+            for key, parameter in own.items():
+                local_tensor(parameter).copy_(whole[key][held_by_this_rank(parameter)])
+
+
+@torch.no_grad()
+def from_source(module: nn.Module, layout: ModelLayout, source: WeightSource, device: torch.device, *, fresh_buffers: bool) -> None:
+    """Read every parameter and persistent buffer from ``source``, each rank its own part only.
+
+    Raises:
+        MeshparError: listing every name that is missing and every shape that differs, before anything is read.
+    """
+    wanted: dict[str, Tensor] = dict(_state(module))
+    ties = {name: group for group in tied_names(module) for name in group}
+    offered = source.shapes()
+    if not set(wanted) & set(offered) or any(name not in offered and not set(ties.get(name, ())) & set(offered) for name in wanted):
+        source = layout.weights.view(source)
+        offered = source.shapes()
+    chosen: dict[str, str] = {}
+    problems = []
+    for name, tensor in wanted.items():
+        found = next((each for each in (name, *ties.get(name, ())) if each in offered), None)
+        if found is None:
+            problems.append(f"missing: {name} {tuple(tensor.shape)}")
+        elif tuple(offered[found]) != tuple(tensor.shape):
+            problems.append(f"shape of {name}: expected {tuple(tensor.shape)}, got {tuple(offered[found])}")
+        else:
+            chosen[name] = found
+    if problems:
+        raise MeshparError("these weights do not fit this model:\n  " + "\n  ".join(problems))
+    if fresh_buffers:
+        _rebuild_buffers(module, layout, device)
+    for name, found in chosen.items():
+        index, out = held_by_this_rank(wanted[name]), local_tensor(wanted[name])
+        if out.numel() or not out.ndim:
+            source.read(found, index, out)
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _rebuild_buffers(module: nn.Module, layout: ModelLayout, device: torch.device) -> None:
+    for name, child in module.named_modules():
+        if _has_buffers(child):
+            with _whole_parameters(child, device) as whole:
+                _run(name, child, layout, whole, fresh_buffers=True, persistent_too=False)
+
+
+def _run(
+    name: str, child: nn.Module, layout: ModelLayout, whole: dict[str, Tensor], fresh_buffers: bool, persistent_too: bool = True
+) -> None:
+    """Initialise one module's own tensors and see that each was really written."""
+    init: Callable[[nn.Module], Any] | None = layout.init
+    versions = {key: (id(buffer), buffer._version) for key, buffer in child._buffers.items() if buffer is not None}
+    if init is not None:
+        init(child)
+    elif callable(getattr(child, "reset_parameters", None)):
+        child.reset_parameters()  # type: ignore[operator]
+    missed = [key for key, value in whole.items() if child._parameters[key] is value and value._version == 0]
+    if fresh_buffers:
+        missed += [
+            key
+            for key, buffer in child._buffers.items()
+            if buffer is not None
+            and versions.get(key) == (id(buffer), buffer._version)
+            and (persistent_too or key in child._non_persistent_buffers_set)
+        ]
+    if missed:
+        raise LayoutError(
+            f"{name or type(child).__name__} ({type(child).__name__}) has no initialisation for {', '.join(missed)}; give the class a "
+            "reset_parameters() that fills them, or pass ModelLayout(init=...), or build the model with weights instead of on meta"
+        )
+    for key, value in whole.items():
+        whole[key] = child._parameters[key] if child._parameters[key] is not None else value  # type: ignore[assignment]
+
+
+@contextmanager
+def _whole_parameters(child: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Let a module own whole plain parameters for a while instead of its shards."""
+    kept = dict(child._parameters)
+    whole: dict[str, Tensor] = {}
+    for key, parameter in kept.items():
+        if parameter is not None:
+            fresh = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=parameter.requires_grad)
+            child._parameters[key] = fresh
+            whole[key] = fresh
+    try:
+        yield whole
+    finally:
+        child._parameters.update(kept)
+
+
+def _has_buffers(child: nn.Module) -> bool:
+    return any(buffer is not None for buffer in child._buffers.values())
+
+
+def _kind(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type

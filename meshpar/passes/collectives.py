@@ -1,0 +1,146 @@
+"""Collectives over one mesh axis that autograd knows, in pairs: what one does forward the other does backward.
+
+The f and g operators of Megatron-LM (arXiv 1909.08053, section 3) and their sequence-parallel forms (arXiv 2205.05198, section 4).
+They run on local tensors, in eager mode and under ``torch.compile``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return ``x``, replicated over the axis; its gradient is summed over the axis."""
+    return _Copy.apply(x, group)
+
+
+def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of the axis's partial ``x``, replicated; the gradient passes as it is."""
+    return _Reduce.apply(x, group)
+
+
+def gather_partial(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the shards of ``x`` joined along ``dim``; the gradient, partial over the axis, is summed and scattered."""
+    return _GatherPartial.apply(x, dim, group)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's shard along ``dim`` of the sum of the axis's partial ``x``; the gradient is gathered."""
+    return _ReduceScatter.apply(x, dim, group)
+
+
+def gather_replicated(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the last dim's shards joined to ``size`` features, for a use that is the same on every rank; each keeps its own gradient.
+
+    The shards are torch's chunks of ``size``: the last ones may be short or empty.
+    """
+    return _GatherReplicated.apply(x, size, group)
+
+
+def regroup(weight: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's slice of each of ``parts`` equal parts that stand fused along ``dim``, from contiguous shards of the whole.
+
+    A fused [q | k | v] stored as plain contiguous shards becomes [q_r | k_r | v_r] on rank r by one all-to-all of the weight;
+    the gradient goes back the same way.
+    """
+    return _Regroup.apply(weight, parts, dim, group)
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
+
+
+def _all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), dim, group))
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grads[0], ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _GatherPartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(grads[0], ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gather(grads[0], ctx.dim, ctx.group), None, None
+
+
+class _GatherReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+        width = -(-size // group.size())
+        ctx.start, ctx.width = width * group.rank(), x.shape[-1]
+        padded = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+        whole = _all_gather(padded, x.ndim - 1, group)
+        return whole[..., :size] if whole.shape[-1] > size else whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.width == 0:
+            return grads[0][..., :0], None, None
+        return grads[0].narrow(-1, ctx.start, ctx.width).contiguous(), None, None
+
+
+class _Regroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ranks, me = group.size(), group.rank()
+        rows = weight.shape[dim]
+        part = rows * ranks // parts
+        # Row g of the whole belongs to the rank that holds its place within its part.
+        goes_to = torch.arange(rows * ranks, device="cpu").remainder(part).div(part // ranks, rounding_mode="floor").view(ranks, rows)
+        ctx.sent = torch.bincount(goes_to[me], minlength=ranks).tolist()
+        ctx.received = (goes_to == me).sum(1).tolist()
+        ctx.order, ctx.dim, ctx.group = goes_to[me].argsort(stable=True).to(weight.device), dim, group
+        ordered = weight.movedim(dim, 0).index_select(0, ctx.order)
+        moved = functional.wait_tensor(functional.all_to_all_single(ordered, ctx.received, ctx.sent, group))
+        return moved.movedim(0, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        moved = grads[0].movedim(ctx.dim, 0).contiguous()
+        ordered = functional.wait_tensor(functional.all_to_all_single(moved, ctx.sent, ctx.received, ctx.group))
+        back = torch.empty_like(ordered).index_copy_(0, ctx.order, ordered)
+        return back.movedim(0, ctx.dim).contiguous(), None, None, None

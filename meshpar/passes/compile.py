@@ -1,0 +1,45 @@
+"""Compile: torch.compile, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshpar.layout import ModelLayout
+from meshpar.mesh import MeshSpec
+from meshpar.passes.base import Stage, block_problems, find_blocks
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compile:
+    """Compile each block in place, which keeps names and compiles like blocks once.
+
+    Args:
+        backend: a ``torch.compile`` backend.
+        fullgraph: fail where a block does not compile as one graph.
+        dynamic: as ``torch.compile``'s.
+        options: backend options.
+        blocks: the compiled modules, instead of the layout's blocks: name patterns or class names.
+    """
+
+    backend: str = "inductor"
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    blocks: tuple[str, ...] | None = None
+
+    name = "Compile"
+    stage = Stage.COMPILE
+    axes = ()
+
+    def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        yield from block_problems(self.name, module, layout, self.blocks)
+
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        for _, block in find_blocks(module, layout, self.blocks):
+            block.compile(backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, options=dict(self.options) or None)

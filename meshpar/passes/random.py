@@ -1,0 +1,54 @@
+"""Random state that follows the tensor-parallel axis.
+
+Where activations are replicated, every rank of the axis must draw the same dropout mask; where they are shards, each rank
+must draw its own. The second state is derived from the first at the moment of use, so there is one state to save, to restore
+and to replay under recomputation (Megatron-LM keeps a second tracked state instead).
+"""
+
+from __future__ import annotations
+
+import torch
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 63) - 1
+
+
+def mix(*numbers: int) -> int:
+    """Return one 63-bit seed made of several numbers (the finalizer of splitmix64, Steele et al. 2014, folded over them)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + _GOLDEN) & ((1 << 64) - 1)
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)
+        state ^= state >> 31
+    return state & _MASK
+
+
+@torch.compiler.disable
+def fork(device: torch.device, coordinate: int) -> torch.Tensor:
+    """Switch ``device``'s default generator to a state of this ``coordinate``'s own, and return the state to :func:`join` with."""
+    generator = _generator(device)
+    if device.type == "cpu":
+        drawn = int(torch.randint(_MASK, (), generator=generator))
+        shared = generator.get_state()
+    else:
+        # Reading a number drawn on the device would wait for it; seed and offset are known on the host.
+        offset = generator.get_offset()
+        drawn = mix(generator.initial_seed(), offset)
+        generator.set_offset(offset + 4)
+        shared = generator.get_state()
+    generator.manual_seed(mix(drawn, coordinate + 1))
+    return shared
+
+
+@torch.compiler.disable
+def join(device: torch.device, shared: torch.Tensor) -> None:
+    """Switch ``device``'s default generator back to the state shared over the axis."""
+    _generator(device).set_state(shared)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    return module.default_generators[device.index if device.index is not None else module.current_device()]

@@ -1,0 +1,76 @@
+"""ActivationCheckpoint: drop activations in forward and compute them again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from meshpar import _torch
+from meshpar.layout import ModelLayout
+from meshpar.mesh import MeshSpec
+from meshpar.passes.base import Stage, block_problems, find_blocks
+
+SAVED_BY_SELECTIVE = ("scaled_dot_product", "flash_attention", "flex_attention", "all_to_all", "reduce_scatter", "all_reduce")
+"""Pieces of names of the operators whose results selective recomputation keeps: attention and what crosses the network, always."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationCheckpoint:
+    """Recompute the blocks' activations in backward (arXiv 1604.06174).
+
+    Args:
+        mode: ``"full"`` keeps only each block's input. ``"selective"`` also keeps the results of attention, of collectives and of every
+            second matrix product (arXiv 2205.05198, section 5, in torchtitan's form).
+        every: recompute every n-th block only, from the first.
+        policy: an operator policy of your own, ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``, instead of a mode.
+        blocks: the recomputed modules, instead of the layout's blocks: name patterns or class names.
+    """
+
+    mode: Literal["full", "selective"] = "full"
+    every: int = 1
+    policy: Callable[..., CheckpointPolicy] | None = None
+    blocks: tuple[str, ...] | None = None
+
+    name = "ActivationCheckpoint"
+    stage = Stage.RECOMPUTE
+    axes = ()
+
+    def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        yield from block_problems(self.name, module, layout, self.blocks)
+        if self.mode not in ("full", "selective"):
+            yield f"ActivationCheckpoint(mode={self.mode!r}) is not known; use 'full' or 'selective', or give a policy"
+        if self.every < 1:
+            yield f"ActivationCheckpoint(every={self.every}) must be 1 or more"
+
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        options: dict[str, Any] = {}
+        if self.policy is not None:
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, self.policy)
+        elif self.mode == "selective":
+            options["context_fn"] = _selective_contexts
+        for place, (_, block) in enumerate(find_blocks(module, layout, self.blocks)):
+            if place % self.every == 0:
+                _torch.checkpoint(block, preserve_rng_state=layout.dropout, **options)
+
+
+def _selective_contexts() -> Any:
+    """Return the contexts of one block's forward and recomputation, each counting its own matrix products."""
+    products = {False: 0, True: 0}
+
+    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if any(piece in str(op) for piece in SAVED_BY_SELECTIVE):
+            return CheckpointPolicy.MUST_SAVE
+        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            products[ctx.is_recompute] += 1
+            return CheckpointPolicy.MUST_SAVE if products[ctx.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)

@@ -1,0 +1,41 @@
+"""Replicate: every rank of an axis holds the whole model and sees different data (DDP)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshpar import _torch
+from meshpar.layout import ModelLayout
+from meshpar.mesh import MeshSpec
+from meshpar.passes.base import Stage, block_problems, find_blocks
+from meshpar.passes.shard import Precision, cast_buffers
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicate(Precision):
+    """Keep the whole model on every rank of ``dp_replicate`` and average gradients, block by block, while backward runs.
+
+    Composes with :class:`TensorParallel`; for copies of a sharded model use :class:`HybridShard`.
+    """
+
+    name = "Replicate"
+    stage = Stage.DATA
+    axes = ("dp_replicate",)
+
+    def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        yield from self.precision_problems(self.name)
+        yield from block_problems(self.name, module, layout)
+        if mesh.axes.get("dp_shard", 1) > 1:
+            yield "Replicate keeps whole copies and cannot stand beside dp_shard; use HybridShard() for copies of a sharded model"
+
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        cast_buffers(module, self.buffer_dtype)
+        for _, block in find_blocks(module, layout):
+            _torch.replicate(block, mesh=mesh["dp_replicate"], mp_policy=self.inner())
+        _torch.replicate(module, mesh=mesh["dp_replicate"], mp_policy=self.outer())

@@ -1,0 +1,218 @@
+"""FullyShard and HybridShard: parameters, gradients and optimizer state split over ranks that see different data (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from meshpar.layout import ModelLayout
+from meshpar.mesh import MeshSpec, divisors
+from meshpar.passes.base import Stage, block_problems, find_blocks, unmatched
+from meshpar.patterns import find_modules
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The dtypes in which a data-parallel pass gathers, computes and reduces; None leaves a thing in the parameters' dtype.
+
+    The parameters, and with them the optimizer's state, stay in the dtype they have: build the model in float32 for float32 masters.
+
+    Args:
+        param_dtype: dtype of the gathered parameters and so of the computation.
+        reduce_dtype: dtype in which gradients are reduced.
+        output_dtype: dtype to which the outermost module's floating outputs are cast.
+        cast_forward_inputs: cast floating inputs to ``param_dtype``.
+        buffer_dtype: dtype to which floating buffers are cast.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    buffer_dtype: torch.dtype | None = None
+
+    def inner(self) -> MixedPrecisionPolicy:
+        """Return the policy of a unit inside the model."""
+        return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, None, self.cast_forward_inputs)
+
+    def outer(self) -> MixedPrecisionPolicy:
+        """Return the policy of the outermost unit, which alone casts the output."""
+        return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, self.output_dtype, self.cast_forward_inputs)
+
+    def precision_problems(self, owner: str) -> Iterator[str]:
+        """Yield the dtypes that are none."""
+        for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+            value = getattr(self, field)
+            if value is not None and value not in FLOATS:
+                yield f"{owner}({field}={value}) is not a floating dtype; use one of {', '.join(map(str, FLOATS))}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sharding(Precision):
+    """What FullyShard and HybridShard share.
+
+    Args:
+        reshard_after_forward: True (ZeRO-3): free the gathered parameters after forward and gather them again in backward. False
+            (ZeRO-2): keep them. A number: reshard to groups of so many neighbouring ranks (a node). The outermost unit, which
+            backward needs first, keeps its parameters unless this is a number.
+        offload: ``"cpu"`` keeps parameters, gradients and optimizer state in host memory, pinned where there is an accelerator.
+        prefetch_forward: how many units ahead forward gathers beyond FSDP2's own overlap; 0 leaves it to FSDP2.
+        prefetch_backward: how many units ahead backward gathers; 1 is FSDP2's own, 0 none before they are needed.
+        blocks: the units, instead of the layout's blocks: name patterns or class names.
+        min_params: join blocks smaller than so many parameters to the unit around them.
+    """
+
+    reshard_after_forward: bool | int = True
+    offload: Literal["cpu"] | None = None
+    prefetch_forward: int = 0
+    prefetch_backward: int = 1
+    blocks: tuple[str, ...] | None = None
+    min_params: int = 0
+
+    def unit_problems(self, owner: str, module: nn.Module, layout: ModelLayout, shards: int) -> Iterator[str]:
+        """Yield what is wrong with the units and the knobs, for a shard group of ``shards`` ranks."""
+        yield from self.precision_problems(owner)
+        yield from block_problems(owner, module, layout, self.blocks)
+        keep = self.reshard_after_forward
+        if not isinstance(keep, bool) and not (1 < keep < shards and shards % keep == 0):
+            fits = [each for each in divisors(shards) if each < shards]
+            yield f"{owner}(reshard_after_forward={keep}) must be a divisor of dp_shard={shards} between 1 and it; {fits or 'no number'} would do"
+        if self.offload not in (None, "cpu"):
+            yield f"{owner}(offload={self.offload!r}) is not known; use 'cpu' or None"
+        if self.prefetch_forward < 0 or self.prefetch_backward < 0:
+            yield f"{owner}: prefetch depths are 0 or more, got forward {self.prefetch_forward}, backward {self.prefetch_backward}"
+        for pattern in layout.fp32:
+            if not any(find_modules(module, pattern)):
+                yield unmatched(f"layout.fp32 pattern {pattern!r}", pattern, module)
+        yield from _unit_content_problems(self._units(module, layout), module)
+
+    def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
+        return {name for name, _ in module.named_parameters(remove_duplicate=False)}
+
+    def shard(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        """Apply ``fully_shard`` unit by unit, the outermost last. ``mesh``: 1-D (shards) or 2-D (replicas, shards)."""
+        cast_buffers(module, self.buffer_dtype)
+        common: dict[str, Any] = {"mesh": mesh, "offload_policy": self._offload_policy(mesh)}
+        keep = self.reshard_after_forward
+        units: list[nn.Module] = []
+        for _, unit in self._units(module, layout)[:-1]:
+            policy = MixedPrecisionPolicy() if self._is_fp32(unit, module, layout) else self.inner()
+            units.append(fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **common))
+        fully_shard(module, reshard_after_forward=keep if not isinstance(keep, bool) else False, mp_policy=self.outer(), **common)
+        self._prefetch([unit for unit in units if isinstance(unit, FSDPModule)])
+
+    def _units(self, module: nn.Module, layout: ModelLayout) -> list[tuple[str, nn.Module]]:
+        """Return the units, innermost first; the last is the whole model with what no other unit holds."""
+        named = dict(module.named_modules())
+        found = [
+            (name, block) for name, block in find_blocks(module, layout, self.blocks)
+            if block is not module and sum(p.numel() for p in block.parameters()) >= max(1, self.min_params)
+        ]
+        if self.param_dtype not in (None, torch.float32):
+            single = {name for pattern in layout.fp32 for name, child in find_modules(module, pattern) if any(True for _ in child.parameters())}
+            found = sorted({**{name: named[name] for name in single}, **dict(found)}.items(), key=lambda item: -item[0].count("."))
+        order = {name: place for place, name in enumerate(named)}
+        found.sort(key=lambda item: (-item[0].count("."), order[item[0]]))
+        return [*found, ("", module)]
+
+    def _is_fp32(self, unit: nn.Module, module: nn.Module, layout: ModelLayout) -> bool:
+        return any(child is unit for pattern in layout.fp32 for _, child in find_modules(module, pattern))
+
+    def _offload_policy(self, mesh: DeviceMesh) -> OffloadPolicy:
+        return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if self.offload == "cpu" else OffloadPolicy()
+
+    def _prefetch(self, units: list[FSDPModule]) -> None:
+        for place, unit in enumerate(units):
+            if self.prefetch_forward:
+                unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + self.prefetch_forward])
+            if self.prefetch_backward != 1:
+                # An empty list means FSDP2's own choice, so "none" is said by naming the unit itself, which is gathered already.
+                ahead = units[max(0, place - self.prefetch_backward) : place][::-1]
+                unit.set_modules_to_backward_prefetch(ahead if self.prefetch_backward else [unit])
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullyShard(_Sharding):
+    """Split every parameter over the ``dp_shard`` axis (ZeRO-3, arXiv 1910.02054; FSDP2). Ranks of the axis see different data."""
+
+    name = "FullyShard"
+    stage = Stage.DATA
+    axes = ("dp_shard",)
+
+    def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        yield from self.unit_problems(self.name, module, layout, mesh.axes["dp_shard"])
+
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        self.shard(module, layout, mesh["dp_shard"])
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridShard(_Sharding):
+    """Split parameters over ``dp_shard``, keep copies over ``dp_replicate`` (FSDP2 on a 2-D mesh).
+
+    With ``dp_shard`` inside a node and ``dp_replicate`` across nodes (``MeshSpec.auto``) the gathers stay inside the nodes, and one
+    all-reduce of the gradient shards crosses them.
+    """
+
+    name = "HybridShard"
+    stage = Stage.DATA
+    axes = ("dp_replicate", "dp_shard")
+
+    def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        yield from self.unit_problems(self.name, module, layout, mesh.axes["dp_shard"])
+
+    def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        if mesh.spans_nodes("dp_shard"):
+            yield (
+                f"axis 'dp_shard' (size {mesh.axes['dp_shard']}) spans nodes of {mesh.ranks_per_node} ranks, so every gather crosses them; "
+                f"hybrid sharding is meant to keep it inside: dp_shard={mesh.ranks_per_node} or a divisor"
+            )
+
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        self.shard(module, layout, mesh["dp_replicate", "dp_shard"])
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Cast the floating buffers to ``dtype``; None leaves them as they are."""
+    if dtype is None:
+        return
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                child._buffers[name] = buffer.to(dtype)
+
+
+def _unit_content_problems(units: list[tuple[str, nn.Module]], module: nn.Module) -> Iterator[str]:
+    """Yield units with several dtypes, and tied parameters that would land in two units."""
+    unit_of: dict[int, str] = {}
+    names: dict[int, str] = {id(parameter): name for name, parameter in module.named_parameters()}
+    for unit_name, unit in units:
+        dtypes: dict[torch.dtype, str] = {}
+        for parameter in unit.parameters():
+            if unit_of.setdefault(id(parameter), unit_name) == unit_name and parameter.requires_grad:
+                dtypes.setdefault(parameter.dtype, names[id(parameter)])
+        if len(dtypes) > 1:
+            listed = ", ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
+            yield f"unit {unit_name or '(the outermost)'!r} mixes dtypes: {listed}; FSDP2 needs one dtype a unit: cast the model, or give the odd ones a unit"
+    yield from _tied_problems(units, module)
+
+
+def _tied_problems(units: list[tuple[str, nn.Module]], module: nn.Module) -> Iterator[str]:
+    places: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    for group in places.values():
+        homes = {name: next(unit for unit, _ in units if unit == "" or name.startswith(unit + ".")) for name in group}
+        if len(set(homes.values())) > 1:
+            listed = ", ".join(f"{name} in {home or '(the outermost)'!r}" for name, home in homes.items())
+            yield f"tied parameters would land in two units: {listed}; take both out of the blocks, so that the outermost unit holds them"

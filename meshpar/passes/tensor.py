@@ -1,0 +1,116 @@
+"""TensorParallel: split the features of layers over an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshpar.layout import ModelLayout
+from meshpar.mesh import MeshSpec, divisors
+from meshpar.passes.base import Stage, unmatched
+from meshpar.passes.styles import Context, Region, Style, parse
+from meshpar.patterns import find_modules, matches
+
+__all__ = ["Style", "TensorParallel"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallel:
+    """Split the features of linear layers and the vocabulary over the ``tp`` axis (Megatron-LM, arXiv 1909.08053).
+
+    Args:
+        sequence_parallel: split the activations between the layers along the sequence (arXiv 2205.05198); the sequence length must be a
+            multiple of the axis.
+        loss_parallel: the head leaves its logits split over the vocabulary, as a DTensor that :func:`meshpar.token_loss` takes.
+        styles: module pattern -> style, laid over the layout's table; None takes an entry out. The styles are ``region``,
+            ``colwise``, ``packed_colwise:N``, ``colwise_gather``, ``rowwise``, ``vocab``, ``head``, ``sequence``, ``grad_sum``.
+    """
+
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    styles: Mapping[str, Any] = field(default_factory=dict)
+
+    name = "TensorParallel"
+    stage = Stage.TENSOR
+    axes = ("tp",)
+
+    def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        size = mesh.axes["tp"]
+        if "tp" in layout.refusals:
+            yield layout.refusals["tp"]
+            return
+        table = self._table(layout)
+        if not table:
+            yield "TensorParallel has nothing to do: the layout has no tensor-parallel table; give ModelLayout(tensor={'layers.*.up': 'colwise', ...})"
+        for pattern, text in table.items():
+            try:
+                style = parse(text)
+            except ValueError as error:
+                yield f"{pattern!r}: {error}"
+                continue
+            found = list(find_modules(module, pattern))
+            if not found:
+                yield unmatched(f"tensor-parallel pattern {pattern!r}", pattern, module)
+            for name, child in found:
+                yield from style.problems(name, child, size)
+        yield from self._head_problems(module, layout, size)
+        yield from self._tie_problems(module, layout, table)
+        if self.sequence_parallel and "sequence" not in table.values():
+            yield "sequence_parallel needs the layout to say which modules run between the regions ('sequence'); it names none: leave it off"
+        if self.loss_parallel and "head" not in table.values():
+            yield "loss_parallel needs a 'head' in the layout's tensor-parallel table; it names none: leave it off"
+
+    def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        if mesh.spans_nodes("tp"):
+            yield (
+                f"axis 'tp' (size {mesh.axes['tp']}) spans nodes of {mesh.ranks_per_node} ranks: every block then sends its activations, "
+                "batch x sequence x features, four times a step between nodes; keep tp within a node"
+            )
+
+    def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
+        table = self._table(layout)
+        splitting = [pattern for pattern, text in table.items() if text not in ("region", "sequence", "grad_sum")]
+        owners = {name for pattern in splitting for name, _ in find_modules(module, pattern)}
+        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        direct = {name for name in names if any(matches(pattern, name) for pattern in splitting)}
+        return direct | {name for name in names if name.rpartition(".")[0] in owners}
+
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        context = Context(
+            mesh=mesh["tp"],
+            sequence_parallel=self.sequence_parallel,
+            loss_parallel=self.loss_parallel,
+            dropout=layout.dropout,
+            inputs=layout.hidden_inputs,
+        )
+        found = [(name, child, parse(text)) for pattern, text in self._table(layout).items() for name, child in find_modules(module, pattern)]
+        context.regions.update({name: style for name, _, style in found if isinstance(style, Region)})
+        for name, child, style in found:
+            style.shard(name, child, context)
+        for name, child, style in found:
+            style.install(name, child, context)
+
+    def _table(self, layout: ModelLayout) -> dict[str, Any]:
+        merged = {**layout.tensor, **self.styles}
+        return {pattern: text for pattern, text in merged.items() if text is not None}
+
+    def _head_problems(self, module: nn.Module, layout: ModelLayout, size: int) -> Iterator[str]:
+        for pattern, heads in layout.heads.items():
+            if not any(find_modules(module, pattern)):
+                yield unmatched(f"layout.heads pattern {pattern!r}", pattern, module)
+            if heads % size:
+                fits = ", ".join(map(str, divisors(heads))) or "no size above 1"
+                yield f"{pattern} has {heads} heads, which tp={size} does not divide; tp in {fits} would"
+
+    def _tie_problems(self, module: nn.Module, layout: ModelLayout, table: Mapping[str, Any]) -> Iterator[str]:
+        split = self.shards(module, layout)
+        for group in layout.tied:
+            inside = [name for name in group if name in split]
+            if inside and len(inside) < len(group):
+                missing = [name for name in group if name not in split]
+                yield f"{group[0]} is tied to {missing[0]}, but only {inside[0]} is split over tp; give both a style, or neither"

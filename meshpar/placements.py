@@ -1,0 +1,57 @@
+"""Which part of a tensor a rank holds, and over which axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+
+def shard_dim(placement: Placement) -> int | None:
+    """Return the dim that a placement splits (``Shard`` and ``_StridedShard``, which is no subclass in every torch), else None."""
+    return placement.dim if placement.is_shard() or isinstance(placement, _StridedShard) else None  # type: ignore[attr-defined]
+
+
+def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
+    """Return the names of the mesh axes over which ``tensor`` is split; none for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names
+    assert names is not None, "meshpar's meshes have names"
+    return tuple(name for name, placement in zip(names, tensor.placements, strict=True) if shard_dim(placement) is not None)
+
+
+def local_index(
+    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> tuple[slice, ...]:
+    """Return the slice of a tensor of ``shape`` that the rank at ``coordinate`` holds.
+
+    A shard is torch's chunk: ceil-sized, the last ones short or empty. FSDP2 over a tensor-parallel dim splits what the tensor axis
+    left, and says so by ``_StridedShard``: those placements are taken last.
+    """
+    starts, sizes = [0] * len(shape), list(shape)
+    order = sorted(range(len(placements)), key=lambda axis: isinstance(placements[axis], _StridedShard))
+    for axis in order:
+        dim = shard_dim(placements[axis])
+        if dim is None:
+            continue
+        chunk = -(-sizes[dim] // mesh_shape[axis])
+        start = min(chunk * coordinate[axis], sizes[dim])
+        starts[dim], sizes[dim] = starts[dim] + start, min(chunk, sizes[dim] - start)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def held_by_this_rank(tensor: Tensor) -> tuple[slice, ...]:
+    """Return the slice of the whole that this rank's part of ``tensor`` is."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the tensor's mesh"
+    return local_index(tensor.shape, tensor.placements, tensor.device_mesh.shape, coordinate)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of ``tensor``, detached, sharing its memory."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,0 +1,235 @@
+"""Plan: a mesh and passes; check, apply, describe."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshpar import runtime
+from meshpar.errors import LayoutError, MeshError, MeshparError, PlanError
+from meshpar.explain import explain_errors
+from meshpar.initialize import tied_names
+from meshpar.layout import ModelLayout
+from meshpar.mesh import MeshSpec, default_device_type
+from meshpar.parallelized import Parallelized
+from meshpar.passes.base import Pass, Stage
+from meshpar.registry import layout_for
+from meshpar.replicas import check_equal
+
+log = logging.getLogger(__name__)
+
+LARGE_PARAMETER = 1 << 24
+"""Elements from which a parameter that every rank would hold whole is a problem: 64 MiB in float32."""
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False)
+class Plan:
+    """Passes, in the order in which they apply, on a mesh.
+
+    Args:
+        mesh: a :class:`MeshSpec`, its text, or ``"auto"`` (``"auto,tp=4"``): replicas across nodes, shards inside one, by the launcher's
+            ranks per node.
+        passes: objects with the :class:`meshpar.passes.Pass` protocol. What is written is what runs: their order is checked, never
+            rearranged.
+    """
+
+    mesh: MeshSpec | str
+    passes: tuple[Pass, ...]
+
+    def __init__(self, mesh: MeshSpec | str = "", passes: Sequence[Pass] = ()) -> None:
+        object.__setattr__(self, "mesh", mesh if isinstance(mesh, MeshSpec) or mesh.strip().startswith("auto") else MeshSpec(mesh))
+        object.__setattr__(self, "passes", tuple(passes))
+
+    def __str__(self) -> str:
+        return f"{self.mesh or 'one process'} [{' -> '.join(map(_title, self.passes))}]"
+
+    def resolve(self, world_size: int) -> MeshSpec:
+        """Return the mesh with its sizes worked out for ``world_size`` ranks and the launcher's topology.
+
+        Raises:
+            MeshError: it does not fit.
+        """
+        per_node = self.mesh.ranks_per_node if isinstance(self.mesh, MeshSpec) else None
+        per_node = per_node or runtime.ranks_per_node()
+        if isinstance(self.mesh, MeshSpec):
+            return MeshSpec(self.mesh.axes, ranks_per_node=per_node).resolve(world_size)
+        match = re.fullmatch(r"auto(?:\s*,\s*tp\s*=\s*(\d+))?", self.mesh.strip())
+        if match is None:
+            raise MeshError(f"cannot read mesh {self.mesh!r}; write 'auto', 'auto,tp=4' or sizes like 'dp_replicate=2,dp_shard=-1'")
+        return MeshSpec.auto(world_size, min(per_node or world_size, world_size), tp=int(match[1] or 1))
+
+    def check(self, module: nn.Module, layout: ModelLayout | None = None, world_size: int | None = None) -> MeshSpec:
+        """Return the resolved mesh, or raise with every problem at once.
+
+        Pure: no weight is allocated, no rank talks to another, and every rank finds the same.
+
+        Args:
+            module: the model, best on the meta device.
+            layout: its description; None asks the module and then the registered layouts.
+            world_size: number of ranks; None: this job's.
+
+        Raises:
+            PlanError: listing every problem.
+        """
+        world_size = runtime.world_size() if world_size is None else world_size
+        problems: list[str] = []
+        mesh: MeshSpec | None = None
+        try:
+            mesh = self.resolve(world_size)
+        except MeshError as error:
+            problems.append(str(error))
+        try:
+            layout = layout or layout_for(module)
+        except LayoutError as error:
+            problems.append(str(error))
+        problems += _shape_problems(self.passes)
+        if mesh is not None:
+            problems += _axis_problems(self.passes, mesh)
+            if layout is not None:
+                problems += _content_problems(self.passes, module, layout, mesh)
+        if problems:
+            raise PlanError(problems)
+        assert mesh is not None
+        return mesh
+
+    def apply(self, module: nn.Module, layout: ModelLayout | None = None, *, device_type: str | None = None) -> Parallelized:
+        """Run the passes on ``module`` in place.
+
+        A module that has weights keeps exactly those: each rank its part. One on the meta device gets them from
+        :meth:`Parallelized.materialize`. Build the optimizer afterwards.
+
+        Collective: every rank calls it, inside :func:`meshpar.distributed`.
+
+        Args:
+            module: the model, on every rank the same.
+            layout: its description; None asks the module and then the registered layouts.
+            device_type: where it trains; None: the accelerator that the process group serves, else the CPU.
+
+        Raises:
+            PlanError: what :meth:`check` finds, on every rank alike, before anything is touched.
+            MeshparError: the ranks hand in different weights, or a pass breaks its promise to keep names and ties.
+        """
+        if not dist.is_initialized():
+            raise MeshparError("no process group is open; wrap the job in `with meshpar.distributed():`")
+        spec = self.check(module, layout, dist.get_world_size())
+        layout = layout or layout_for(module)
+        for each in self.passes:
+            for warning in getattr(each, "warnings", _no_warnings)(module, layout, spec):
+                log.warning("%s", warning)
+        kind = device_type or ("cpu" if dist.get_backend() in ("gloo", "fake") else default_device_type())
+        device = runtime.device(kind)
+        built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        weights = {name: parameter for name, parameter in module.named_parameters() if not parameter.is_meta}
+        world = [0] * dist.get_world_size()
+        check_equal(weights, dict.fromkeys(weights, world), device, "the weights handed to apply")
+        mesh = spec.build(kind)
+        self._run_passes(module, layout, mesh)
+        if not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
+            module.to(device)
+        if self.passes:
+            explain_errors(module, str(self))
+        return Parallelized(module, mesh, spec, self, layout, device, built_on_meta)
+
+    def _run_passes(self, module: nn.Module, layout: ModelLayout, mesh: Any) -> None:
+        names, ties = [name for name, _ in module.named_parameters()], tied_names(module)
+        for each in self.passes:
+            each.apply(module, layout, mesh)
+            if (now := [name for name, _ in module.named_parameters()]) != names:
+                changed = sorted(set(now) ^ set(names))[:6]
+                raise MeshparError(f"{each.name} changed the names of parameters, which a pass must keep: {changed}")
+            if tied_names(module) != ties:
+                raise MeshparError(f"{each.name} untied tied parameters: expected {ties}, got {tied_names(module)}")
+
+    def describe(self, module: nn.Module, layout: ModelLayout | None = None, *, world_size: int) -> Any:
+        """Return what the fullest rank of ``world_size`` would hold, block by block; see :meth:`Parallelized.describe`.
+
+        Applies the real passes to ``module`` (which must be on meta, and is of no use afterwards) in a simulated process group, in
+        this one process.
+
+        Raises:
+            PlanError: what :meth:`check` finds.
+        """
+        self.check(module, layout, world_size)
+        with runtime.simulated(world_size):
+            return self.apply(module, layout, device_type="cpu").describe()
+
+
+def _title(each: Pass) -> str:
+    return str(getattr(each, "name", type(each).__name__))
+
+
+def _no_warnings(module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+    return iter(())
+
+
+def _shape_problems(passes: Sequence[Pass]) -> Iterator[str]:
+    """Yield objects that are no passes, and a wrong order."""
+    wrong = [each for each in passes if not isinstance(each, Pass)]
+    for each in wrong:
+        missing = [member for member in ("name", "stage", "axes", "problems", "apply") if not hasattr(each, member)]
+        yield f"{each!r} is not a pass: it lacks {', '.join(missing)}"
+    if wrong:
+        return
+    ordered = sorted(passes, key=lambda each: each.stage)
+    if [each.stage for each in passes] != [each.stage for each in ordered]:
+        yield f"passes stand out of order ({' -> '.join(map(_title, passes))}); write {' -> '.join(map(_title, ordered))}"
+
+
+def _axis_problems(passes: Sequence[Pass], mesh: MeshSpec) -> Iterator[str]:
+    """Yield axes that are absent, claimed twice, or claimed by nobody."""
+    claimed: dict[str, str] = {}
+    for each in passes:
+        for axis in getattr(each, "axes", ()):
+            if axis not in mesh.axes:
+                has = ", ".join(f"{name}={size}" for name, size in mesh.axes.items()) or "no axes"
+                yield f"{_title(each)} needs axis {axis!r}, which the mesh ({has}) lacks; add {axis}=... to the mesh or drop {_title(each)}"
+            elif axis in claimed:
+                yield f"axis {axis!r} is claimed by {claimed[axis]} and by {_title(each)}; keep one of them"
+            else:
+                claimed[axis] = _title(each)
+    for axis, size in mesh.axes.items():
+        if size > 1 and axis not in claimed:
+            suggestion = {"dp_shard": "FullyShard()", "dp_replicate": "Replicate()", "tp": "TensorParallel()"}.get(axis, "a pass for it")
+            yield (
+                f"axis {axis!r} (size {size}) is claimed by no pass, so its ranks would repeat one another's work; "
+                f"add {suggestion} or drop {axis} from the mesh"
+            )
+
+
+def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+    """Yield what the passes find on this model, ties that are none, and large parameters that nothing splits."""
+    ready = [each for each in passes if isinstance(each, Pass) and all(axis in mesh.axes for axis in each.axes)]
+    for each in ready:
+        yield from each.problems(module, layout, mesh)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for group in layout.tied:
+        absent = [name for name in group if name not in parameters]
+        if absent:
+            yield f"layout.tied names {absent[0]!r}, which the model does not have"
+        elif len({id(parameters[name]) for name in group}) > 1:
+            yield f"layout.tied says that {' and '.join(group)} are one tensor, but the model holds them apart; tie them or drop the entry"
+    yield from _unsharded_problems(ready, module, layout, mesh, parameters)
+
+
+def _unsharded_problems(
+    passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec, parameters: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    sharders = [each for each in passes if hasattr(each, "shards") and any(mesh.axes[axis] > 1 for axis in each.axes)]
+    if not sharders:
+        return
+    split = {name for each in sharders for name in each.shards(module, layout)}  # type: ignore[attr-defined]
+    for name, parameter in parameters.items():
+        if name not in split and parameter.numel() >= LARGE_PARAMETER:
+            shape = " x ".join(map(str, parameter.shape))
+            yield (
+                f"{name} ({shape}, {parameter.numel() * parameter.element_size() / 2**20:.0f} MiB) is split by no pass, so every rank would hold "
+                "it whole; give its module a style in the tensor-parallel table, or add FullyShard() or HybridShard()"
+            )

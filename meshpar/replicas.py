@@ -1,0 +1,66 @@
+"""Whether ranks that should hold the same values do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshpar.errors import MeshparError
+
+_CHUNK = 1 << 20
+_PRIME = 1_000_003
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Return a 64-bit digest of a tensor's bytes as a 0-dim int64 tensor on its device; position counts, equal bytes give equal digests.
+
+    A polynomial hash in wrapping 64-bit arithmetic (Rabin and Karp 1987): on the device, without a copy to the host.
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.numel() % 8:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
+    words = data.view(torch.int64)
+    result = torch.full((), tensor.numel(), dtype=torch.int64, device=tensor.device)
+    powers = torch.arange(1, min(_CHUNK, max(1, words.numel())) + 1, device=tensor.device, dtype=torch.int64) * _PRIME | 1
+    powers = powers * powers * powers
+    for chunk in words.split(_CHUNK) if words.numel() else ():
+        mixed = (chunk ^ (chunk >> 29)) * powers[: chunk.numel()]
+        result = result * 6364136223846793005 + mixed.sum() + 1442695040888963407
+    return result
+
+
+def check_equal(tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int]], device: torch.device, what: str) -> None:
+    """Compare ranks' tensors by digest.
+
+    Args:
+        tensors: name -> this rank's part, the same names in the same order on every rank.
+        groups: name -> for every rank of the world a number; ranks with the same number must hold equal values.
+        device: where the digests are exchanged.
+        what: how the message calls them.
+
+    Raises:
+        MeshparError: on every rank alike, naming the tensors and the ranks that differ.
+
+    Collective: every rank of the world calls it.
+    """
+    if not tensors:
+        return
+    mine = torch.stack([digest(tensor).to(device) for tensor in tensors.values()])
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    table = torch.stack(every).cpu()
+    differing = []
+    for column, name in enumerate(tensors):
+        first: dict[int, int] = {}
+        odd: dict[int, list[int]] = {}
+        for rank, group in enumerate(groups[name]):
+            reference = first.setdefault(group, rank)
+            if table[rank, column] != table[reference, column]:
+                odd.setdefault(reference, []).append(rank)
+        differing += [f"{name}: rank {reference} against ranks {ranks}" for reference, ranks in odd.items()]
+    if differing:
+        shown = "\n  ".join(differing[:20]) + (f"\n  and {len(differing) - 20} more" if len(differing) > 20 else "")
+        raise MeshparError(f"{what} differ between ranks that must hold the same:\n  {shown}")

@@ -1,0 +1,362 @@
+"""For tests of passes: run a test on several ranks, and assert that a plan equals one process.
+
+>>> @on_ranks(4)
+... def test_my_pass_matches_one_process():
+...     assert_parity(MyModel, "dp_shard=2,tp=2", [TensorParallel(), MyPass(), FullyShard()], batches())
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, ParamSpec, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshpar.layout import ModelLayout
+from meshpar.mesh import MeshSpec
+from meshpar.parallelized import Parallelized
+from meshpar.passes.base import Pass
+from meshpar.plan import Plan
+
+P = ParamSpec("P")
+
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint", "meshpar", "meshpar.testing"]
+
+
+class RankFailure(AssertionError):
+    """The first failing rank's traceback, or the ranks that did not end in time."""
+
+
+def on_ranks(count: int, *, timeout_s: float = 90.0) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Run the decorated test's body in ``count`` processes, each a rank of one gloo group on the CPU.
+
+    The processes are forked from a server that has torch loaded, meet through a file (no ports), and get one thread each. The first
+    failure ends the others and is raised here with its rank's traceback.
+
+    Args:
+        count: number of ranks.
+        timeout_s: seconds after which the test fails and its processes are ended.
+
+    Raises:
+        RankFailure: from the decorated test.
+    """
+
+    def decorate(test: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(test)
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
+            launch(test.__module__, test.__qualname__, count, args, dict(kwargs), timeout_s)
+
+        return run
+
+    return decorate
+
+
+def launch(module: str, qualname: str, count: int, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, timeout_s: float = 90.0) -> None:
+    """Run ``module.qualname(*args, **kwargs)`` on ``count`` ranks; what :func:`on_ranks` does.
+
+    Raises:
+        RankFailure: a rank failed, ended early or did not end in ``timeout_s`` seconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="meshpar-test-") as folder:
+        started: list[tuple[Any, Connection]] = []
+        try:
+            for rank in range(count):
+                ours, theirs = context.Pipe(duplex=False)
+                job = (module, qualname, rank, count, os.path.join(folder, "store"), tuple(args), dict(kwargs or {}), timeout_s, theirs)
+                process = context.Process(target=_rank_main, args=job, daemon=True)
+                process.start()
+                theirs.close()
+                started.append((process, ours))
+            _await(started, time.monotonic() + timeout_s, qualname)
+        finally:
+            for process, ours in started:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+                ours.close()
+
+
+def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str) -> None:
+    waiting = {ours: rank for rank, (_, ours) in enumerate(started)}
+    failures: dict[int, str] = {}
+    while waiting:
+        # After a first failure the peers may fail because of it; the earliest report is the cause, others get a moment to arrive.
+        left = deadline - time.monotonic() if not failures else 0.2
+        ready = wait(list(waiting), timeout=max(0.0, left))
+        if not ready:
+            break
+        for connection in ready:
+            rank = waiting.pop(connection)  # type: ignore[call-overload]
+            try:
+                report = connection.recv()  # type: ignore[union-attr]
+            except EOFError:
+                started[rank][0].join(5)
+                report = f"rank {rank} ended without a word, exit code {started[rank][0].exitcode}"
+            if report is not None:
+                failures[rank] = report
+    if failures:
+        rank = next(iter(failures))
+        raise RankFailure(f"{name} failed on rank {rank} of {len(started)} (also on {sorted(set(failures) - {rank})}):\n{failures[rank]}")
+    if waiting:
+        raise RankFailure(f"{name}: ranks {sorted(waiting.values())} of {len(started)} did not end in time")
+
+
+def _rank_main(
+    module: str, qualname: str, rank: int, count: int, store: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, report: Connection
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        body: Any = importlib.import_module(module)
+        for part in qualname.split("."):
+            body = getattr(body, part)
+        body = getattr(body, "__wrapped__", body)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count, timeout=timedelta(seconds=max(5.0, timeout_s - 5))
+        )
+        torch.manual_seed(0)
+        body(*args, **kwargs)
+        dist.barrier()
+        report.send(None)
+    except BaseException:  # noqa: BLE001  whatever ended this rank is reported, and the process ends
+        with contextlib.suppress(OSError):
+            report.send(traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Gloo's threads can abort an interpreter that takes its time to end.
+        os._exit(0)
+
+
+@final
+@dataclass(slots=True)
+class Record:
+    """What a training run leaves: whole tensors, on the CPU.
+
+    Attributes:
+        losses: the loss of each step.
+        norms: the gradient norm of each step.
+        gradients: name -> gradient of the first step (None where there is none).
+        weights: name -> value after the last step.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+LossSum = Callable[[nn.Module, Any], tuple[Tensor, int]]
+"""``(model, batch) -> (summed loss, number of tokens counted)``."""
+
+
+def token_loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    """Return the summed token loss of ``{"input_ids": (B, L), "labels": (B, L) aligned, -100 = not counted}`` and the tokens counted."""
+    from meshpar.loss import token_loss
+
+    labels = batch["labels"]
+    return token_loss(model(input_ids=batch["input_ids"]).logits, labels, reduction="sum"), int((labels != -100).sum())
+
+
+def train_steps(
+    par: Parallelized,
+    steps: Sequence[Sequence[Any]],
+    *,
+    loss_sum: LossSum = token_loss_sum,
+    max_norm: float = float("inf"),
+    lr: float = 1e-2,
+    eps: float = 1e-3,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Record:
+    """Train with AdamW on global batches; every rank takes its own part.
+
+    Args:
+        par: the parallel module.
+        steps: for each step a sequence of micro-batches, each a sequence of ``n`` x data-size batches: data rank r takes every
+            ``data_size``-th from r. Parts may count different numbers of tokens.
+        loss_sum: the loss, summed over what it counts.
+        max_norm: gradients are clipped to this norm.
+        lr, eps: AdamW's. ``eps`` is large on purpose: AdamW divides a gradient by its own size, so where the gradient is zero by
+            theory (a bias before a softmax) it would blow rounding noise up to a full step, on any number of processes.
+        optimizer: instead of a new AdamW.
+
+    Returns:
+        The losses (token means over everything), norms, first gradients and last weights. Collective.
+    """
+    record = Record()
+    optimizer = optimizer or torch.optim.AdamW(par.module.parameters(), lr=lr, eps=eps, weight_decay=0.01)
+    for number, micro_batches in enumerate(steps):
+        mine = [[batch for place, batch in enumerate(micro) if place % par.data_size == par.data_rank] for micro in micro_batches]
+        scale = par.token_scale(sum(_count(batch) for micro in mine for batch in micro))
+        total = torch.zeros((), device=par.device)
+        for micro in par.accumulate(mine):
+            # One forward and one backward a micro-batch: FSDP2 reduces once for each backward.
+            loss = torch.stack([loss_sum(par.module, batch)[0] for batch in micro]).sum() * scale
+            loss.backward()
+            total += loss.detach()
+        if number == 0:
+            record.gradients = {name: whole(p.grad) for name, p in par.module.named_parameters() if p.grad is not None}
+        record.norms.append(float(par.clip_grad_norm_(max_norm)))
+        record.losses.append(float(par.data_sum(total.clone()) / par.data_size))
+        optimizer.step()
+        optimizer.zero_grad()
+    record.weights = {name: whole(parameter) for name, parameter in par.module.named_parameters()}
+    return record
+
+
+def _count(batch: Any) -> int:
+    return int((batch["labels"] != -100).sum()) if isinstance(batch, Mapping) and "labels" in batch else 1
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole tensor on the CPU, whatever its placements. Collective."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.cpu().clone()
+
+
+def assert_parity(
+    build: Callable[[], nn.Module],
+    mesh: str | MeshSpec,
+    passes: Sequence[Pass],
+    steps: Sequence[Sequence[Any]],
+    *,
+    layout: ModelLayout | None = None,
+    seed: int = 0,
+    tolerance: float = 1e-5,
+    loss_sum: LossSum = token_loss_sum,
+    max_norm: float = 1.0,
+) -> Parallelized:
+    """Assert that training under a plan equals training in one process on the concatenated batches.
+
+    Both runs start from the weights of ``seed``. Loss and gradient norm of every step, every gradient of the first step and every weight
+    after the last must agree to ``tolerance`` of each tensor's largest value.
+
+    Args:
+        build: makes the model; called twice, the second time on the meta device.
+        mesh: of the whole world.
+        passes: the plan.
+        steps: see :func:`train_steps`.
+        layout: the model's description; None asks the module.
+        seed: of the initial weights.
+        tolerance: relative to each tensor's largest absolute value.
+        loss_sum: the loss.
+        max_norm: gradients are clipped to this norm, so that clipping is part of what must agree.
+
+    Returns:
+        The parallel module after training.
+
+    Raises:
+        AssertionError: naming what differs and by how much.
+
+    Collective: every rank calls it.
+    """
+    alone = _alone(build, layout, seed)
+    expected = train_steps(alone, steps, loss_sum=loss_sum, max_norm=max_norm)
+    with torch.device("meta"):
+        module = build()
+    par = Plan(mesh, passes).apply(module, layout).materialize(seed=seed)
+    got = train_steps(par, steps, loss_sum=loss_sum, max_norm=max_norm)
+    assert_records_match(expected, got, tolerance)
+    return par
+
+
+def _alone(build: Callable[[], nn.Module], layout: ModelLayout | None, seed: int) -> Parallelized:
+    """Return the model in this one process, without any pass, as a Parallelized whose mesh nobody shares."""
+    from meshpar.registry import layout_for
+
+    with torch.device("meta"):
+        module = build()
+    known = layout or layout_for(module)
+    lonely = MeshSpec()
+    par = Parallelized(module, None, lonely, Plan(lonely), known, torch.device("cpu"), True)  # type: ignore[arg-type]
+    return par.materialize(seed=seed)
+
+
+def assert_records_match(expected: Record, got: Record, tolerance: float = 1e-5) -> None:
+    """Assert that two runs agree to ``tolerance`` of each tensor's largest value.
+
+    Raises:
+        AssertionError: listing everything that differs, worst first.
+    """
+    differences: list[tuple[float, str]] = []
+
+    def compare(name: str, want: Tensor, have: Tensor, floor: float) -> None:
+        if want.shape != have.shape:
+            differences.append((float("inf"), f"{name}: shape {tuple(have.shape)}, expected {tuple(want.shape)}"))
+            return
+        error = float((want.double() - have.double()).abs().max()) if want.numel() else 0.0
+        scale = max(float(want.double().abs().max()) if want.numel() else 0.0, floor)
+        if not error <= tolerance * scale:
+            differences.append((error / scale, f"{name}: off by {error:.2e}, {error / scale:.1e} of its largest value {scale:.2e}"))
+
+    for name, have in (("losses", got.losses), ("norms", got.norms)):
+        compare(name, torch.tensor(getattr(expected, name)), torch.tensor(have), 0.0)
+    # A gradient that is zero by theory holds rounding noise only; it is held against the size of the gradients around it.
+    typical = max((float(grad.abs().max()) for grad in expected.gradients.values()), default=0.0)
+    for kind, floor in (("gradients", 1e-3 * typical), ("weights", 0.0)):
+        want, have = getattr(expected, kind), getattr(got, kind)
+        if set(want) != set(have):
+            differences.append((float("inf"), f"{kind}: names differ, {sorted(set(want) ^ set(have))}"))
+        for name in sorted(set(want) & set(have)):
+            compare(f"{kind[:-1]} of {name}", want[name], have[name], floor)
+    if differences:
+        listed = "\n  ".join(text for _, text in sorted(differences, reverse=True)[:20])
+        raise AssertionError(f"{len(differences)} differences from one process (tolerance {tolerance:.0e}):\n  {listed}")
+
+
+def random_tokens(vocab: int, batch: int, length: int, *, seed: int, ignored: float = 0.0) -> dict[str, Tensor]:
+    """Return a random batch: ``input_ids`` (B, L), aligned ``labels`` (B, L), a fraction ``ignored`` of which does not count."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab, (batch, length + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < ignored] = -100
+    return {"input_ids": tokens[:, :-1].contiguous(), "labels": labels}
+
+
+def token_steps(
+    vocab: int, *, steps: int = 3, micro_batches: int = 1, parts: int = 8, batch: int = 1, length: int = 16, uneven: bool = True
+) -> list[list[list[dict[str, Tensor]]]]:
+    """Return steps for :func:`train_steps`: ``parts`` batches a micro-batch (any data size that divides it), with uneven token counts."""
+    return [
+        [
+            [
+                random_tokens(vocab, batch, length, seed=(step * 31 + micro) * 101 + part, ignored=(part % 3) * 0.25 if uneven else 0.0)
+                for part in range(parts)
+            ]
+            for micro in range(micro_batches)
+        ]
+        for step in range(steps)
+    ]
+
+
+__all__: Iterable[str] = (
+    "RankFailure",
+    "Record",
+    "assert_parity",
+    "assert_records_match",
+    "launch",
+    "on_ranks",
+    "random_tokens",
+    "token_loss_sum",
+    "token_steps",
+    "train_steps",
+    "whole",
+)
