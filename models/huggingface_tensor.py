@@ -24,8 +24,8 @@ _OURS = {
     "replicated_with_grad_allreduce": "grad_sum",
 }
 
-# Verified to compute positions and masks from position_ids alone, which sequence parallelism needs: their embeddings, from which
-# transformers reads the sequence's length otherwise, are split along it.
+# Verified to compute everything from position_ids once they are given, which sequence parallelism needs: transformers otherwise
+# reads the sequence's length from the embeddings, and these are then split along it.
 _SEQUENCE_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -40,7 +40,7 @@ def tensor_table(model: Any) -> dict[str, Any]:
     table |= _transformers_styles(model, {pattern: style for pattern, style in plan.items() if pattern not in table})
     table |= _ends(model)
     table |= dict.fromkeys(_regions(model, table), "region")
-    return table | (_between_regions(model, table) if model.config.model_type in _SEQUENCE_PARALLEL else {})
+    return table | _between_regions(model, table)
 
 
 def head_counts(model: Any, table: Mapping[str, Any]) -> dict[str, int]:
@@ -76,15 +76,15 @@ class TransformersStyle:
     config: Any
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield the styles that this version of transformers lacks, and packed parameters that ``size`` does not divide."""
+        """Yield the styles that this version of transformers lacks, and those whose shards are not contiguous."""
         for style in {self.module_style, *self.parameter_styles.values()} - {None, *_registry().keys()}:
             yield f"{name}: its tp_plan names the style {style!r}, which the installed transformers does not have; install another version"
         for parameter, style in self.parameter_styles.items():
             if style in ("packed_colwise", "packed_rowwise"):
-                shape = getattr(module, parameter).shape
-                features = shape[-1] if style == "packed_rowwise" or len(shape) == 1 else shape[-2]
-                if features % (2 * size):
-                    yield f"{name}.{parameter} packs 2 x {features // 2} features, which tp={size} does not divide"
+                yield (
+                    f"{name}.{parameter} is split by transformers' {style}, in two halves interleaved over the ranks; meshpar reads "
+                    f"and writes contiguous shards: leave it whole over tp: TensorParallel(styles={{{generic(name)!r}: None}})"
+                )
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Split the parameters as transformers does, keeping tied ones tied."""
@@ -226,6 +226,9 @@ def _regions(model: nn.Module, table: Mapping[str, Any]) -> list[str]:
 
 def _between_regions(model: Any, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the styles that sequence parallelism adds: the norms outside of the regions, and the base model's positions."""
+    # A sliding window needs a mask, which transformers makes as long as the embeddings.
+    if model.config.model_type not in _SEQUENCE_PARALLEL or getattr(model.config, "sliding_window", None):
+        return {}
     rest = {generic(name): module for name, module in model.named_modules() if any(True for _ in module.parameters(False))}
     rest = {pattern: module for pattern, module in rest.items() if pattern not in table}
     if not all(re.search("(RMS|Layer)Norm$", type(module).__name__) for module in rest.values()):

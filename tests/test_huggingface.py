@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from meshpar import patterns
+from meshpar import ActivationCheckpoint, FullyShard, TensorParallel, patterns
 from meshpar.errors import LayoutError
 from meshpar.models.huggingface import from_config, layout_for
 from meshpar.models.huggingface_tensor import FullPositions, GPT2Attention, TransformersStyle
+from meshpar.passes.styles import Context
+from meshpar.testing import assert_parity, on_ranks, token_steps
 
 transformers = pytest.importorskip("transformers")
 
@@ -115,12 +117,18 @@ def test_styles_that_are_not_ours_stay_transformers_own() -> None:
     assert "sequence" not in layout.tensor.values()
 
 
-def test_packed_experts_that_the_axis_does_not_divide_are_a_problem() -> None:
-    model = from_config(MIXTRAL | {"intermediate_size": 50})
+def test_models_whose_masks_count_positions_leave_sequence_parallelism_out() -> None:
+    assert "sequence" in layout_of(from_config(config("mistral", sliding_window=None))).tensor.values()
+    assert "sequence" not in layout_of(from_config(config("mistral", sliding_window=8))).tensor.values()
+    assert "sequence" not in layout_of(from_config(config("gpt2"))).tensor.values()
+
+
+def test_packed_experts_are_refused_with_the_way_out() -> None:
+    model = from_config(MIXTRAL)
     style = layout_of(model).tensor[f"{LAYER}.mlp.experts"]
-    experts = model.get_submodule("model.layers.0.mlp.experts")
-    assert list(style.problems("experts", experts, 2)) == []
-    assert list(style.problems("experts", experts, 4)) == ["experts.gate_up_proj packs 2 x 50 features, which tp=4 does not divide"]
+    (problem,) = style.problems("model.layers.0.mlp.experts", model.get_submodule("model.layers.0.mlp.experts"), 2)
+    assert problem.startswith("model.layers.0.mlp.experts.gate_up_proj is split by transformers' packed_colwise")
+    assert problem.endswith("TensorParallel(styles={'model.layers.*.mlp.experts': None})")
 
 
 def test_a_model_without_a_plan_says_so() -> None:
@@ -145,6 +153,7 @@ def test_init_fills_every_parameter_and_buffer_after_to_empty(model_type: str) -
     values = {"mixtral": MIXTRAL, "llama3_rope": config("llama", **rope)}.get(model_type) or config(model_type)
     model = from_config(values)
     init = layout_of(model).init
+    torch.manual_seed(0)
     model.to_empty(device="cpu")
     model.tie_weights()
     for tensor in (*model.parameters(), *model.buffers()):
@@ -155,19 +164,11 @@ def test_init_fills_every_parameter_and_buffer_after_to_empty(model_type: str) -
     real = type(model)(model.config)
     expected = dict(real.named_buffers())
     assert all(torch.equal(buffer, expected[name]) for name, buffer in model.named_buffers())
-    drawn = {name: parameter.std().item() for name, parameter in real.named_parameters() if parameter.ndim > 1}
+    drawn = {name: parameter.std().item() for name, parameter in real.named_parameters() if parameter.numel() > 1000}
     for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
+        if parameter.numel() > 1000:
             assert parameter.std().item() == pytest.approx(drawn[name], rel=0.15), name
     assert not any(hasattr(tensor, "_is_hf_initialized") for tensor in (*model.parameters(), *model.buffers()))
-
-
-def test_init_refuses_what_the_model_does_not_know() -> None:
-    model = from_config(config("llama"))
-    model.lm_head.extra = nn.Module()
-    model.lm_head.extra.register_buffer("table", torch.zeros(2), persistent=False)
-    with pytest.raises(LayoutError, match=r"_init_weights leaves \['table'\] of Module as they were"):
-        layout_of(model).init(model.lm_head.extra)
 
 
 def test_from_config_reads_a_folder_and_the_layout_publishes_the_same(tmp_path: Path) -> None:
@@ -179,6 +180,7 @@ def test_from_config_reads_a_folder_and_the_layout_publishes_the_same(tmp_path: 
     assert {n: p.shape for n, p in second.named_parameters()} == {n: p.shape for n, p in first.named_parameters()}
     assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in second.parameters())
     assert layout_of(second).config["architectures"] == ["Qwen3ForCausalLM"]
+    assert second.config._attn_implementation == "sdpa"
 
 
 def test_from_config_names_what_is_missing() -> None:
@@ -197,3 +199,35 @@ def test_the_adapter_does_not_import_transformers() -> None:
         "assert not any(name.startswith('transformers') for name in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_padding_mask_is_refused_under_sequence_parallelism() -> None:
+    model = from_config(config("llama"))
+    context: Any = Context(mesh=None, sequence_parallel=True, loss_parallel=False, dropout=False, inputs=())  # type: ignore[arg-type]
+    FullPositions().install("model", model.model, context)
+    ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=r"model got an attention_mask.*pack the batch instead of padding it"):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+# Latent attention and fused or gathered projections, which only transformers' own styles know.
+MLA = {"first_k_dense_replace": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+ON_A_MESH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "deepseek_v3": (config("deepseek_v3", head_dim=4, num_key_value_heads=4, n_group=1, topk_group=1, n_routed_experts=4) | MLA, {}),
+    "glm4": (config("glm4", pad_token_id=0), {"loss_parallel": True}),
+    "mixtral": (MIXTRAL, {"styles": {f"{LAYER}.mlp.experts": None}}),
+    "mistral": (config("mistral", sliding_window=None), {"sequence_parallel": True}),
+    "qwen2": (
+        {key: value for key, value in config("qwen2").items() if key != "head_dim"},
+        {"sequence_parallel": True, "loss_parallel": True},
+    ),
+}
+
+
+@on_ranks(4, timeout_s=170)
+def test_adapted_models_match_one_process() -> None:
+    for values, options in ON_A_MESH.values():
+        passes = [TensorParallel(**options), ActivationCheckpoint(), FullyShard()]
+        # Qwen2's biases start at zero: two AdamW steps are their whole value, so the rounding of a gradient's sum shows (1.2e-5 of it).
+        # In float64 the gradients of these models agree to 1e-11.
+        assert_parity(lambda values=values: from_config(values), "dp_shard=2,tp=2", passes, token_steps(96, steps=2), tolerance=3e-5)
