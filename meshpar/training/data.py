@@ -204,6 +204,10 @@ class Batches:
         while True:
             yield from self.one_epoch()
 
+    def restart(self) -> None:
+        """Go back to the beginning of the first epoch."""
+        self._epoch, self._consumed = 0, 0
+
     def position(self) -> dict[str, int]:
         """Return where the next step starts, the same on every rank."""
         return {"epoch": self._epoch, "samples": self._consumed}

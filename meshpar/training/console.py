@@ -1,0 +1,91 @@
+"""Progress for people: a line that moves on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from typing import Any, TextIO, final
+
+from meshpar.training.extras import need
+from meshpar.training.metrics import Record
+
+_SHOWN = (
+    ("train/loss", "loss {:.4f}"),
+    ("val/loss", "val {:.4f}"),
+    ("lr", "lr {:.2e}"),
+    ("grad_norm", "norm {:.3g}"),
+    ("tokens_per_second", "{:,.0f} tok/s"),
+    ("mfu", "mfu {:.1%}"),
+    ("memory_gib", "{:.2f} GiB"),
+)
+
+
+@final
+class Console:
+    """Show a run's records with the time that is left."""
+
+    def __init__(self, steps: int, *, step: int = 0, file: TextIO | None = None) -> None:
+        """Begin.
+
+        Args:
+            steps: of the whole run.
+            step: done already.
+            file: where to; None: standard error.
+        """
+        self._file = file or sys.stderr
+        self._steps, self._first = steps, step
+        self._start = time.monotonic()
+        self._progress: Any = None
+        if self._file.isatty():
+            self._progress = _progress(self._file)
+            self._task = self._progress.add_task("", total=steps, completed=step)
+            self._progress.start()
+
+    def report(self, record: Record) -> None:
+        """Show a record."""
+        text, step = self._text(record), int(record["step"])
+        if self._progress is None:
+            self._write(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}  eta {self._left(step)}")
+        elif "val/loss" in record:
+            self._progress.console.print(f"step {step}: {text}", highlight=False)
+        else:
+            self._progress.update(self._task, completed=step, description=text)
+
+    def note(self, text: str) -> None:
+        """Show a sentence."""
+        if self._progress is None:
+            self._write(text)
+        else:
+            self._progress.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        """Leave the line as it is."""
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _text(self, record: Record) -> str:
+        return "  ".join(form.format(record[name]) for name, form in _SHOWN if name in record)
+
+    def _left(self, step: int) -> str:
+        done = step - self._first
+        if done <= 0:
+            return "?"
+        return str(timedelta(seconds=round((time.monotonic() - self._start) / done * max(0, self._steps - step))))
+
+    def _write(self, line: str) -> None:
+        self._file.write(line + "\n")
+        self._file.flush()
+
+
+def _progress(file: TextIO) -> Any:
+    rich, console = need("rich.progress"), need("rich.console")
+    return rich.Progress(
+        rich.MofNCompleteColumn(),
+        rich.BarColumn(bar_width=24),
+        rich.TextColumn("{task.description}"),
+        rich.TimeElapsedColumn(),
+        rich.TextColumn("eta"),
+        rich.TimeRemainingColumn(elapsed_when_finished=False),
+        console=console.Console(file=file),
+    )

@@ -1,0 +1,284 @@
+"""The training loop: a step, and what happens every so many of them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import Any, Protocol, final
+
+import torch
+import torch.distributed as dist
+
+from meshpar.errors import MeshparError
+from meshpar.parallelized import Parallelized
+from meshpar.passes.random import mix
+from meshpar.replicas import check_equal
+from meshpar.training.data import Batch, Batches
+from meshpar.training.metrics import Meter, Reporter
+from meshpar.training.objectives import Objective
+from meshpar.training.scaler import LossScaler
+from meshpar.training.schedule import Schedule
+from meshpar.training.settings import Every, Outcome, TrainSettings
+from meshpar.training.stop import StopRequest
+
+log = logging.getLogger(__name__)
+
+_MOST_SKIPS = 50  # in a row: float16's scale falls from 2**16 to nothing in fewer
+
+
+class Checkpointer(Protocol):
+    """What the loop asks of a checkpoint manager; restoring is the caller's."""
+
+    def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> object:
+        """Save model, optimizer and ``extra`` (plain data) after ``step`` steps. Collective: every rank calls it."""
+
+
+@final
+class Trainer:
+    """Train a parallelized module; :meth:`run` does it all.
+
+    The loss is the mean over all tokens of all ranks and micro-batches, the gradient's norm is the whole model's, and the loop
+    waits for the device only where a number is shown.
+    """
+
+    def __init__(
+        self,
+        par: Parallelized,
+        objective: Objective,
+        data: Batches,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        settings: TrainSettings,
+        *,
+        validation: Batches | None = None,
+        checkpointer: Checkpointer | None = None,
+        reporters: Sequence[Reporter] = (),
+        scaler: LossScaler | None = None,
+        flops_per_token: float | None = None,
+    ) -> None:
+        """Put the parts together; nothing runs yet.
+
+        Args:
+            par: the model on its mesh, materialized.
+            objective: the loss.
+            data: training batches of this data rank.
+            optimizer: over ``par.module``'s parameters.
+            schedule: sets the learning rate of every step.
+            settings: how long, and what how often.
+            validation: batches of this data rank to validate on, in order (``seed=None``).
+            checkpointer: saves; None: nothing is saved.
+            reporters: take the records; give them to one rank, and none to the others.
+            scaler: of the loss, for float16.
+            flops_per_token: of training, for MFU.
+        """
+        self.par, self.objective, self.data, self.optimizer = par, objective, data, optimizer
+        self.schedule, self.settings, self.validation = schedule, settings, validation
+        self.checkpointer, self.reporters, self.scaler = checkpointer, tuple(reporters), scaler
+        self.step, self.tokens, self.skipped = 0, 0, 0
+        self._meter = Meter(par, flops_per_token=flops_per_token, world_size=dist.get_world_size())
+        self._values: dict[str, float] = {}
+        self._skips = 0
+        self._saved = -1
+        self._first_bad = torch.full((), -1, dtype=torch.int64, device=par.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run needs besides model and optimizer to go on, as plain data, the same on every rank."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+            "seed": self.settings.seed,
+            "data": self.data.state_dict(),
+            "schedule": asdict(self.schedule),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "metrics": {name: value for name, value in self._values.items() if name.startswith(("train/", "val/"))},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; the caller has restored model and optimizer.
+
+        Raises:
+            RecipeError: it belongs to other data.
+        """
+        self.data.load_state_dict(state["data"])
+        self.step, self.tokens, self.skipped = state["step"], state["tokens"], state["skipped"]
+        self._values = dict(state["metrics"])
+        self._saved = self.step
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+
+    def run(self, stop: StopRequest | None = None) -> Outcome:
+        """Train until the end or until asked to stop, and save.
+
+        Collective: every rank calls it.
+
+        Args:
+            stop: asked when to stop, entered and left here; None: SIGTERM and SIGINT ask.
+
+        Raises:
+            MeshparError: a loss or gradient that is not finite, naming the step, or ranks with different data or parameters.
+        """
+        self._check_ranks()
+        self.par.module.train()
+        stopped = None
+        with stop or StopRequest() as stop:
+            batches = iter(self.data)
+            while not self._complete():
+                self._train_step(next(batches))
+                self.step += 1
+                self._after_step(epoch_ended=self.data.position()["samples"] == 0)
+                if stop.agreed() and not self._complete():
+                    stopped = stop.reason
+                    self._note(f"asked to stop ({stopped}) after step {self.step}")
+                    self._save()
+                    break
+        return Outcome(steps=self.step, stopped=stopped, values=dict(self._values))
+
+    def validate(self) -> float:
+        """Return the mean loss over the tokens of the validation data. Collective: every rank calls it."""
+        assert self.validation is not None
+        module, total, tokens = self.par.module, torch.zeros((), device=self.par.device), 0
+        module.eval()
+        self.validation.restart()
+        with torch.no_grad(), self._meter.paused():
+            for batch in _flat(islice(self.validation.one_epoch(), self.settings.validate_steps)):
+                loss_sum, _, _ = self.objective.loss(module, self._on_device(batch))
+                total, tokens = total + loss_sum, tokens + self.objective.tokens(batch)
+            sums = self.par.data_sum(torch.stack([total.float(), torch.tensor(float(tokens), device=total.device)])).tolist()
+        module.train()
+        return sums[0] / sums[1] if sums[1] else math.nan
+
+    def _train_step(self, micro_batches: list[Batch]) -> None:
+        par, optimizer = self.par, self.optimizer
+        par.manual_seed(mix(self.settings.seed, self.step))
+        tokens = sum(self.objective.tokens(batch) for batch in micro_batches)
+        # full: a tensor made of a Python number on a GPU would wait for it
+        scale = par.token_scale(torch.full((), tokens, dtype=torch.float32, device=par.device)) * (
+            1.0 if self.scaler is None else self.scaler.scale
+        )
+        sums: dict[str, torch.Tensor] = {}
+        for batch in par.accumulate(micro_batches, reduce_each=self.settings.reduce_each):
+            loss_sum, _, more = self.objective.loss(par.module, self._on_device(batch))
+            (loss_sum * scale).backward()
+            for name, value in {"loss": loss_sum, **more}.items():
+                sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+        if self.scaler is not None:
+            self.scaler.unscale_(par.module)
+        norm = par.clip_grad_norm_(self.settings.clip or math.inf)
+        self.schedule.apply(optimizer, self.step)
+        if self._may_step(norm):
+            optimizer.step()
+            self._meter.add(sums.pop("loss"), tokens, sums)
+        optimizer.zero_grad(set_to_none=True)
+        self._norm = norm
+
+    def _may_step(self, norm: torch.Tensor) -> bool:
+        """Tell whether the step's gradients are finite; the norm is equal on every rank, and so is the answer."""
+        skip = self.scaler is not None or self.settings.nonfinite == "skip"
+        if not skip:
+            if norm.device.type == "cpu":
+                self._raise_if_bad(-1 if math.isfinite(norm) else self.step)
+            else:
+                self._mark_if_bad(norm)
+            return True
+        value = float(norm)
+        good = self.scaler.update(value) if self.scaler is not None else math.isfinite(value)
+        self._skips = 0 if good else self._skips + 1
+        if not good:
+            self.skipped += 1
+            log.warning("step %d skipped: the gradient norm is %s", self.step + 1, value)
+        if self._skips > _MOST_SKIPS:
+            raise MeshparError(f"{self._skips} steps in a row, up to step {self.step + 1}, had a gradient that is not finite; lower the lr")
+        return good
+
+    def _mark_if_bad(self, norm: torch.Tensor) -> None:
+        """Remember the first step whose norm is not finite, on the device, without reading it."""
+        bad = ~norm.isfinite() & (self._first_bad < 0)
+        self._first_bad = torch.where(bad, self.step, self._first_bad)
+
+    def _raise_if_bad(self, step: int) -> None:
+        if step >= 0:
+            raise MeshparError(
+                f"the gradient norm of step {step + 1} is not finite, and the weights after it are worthless; resume from the last "
+                "checkpoint with a lower lr or a longer warm-up, or set nonfinite='skip' to leave such steps out"
+            )
+
+    def _after_step(self, *, epoch_ended: bool) -> None:
+        settings, last = self.settings, self._complete()
+        if last or self.step % settings.log_every == 0:
+            self._report()
+        if settings.check_replicas_every and self.step % settings.check_replicas_every == 0:
+            with self._meter.paused():
+                self.par.check_replicas()
+        # validation first: a checkpoint tells how good it is
+        if self.validation is not None and (last or self._due(settings.validate_every, epoch_ended)):
+            self._publish({"step": self.step, "val/loss": self.validate()})
+        if last or self._due(settings.checkpoint_every, epoch_ended):
+            self._save()
+
+    def _due(self, every: Every, epoch_ended: bool) -> bool:
+        return epoch_ended if every == "epoch" else every is not None and self.step % every == 0
+
+    def _complete(self) -> bool:
+        steps, epochs = self.settings.steps, self.settings.epochs
+        return (steps is not None and self.step >= steps) or (epochs is not None and self.data.epoch >= epochs)
+
+    def _report(self) -> None:
+        """Join the ranks' sums, look for what is not finite, and hand out a record. Collective."""
+        if not self._meter.used:
+            return
+        self._raise_if_bad(int(self._first_bad))
+        record = self._meter.report()
+        self.tokens += int(record.pop("tokens"))
+        record = {
+            "lr": self.schedule.rate(self.step - 1),
+            "grad_norm": float(self._norm),
+            "epoch": self.data.epoch,
+            **record,
+            "step": self.step,
+        }
+        if self.skipped:
+            record["skipped"] = self.skipped
+        self._publish(record | {"tokens": self.tokens})
+
+    def _save(self) -> None:
+        if self.checkpointer is None or self._saved == self.step:
+            return
+        self._report()
+        self._saved = self.step
+        with self._meter.paused():
+            self.checkpointer.save(self.step, self.par, self.optimizer, self.state_dict())
+        self._note(f"checkpoint of step {self.step} saved")
+
+    def _publish(self, record: Mapping[str, float]) -> None:
+        self._values |= record
+        for reporter in self.reporters:
+            reporter.report(record)
+
+    def _note(self, text: str) -> None:
+        for reporter in self.reporters:
+            reporter.note(text)
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return {name: tensor.to(self.par.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _check_ranks(self) -> None:
+        """See that all ranks train the same parameters on the same data with the same settings. Collective."""
+        self.par.check_replicas()
+        parts = {
+            "training data": self.data.state_dict(),
+            "validation data": None if self.validation is None else self.validation.samples.fingerprint,
+            "batch sizes": (self.data.global_batch, None if self.validation is None else self.validation.global_batch),
+            "settings": (self.settings, self.schedule, self.step),
+        }
+        digests = {name: torch.tensor(list(hashlib.sha256(repr(part).encode()).digest())) for name, part in parts.items()}
+        check_equal(digests, dict.fromkeys(digests, [0] * dist.get_world_size()), self.par.device, "what the ranks were given")
+
+
+def _flat(steps: Iterable[list[Batch]]) -> Iterator[Batch]:
+    for step in steps:
+        yield from step

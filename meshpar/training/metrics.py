@@ -1,0 +1,203 @@
+"""What a run reports: measured by every rank, joined by one small all-reduce a report, written by one rank."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, final
+
+import torch
+from torch import nn
+
+from meshpar.training.extras import need
+
+Record = Mapping[str, float]
+
+PEAK_FLOPS = {
+    # dense bfloat16 with float32 accumulation, FLOP/s of one device, from the vendors' data sheets; the longest name that fits counts
+    "A100": 312e12,
+    "A10": 125e12,
+    "A10G": 70e12,
+    "A30": 165e12,
+    "A40": 149.7e12,
+    "L4": 121e12,
+    "L40": 181e12,
+    "L40S": 362e12,
+    "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165.2e12,
+    "MI250X": 383e12,
+    "MI300X": 1307.4e12,
+    "MI325X": 1307.4e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the device's bfloat16 peak in FLOP/s, None where it is not known (a CPU's never is)."""
+    if device.type != "cuda":
+        return None
+    words = torch.cuda.get_device_name(device).replace("-", " ").split()
+    fitting = [name for name in PEAK_FLOPS if set(name.split()) <= set(words)]
+    return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
+
+
+def flops_per_token(module: nn.Module) -> float:
+    """Return the training FLOPs of a token as 6 x parameters (Kaplan et al., 2020): attention's own part is left out."""
+    return 6.0 * sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most memory used so far in bytes: allocated on an accelerator, resident of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # kilobytes on Linux, bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Mesh(Protocol):
+    """What is needed of :class:`meshpar.Parallelized`."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def data_rank(self) -> int: ...
+    @property
+    def data_size(self) -> int: ...
+
+    def data_sum(self, values: torch.Tensor) -> torch.Tensor: ...
+
+
+@final
+class Meter:
+    """Sums since the last report, kept on the device; only a report waits for it."""
+
+    def __init__(self, par: Mesh, *, flops_per_token: float | None = None, world_size: int = 1) -> None:
+        """Start to measure.
+
+        Args:
+            par: the mesh that a report is joined over.
+            flops_per_token: of a training step, for MFU; None: no MFU.
+            world_size: devices at work.
+        """
+        self._par = par
+        peak = peak_flops(par.device)
+        self._flops = flops_per_token / (peak * world_size) if peak and flops_per_token else None
+        self._dtype = torch.float32 if par.device.type == "mps" else torch.float64
+        self._tokens, self._sums = 0, dict[str, torch.Tensor]()
+        self._start = time.perf_counter()
+
+    def add(self, loss_sum: torch.Tensor, tokens: int, sums: Mapping[str, torch.Tensor]) -> None:
+        """Count what this rank did in a step; no device is waited for."""
+        self._tokens += tokens
+        for name, value in {"loss": loss_sum, **sums}.items():
+            value = value.detach()
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    @property
+    def used(self) -> bool:
+        """Whether there is anything since the last report."""
+        return bool(self._sums)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time of what runs inside."""
+        start = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - start
+
+    def report(self) -> dict[str, float]:
+        """Return the means over all tokens of all data ranks since the last report, tokens a second, MFU and memory (GiB).
+
+        Collective: every rank calls it. One all-reduce: the sums, and one place for each rank's memory, whose largest counts.
+        """
+        par, names = self._par, list(self._sums)
+        vector = torch.zeros(1 + len(names) + par.data_size, dtype=self._dtype, device=par.device)
+        vector[0] = self._tokens
+        for place, name in enumerate(names, 1):
+            vector[place] = self._sums[name]
+        vector[1 + len(names) + par.data_rank] = peak_memory(par.device)
+        tokens, *values = par.data_sum(vector).tolist()
+        seconds = time.perf_counter() - self._start
+        record = {f"train/{name}": value / tokens for name, value in zip(names, values) if tokens}
+        record |= {"tokens": tokens, "tokens_per_second": tokens / seconds, "memory_gib": max(values[len(names) :]) / 2**30}
+        if self._flops is not None:
+            record["mfu"] = tokens / seconds * self._flops
+        self._tokens, self._sums, self._start = 0, {}, time.perf_counter()
+        return record
+
+
+class Reporter(Protocol):
+    """Where records go; called on one rank only."""
+
+    def report(self, record: Record) -> None:
+        """Take a record: ``step`` (steps done), and values by name."""
+
+    def note(self, text: str) -> None:
+        """Take a sentence on what happened."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+@final
+class JsonLines:
+    """``metrics.jsonl``: a record a line, with the time."""
+
+    def __init__(self, path: str | Path, *, step: int = 0) -> None:
+        """Open the file to append; lines of steps after ``step``, left by a run that went on beyond its last checkpoint, go."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _lines(path) if json.loads(line)["step"] <= step] if step else []
+        self._file = path.open("w", encoding="utf-8")
+        self._file.writelines(kept)
+
+    def report(self, record: Record) -> None:
+        """Write a line; a value that is no number in JSON (nan, inf) is written as null."""
+        plain = {name: value if math.isfinite(value) else None for name, value in record.items()}
+        self._file.write(json.dumps({**plain, "time": round(time.time(), 3)}) + "\n")
+        self._file.flush()
+
+    def note(self, text: str) -> None:
+        """Leave it out: the file holds numbers."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _lines(path: Path) -> list[str]:
+    # a line without its end was cut off by a crash
+    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")] if path.is_file() else []
+
+
+@final
+class TensorBoard:
+    """TensorBoard scalars, one a name."""
+
+    def __init__(self, folder: str | Path, *, step: int = 0) -> None:
+        """Open a writer; what an earlier run wrote of steps after ``step`` is hidden."""
+        self._writer = need("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def report(self, record: Record) -> None:
+        """Write every value at its step."""
+        for name, value in record.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, int(record["step"]))
+
+    def note(self, text: str) -> None:
+        """Leave it out: the file holds numbers."""
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()

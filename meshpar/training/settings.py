@@ -1,0 +1,75 @@
+"""How long a run is, what happens how often, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, final
+
+from meshpar.errors import RecipeError
+
+Every = int | Literal["epoch"] | None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings:
+    """How long, and what how often. A step is one optimizer step; ``every`` is steps, ``"epoch"`` (at its end) or None (never).
+
+    Attributes:
+        steps: stop after so many steps (None: no bound) ...
+        epochs: ... or so many passes over the data, whichever comes first.
+        clip: bound on the gradient norm; None: the norm is measured only.
+        log_every: steps between two records.
+        validate_every: between two validations; there is one at the end, too.
+        validate_steps: how many batches of the validation data; None: all.
+        checkpoint_every: between two checkpoints; there is one at the end, too.
+        check_replicas_every: between two comparisons of parameters that must be equal; there is one at the start, too.
+        nonfinite: a loss or gradient that is not finite: ``"raise"``, or ``"skip"`` the step (float16 with a scaler always skips).
+            To skip, the host reads the norm of every step. To raise, an accelerator is read when a record is due and before a
+            checkpoint is written: no checkpoint ever holds what came of such a step.
+        reduce_each: reduce gradients after every micro-batch, for memory.
+        seed: of the random state. Step s draws from a state made of ``seed`` and s, so that there is none to save.
+    """
+
+    steps: int | None = None
+    epochs: int | None = None
+    clip: float | None = 1.0
+    log_every: int = 10
+    validate_every: Every = None
+    validate_steps: int | None = None
+    checkpoint_every: Every = None
+    check_replicas_every: int | None = None
+    nonfinite: Literal["raise", "skip"] = "raise"
+    reduce_each: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.steps is None and self.epochs is None:
+            problems.append("say how long to train: steps=, epochs= or both")
+        for name in ("steps", "epochs", "log_every", "validate_every", "validate_steps", "checkpoint_every", "check_replicas_every"):
+            value = getattr(self, name)
+            if value is not None and value != "epoch" and not (isinstance(value, int) and value >= 1):
+                problems.append(f"{name} must be a whole number from 1, got {value!r}")
+        if self.clip is not None and not self.clip > 0:
+            problems.append(f"clip must be above 0, or None, got {self.clip}")
+        if self.nonfinite not in ("raise", "skip"):
+            problems.append(f"nonfinite is 'raise' or 'skip', got {self.nonfinite!r}")
+        if problems:
+            raise RecipeError("; ".join(problems))
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Return how many steps a run from the beginning has."""
+        bounds = [self.steps, None if self.epochs is None else self.epochs * steps_per_epoch]
+        return min(bound for bound in bounds if bound is not None)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended: after how many ``steps``, ``stopped`` by whom (None: it is complete), and its last values."""
+
+    steps: int
+    stopped: str | None
+    values: Mapping[str, float]

@@ -1,0 +1,548 @@
+"""The loop and its parts: schedules, AdamW's groups, the scaler, metrics, stopping, and resuming bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from meshpar.models import Transformer, TransformerConfig
+
+import meshpar
+from meshpar import FullyShard, MeshparError, Parallelized, Plan, RecipeError, TensorParallel
+from meshpar.passes.random import mix
+from meshpar.testing import on_ranks, whole
+from meshpar.training.console import Console
+from meshpar.training.data import Batches, PackedTokens
+from meshpar.training.loop import Trainer
+from meshpar.training.metrics import JsonLines, Meter, TensorBoard, peak_flops
+from meshpar.training.objectives import CausalLM
+from meshpar.training.optimizer import AdamWSettings, build_adamw
+from meshpar.training.scaler import LossScaler
+from meshpar.training.schedule import Schedule, scaled_rate
+from meshpar.training.settings import TrainSettings
+from meshpar.training.stop import StopRequest
+from meshpar.training.tokens import write_tokens
+
+VOCAB = 64
+
+
+def parallel(mesh: str = "", passes: list[Any] | None = None, dropout: float = 0.0) -> Parallelized:
+    config = TransformerConfig(vocab_size=VOCAB, dim=16, layers=2, heads=2, kv_heads=2, hidden=24, max_positions=32, dropout=dropout)
+    with torch.device("meta"):
+        model = Transformer(config)
+    return Plan(mesh, passes or []).apply(model, device_type="cpu").materialize(seed=0)
+
+
+def packed(folder: Path, tokens: int = 330, length: int = 8) -> PackedTokens:
+    """Return tokens that follow a rule: after i comes i + 1 or i + 2, in turn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = np.cumsum(np.arange(tokens) % 2 + 1) % (VOCAB - 1)
+    return PackedTokens(write_tokens(folder / f"rank{dist.get_rank()}.bin", [ids], vocab_size=VOCAB, eos_id=VOCAB - 1), length)
+
+
+class Kept:
+    """A checkpointer that keeps copies in memory."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, tuple[Any, Any, dict[str, Any]]] = {}
+
+    def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> None:
+        assert json.loads(json.dumps(extra)) == extra  # plain data
+        self.steps[step] = (copy.deepcopy(par.module.state_dict()), copy.deepcopy(optimizer.state_dict()), extra)
+
+
+class Records:
+    """A reporter that keeps what it is told, and does something at a step."""
+
+    def __init__(self, **at_step: Any) -> None:
+        self.records: list[Mapping[str, float]] = []
+        self.notes: list[str] = []
+        self.at_step = {int(name.removeprefix("step")): action for name, action in at_step.items()}
+
+    def report(self, record: Mapping[str, float]) -> None:
+        self.records.append(record)
+        self.at_step.get(int(record["step"]), lambda: None)()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def close(self) -> None: ...
+
+
+def trainer(
+    par: Parallelized, samples: PackedTokens, *, steps: int | None = 6, micro: int = 2, accumulate: int = 2, **more: Any
+) -> Trainer:
+    data = Batches(samples, micro_batch=micro, accumulate=accumulate, data_rank=par.data_rank, data_size=par.data_size, seed=3)
+    parts = {name: more.pop(name) for name in ("validation", "checkpointer", "reporters", "scaler", "objective") if name in more}
+    settings = TrainSettings(**{"steps": steps, "log_every": 1, "seed": 11} | more)
+    optimizer = build_adamw(par.module, AdamWSettings(eps=1e-3))
+    schedule = Schedule(name="cosine", lr=1e-2, steps=6, warmup_steps=2, min_ratio=0.2)
+    return Trainer(par, parts.pop("objective", CausalLM()), data, optimizer, schedule, settings, **parts)
+
+
+def weights(par: Parallelized) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in par.module.named_parameters()}
+
+
+def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    with meshpar.distributed("cpu"):
+        yield
+
+
+# schedules
+
+
+def test_schedules_reach_their_marks() -> None:
+    linear = Schedule(name="linear", lr=1.0, steps=11, min_ratio=0.1)
+    assert [linear.rate(0), linear.rate(5), linear.rate(10), linear.rate(99)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    cosine = Schedule(name="cosine", lr=2.0, steps=11, min_ratio=0.5)
+    assert [cosine.rate(0), cosine.rate(5), cosine.rate(10)] == pytest.approx([2.0, 1.5, 1.0])
+    step = Schedule(name="step", lr=1.0, steps=9, step_every=3, gamma=0.5)
+    assert [step.rate(i) for i in range(7)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.25]
+    wsd = Schedule(name="wsd", lr=1.0, steps=11, decay_fraction=0.2)
+    assert [wsd.factor(i) for i in (0, 7, 8, 9, 10)] == pytest.approx([1, 1, 1, 0.5, 0])
+    assert Schedule(name="constant", lr=3.0, steps=5).rate(4) == 3.0
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "step", "wsd"])
+def test_warm_up_grows_to_the_peak(name: str) -> None:
+    schedule = Schedule(name=name, lr=1.0, steps=20, warmup_steps=4)
+    assert [schedule.factor(i) for i in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def test_a_schedule_sets_every_group_also_a_tensor_rate() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:], "lr": torch.tensor(5.0)}], foreach=False)
+    assert Schedule(name="linear", lr=1.0, steps=3).apply(optimizer, 1) == 0.5
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_wrong_schedules_are_named() -> None:
+    with pytest.raises(RecipeError, match=r"no schedule 'cosin'; nearest: \['cosine'.*; lr must be above 0, got -1"):
+        Schedule(name="cosin", lr=-1)
+    with pytest.raises(RecipeError, match="warmup_steps must lie in 0 to steps, got 9 of 5"):
+        Schedule(steps=5, warmup_steps=9)
+
+
+def test_rates_scale_with_the_data_ranks() -> None:
+    assert [scaled_rate(0.1, mode, 16) for mode in ("none", "linear", "sqrt")] == pytest.approx([0.1, 1.6, 0.4])
+    with pytest.raises(RecipeError, match="one of none, linear, sqrt; got 'square'"):
+        scaled_rate(0.1, "square", 2)
+
+
+# optimizer
+
+
+def test_norms_and_biases_do_not_decay(group: None) -> None:
+    par = parallel()
+    optimizer = build_adamw(par.module, AdamWSettings(weight_decay=0.3, fused=None))
+    assert {(part["weight_decay"], parameter.ndim >= 2) for part in optimizer.param_groups for parameter in part["params"]} == {
+        (0.3, True),
+        (0.0, False),
+    }
+    assert sum(len(part["params"]) for part in optimizer.param_groups) == len(list(par.module.parameters()))
+    assert optimizer.defaults["fused"]
+    for parameter in par.module.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(RecipeError, match="nothing to train"):
+        build_adamw(par.module, AdamWSettings())
+
+
+@on_ranks(2)
+def test_fused_adamw_takes_plain_parameters_beside_sharded_ones() -> None:
+    par, alone = parallel("tp=2", [TensorParallel()]), parallel_alone()
+    kinds = {type(parameter) for parameter in par.module.parameters()}
+    assert len(kinds) == 2, kinds
+    # one group for all: torch refuses it, which is why build_adamw makes more
+    for parameter in par.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+        torch.optim.AdamW(par.module.parameters(), fused=True).step()
+    for each in (par.module, alone):
+        optimizer = build_adamw(each, AdamWSettings(fused=True))
+        for parameter in each.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(whole(par.module.get_parameter(name)), parameter.detach())
+
+
+def parallel_alone() -> torch.nn.Module:
+    """Return the same model with the same weights, on this rank alone."""
+    model = Transformer(TransformerConfig(vocab_size=VOCAB, dim=16, layers=2, heads=2, kv_heads=2, hidden=24, max_positions=32))
+    source = parallel("tp=2", [TensorParallel()])
+    model.load_state_dict({name: whole(tensor) for name, tensor in source.module.state_dict().items()})
+    return model
+
+
+# the loop
+
+
+def test_the_loop_equals_one_written_by_hand(group: None, tmp_path: Path) -> None:
+    samples = packed(tmp_path)
+    par = parallel()
+    records = Records()
+    outcome = trainer(par, samples, reporters=[records], clip=0.5).run()
+    assert (outcome.steps, outcome.stopped) == (6, None)
+
+    hand = parallel()
+    optimizer = build_adamw(hand.module, AdamWSettings(eps=1e-3))
+    schedule = Schedule(name="cosine", lr=1e-2, steps=6, warmup_steps=2, min_ratio=0.2)
+    losses, norms, tokens_seen = [], [], 0
+    for step, batches in zip(range(6), Batches(samples, micro_batch=2, accumulate=2, seed=3)):
+        tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        total, tokens_seen = 0.0, tokens_seen + tokens
+        for batch in batches:
+            logits = hand.module(input_ids=batch["input_ids"]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / tokens
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        norms.append(torch.nn.utils.clip_grad_norm_(hand.module.parameters(), 0.5).item())
+        for part in optimizer.param_groups:
+            part["lr"] = schedule.rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [record["train/loss"] for record in records.records] == pytest.approx(losses, rel=1e-5)
+    assert [record["grad_norm"] for record in records.records] == pytest.approx(norms, rel=1e-5)
+    for name, value in weights(hand).items():
+        torch.testing.assert_close(weights(par)[name], value, rtol=1e-4, atol=1e-6)
+    last = records.records[-1]
+    assert last["tokens"] == tokens_seen and last["lr"] == schedule.rate(5) and last["tokens_per_second"] > 0 and last["memory_gib"] > 0
+
+
+def test_the_loss_falls_and_is_validated(group: None, tmp_path: Path) -> None:
+    samples = packed(tmp_path)
+    par, records = parallel(), Records()
+    validation = Batches(samples, micro_batch=4, seed=None)
+    run = trainer(par, samples, steps=None, epochs=5, validation=validation, validate_every="epoch", log_every=7, reporters=[records])
+    before = run.validate()
+    outcome = run.run()
+    held = [record for record in records.records if "val/loss" in record]
+    # 42 samples, 4 a step: 11 steps an epoch; the last step of the run is validated once
+    assert [record["step"] for record in held] == [11, 22, 33, 44, 55]
+    assert held[-1]["val/loss"] < held[0]["val/loss"] < before and outcome.values["val/loss"] == held[-1]["val/loss"]
+    assert par.module.training
+    assert [record["step"] for record in records.records if "train/loss" in record] == [7, 14, 21, 28, 35, 42, 49, 55]
+
+
+def test_validation_is_the_mean_over_all_tokens(group: None, tmp_path: Path) -> None:
+    samples = packed(tmp_path, tokens=60)
+    par = parallel(dropout=0.5)
+    run = trainer(par, samples, validation=Batches(samples, micro_batch=3, seed=None))
+    batch = samples.__getitems__(range(len(samples)))
+    par.module.eval()
+    with torch.no_grad():
+        logits = par.module(input_ids=batch["input_ids"]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    assert run.validate() == run.validate() == pytest.approx(float(expected), rel=1e-5)
+
+
+def resumed(par: Parallelized, saved: tuple[Any, Any, dict[str, Any]], samples: PackedTokens, **more: Any) -> Trainer:
+    run = trainer(par, samples, **more)
+    model, optimizer, extra = saved
+    par.module.load_state_dict(model)
+    run.optimizer.load_state_dict(optimizer)
+    run.load_state_dict(extra)
+    return run
+
+
+def check_resume(folder: Path, mesh: str, passes: list[Any]) -> None:
+    samples, kept = packed(folder), Kept()
+    whole_run = parallel(mesh, passes, dropout=0.2)
+    trainer(whole_run, samples, steps=13, checkpointer=kept, checkpoint_every=9).run()
+    assert sorted(kept.steps) == [9, 13]
+    again, records = parallel(mesh, passes, dropout=0.2), Records()
+    outcome = resumed(again, kept.steps[9], samples, steps=13, reporters=[records]).run()
+    assert outcome.steps == 13 and [record["step"] for record in records.records] == [10, 11, 12, 13]
+    assert records.records[-1]["tokens"] == kept.steps[13][2]["tokens"]
+    assert_equal(weights(again), weights(whole_run))
+
+
+def test_resuming_is_bitwise_with_dropout(group: None, tmp_path: Path) -> None:
+    check_resume(tmp_path, "", [])
+
+
+@on_ranks(2)
+def test_resuming_on_two_ranks_is_bitwise_and_one_rank_stops_both() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        check_resume(Path(name), "dp_shard=2", [FullyShard()])
+        check_ranks_must_agree(Path(name))
+        check_one_rank_stops_all(Path(name))
+        check_two_ranks_match_one(Path(name))
+
+
+def check_ranks_must_agree(folder: Path) -> None:
+    par = parallel("dp_shard=2", [FullyShard()])
+    samples = packed(folder / "odd", tokens=200 + dist.get_rank())
+    with pytest.raises(MeshparError, match=r"what the ranks were given differ .*\n.*training data: rank 0 against ranks \[1\]"):
+        trainer(par, samples).run()
+
+
+def check_one_rank_stops_all(folder: Path) -> None:
+    par, kept, stop = parallel("dp_shard=2", [FullyShard()]), Kept(), StopRequest()
+    reporters = [Records(step3=lambda: stop.request("enough"))] if dist.get_rank() == 1 else []
+    outcome = trainer(par, packed(folder), steps=50, checkpointer=kept, reporters=reporters).run(stop)
+    assert outcome.steps == 4 and sorted(kept.steps) == [4]
+    assert outcome.stopped == ("enough" if dist.get_rank() == 1 else "another rank was asked to stop")
+
+
+def check_two_ranks_match_one(folder: Path) -> None:
+    """The same global batches: two ranks of two samples, and one process (its own mesh) of four."""
+    samples, records = packed(folder), Records()
+    trainer(parallel("dp_shard=2", [FullyShard()]), samples, steps=12, micro=2, accumulate=1, reporters=[records]).run()
+    losses = [record["train/loss"] for record in records.records]
+    tokens = [record["tokens"] for record in records.records]
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, (losses, tokens))
+    assert both[0] == both[1]
+    assert tokens[10] == 329  # the epoch's last step is not full: 42 samples, the last of one token, 4 a step
+    expected = alone_losses(samples)
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def alone_losses(samples: PackedTokens) -> list[float]:
+    torch.manual_seed(0)
+    source = parallel("dp_shard=2", [FullyShard()])
+    model = Transformer(TransformerConfig(vocab_size=VOCAB, dim=16, layers=2, heads=2, kv_heads=2, hidden=24, max_positions=32))
+    model.load_state_dict({name: whole(tensor) for name, tensor in source.module.state_dict().items()})
+    optimizer, schedule = (
+        build_adamw(model, AdamWSettings(eps=1e-3)),
+        Schedule(name="cosine", lr=1e-2, steps=6, warmup_steps=2, min_ratio=0.2),
+    )
+    losses = []
+    for step, (batch,) in zip(range(12), Batches(samples, micro_batch=4, seed=3)):
+        loss, tokens, _ = CausalLM().loss(model, batch)
+        (loss / tokens).backward()
+        losses.append(float(loss / tokens))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        schedule.apply(optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+# stopping
+
+
+def test_sigterm_finishes_the_step_saves_and_stops(group: None, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    kept, records = Kept(), Records(step3=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    outcome = trainer(parallel(), packed(tmp_path), checkpointer=kept, reporters=[records], steps=100).run()
+    assert (outcome.steps, outcome.stopped) == (3, "SIGTERM")
+    assert sorted(kept.steps) == [3] and kept.steps[3][2]["step"] == 3
+    assert records.notes == ["asked to stop (SIGTERM) after step 3", "checkpoint of step 3 saved"]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_second_sigint_interrupts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # the same Ctrl-C, passed on by a launcher
+        assert stop.agreed() and stop.reason == "SIGINT"
+        monkeypatch.setattr("meshpar.training.stop._SAME_S", -1.0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+# what is not finite
+
+
+class Poisoned:
+    """A causal objective whose loss is not a number in some steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps, self.seen = steps, 0
+
+    def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
+        return CausalLM().tokens(batch)
+
+    def loss(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Any:
+        loss, tokens, metrics = CausalLM().loss(model, batch)
+        self.seen += 1
+        return loss * (math.nan if self.seen in self.steps else 1.0), tokens, metrics
+
+
+def test_a_loss_that_is_not_finite_names_its_step_and_saves_nothing(group: None, tmp_path: Path) -> None:
+    par, kept = parallel(), Kept()
+    run = trainer(par, packed(tmp_path), objective=Poisoned(4), accumulate=1, checkpointer=kept, log_every=10)
+    with pytest.raises(MeshparError, match="gradient norm of step 4 is not finite"):
+        run.run()
+    assert kept.steps == {}
+    assert all(bool(parameter.isfinite().all()) for parameter in par.module.parameters())
+
+
+def test_an_accelerator_is_read_only_when_a_record_is_due(group: None, tmp_path: Path) -> None:
+    run = trainer(parallel(), packed(tmp_path))
+    for step, norm in enumerate((1.0, math.nan, 1.0, math.inf)):
+        run.step = step
+        run._mark_if_bad(torch.tensor(norm))
+    with pytest.raises(MeshparError, match="step 2 is not finite"):
+        run._raise_if_bad(int(run._first_bad))
+
+
+def test_steps_that_are_not_finite_can_be_skipped(group: None, tmp_path: Path) -> None:
+    par, records = parallel(), Records()
+    run = trainer(par, packed(tmp_path), objective=Poisoned(2, 3), accumulate=1, nonfinite="skip", reporters=[records])
+    assert run.run().steps == 6
+    assert run.skipped == 2 and all(math.isfinite(record["train/loss"]) for record in records.records)
+    assert [record["step"] for record in records.records] == [1, 4, 5, 6]
+    assert all(bool(parameter.isfinite().all()) for parameter in par.module.parameters())
+    forever = trainer(parallel(), packed(tmp_path), objective=Poisoned(*range(100)), accumulate=1, nonfinite="skip", steps=99)
+    with pytest.raises(MeshparError, match="51 steps in a row"):
+        forever.run()
+
+
+def test_the_scaler_changes_nothing_but_skips_overflows(group: None, tmp_path: Path) -> None:
+    plain, scaled = parallel(), parallel()
+    trainer(plain, packed(tmp_path)).run()
+    scaler = LossScaler(scale=2.0**14, interval=4)
+    trainer(scaled, packed(tmp_path), scaler=scaler).run()
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(weights(scaled)[name], value, rtol=1e-4, atol=1e-6)
+    assert (scaler.scale, scaler.skipped) == (2.0**15, 0)
+    assert not scaler.update(math.inf)
+    assert (scaler.scale, scaler.skipped) == (2.0**14, 1)
+    other = LossScaler()
+    other.load_state_dict(scaler.state_dict())
+    assert other.state_dict() == scaler.state_dict()
+
+
+def test_random_state_of_a_step_needs_only_seed_and_step(group: None, tmp_path: Path) -> None:
+    run = trainer(parallel(dropout=0.3), packed(tmp_path))
+    run.step = 5
+    torch.manual_seed(123)
+    run._train_step(next(iter(run.data)))
+    after = torch.random.get_rng_state()
+    expected = trainer(parallel(dropout=0.3), packed(tmp_path))
+    expected.step = 5
+    expected._train_step(next(iter(expected.data)))
+    assert torch.equal(torch.random.get_rng_state(), after)
+    assert mix(11, 5) != mix(11, 6)
+
+
+def test_settings_are_checked_together() -> None:
+    with pytest.raises(RecipeError, match=r"how long to train.*log_every must be a whole number from 1, got 0; clip must be above 0"):
+        TrainSettings(log_every=0, clip=-1)
+    assert TrainSettings(steps=10, epochs=2).total_steps(3) == 6
+    assert TrainSettings(steps=4, epochs=2).total_steps(3) == 4
+
+
+# metrics
+
+
+@on_ranks(2)
+def test_a_report_is_joined_over_the_ranks() -> None:
+    par = parallel("dp_shard=2", [FullyShard()])
+    meter, rank = Meter(par), dist.get_rank()
+    for _ in range(2):
+        meter.add(torch.tensor(10.0 * (rank + 1)), 5 + rank, {"aux": torch.tensor(float(rank))})
+    record = meter.report()
+    assert record["train/loss"] == pytest.approx(60 / 22) and record["train/aux"] == pytest.approx(2 / 22)
+    assert record["tokens"] == 22
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, record["memory_gib"])
+    assert every[0] == every[1] > 0
+    assert not meter.used
+
+
+def test_time_of_validation_does_not_count(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 100.0, 101.0, 101.0])
+    monkeypatch.setattr("meshpar.training.metrics.time.perf_counter", lambda: next(clock))
+    meter = Meter(parallel())
+    with meter.paused():
+        pass
+    meter.add(torch.tensor(1.0), 50, {})
+    assert meter.report()["tokens_per_second"] == 25.0
+
+
+@contextmanager
+def named_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[torch.device]:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        yield torch.device("cuda")
+
+
+def test_peaks_are_found_by_the_longest_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA A10G": 70e12,
+        "Quadro": None,
+    }
+    for name, peak in names.items():
+        with named_gpu(monkeypatch, name) as device:
+            assert peak_flops(device) == peak
+    assert peak_flops(torch.device("cpu")) is None
+
+
+def test_json_lines_drop_what_a_lost_run_wrote(tmp_path: Path) -> None:
+    file = tmp_path / "run/metrics.jsonl"
+    first = JsonLines(file)
+    for step in (1, 2, 3):
+        first.report({"step": step, "train/loss": math.nan if step == 2 else 1.0})
+    first.close()
+    with file.open("a") as crashed:
+        crashed.write('{"step": 4, "tr')
+    second = JsonLines(file, step=2)
+    second.report({"step": 3, "train/loss": 0.5})
+    second.close()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["step"], line["train/loss"]) for line in lines] == [(1, 1.0), (2, None), (3, 0.5)]
+
+
+def test_tensorboard_has_every_scalar_once(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path)
+    board.report({"step": 1, "train/loss": 2.0, "lr": 0.1})
+    board.report({"step": 2, "train/loss": 1.0, "lr": 0.1})
+    board.close()
+    again = TensorBoard(tmp_path, step=1)
+    again.report({"step": 2, "train/loss": 1.5, "lr": 0.1})
+    again.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.5)]
+
+
+def test_the_console_writes_plain_lines_where_there_is_no_terminal() -> None:
+    file = io.StringIO()
+    console = Console(100, step=90, file=file)
+    console.report({"step": 95, "train/loss": 1.25, "lr": 3e-4, "grad_norm": 0.5, "tokens_per_second": 12345.6, "epoch": 0})
+    console.note("checkpoint of step 95 saved")
+    console.close()
+    line, note = file.getvalue().splitlines()
+    assert line.startswith("step  95/100  loss 1.2500  lr 3.00e-04  norm 0.5  12,346 tok/s  eta 0:00:0")
+    assert note == "checkpoint of step 95 saved"
+
+
+def test_the_console_moves_a_line_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    file = Terminal()
+    console = Console(10, file=file)
+    console.report({"step": 5, "train/loss": 1.25})
+    console.report({"step": 5, "val/loss": 1.5})
+    console.close()
+    assert "5/10" in file.getvalue() and "step 5: val 1.5000" in file.getvalue()
