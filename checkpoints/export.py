@@ -1,0 +1,264 @@
+"""Export: a checkpoint's model as safetensors under its published names, streamed from file to file.
+
+Offline: one process, no process group, no model built. Memory stays at a few tiles, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from meshpar.checkpoints.dcp import DistributedCheckpoint
+from meshpar.checkpoints.files import memory_of, tiles
+from meshpar.checkpoints.manifest import Verify, fsync, read_manifest, verify_files
+from meshpar.checkpoints.safetensors import INDEX_NAME, write_header
+from meshpar.checkpoints.steps import open_step
+from meshpar.errors import CheckpointError
+from meshpar.weights import TypedSource, WeightMap
+
+_MODEL = "model."
+_TILE_BYTES = 8 << 20
+_NOT_TOKENIZER = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".safetensors.index.json")
+Progress = Callable[[int, int], None]
+"""Called with the bytes written so far and the bytes to write."""
+
+
+def export_safetensors(
+    src: str | Path,
+    dst: str | Path,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = 5 << 30,
+    tokenizer: str | Path | None = None,
+    progress: Progress | None = None,
+    *,
+    config: Mapping[str, Any] | None = None,
+    weights: WeightMap | None = None,
+    verify: Verify = "size",
+    overwrite: bool = False,
+) -> Path:
+    """Export the model of a checkpoint to ``dst``: safetensors, their index where there are several, config and tokenizer.
+
+    Args:
+        src: a step's folder, ``run/checkpoints/latest``, or the folder of all steps (the newest is taken).
+        dst: the folder to make; it appears when it is whole.
+        dtype: of the floating-point tensors; None: as they were saved.
+        max_shard_size: bytes of tensors in one file, unless one tensor alone is larger.
+        tokenizer: a folder whose files (but for weights and ``config.json``) are copied beside the model.
+        progress: told after each tile.
+        config: contents of ``config.json``; None: the stored layout's.
+        weights: our names -> the published ones; None: the stored layout's.
+        verify: how far to check the checkpoint's files first, see :class:`CheckpointManager`.
+        overwrite: whether to replace a folder that is there.
+
+    Returns:
+        ``dst``.
+
+    Raises:
+        CheckpointError: no committed checkpoint, damage, tied tensors that differ, or a folder that is there already.
+        LayoutError: the weight map does not fit the tensors, or makes two of one name.
+    """
+    folder = open_step(src)
+    manifest = read_manifest(folder)
+    verify_files(folder, manifest, verify)
+    ours = _Model(DistributedCheckpoint(folder), manifest.tied)
+    published = (weights if weights is not None else WeightMap.from_json(manifest.weights)).publish(ours)
+    stored_config = dict(manifest.config if config is None else config)
+    return write_safetensors(published, dst, dtype, max_shard_size, tokenizer, progress, config=stored_config, overwrite=overwrite)
+
+
+def write_safetensors(
+    source: TypedSource,
+    dst: str | Path,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = 5 << 30,
+    tokenizer: str | Path | None = None,
+    progress: Progress | None = None,
+    *,
+    config: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write any source under its own names; arguments, result and errors as :func:`export_safetensors`."""
+    target = Path(dst)
+    if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is there already and not empty; remove it, choose another folder, or pass overwrite=True")
+    if dtype is not None and not dtype.is_floating_point:
+        raise CheckpointError(f"expected a floating-point dtype to export to, got {dtype}")
+    dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
+    shards = _shards(source.shapes(), dtypes, max_shard_size)
+    total = sum(_nbytes(source.shapes()[name], dtypes[name]) for name in source.shapes())
+    count = _Count(total, progress)
+    with _made_whole(target) as folder:
+        for file, names in shards.items():
+            _write_file(folder / file, source, names, dtypes, count)
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": {name: file for file, names in shards.items() for name in names}}
+            _write_json(folder / INDEX_NAME, index)
+        if config:
+            _write_json(folder / "config.json", {**config, **_dtype_entry(config, dtypes)})
+        if tokenizer is not None:
+            _copy_tokenizer(Path(tokenizer), folder)
+    return target
+
+
+@final
+class _Model:
+    """The model's tensors of a checkpoint, by the module's names, each tied tensor under its first."""
+
+    def __init__(self, source: DistributedCheckpoint, tied: Sequence[Sequence[str]]) -> None:
+        self._source = source
+        self._names = {clean_name(name.removeprefix(_MODEL)): name for name in source.tensors if name.startswith(_MODEL)}
+        saved = [name for name in source.tensors if name.startswith(_MODEL)]
+        if len(self._names) != len(saved):
+            raise CheckpointError(f"{len(saved)} tensors have only {len(self._names)} names once wrappers' parts are taken out of them")
+        if not saved:
+            raise CheckpointError(f"{source.folder} holds no tensor of a model (none begins with {_MODEL!r})")
+        self._drop_tied(tied)
+
+    def _drop_tied(self, tied: Sequence[Sequence[str]]) -> None:
+        for group in tied:
+            held = [name for name in group if name in self._names]
+            owner = held[0] if held else ""
+            for other in held[1:]:
+                if not same_tensor(self, owner, other):
+                    raise CheckpointError(f"{owner} and {other} are tied, yet differ in the checkpoint; the export would lose one of them")
+                del self._names[other]
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._source.tensors[key].shape for name, key in self._names.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: self._source.tensors[key].dtype for name, key in self._names.items()}
+
+    def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
+        self._source.read(self._names[name], index, out)
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers add (``torch.compile``, ``checkpoint_wrapper``, FSDP1)."""
+    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
+
+
+def same_tensor(source: TypedSource, one: str, other: str) -> bool:
+    """Tell whether two tensors of a source have the same shape, dtype and bits."""
+    shape, dtype = source.shapes()[one], source.dtypes()[one]
+    if (shape, dtype) != (source.shapes()[other], source.dtypes()[other]):
+        return False
+    for spans in tiles(shape, dtype.itemsize, _TILE_BYTES):
+        pieces = []
+        for name in (one, other):
+            pieces.append(torch.empty([b - a for a, b in spans], dtype=dtype))
+            source.read(name, tuple(slice(*span) for span in spans), pieces[-1])
+        if memory_of(pieces[0]) != memory_of(pieces[1]):
+            return False
+    return True
+
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], limit: int) -> dict[str, list[str]]:
+    """Divide the tensors among files, in their order."""
+    if limit < 1:
+        raise CheckpointError(f"max_shard_size must be at least 1 byte, got {limit}")
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        bytes_ = _nbytes(shape, dtypes[name])
+        if groups[-1] and size + bytes_ > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += bytes_
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+@final
+class _Count:
+    """The bytes written so far."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+
+    def add(self, bytes_: int) -> None:
+        self._done += bytes_
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def _write_file(path: Path, source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype], count: _Count) -> None:
+    """Write one safetensors file, tile by tile, and bring it to the disk."""
+    # Larger items first, so that every tensor lies at a multiple of its item's size, as readers that map the file want it.
+    shapes = {name: source.shapes()[name] for name in sorted(names, key=lambda name: -dtypes[name].itemsize)}
+    header, _ = write_header(shapes, dtypes)
+    space = torch.empty(_TILE_BYTES, dtype=torch.uint8)
+    with path.open("wb", buffering=0) as file:
+        file.write(header)
+        for name, shape in shapes.items():
+            for spans in tiles(shape, dtypes[name].itemsize, _TILE_BYTES):
+                sizes = [b - a for a, b in spans]
+                tile = space[: math.prod(sizes) * dtypes[name].itemsize].view(dtypes[name]).view(sizes)
+                source.read(name, tuple(slice(*span) for span in spans), tile)
+                _write_all(file.fileno(), memory_of(tile))
+                count.add(tile.nbytes)
+        os.fsync(file.fileno())
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+@contextmanager
+def _made_whole(target: Path) -> Iterator[Path]:
+    """Make a folder beside ``target`` that takes its place when the block ends well, and goes when it does not."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:8]}")
+    folder.mkdir()
+    try:
+        yield folder
+        fsync(folder)
+        if target.exists():
+            replaced = folder.with_suffix(".old")
+            target.rename(replaced)
+            folder.rename(target)
+            shutil.rmtree(replaced)
+        else:
+            folder.rename(target)
+        fsync(target.parent)
+    finally:
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n")
+    fsync(path)
+
+
+def _dtype_entry(config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
+    """Return the config's entry that tells the weights' dtype, where all floating-point tensors have one."""
+    kinds = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return {key: str(kinds.pop()).removeprefix("torch.")} if len(kinds) == 1 else {}
+
+
+def _copy_tokenizer(folder: Path, target: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(f"expected a folder with tokenizer files, got {folder}")
+    files = [each for each in sorted(folder.iterdir()) if each.is_file() and not each.name.endswith(_NOT_TOKENIZER)]
+    for file in files:
+        if file.name != "config.json":
+            shutil.copyfile(file, target / file.name)
+            fsync(target / file.name)

@@ -1,0 +1,35 @@
+"""What is saved and restored, as the checkpoints see it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshpar.layout import ModelLayout
+
+MODEL = "model."
+"""Prefix of the module's tensors in a checkpoint."""
+
+
+class Job(Protocol):
+    """A module on a mesh: a :class:`meshpar.Parallelized`."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def mesh(self) -> DeviceMesh: ...
+    @property
+    def plan(self) -> object: ...
+    @property
+    def layout(self) -> ModelLayout: ...
+    @property
+    def device(self) -> torch.device: ...
+    def manual_seed(self, seed: int) -> object: ...
+
+
+def mesh_axes(mesh: DeviceMesh) -> dict[str, int]:
+    """Return axis name -> size."""
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape))

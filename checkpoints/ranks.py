@@ -1,0 +1,114 @@
+"""Steps that all ranks take together: one fails, all fail, with the same error and within a bounded time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar, final
+
+import torch.distributed as dist
+
+from meshpar.errors import CheckpointError
+
+T = TypeVar("T")
+_Outcome = tuple[str | None, Any]
+
+
+@final
+class Ranks:
+    """The ranks that save and restore together, on a gloo group of their own; one process without a process group.
+
+    Collective: every rank constructs it and takes each step, in the same order.
+
+    Args:
+        timeout_s: how long a rank waits for the others in one step, in seconds.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", timeout=self._timeout) if many else None
+        self.rank = dist.get_rank() if many else 0
+        self.size = dist.get_world_size() if many else 1
+
+    def collect(self, step: str, act: Callable[[], T]) -> list[T]:
+        """Run ``act`` on every rank; rank 0 returns all results in rank order, the others an empty list."""
+        outcome, interrupt = _attempt(self.rank, act)
+        outcomes = self._exchange(step, lambda: self._gather(outcome))
+        if interrupt is not None:
+            raise interrupt
+        return [value for _, value in outcomes] if self.rank == 0 else []
+
+    def share(self, step: str, act: Callable[[], T]) -> T:
+        """Run ``act`` on rank 0 alone; every rank returns its result."""
+        outcome: _Outcome = (None, None)
+        interrupt: BaseException | None = None
+        if self.rank == 0:
+            outcome, interrupt = _attempt(0, act)
+        received = self._exchange(step, lambda: [self._broadcast(outcome)])
+        if interrupt is not None:
+            raise interrupt
+        return received[0][1]
+
+    def spread(self, step: str, act: Callable[[], Sequence[T]]) -> T:
+        """Run ``act`` on rank 0 alone; each rank returns its own item of the result."""
+        outcomes: list[_Outcome] = []
+        interrupt: BaseException | None = None
+        if self.rank == 0:
+            (failure, values), interrupt = _attempt(0, act)
+            outcomes = [(failure, value) for value in (values or [None] * self.size)]
+        received = self._exchange(step, lambda: [self._scatter(outcomes)])
+        if interrupt is not None:
+            raise interrupt
+        return received[0][1]
+
+    def everyone(self, step: str, act: Callable[[], T]) -> list[T]:
+        """Run ``act`` on every rank; every rank returns all results in rank order."""
+        results = self.collect(step, act)
+        return self.share(step, lambda: results)
+
+    def _exchange(self, step: str, talk: Callable[[], list[_Outcome]]) -> list[_Outcome]:
+        try:
+            if self._group is not None:
+                dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
+            outcomes = talk()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(f"{step} failed: rank {self.rank} lost the others, or waited over {self._timeout}: {reason}") from error
+        if failures := [failure for failure, _ in outcomes if failure is not None]:
+            raise CheckpointError("\n  ".join([f"{step} failed on {len(failures)} of {self.size} ranks:", *failures]))
+        return outcomes
+
+    def _gather(self, outcome: _Outcome) -> list[_Outcome]:
+        """Bring all outcomes to rank 0, and what failed to everyone."""
+        if self._group is None:
+            return [outcome]
+        outcomes: list[_Outcome] | None = [(None, None)] * self.size if self.rank == 0 else None
+        dist.gather_object(outcome, outcomes, dst=0, group=self._group)
+        failures: list[_Outcome] = self._broadcast([(failure, None) for failure, _ in outcomes or () if failure is not None])
+        return failures or outcomes or []
+
+    def _broadcast(self, value: T) -> T:
+        values = [value]
+        if self._group is not None:
+            dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def _scatter(self, outcomes: list[_Outcome]) -> _Outcome:
+        if self._group is None:
+            return outcomes[0]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, outcomes if self.rank == 0 else None, src=0, group=self._group)
+        return mine[0]
+
+
+def _attempt(rank: int, act: Callable[[], T]) -> tuple[_Outcome, BaseException | None]:
+    """Run ``act``; an error becomes text for the other ranks, and an interrupt is also kept to be raised here."""
+    try:
+        return (None, act()), None
+    except CheckpointError as error:
+        return (f"rank {rank}: {error}", None), None
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        return (f"rank {rank}: {type(error).__name__}: {error}", None), None
+    except BaseException as error:  # noqa: BLE001 - raised again by the caller once the others know
+        return (f"rank {rank}: {type(error).__name__}", None), error

@@ -1,0 +1,142 @@
+"""The course of one restore: verify, compare, and only then read."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from meshpar.checkpoints.dcp import DistributedCheckpoint
+from meshpar.checkpoints.job import MODEL, Job, mesh_axes
+from meshpar.checkpoints.manifest import Verify, read_manifest, verify_files
+from meshpar.checkpoints.ranks import Ranks
+from meshpar.checkpoints.state import differences, group_differences, model_state, restore_optimizer, set_random_state
+from meshpar.errors import CheckpointError
+from meshpar.placements import held_by_this_rank, local_tensor
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredState:
+    """What :meth:`CheckpointManager.restore` found beside the tensors.
+
+    Attributes:
+        step: the optimizer steps taken.
+        extra: what was given to ``save``.
+        rank_extra: what this rank gave to ``save``; None on another mesh, where ranks are not the same.
+        metrics: what was given to ``save``.
+        same_mesh: whether mesh, world size and device type are those that saved.
+        random: ``"restored"``: every generator is as it was, bit for bit; ``"derived"``: seeded anew by ``par.manual_seed`` from the
+            saved seed and the step; ``"kept"``: left alone.
+        skipped: what ``partial=True`` let pass, line by line.
+        folder: the step's folder.
+    """
+
+    step: int
+    extra: Mapping[str, Any]
+    rank_extra: Any
+    metrics: Mapping[str, float]
+    same_mesh: bool
+    random: str
+    skipped: tuple[str, ...]
+    folder: Path
+
+
+@final
+class Restoring:
+    """One restore on its way."""
+
+    def __init__(self, ranks: Ranks, folder: Path, par: Job, optimizer: torch.optim.Optimizer | None) -> None:
+        self._ranks, self._folder, self._par, self._optimizer = ranks, folder, par, optimizer
+
+    def run(self, verify: Verify, *, cast: bool, partial: bool, random: bool) -> RestoredState:
+        """Restore; collective. Raises CheckpointError on every rank, before anything is changed, for all that does not fit."""
+        self._ranks.everyone("opening the checkpoint", lambda: self._open(verify))
+        skipped = self._compare(cast, partial)
+        self._ranks.everyone("reading (the state is partly restored)", self._read)
+        manifest, par = self._manifest, self._par
+        same = mesh_axes(par.mesh) == manifest.mesh and self._ranks.size == manifest.world_size and par.device.type == manifest.device
+        return RestoredState(
+            step=manifest.step,
+            extra=manifest.extra,
+            rank_extra=manifest.rank_extra[self._ranks.rank] if same and manifest.rank_extra else None,
+            metrics=manifest.metrics,
+            same_mesh=same,
+            random=self._restore_random(same) if random else "kept",
+            skipped=tuple(skipped),
+            folder=self._folder,
+        )
+
+    def _open(self, verify: Verify) -> None:
+        self._manifest = read_manifest(self._folder)
+        verify_files(self._folder, self._manifest, verify, sorted(self._manifest.files)[self._ranks.rank :: self._ranks.size])
+        self._source = DistributedCheckpoint(self._folder)
+
+    def _compare(self, cast: bool, partial: bool) -> list[str]:
+        """Raise one error for all that does not fit on any rank, or return what ``partial`` lets pass."""
+        found = self._ranks.everyone("comparing", lambda: self._differences(cast))
+        wrong = list(dict.fromkeys(line for each, _, _ in found for line in each))
+        missing = dict.fromkeys(line for _, each, _ in found for line in each)
+        lenient = [*missing, *(f"unexpected: {name}" for name in sorted(set.intersection(*(each for _, _, each in found))))]
+        if wrong or (lenient and not partial):
+            remedy = [] if wrong else ["partial=True restores what fits"]
+            lines = [f"{self._folder} does not fit this job; nothing was changed:", *wrong, *lenient, *remedy]
+            raise CheckpointError("\n  ".join(lines))
+        return lenient
+
+    def _differences(self, cast: bool) -> tuple[list[str], list[str], set[str]]:
+        """Return this rank's wrong and missing tensors, line by line, and the names of the checkpoint's that it does not know."""
+        self._model = model_state(self._par.module)
+        self._renamed = self._renamings()
+        wanted = {self._saved_name(name): tensor for name, tensor in self._model.tensors.items()}
+        if unmade := [name for name, tensor in wanted.items() if tensor.is_meta]:
+            raise CheckpointError(f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before restore")
+        missing, wrong = differences(wanted, self._source.tensors, cast=cast)
+        table = self._manifest.optimizer
+        if self._optimizer is not None and table is None:
+            missing.append("missing: the optimizer's state; this step was saved without an optimizer")
+        elif self._optimizer is not None and table is not None:
+            missing += group_differences(self._optimizer, self._model, table, self._renamed)
+        return wrong, missing, {name for name in self._source.tensors if name.startswith(MODEL) and name not in wanted}
+
+    def _renamings(self) -> dict[str, str]:
+        """Return our name -> the checkpoint's, where a tied tensor was saved under another of its names."""
+        saved_as = {name: group[0] for group in self._manifest.tied for name in group}
+        renamed = {}
+        for name, aliases in self._model.names.items():
+            candidates = [*aliases, *(saved_as[alias] for alias in aliases if alias in saved_as)]
+            found = next((each for each in candidates if MODEL + each in self._source.tensors), name)
+            if found != name:
+                renamed[name] = found
+        return renamed
+
+    def _saved_name(self, name: str) -> str:
+        return MODEL + self._renamed.get(name, name)
+
+    def _read(self) -> None:
+        wanted = [(self._saved_name(name), tensor) for name, tensor in self._model.tensors.items()]
+        if self._optimizer is not None and self._manifest.optimizer is not None:
+            room = restore_optimizer(self._optimizer, self._model, self._manifest.optimizer, self._renamed, self._source.tensors)
+            wanted += room
+        with torch.no_grad():
+            for name, tensor in wanted:
+                if name in self._source.tensors:
+                    self._source.read(name, held_by_this_rank(tensor), local_tensor(tensor))
+
+    def _restore_random(self, same: bool) -> str:
+        prefix = f"random.rank-{self._ranks.rank}."
+        names = [name for name in self._source.tensors if name.startswith(prefix)]
+        if not same or not names:
+            self._par.manual_seed(zlib.crc32(f"{self._manifest.seed} {self._manifest.step}".encode()))
+            return "derived"
+        state = {}
+        for name in names:
+            stored = self._source.tensors[name]
+            state[name] = torch.empty(stored.shape, dtype=stored.dtype)
+            self._source.read(name, (), state[name])
+        set_random_state(self._ranks.rank, self._par.device, state)
+        return "restored"

@@ -1,0 +1,242 @@
+"""What a checkpoint holds: tensors under flat names, and plain data.
+
+``model.<name>`` for parameters and persistent buffers, ``optimizer.<parameter>.<key>`` for the optimizer's tensors,
+``random.rank-<n>.<generator>`` for random state. Tied tensors are saved once. Written here, because torch's ``get_optimizer_state_dict``
+takes a fake step and demands state for parameters that never had any.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshpar.checkpoints.dcp import Stored
+from meshpar.errors import CheckpointError
+from meshpar.placements import sharded_axes
+
+# How a step is computed, not what is computed: the running optimizer keeps its own.
+_IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """A module's tensors by their first name, and all names of each."""
+
+    tensors: Mapping[str, Tensor]
+    names: Mapping[str, tuple[str, ...]]
+
+    @property
+    def tied(self) -> list[list[str]]:
+        """The groups of names that are one tensor."""
+        return [list(names) for names in self.names.values() if len(names) > 1]
+
+
+def model_state(module: nn.Module) -> ModelState:
+    """Collect parameters and persistent buffers; raises CheckpointError for state that is no tensor."""
+    state = module.state_dict(keep_vars=True)
+    if odd := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise CheckpointError(f"a checkpoint holds tensors only; these entries of the state_dict are something else: {', '.join(odd)}")
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(first.setdefault(id(value), name), []).append(name)
+    return ModelState({name: state[name] for name in names}, {name: tuple(all_names) for name, all_names in names.items()})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """An optimizer's tensors by checkpoint name, and all else as plain data: groups with their options, and each parameter's keys."""
+
+    tensors: Mapping[str, Tensor]
+    table: Mapping[str, Any]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: ModelState) -> OptimizerState:
+    """Collect an optimizer's state by parameter name.
+
+    Raises:
+        CheckpointError: it trains a parameter that the module does not have, keeps a shard as a plain tensor, or has an option
+            that is not plain data.
+    """
+    names = {id(tensor): name for name, tensor in model.tensors.items()}
+    tensors: dict[str, Tensor] = {}
+    state: dict[str, dict[str, Any]] = {}
+    for parameter in parameters_of(optimizer, names):
+        name = names[id(parameter)]
+        entry = state[name] = {}
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                _check_whole(name, key, value, parameter)
+                tensors[optimizer_key(name, key)] = value
+                entry[key] = "tensor"
+            else:
+                entry[key] = {"value": plain(value, f"the optimizer's {key!r} of {name}")}
+    groups = [
+        {
+            "params": [names[id(p)] for p in group["params"]],
+            "options": {k: _option(k, v) for k, v in group.items() if k not in _IMPLEMENTATION},
+        }
+        for group in optimizer.param_groups
+    ]
+    return OptimizerState(tensors, {"class": type(optimizer).__name__, "groups": groups, "state": {k: v for k, v in state.items() if v}})
+
+
+def optimizer_key(parameter: str, key: str) -> str:
+    """Return the checkpoint name of one tensor of the optimizer."""
+    return f"optimizer.{parameter}.{key}"
+
+
+def parameters_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[Tensor]:
+    """Return the optimizer's parameters; raises CheckpointError where one is not in the module (``names``: id -> name)."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strange = [tuple(each.shape) for each in parameters if id(each) not in names]
+    if strange:
+        raise CheckpointError(
+            f"the optimizer trains {len(strange)} of {len(parameters)} parameters that the module does not hold (shapes {strange[:5]}); "
+            "build it after plan.apply, from par.module.parameters()"
+        )
+    return parameters
+
+
+def _check_whole(name: str, key: str, value: Tensor, parameter: Tensor) -> None:
+    if value.numel() > 1 and not isinstance(value, DTensor) and sharded_axes(parameter):
+        raise CheckpointError(
+            f"the optimizer keeps {key!r} of {name} as a plain tensor of shape {tuple(value.shape)}, although the parameter is sharded "
+            f"over {sharded_axes(parameter)}: no rank holds all of it; expected a DTensor"
+        )
+
+
+def _option(key: str, value: object) -> Any:
+    if isinstance(value, Tensor):
+        return plain(value.item(), f"the optimizer's option {key!r}")
+    return plain(value, f"the optimizer's option {key!r}")
+
+
+def plain(value: object, what: str) -> Any:
+    """Return ``value`` as JSON will give it back (tuples become lists); raises CheckpointError where JSON cannot hold it."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(each, what) for each in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: plain(each, f"{what}.{key}") for key, each in value.items()}
+    raise CheckpointError(f"{what} must be plain data (None, bool, int, float, str, lists and dicts of these), got {type(value).__name__}")
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, model: ModelState, table: Mapping[str, Any], renamed: Mapping[str, str], stored: Mapping[str, Stored]
+) -> list[tuple[str, Tensor]]:
+    """Give the optimizer the options and empty tensors of a checkpoint, ready to be read into.
+
+    Args:
+        optimizer: whose state is replaced: what the checkpoint has for a parameter, and nothing where it has nothing.
+        model: the module's tensors.
+        table: what :func:`optimizer_state` saved.
+        renamed: our name of each parameter -> the checkpoint's.
+        stored: the checkpoint's tensors.
+
+    Returns:
+        The checkpoint's names and the tensor to read each into.
+    """
+    names = {id(tensor): name for name, tensor in model.tensors.items()}
+    wanted: list[tuple[str, Tensor]] = []
+    for position, group in enumerate(optimizer.param_groups):
+        if position < len(table["groups"]):
+            _set_options(group, table["groups"][position]["options"])
+        for parameter in group["params"]:
+            saved = renamed.get(names[id(parameter)], names[id(parameter)])
+            old = dict(optimizer.state.pop(parameter, {}))
+            new: dict[str, Any] = {}
+            for key, kind in table["state"].get(saved, {}).items():
+                if kind == "tensor":
+                    name = optimizer_key(saved, key)
+                    new[key] = _room(stored[name], key, parameter, group, old.get(key))
+                    wanted.append((name, new[key]))
+                else:
+                    new[key] = kind["value"]
+            if new:
+                optimizer.state[parameter] = new
+    return wanted
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        now = group.get(key)
+        if isinstance(now, Tensor):
+            now.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(now, tuple) else value
+
+
+def _room(stored: Stored, key: str, parameter: Tensor, group: Mapping[str, Any], now: object) -> Tensor:
+    """Return a tensor for one entry of the optimizer's state: the present one where it fits, else a new one like the parameter."""
+    if isinstance(now, Tensor) and tuple(now.shape) == stored.shape and now.dtype == stored.dtype:
+        return now
+    if stored.shape == tuple(parameter.shape) and stored.shape != ():
+        return torch.zeros_like(parameter.detach(), dtype=stored.dtype)
+    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+    return torch.zeros(stored.shape, dtype=stored.dtype, device="cpu" if on_host else parameter.device)
+
+
+def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
+    """Return this rank's generators: torch's on the CPU and on ``device``, and Python's."""
+    _, words, _ = random.getstate()
+    state = {"cpu": torch.get_rng_state(), "python": torch.tensor(words, dtype=torch.int64)}
+    if device.type not in ("cpu", "meta"):
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return {f"random.rank-{rank}.{kind}": value for kind, value in state.items()}
+
+
+def set_random_state(rank: int, device: torch.device, state: Mapping[str, Tensor]) -> None:
+    """Set this rank's generators to what :func:`random_state` returned."""
+    torch.set_rng_state(state[f"random.rank-{rank}.cpu"])
+    version, _, _ = random.getstate()
+    random.setstate((version, tuple(state[f"random.rank-{rank}.python"].tolist()), None))
+    if (on_device := state.get(f"random.rank-{rank}.{device.type}")) is not None and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(on_device, device)
+
+
+def differences(wanted: Mapping[str, Tensor], stored: Mapping[str, Stored], *, cast: bool) -> tuple[list[str], list[str]]:
+    """Compare the tensors to be restored, by checkpoint name, with the checkpoint's.
+
+    Returns:
+        The missing ones, and the ones of another shape or dtype, each as a line of text.
+    """
+    missing: list[str] = []
+    wrong: list[str] = []
+    for name, tensor in wanted.items():
+        have = stored.get(name)
+        if have is None:
+            missing.append(f"missing: {name}, {tuple(tensor.shape)}")
+        elif have.shape != tuple(tensor.shape):
+            wrong.append(f"wrong shape: {name} is {tuple(tensor.shape)} here and {have.shape} in the checkpoint")
+        elif have.dtype != tensor.dtype and not cast:
+            wrong.append(f"wrong dtype: {name} is {tensor.dtype} here and {have.dtype} in the checkpoint; cast=True converts it")
+    return missing, wrong
+
+
+def group_differences(
+    optimizer: torch.optim.Optimizer, model: ModelState, table: Mapping[str, Any], renamed: Mapping[str, str]
+) -> list[str]:
+    """Compare the optimizer's parameter groups with the checkpoint's; one line for each that differs."""
+    names = {id(tensor): name for name, tensor in model.tensors.items()}
+    ours = [{renamed.get(names[id(p)], names[id(p)]) for p in group["params"]} for group in optimizer.param_groups]
+    theirs: Sequence[Iterable[str]] = [group["params"] for group in table["groups"]]
+    lines = []
+    if len(ours) != len(theirs):
+        lines.append(f"optimizer: {len(ours)} parameter groups here and {len(theirs)} in the checkpoint")
+    for position, (here, there) in enumerate(zip(ours, theirs)):
+        for text, names_only in (("here", here - set(there)), ("in the checkpoint", set(there) - here)):
+            if names_only:
+                lines.append(f"optimizer: parameter group {position} holds only {text}: {', '.join(sorted(names_only)[:10])}")
+    if type(optimizer).__name__ != table["class"]:
+        lines.append(f"optimizer: {type(optimizer).__name__} here and {table['class']} in the checkpoint")
+    return lines

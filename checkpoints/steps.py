@@ -1,0 +1,161 @@
+"""The folder of a run's checkpoints: which steps are committed, how one becomes so, and which go.
+
+A step is written in ``step-00000012.tmp-<host>-<pid>-<id>`` and renamed to ``step-00000012`` when it is whole and on the disk, so that
+at every instant each ``step-N`` is a whole checkpoint. ``LATEST`` names the newest; ``latest`` is a link to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import socket
+import uuid
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import final
+
+from meshpar.checkpoints.manifest import MANIFEST_NAME, Manifest, fsync, read_manifest, write_durably
+from meshpar.errors import CheckpointError
+
+LATEST_FILE, LATEST_LINK = "LATEST", "latest"
+_STEP = re.compile(r"step-(\d+)")
+_LEFTOVER = re.compile(r"step-(\d+)\.(tmp|old)-(.+)-(\d+)-[0-9a-f]+")
+_log = logging.getLogger("meshpar.checkpoints")
+
+
+@final
+class Steps:
+    """The committed steps in ``root``, and the only code that adds and removes any."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, step: int) -> Path:
+        """Return where a step lies."""
+        return self.root / f"step-{step:08d}"
+
+    def committed(self) -> list[int]:
+        """Return the committed steps, oldest first."""
+        return sorted(
+            int(found[1]) for each in self._folders() if (found := _STEP.fullmatch(each.name)) and (each / MANIFEST_NAME).is_file()
+        )
+
+    def ignored(self) -> dict[Path, str]:
+        """Return the folders that look like steps but are none, and why."""
+        reasons = {}
+        for each in self._folders():
+            if _LEFTOVER.fullmatch(each.name):
+                reasons[each] = "left over from a save or a removal that did not finish"
+            elif _STEP.fullmatch(each.name) and not (each / MANIFEST_NAME).is_file():
+                reasons[each] = f"it has no {MANIFEST_NAME}, so it was never committed"
+        return reasons
+
+    def begin(self, step: int, *, replace: bool) -> Path:
+        """Make the temporary folder of a new step; raises CheckpointError where the step is saved already, unless ``replace``."""
+        if self.path(step).exists() and not replace:
+            raise CheckpointError(f"step {step} is saved already in {self.path(step)}; save another step, or pass replace=True")
+        self.root.mkdir(parents=True, exist_ok=True)
+        temporary = self._leftover(step, "tmp")
+        temporary.mkdir()
+        return temporary
+
+    def commit(self, temporary: Path, manifest: Manifest) -> Path:
+        """Make a whole step out of a temporary folder whose files are on the disk."""
+        write_durably(temporary / MANIFEST_NAME, manifest.to_json())
+        final = self.path(manifest.step)
+        replaced = self._leftover(manifest.step, "old") if final.exists() else None
+        if replaced:
+            final.rename(replaced)
+        temporary.rename(final)
+        fsync(self.root)
+        if replaced:
+            self._remove(replaced)
+        self._mark_latest(self.committed()[-1])
+        return final
+
+    def abandon(self, temporary: Path) -> None:
+        """Remove a temporary folder after a failed save."""
+        self._remove(temporary)
+
+    def retain(self, keep: int | None, protected: Collection[int]) -> None:
+        """Remove all committed steps but the newest ``keep`` and the protected ones."""
+        steps = self.committed()
+        for step in steps[:-keep] if keep else []:
+            if step not in protected:
+                doomed = self._leftover(step, "tmp")
+                self.path(step).rename(doomed)
+                self._remove(doomed)
+
+    def reap(self) -> None:
+        """Remove what dead processes left; a step that was being replaced when its process died comes back."""
+        for each in self._folders():
+            found = _LEFTOVER.fullmatch(each.name)
+            if not found or _alive(found[3], int(found[4])):
+                continue
+            if found[2] == "old" and not self.path(int(found[1])).exists():
+                each.rename(self.path(int(found[1])))
+            else:
+                self._remove(each)
+
+    def best(self, metric: str, *, largest: bool) -> int | None:
+        """Return the committed step with the best value of a metric; None where none has it."""
+        scores = {step: read_manifest(self.path(step)).metrics.get(metric) for step in self.committed()}
+        known = {step: score for step, score in scores.items() if score is not None and score == score}
+        return (max if largest else min)(known, key=lambda step: (known[step], -step if largest else step)) if known else None
+
+    def _folders(self) -> Sequence[Path]:
+        if not self.root.is_dir():
+            return []
+        return sorted(each for each in self.root.iterdir() if each.is_dir() and not each.is_symlink())
+
+    def _leftover(self, step: int, kind: str) -> Path:
+        return self.root / f"{self.path(step).name}.{kind}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+    def _mark_latest(self, step: int) -> None:
+        name = self.path(step).name
+        write_durably(self.root / LATEST_FILE, name + "\n")
+        link, fresh = self.root / LATEST_LINK, self.root / f".{LATEST_LINK}.new"
+        if link.exists() and not link.is_symlink():
+            return  # a file system that ignores case: LATEST is all there can be, and open_step reads it
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(name, target_is_directory=True)
+        fresh.replace(link)
+        fsync(self.root)
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a folder that is no checkpoint any more; what cannot be removed is told and tried again at the next save."""
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            _log.warning("cannot remove %s: %s", folder, error)
+
+
+def _alive(host: str, process: int) -> bool:
+    """Tell whether a process may still be at work; one on another host counts as dead, since a run has one writer: rank 0."""
+    if host != socket.gethostname():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def open_step(path: str | Path) -> Path:
+    """Return the folder of the step that ``path`` means: a step, ``.../latest``, or a folder of steps (its newest).
+
+    Raises:
+        CheckpointError: there is no committed step.
+    """
+    path = Path(path)
+    if (path / MANIFEST_NAME).is_file():
+        return path.resolve()
+    steps = Steps(path.parent if path.name == LATEST_LINK and not path.is_dir() else path)
+    if committed := steps.committed():
+        return steps.path(committed[-1])
+    read_manifest(path)
+    raise CheckpointError(f"{path} holds no committed step")

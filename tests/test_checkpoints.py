@@ -1,0 +1,191 @@
+"""CheckpointManager: what was saved on one mesh is restored on any, bit for bit, or refused as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from meshpar.checkpoints import CheckpointManager
+from meshpar.layout import ModelLayout
+from meshpar.testing import on_ranks
+
+ROWS = (12, 10, 6, 5, 1)
+
+
+class Odd(nn.Module):
+    """Every kind of tensor that a checkpoint has to hold; the forward pass is the sum of all of them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.rows = nn.ParameterList(torch.randn(rows, 4, generator=generator) for rows in ROWS)
+        self.embed = nn.Embedding(16, 4, _weight=torch.randn(16, 4, generator=generator))
+        self.head = nn.Linear(4, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.randn(1, generator=generator))
+        self.frozen = nn.Parameter(torch.randn(6, 2, generator=generator), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(3, 3, generator=generator))
+        self.low = nn.Parameter(torch.randn(7, 2, generator=generator).bfloat16(), requires_grad=False)
+        self.register_buffer("counter", torch.tensor(seed))
+        self.register_buffer("mask", torch.rand(9, generator=generator) > 0.5)
+        self.register_buffer("steps", torch.arange(5) + seed)
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self) -> torch.Tensor:
+        return sum(((row * self.scale) ** 2).sum() for row in self.rows) + (self.head.weight**3).sum()
+
+
+@dataclass
+class Job:
+    """The part of a Parallelized that checkpoints see."""
+
+    module: nn.Module
+    mesh: Any
+    layout: ModelLayout = ModelLayout()
+    plan: object = "a plan"
+    device: torch.device = torch.device("cpu")
+    seed: int | None = None
+
+    def manual_seed(self, seed: int) -> None:
+        self.seed = seed
+
+
+def make(kind: str, seed: int) -> Job:
+    """Shard the module the way the passes do: tensor-parallel parameters first, FSDP2 over what is left."""
+    module = Odd(seed)
+    if kind == "replicate":
+        return Job(module, init_device_mesh("cpu", (world(),), mesh_dim_names=("dp_replicate",)))
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (world(),), mesh_dim_names=("dp_shard",))
+        fully_shard(module, mesh=mesh, ignored_params={module.low})
+        return Job(module, mesh)
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        fully_shard(module, mesh=mesh, ignored_params={module.low})
+        return Job(module, mesh)
+    if kind in ("fsdp_tp", "tp"):
+        tp = 2 if kind == "fsdp_tp" else world()
+        mesh = init_device_mesh("cpu", (world() // tp, tp), mesh_dim_names=("dp_shard", "tp"))
+        for index, dim in ((0, 0), (1, 1), (3, 0)):
+            module.rows[index] = nn.Parameter(distribute_tensor(module.rows[index].detach(), mesh["tp"], [Shard(dim)]))
+        if kind == "fsdp_tp":
+            whole = {p for p in module.parameters() if not isinstance(p, DTensor) or p is module.low}
+            fully_shard(module, mesh=mesh["dp_shard"], ignored_params=whole)
+        return Job(module, mesh)
+    raise AssertionError(kind)
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def train(job: Job, steps: int = 2) -> torch.optim.Optimizer:
+    """Take steps; every rank's data is the same, so that the values do not depend on the mesh."""
+    optimizer = optimizer_of(job)
+    for _ in range(steps):
+        # Gradients by hand: a forward pass over mixed placements is not what these tests are about.
+        for index, parameter in enumerate(job.module.parameters()):
+            if parameter.requires_grad and parameter is not job.module.unused:
+                parameter.grad = torch.ones_like(parameter) * (index + 1)
+        optimizer.step()
+    return optimizer
+
+
+def optimizer_of(job: Job) -> torch.optim.Optimizer:
+    decayed = [p for p in job.module.parameters() if p.requires_grad and p.ndim == 2]
+    others = [p for p in job.module.parameters() if p.requires_grad and p.ndim != 2]
+    return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.125, betas=(0.5, 0.75))
+
+
+def everything(job: Job, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    values = {name: full(tensor) for name, tensor in job.module.state_dict().items()}
+    for name, parameter in job.module.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            values[f"{name}/{key}"] = full(value)
+    return values
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]), name
+
+
+KINDS = ("replicate", "fsdp", "hsdp", "fsdp_tp", "tp")
+
+
+def save(kind: str, root: Path) -> None:
+    job = make(kind, seed=1)
+    optimizer = train(job)
+    CheckpointManager(root / kind).save(7, job, optimizer, extra={"position": [1, 2]}, rank_extra={"rank": dist.get_rank()})
+    values = everything(job, optimizer)
+    if dist.get_rank() == 0:
+        torch.save(values, root / f"{kind}.pt")
+    dist.barrier()
+
+
+def check_restored(kind: str, saved: str, root: Path) -> None:
+    job = make(kind, seed=2)
+    optimizer = train(job, steps=1) if kind == "hsdp" else optimizer_of(job)
+    found = CheckpointManager(root / saved).restore(job, optimizer)
+    assert_same(everything(job, optimizer), torch.load(root / f"{saved}.pt"))
+    assert job.module.head.weight is job.module.embed.weight
+    assert optimizer.param_groups[0]["lr"] == 0.125 and optimizer.param_groups[1]["betas"] == (0.5, 0.75)
+    assert (found.step, found.extra, found.skipped) == (7, {"position": [1, 2]}, ())
+    same = saved == kind and world() == 4
+    assert (found.same_mesh, found.random, job.seed is None) == (same, "restored" if same else "derived", same)
+    assert found.rank_extra == ({"rank": dist.get_rank()} if same else None)
+    optimizer.step()
+
+
+@on_ranks(4)
+def save_and_restore_under_all(root: str) -> None:
+    for kind in KINDS:
+        save(kind, Path(root))
+    for saved in KINDS:
+        for kind in KINDS:
+            check_restored(kind, saved, Path(root))
+
+
+@on_ranks(2)
+def restore_under_two(root: str) -> None:
+    for saved in KINDS:
+        check_restored("fsdp_tp", saved, Path(root))
+        check_restored("fsdp", saved, Path(root))
+
+
+def test_what_any_mesh_saves_any_mesh_and_one_process_restore_bitwise(tmp_path, one_process):
+    save_and_restore_under_all(str(tmp_path))
+    restore_under_two(str(tmp_path))
+    for saved in KINDS:
+        check_restored("replicate", saved, tmp_path)
+
+
+def test_torch_itself_loads_what_was_saved(tmp_path, one_process):
+    job = make("replicate", seed=1)
+    folder = CheckpointManager(tmp_path).save(1, job, train(job))
+    stock = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in job.module.state_dict().items() if name != "head.weight"}
+    dcp.load(stock, checkpoint_id=folder)
+    assert_same(stock, {f"model.{name}": tensor for name, tensor in job.module.state_dict().items() if name != "head.weight"})
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
