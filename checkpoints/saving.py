@@ -44,7 +44,7 @@ class Saving:
         return self._ranks.share(f"committing step {step}", lambda: self._commit(steps, written, [extra for _, extra in plans]))
 
     def _plan(self) -> tuple[SavePlan, Any]:
-        self._model = model_state(self._par.module)
+        self._model = model_state(self._par.module, {group[0] for group in self._par.layout.tied})
         self._trained = optimizer_state(self._optimizer, self._model) if self._optimizer is not None else None
         tensors: dict[str, Tensor] = {MODEL + name: tensor for name, tensor in self._model.tensors.items()}
         tensors |= self._trained.tensors if self._trained else {}

@@ -8,7 +8,7 @@ takes a fake step and demands state for parameters that never had any.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -38,16 +38,20 @@ class ModelState:
         return [list(names) for names in self.names.values() if len(names) > 1]
 
 
-def model_state(module: nn.Module) -> ModelState:
-    """Collect parameters and persistent buffers; raises CheckpointError for state that is no tensor."""
+def model_state(module: nn.Module, owners: Collection[str] = ()) -> ModelState:
+    """Collect parameters and persistent buffers, a tied one by its name in ``owners`` or else its first.
+
+    Raises:
+        CheckpointError: the module has state that is no tensor.
+    """
     state = module.state_dict(keep_vars=True)
     if odd := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise CheckpointError(f"a checkpoint holds tensors only; these entries of the state_dict are something else: {', '.join(odd)}")
-    first: dict[int, str] = {}
-    names: dict[str, list[str]] = {}
+    groups: dict[int, list[str]] = {}
     for name, value in state.items():
-        names.setdefault(first.setdefault(id(value), name), []).append(name)
-    return ModelState({name: state[name] for name in names}, {name: tuple(all_names) for name, all_names in names.items()})
+        groups.setdefault(id(value), []).append(name)
+    names = [sorted(group, key=lambda name: name not in owners) for group in groups.values()]
+    return ModelState({first: state[first] for first, *_ in names}, {group[0]: tuple(group) for group in names})
 
 
 @final

@@ -1,0 +1,196 @@
+"""Export: what was trained on a mesh is what safetensors and transformers load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+import meshpar
+from meshpar.checkpoints import CheckpointManager, Safetensors, export_safetensors, write_safetensors
+from meshpar.errors import CheckpointError
+from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
+from meshpar.testing import on_ranks
+from meshpar.weights import Fuse, Permute, Split, Transpose, WeightMap
+
+MODELS = {
+    "llama": lambda: Transformer(TransformerConfig(vocab_size=32, dim=16, layers=2, heads=4, kv_heads=2, hidden=24, tied=False)),
+    "llama_tied": lambda: Transformer(TransformerConfig(vocab_size=32, dim=16, layers=2, heads=4, hidden=24, tied=True)),
+    "qwen3": lambda: Transformer(TransformerConfig(vocab_size=32, dim=16, layers=2, heads=4, kv_heads=2, hidden=24, qk_norm=True)),
+    "gpt2": lambda: GPT2(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=4)),
+}
+PASSES = {"dp_replicate=2,dp_shard=1,tp=2": [meshpar.TensorParallel(), meshpar.HybridShard()], "dp_shard=1": [meshpar.FullyShard()]}
+
+
+def build(name, mesh):
+    with torch.device("meta"):
+        model = MODELS[name]()
+    return meshpar.Plan(mesh, PASSES[mesh]).apply(model)
+
+
+@on_ranks(4)
+def save_all(root: str) -> None:
+    for name in MODELS:
+        par = build(name, "dp_replicate=2,dp_shard=1,tp=2").materialize(seed=3)
+        CheckpointManager(Path(root) / name).save(1, par)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    save_all(str(root))
+    return root
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("max_shard_size", [5 << 30, 4096])
+def test_transformers_loads_the_export_with_equal_logits(runs, tmp_path, one_process, name, max_shard_size):
+    transformers = pytest.importorskip("transformers")
+    told = []
+    export_safetensors(runs / name / "latest", tmp_path / "hf", max_shard_size=max_shard_size, progress=lambda *each: told.append(each))
+    assert told[-1][0] == told[-1][1] and sorted(told) == told
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == (max_shard_size == 4096)
+    theirs, problems = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(problems.values()), problems
+    restored, imported = build(name, "dp_shard=1").materialize(seed=0), build(name, "dp_shard=1")
+    CheckpointManager(runs / name).restore(restored)
+    imported.materialize(weights=Safetensors(tmp_path / "hf"))
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        want = theirs(ids).logits
+        for ours in (restored, imported):
+            torch.testing.assert_close(ours.module(ids).logits, want, rtol=1e-5, atol=1e-5)
+    for (key, one), (_, other) in zip(restored.module.state_dict().items(), imported.module.state_dict().items(), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor()), key
+
+
+def test_tied_weights_are_exported_once_and_config_tells_dtype(runs, tmp_path):
+    export_safetensors(runs / "llama_tied", tmp_path / "hf", dtype=torch.bfloat16)
+    loaded = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    assert "lm_head.weight" not in loaded and "model.embed_tokens.weight" in loaded
+    assert {each.dtype for each in loaded.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_tokenizer_files_come_along_and_its_weights_do_not(runs, tmp_path):
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for name in ("tokenizer.json", "generation_config.json", "config.json", "old.safetensors"):
+        (tokenizer / name).write_text("{}")
+    made = export_safetensors(runs / "llama", tmp_path / "hf", tokenizer=tokenizer)
+    assert sorted(each.name for each in made.iterdir()) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert json.loads((made / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_an_existing_folder_is_kept_unless_told_otherwise(runs, tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "mine").write_text("work")
+    with pytest.raises(CheckpointError, match="there already and not empty"):
+        export_safetensors(runs / "llama", tmp_path / "hf")
+    export_safetensors(runs / "llama", tmp_path / "hf", overwrite=True)
+    assert not (tmp_path / "hf" / "mine").exists()
+    assert [each.name for each in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_failed_export_leaves_nothing(runs, tmp_path):
+    with pytest.raises(CheckpointError, match="expected a folder with tokenizer files"):
+        export_safetensors(runs / "llama", tmp_path / "hf", tokenizer=tmp_path / "absent")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_step_that_was_never_committed_is_refused(tmp_path):
+    (tmp_path / "step-00000001").mkdir()
+    with pytest.raises(CheckpointError, match=r"meshpar\.json, so it was never committed"):
+        export_safetensors(tmp_path / "step-00000001", tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        export_safetensors(tmp_path, tmp_path / "hf")
+
+
+class Kinds(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name, tensor in KINDS.items():
+            self.register_buffer(name, tensor)
+
+
+KINDS = {
+    "big": torch.randn(70, 30),
+    "flat": torch.randn(5),
+    "zero_dim": torch.tensor(1.5),
+    "empty": torch.zeros(0, 3),
+    "whole": torch.arange(6).reshape(2, 3),
+    "truth": torch.tensor([True, False, True]),
+    "half": torch.randn(4, 2).bfloat16(),
+    "tiny": torch.randn(4, 4).to(torch.float8_e4m3fn),
+}
+
+
+def test_every_dtype_and_shape_is_written_tile_by_tile(tmp_path, monkeypatch):
+    monkeypatch.setattr("meshpar.checkpoints.export._TILE_BYTES", 64)
+    monkeypatch.setattr("meshpar.checkpoints.files.TILE_BYTES", 48)
+    safetensors.torch.save_file(KINDS, tmp_path / "in.safetensors")
+    write_safetensors(Safetensors(tmp_path / "in.safetensors"), tmp_path / "out", max_shard_size=300)
+    names = {name: file for file in sorted((tmp_path / "out").glob("*.safetensors")) for name in safetensors.torch.load_file(file)}
+    assert len(set(names.values())) > 2
+    for name, tensor in KINDS.items():
+        found = safetensors.torch.load_file(names[name])[name]
+        assert found.dtype == tensor.dtype and torch.equal(found.float(), tensor.float()), name
+
+
+def test_rules_are_applied_while_streaming(tmp_path, monkeypatch):
+    monkeypatch.setattr("meshpar.checkpoints.export._TILE_BYTES", 64)
+    ours = {"a": torch.randn(8, 6), "b": torch.randn(4, 6), "c": torch.randn(9, 5), "d": torch.randn(12, 3)}
+    rules = WeightMap((Fuse(("a", "b"), "ab", parts=(2, 1)), Transpose("c", "c"), Permute("d", "d", 3, 2), Split("d", ("d1", "d2"))))
+    safetensors.torch.save_file(ours, tmp_path / "in.safetensors")
+    write_safetensors(rules.publish(Safetensors(tmp_path / "in.safetensors")), tmp_path / "out")
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    permuted = ours["d"].view(2, 3, 2, 3).transpose(1, 2).reshape(12, 3)
+    want = {"ab": torch.cat([ours["a"], ours["b"]]), "c": ours["c"].T, "d1": permuted[:6], "d2": permuted[6:]}
+    assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:-1], "its tensors end at byte"),
+        (lambda data: data + b"x", "its tensors end at byte"),
+        (lambda data: data[:5], "is not a whole safetensors file"),
+        (lambda data: b"\xff" * 8 + data[8:], "its header claims"),
+        (lambda data: data[:9] + b"}" + data[10:], "is not a whole safetensors file"),
+        (lambda data: data.replace(b'"F32"', b'"F99"'), "holds the dtype 'F99'"),
+    ],
+)
+def test_a_damaged_safetensors_file_is_named(tmp_path, damage, message):
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file({"a": torch.ones(3)}, path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=message):
+        Safetensors(path)
+
+
+def test_missing_files_and_names_are_named(tmp_path):
+    safetensors.torch.save_file({"layers.0.up": torch.ones(3)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="nearest are"):
+        Safetensors(tmp_path).read("layers.0.ups", (), torch.empty(3))
+    index = tmp_path / "model.safetensors.index.json"
+    for places, message in (
+        ({"a": "x.safetensors"}, "lacks 1 tensors that the index places in it: a"),
+        ({"a": "y.safetensors"}, "cannot open"),
+        ({"a": "../x.safetensors"}, "expected the name of a file in the same folder"),
+    ):
+        index.write_text(json.dumps({"weight_map": places}))
+        with pytest.raises(CheckpointError, match=message):
+            Safetensors(tmp_path)
+    with pytest.raises(CheckpointError, match="no such file or folder"):
+        Safetensors(tmp_path / "absent")
