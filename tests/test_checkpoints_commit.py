@@ -1,0 +1,364 @@
+"""A step is whole or it is not there: failures, kills, retention, damage, and checkpoints that do not fit."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from meshpar.checkpoints import CheckpointManager, export_safetensors
+from meshpar.checkpoints.dcp import DistributedCheckpoint
+from meshpar.errors import CheckpointError
+from meshpar.layout import ModelLayout
+from meshpar.testing import on_ranks
+
+
+class Mesh:
+    """The mesh of one process, as far as a checkpoint wants to know."""
+
+    mesh_dim_names, shape = ("dp_shard",), (1,)
+
+
+@dataclass
+class Job:
+    module: nn.Module
+    mesh: Any = field(default_factory=Mesh)
+    layout: ModelLayout = field(default_factory=ModelLayout)
+    plan: object = "a plan"
+    device: torch.device = torch.device("cpu")
+    seed: int | None = None
+
+    def manual_seed(self, seed: int) -> None:
+        self.seed = seed
+
+
+def linear(seed: int = 0, **options) -> Job:
+    torch.manual_seed(seed)
+    return Job(nn.Linear(3, 2, **options))
+
+
+def stepped(job: Job, make=torch.optim.AdamW) -> torch.optim.Optimizer:
+    optimizer = make(job.module.parameters(), lr=0.1)
+    job.module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+# Failure on one rank
+
+
+@on_ranks(3)
+def fail_on_one_rank(root: str) -> None:
+    manager = CheckpointManager(root, timeout_s=20)
+    manager.save(1, linear(1))
+    broken = linear(2)
+    if dist.get_rank() == 1:
+        broken.module.register_buffer("bad", torch.empty(2, device="meta"))
+    for save in (lambda: manager.save(2, broken), lambda: manager.save(2, linear(2), rank_extra=object() if dist.get_rank() == 2 else 0)):
+        messages: list[Any] = [None] * 3
+        with pytest.raises(CheckpointError) as raised:
+            save()
+        dist.all_gather_object(messages, str(raised.value))
+        assert len(set(messages)) == 1 and "failed on 1 of 3 ranks" in messages[0], messages
+        assert manager.steps() == [1] and not manager.ignored()
+    manager.save(2, linear(2))
+    other = linear(3, bias=dist.get_rank() != 1)
+    before = other.module.weight.detach().clone()
+    with pytest.raises(CheckpointError, match="does not fit this job"):
+        manager.restore(other if dist.get_rank() == 1 else Job(nn.Linear(3, 3)))
+    assert torch.equal(other.module.weight, before)
+    assert manager.restore(linear(3)).step == 2
+
+
+def test_a_failure_on_one_rank_fails_all_with_one_message_and_leaves_the_last_step(tmp_path):
+    fail_on_one_rank(str(tmp_path))
+
+
+@on_ranks(3)
+def lose_a_rank(root: str) -> None:
+    manager = CheckpointManager(root, timeout_s=2)
+    manager.save(1, linear(1))
+    if dist.get_rank() != 1:
+        began = time.monotonic()
+        with pytest.raises(CheckpointError, match="lost the others, or waited over"):
+            manager.save(2, linear(2))
+        assert time.monotonic() - began < 20
+        assert manager.steps() == [1]
+    else:
+        time.sleep(4)
+
+
+def test_a_rank_that_does_not_come_fails_the_others_in_bounded_time(tmp_path):
+    lose_a_rank(str(tmp_path))
+
+
+# Commit
+
+KILLED = """
+import sys, torch, itertools
+from tests.test_checkpoints_commit import Job, CheckpointManager, nn
+manager = CheckpointManager(sys.argv[1], keep=2)
+for step in itertools.count((manager.latest() or 0) + 1):
+    module = nn.Module()
+    for i in range(6):
+        module.register_buffer(f"b{i}", torch.full((64, 1024), float(step)))
+    manager.save(step, Job(module), extra={"step": step})
+    print(step, flush=True)
+"""
+
+
+def test_kill_9_at_any_moment_leaves_whole_steps_only(tmp_path):
+    generator = random.Random(0)
+    committed = 0
+    for _ in range(5):
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1], env=os.environ
+        )
+        assert process.stdout is not None
+        for _ in range(3):
+            committed = int(process.stdout.readline())
+        time.sleep(generator.random() * 0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        manager = CheckpointManager(tmp_path)
+        assert manager.latest() is not None and manager.latest() >= committed
+        for step in manager.steps():
+            module = nn.Module()
+            for i in range(6):
+                module.register_buffer(f"b{i}", torch.zeros(64, 1024))
+            assert manager.restore(Job(module), step=step, verify="full", random=False).extra == {"step": step}
+            assert all(torch.equal(each, torch.full_like(each, step)) for each in module.buffers())
+    manager.save(committed + 100, Job(module))
+    assert not manager.ignored()
+
+
+def test_retention_keeps_the_newest_and_the_best(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=2, best="loss")
+    for step, loss in enumerate([3.0, 1.0, float("nan"), 2.0, 2.5], 1):
+        manager.save(step, linear(), metrics={"loss": loss})
+    assert manager.steps() == [2, 4, 5] and manager.best() == 2 and manager.latest() == 5
+    assert CheckpointManager(tmp_path, best="+loss").best() == 5
+    assert (tmp_path / "LATEST").read_text() == "step-00000005\n"
+    assert os.readlink(tmp_path / "latest") == "step-00000005"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["LATEST", "latest", "step-00000002", "step-00000004", "step-00000005"]
+
+
+def test_a_step_is_not_saved_over_unless_told(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, linear(1))
+    with pytest.raises(CheckpointError, match="step 1 is saved already"):
+        manager.save(1, linear(2))
+    manager.save(1, linear(2), replace=True)
+    restored = linear(3)
+    manager.restore(restored)
+    assert torch.equal(restored.module.weight, linear(2).module.weight)
+    assert manager.steps() == [1] and not manager.ignored()
+
+
+def test_a_step_whose_replacement_died_comes_back(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, linear(1)).rename(tmp_path / "step-00000001.old-elsewhere-1-abcdef01")
+    (tmp_path / "step-00000002.tmp-elsewhere-1-abcdef01").mkdir()
+    (tmp_path / "step-00000009").mkdir()
+    assert manager.latest() is None and len(manager.ignored()) == 3
+    with pytest.raises(CheckpointError, match=r"(?s)no committed step.*step-00000009: it has no meshpar.json"):
+        manager.restore(linear())
+    manager.save(3, linear())
+    assert manager.steps() == [1, 3] and list(manager.ignored()) == [tmp_path / "step-00000009"]
+
+
+def test_every_and_wrong_arguments():
+    manager = CheckpointManager("x", every=10)
+    assert [step for step in range(1, 31) if manager.due(step)] == [10, 20, 30] and not CheckpointManager("x").due(10)
+    with pytest.raises(CheckpointError, match="keep must be at least 1"):
+        CheckpointManager("x", keep=0)
+    with pytest.raises(CheckpointError, match="given no metric"):
+        manager.best()
+
+
+def test_extra_must_be_plain_data_and_nothing_is_left_when_it_is_not(tmp_path):
+    with pytest.raises(CheckpointError, match=r"extra\.a must be plain data"):
+        CheckpointManager(tmp_path).save(1, linear(), extra={"a": {1, 2}})
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_disk_too_full_is_noticed_before_writing(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 20}))
+    with pytest.raises(CheckpointError, match="GB free; this step needs"):
+        CheckpointManager(tmp_path).save(1, linear())
+    assert not any(tmp_path.iterdir())
+
+
+# Restore
+
+
+def test_all_that_does_not_fit_is_told_at_once_and_nothing_changed(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    saved = nn.ModuleDict({"same": nn.Linear(2, 2), "wide": nn.Linear(2, 3, bias=False), "low": nn.Linear(1, 1, bias=False).bfloat16()})
+    saved["gone"] = nn.Linear(1, 1, bias=False)
+    job = Job(saved)
+    manager.save(1, job, torch.optim.SGD(saved.parameters(), lr=0.1))
+    other = Job(
+        nn.ModuleDict(
+            {"same": nn.Linear(2, 2), "wide": nn.Linear(2, 4, bias=False), "low": nn.Linear(1, 1, bias=False), "new": nn.Linear(1, 1)}
+        )
+    )
+    before = {name: value.clone() for name, value in other.module.state_dict().items()}
+    with pytest.raises(CheckpointError) as raised:
+        manager.restore(other, torch.optim.AdamW(other.module.parameters()))
+    for line in (
+        "wrong shape: model.wide.weight is (4, 2) here and (3, 2) in the checkpoint",
+        "wrong dtype: model.low.weight is torch.float32 here and torch.bfloat16 in the checkpoint; cast=True converts it",
+        "missing: model.new.weight, (1, 1)",
+        "missing: model.new.bias, (1,)",
+        "unexpected: model.gone.weight",
+        "parameter group 0 holds only here: new.bias, new.weight",
+        "parameter group 0 holds only in the checkpoint: gone.weight",
+        "optimizer: AdamW here and SGD in the checkpoint",
+    ):
+        assert line in str(raised.value)
+    assert all(torch.equal(before[name], value) for name, value in other.module.state_dict().items())
+
+
+def test_cast_and_partial_are_explicit(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    job = linear(1)
+    manager.save(1, job)
+    low = Job(nn.Linear(3, 2, bias=False).bfloat16())
+    with pytest.raises(CheckpointError, match="wrong dtype"):
+        manager.restore(low, partial=True)
+    with pytest.raises(CheckpointError, match="partial=True restores what fits"):
+        manager.restore(low, cast=True)
+    assert manager.restore(low, cast=True, partial=True).skipped == ("unexpected: model.bias",)
+    assert torch.equal(low.module.weight, job.module.weight.bfloat16())
+
+
+def test_random_state_goes_on_where_it_was(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, linear())
+    want = torch.rand(3), random.random()
+    torch.manual_seed(9)
+    assert manager.restore(linear(5)).random == "restored"
+    assert torch.equal(torch.rand(3), want[0]) and random.random() == want[1]
+    state = torch.get_rng_state()
+    assert manager.restore(Job(nn.Linear(3, 2)), random=False).random == "kept"
+    assert not torch.equal(torch.get_rng_state(), state), "building the module drew numbers"
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.LBFGS])
+def test_optimizers_of_all_sorts_go_on_bitwise(tmp_path, make):
+    manager = CheckpointManager(tmp_path)
+    job = linear(1)
+    options = {"momentum": 0.5} if make is torch.optim.SGD else {}
+    optimizer = make(job.module.parameters(), lr=0.1, **options)
+
+    def loss():
+        optimizer.zero_grad()
+        value = (job.module(torch.ones(1, 3)) ** 2).sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    if make is torch.optim.LBFGS:  # keeps lists of tensors
+        with pytest.raises(CheckpointError, match="must be plain data"):
+            manager.save(1, job, optimizer)
+        return
+    manager.save(1, job, optimizer)
+    optimizer.step(loss)
+    want = job.module.weight.detach().clone()
+    job = linear(2)
+    optimizer = make(job.module.parameters(), lr=0.3, **options)
+    manager.restore(job, optimizer)
+    optimizer.step(loss)
+    assert torch.equal(job.module.weight, want)
+
+
+def test_a_learning_rate_in_a_tensor_is_set_in_place(tmp_path):
+    job = linear()
+    CheckpointManager(tmp_path).save(1, job, torch.optim.AdamW(job.module.parameters(), lr=0.25))
+    rate = torch.tensor(0.0)
+    optimizer = torch.optim.AdamW(job.module.parameters(), lr=rate)
+    CheckpointManager(tmp_path).restore(job, optimizer)
+    assert optimizer.param_groups[0]["lr"] is rate and rate == 0.25
+
+
+def test_state_of_parameters_without_updates_is_none_after_restore(tmp_path):
+    job = linear(1)
+    CheckpointManager(tmp_path).save(1, job, torch.optim.AdamW(job.module.parameters()))
+    optimizer = stepped(job)
+    CheckpointManager(tmp_path).restore(job, optimizer)
+    assert not optimizer.state
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"build it after plan\.apply"):
+        CheckpointManager(tmp_path).save(1, linear(), torch.optim.AdamW(nn.Linear(1, 1).parameters()))
+
+
+# Damage
+
+
+@pytest.mark.parametrize("level", ["size", "full"])
+def test_damage_is_named(tmp_path, level):
+    manager = CheckpointManager(tmp_path)
+    folder = manager.save(1, linear())
+    file = folder / "__0_0.distcp"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1])
+    with pytest.raises(CheckpointError, match=rf"__0_0.distcp: expected {len(data)} bytes, found {len(data) - 1}"):
+        manager.restore(linear(), verify=level)
+    file.write_bytes(data[:700] + bytes([data[700] ^ 1]) + data[701:])
+    if level == "full":
+        with pytest.raises(CheckpointError, match=r"__0_0.distcp: expected the CRC-32"):
+            manager.restore(linear(), verify="full")
+        with pytest.raises(CheckpointError, match=r"__0_0.distcp: expected the CRC-32"):
+            export_safetensors(folder, tmp_path / "hf", verify="full")
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp: No such file"):
+        manager.restore(linear(), verify=level)
+
+
+class Attack:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path):
+    folder = CheckpointManager(tmp_path / "run").save(1, linear())
+    (folder / ".metadata").write_bytes(pickle.dumps(Attack(tmp_path / "owned")))
+    with pytest.raises(CheckpointError, match=r"it names posix\.system, which no checkpoint needs"):
+        DistributedCheckpoint(folder)
+    with pytest.raises(CheckpointError):
+        CheckpointManager(tmp_path / "run").restore(linear(), verify="none")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_metadata_that_leaves_a_part_out_or_points_elsewhere_is_refused(tmp_path):
+    dcp.save({"a": torch.ones(4), "b": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    good = metadata.state_dict_metadata["a"].chunks
+    metadata.state_dict_metadata["a"].chunks = []
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="the parts of 'a' hold 0 elements of 4"):
+        DistributedCheckpoint(tmp_path)
+    metadata.state_dict_metadata["a"].chunks = good
+    next(iter(metadata.storage_data.values())).relative_path = "../elsewhere.distcp"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="outside of the checkpoint's folder; refused"):
+        DistributedCheckpoint(tmp_path)
