@@ -3,15 +3,21 @@
 A plain module, a mesh and a list of passes; the same module comes back, training on that mesh, equal to one process.
 """
 
-from meshpar.errors import CheckpointError, LaunchError, LayoutError, MeshError, MeshparError, ParallelError, PlanError, RecipeError
-from meshpar.layout import ModelLayout
-from meshpar.loss import token_loss
-from meshpar.mesh import MeshSpec
-from meshpar.parallelized import Parallelized
-from meshpar.passes import ActivationCheckpoint, Compile, FullyShard, HybridShard, Pass, Replicate, Stage, TensorParallel
-from meshpar.plan import Plan
-from meshpar.runtime import distributed
-from meshpar.weights import WeightMap, WeightSource
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshpar.errors import CheckpointError, LaunchError, LayoutError, MeshError, MeshparError, ParallelError, PlanError, RecipeError
+    from meshpar.layout import ModelLayout
+    from meshpar.loss import token_loss
+    from meshpar.mesh import MeshSpec
+    from meshpar.parallelized import Parallelized
+    from meshpar.passes import ActivationCheckpoint, Compile, FullyShard, HybridShard, Pass, Replicate, Stage, TensorParallel
+    from meshpar.plan import Plan
+    from meshpar.runtime import distributed
+    from meshpar.weights import WeightMap, WeightSource
 
 __version__ = "0.1.0"
 
@@ -42,3 +48,30 @@ __all__ = [
     "distributed",
     "token_loss",
 ]
+
+_PASSES = ("ActivationCheckpoint", "Compile", "FullyShard", "HybridShard", "Pass", "Replicate", "Stage", "TensorParallel")
+_HOMES = {
+    "ModelLayout": "layout",
+    "token_loss": "loss",
+    "MeshSpec": "mesh",
+    "Parallelized": "parallelized",
+    "Plan": "plan",
+    "distributed": "runtime",
+    "WeightMap": "weights",
+    "WeightSource": "weights",
+    **dict.fromkeys(_PASSES, "passes"),
+    **{name: "errors" for name in __all__ if name.endswith("Error")},
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when first used (PEP 562): the command line's help must not wait for torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'meshpar' has no attribute {name!r}")
+    value = getattr(import_module(f"meshpar.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
