@@ -112,13 +112,13 @@ def group() -> Iterator[None]:
 
 
 def test_schedules_reach_their_marks() -> None:
-    linear = Schedule(name="linear", lr=1.0, steps=11, min_ratio=0.1)
+    linear = Schedule(name="linear", lr=1.0, steps=10, min_ratio=0.1)
     assert [linear.rate(0), linear.rate(5), linear.rate(10), linear.rate(99)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
-    cosine = Schedule(name="cosine", lr=2.0, steps=11, min_ratio=0.5)
+    cosine = Schedule(name="cosine", lr=2.0, steps=10, min_ratio=0.5)
     assert [cosine.rate(0), cosine.rate(5), cosine.rate(10)] == pytest.approx([2.0, 1.5, 1.0])
     step = Schedule(name="step", lr=1.0, steps=9, step_every=3, gamma=0.5)
     assert [step.rate(i) for i in range(7)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.25]
-    wsd = Schedule(name="wsd", lr=1.0, steps=11, decay_fraction=0.2)
+    wsd = Schedule(name="wsd", lr=1.0, steps=10, decay_fraction=0.2)
     assert [wsd.factor(i) for i in (0, 7, 8, 9, 10)] == pytest.approx([1, 1, 1, 0.5, 0])
     assert Schedule(name="constant", lr=3.0, steps=5).rate(4) == 3.0
 
@@ -132,7 +132,7 @@ def test_warm_up_grows_to_the_peak(name: str) -> None:
 def test_a_schedule_sets_every_group_also_a_tensor_rate() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:], "lr": torch.tensor(5.0)}], foreach=False)
-    assert Schedule(name="linear", lr=1.0, steps=3).apply(optimizer, 1) == 0.5
+    assert Schedule(name="linear", lr=1.0, steps=2).apply(optimizer, 1) == 0.5
     assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
 
 

@@ -46,7 +46,8 @@ class Console:
         """Show a record."""
         text, step = self._text(record), int(record["step"])
         if self._progress is None:
-            self._write(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}  eta {self._left(step)}")
+            left = f"  eta {self._left(step)}" if "train/loss" in record else ""
+            self._write(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}{left}")
         elif "val/loss" in record:
             self._progress.console.print(f"step {step}: {text}", highlight=False)
         else:

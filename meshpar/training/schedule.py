@@ -19,7 +19,7 @@ class Schedule:
     """The learning rate of every step.
 
     Attributes:
-        name: ``constant``, ``linear`` or ``cosine`` (both down to ``min_ratio`` at the last step), ``step`` (times ``gamma`` every
+        name: ``constant``, ``linear`` or ``cosine`` (both reach ``min_ratio`` when the last step is done), ``step`` (times ``gamma`` every
             ``step_every`` steps, as StepLR) or ``wsd`` (warm-up, stable, then linear decay over the last ``decay_fraction``;
             Hu et al., MiniCPM, 2024).
         lr: the peak learning rate.
@@ -92,7 +92,7 @@ def scaled_rate(lr: float, mode: str, data_size: int) -> float:
 
 
 def _progress(schedule: Schedule, step: int) -> float:
-    return min(1.0, step / max(1, schedule.steps - schedule.warmup_steps - 1))
+    return min(1.0, step / max(1, schedule.steps - schedule.warmup_steps))
 
 
 def _constant(schedule: Schedule, step: int) -> float:
