@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from meshpar.models import Transformer, TransformerConfig
 
 import meshpar
 from meshpar import FullyShard, MeshparError, Parallelized, Plan, RecipeError, TensorParallel
+from meshpar.models import Transformer, TransformerConfig
 from meshpar.passes.random import mix
 from meshpar.testing import on_ranks, whole
 from meshpar.training.console import Console
