@@ -64,8 +64,9 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return the file's text."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, indent=1)
+        """Return the file's text, an entry a line."""
+        entries = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items()) + "\n}\n"
 
 
 def read_manifest(folder: Path) -> Manifest:

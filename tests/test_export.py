@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import meshpar
-from meshpar.checkpoints import CheckpointManager, Safetensors, export_safetensors, write_safetensors
+from meshpar.checkpoints import CheckpointManager, Safetensors, export_module, export_safetensors, write_safetensors
 from meshpar.errors import CheckpointError
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.testing import on_ranks
@@ -37,6 +39,8 @@ def save_all(root: str) -> None:
     for name in MODELS:
         par = build(name, "dp_replicate=2,dp_shard=1,tp=2").materialize(seed=3)
         CheckpointManager(Path(root) / name).save(1, par)
+        if name == "llama":
+            export_module(par, Path(root) / "live")
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +85,13 @@ def test_tied_weights_are_exported_once_and_config_tells_dtype(runs, tmp_path):
     assert "lm_head.weight" not in loaded and "model.embed_tokens.weight" in loaded
     assert {each.dtype for each in loaded.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_live_module_exports_as_its_checkpoint_does(runs, tmp_path):
+    export_safetensors(runs / "llama" / "latest", tmp_path / "hf")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (runs / "live" / name).read_bytes()
+    assert not list(runs.glob(".*"))
 
 
 def test_tokenizer_files_come_along_and_its_weights_do_not(runs, tmp_path):
@@ -194,3 +205,16 @@ def test_missing_files_and_names_are_named(tmp_path):
             Safetensors(tmp_path)
     with pytest.raises(CheckpointError, match="no such file or folder"):
         Safetensors(tmp_path / "absent")
+
+
+def test_an_export_does_not_load_torch_distributed_checkpoint(runs, tmp_path):
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+from meshpar.checkpoints import export_safetensors
+export_safetensors({str(runs / "llama")!r}, {str(tmp_path / "hf")!r})
+slow = ("torch.distributed.checkpoint", "torch.distributed.tensor", "numpy", "safetensors")
+loaded = [name for name in set(sys.modules) - before if name.startswith(slow)]
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

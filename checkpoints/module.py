@@ -1,0 +1,61 @@
+"""Export of a live model: a checkpoint beside the target, exported and removed."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from meshpar.checkpoints.export import Progress, export_safetensors
+from meshpar.checkpoints.job import Job
+from meshpar.checkpoints.ranks import Ranks
+from meshpar.checkpoints.saving import Saving
+from meshpar.checkpoints.steps import Steps
+
+
+def export_module(
+    par: Job,
+    dst: str | Path,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = 5 << 30,
+    tokenizer: str | Path | None = None,
+    progress: Progress | None = None,
+    *,
+    overwrite: bool = False,
+    timeout_s: float = 1800.0,
+) -> Path:
+    """Export a module that lives on a mesh, without gathering it in memory; needs twice the model's size on the disk for a while.
+
+    Collective: every rank calls it, with the same ``dst`` on a file system that all share.
+
+    Args:
+        par: the module and its mesh.
+        dst, dtype, max_shard_size, tokenizer, progress, overwrite: as for :func:`export_safetensors`.
+        timeout_s: how long a rank waits for the others within one step, in seconds.
+
+    Returns:
+        ``dst``.
+
+    Raises:
+        CheckpointError: on every rank, when any of them fails.
+    """
+    ranks = Ranks(timeout_s)
+    target = Path(dst)
+    root = ranks.share("exporting", lambda: _make_beside(target))
+    try:
+        steps = Steps(root)
+        folder = ranks.share("exporting", lambda: steps.begin(0, replace=False))
+        step = Saving(ranks, folder, par, None, {"step": 0, "extra": {}, "metrics": {}}, None).run(steps)
+        return ranks.share(
+            "exporting", lambda: export_safetensors(step, target, dtype, max_shard_size, tokenizer, progress, overwrite=overwrite)
+        )
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(root)
+
+
+def _make_beside(target: Path) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f".{target.name}.export-", dir=target.parent))
