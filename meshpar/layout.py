@@ -31,7 +31,7 @@ class ModelLayout:
         weights: the model's names and shapes <-> those of its published form (Hugging Face's).
         config: the contents of ``config.json`` that an export needs; empty where there is no such form.
         hidden_inputs: keyword names under which a ``region`` may receive its hidden states.
-        refusals: technique (``"tp"``) -> why this model cannot take it and what would work.
+        refusals: technique (``"tp"``, ``"recompute"``) -> why this model cannot take it and what would work.
     """
 
     blocks: tuple[str, ...] = ()

@@ -70,7 +70,7 @@ class Parallelized:
         """Give a module that was built on meta its memory and values, and return self.
 
         Args:
-            seed: draw the initial weights; for a seed they are the same on every mesh (and device type), bit for bit.
+            seed: draw the initial weights; for a seed they are the same on every mesh, bit for bit (CPU and GPU draw different ones).
             weights: read them, each rank its own part, by the module's names or those of ``layout.weights``.
 
         Raises:

@@ -45,6 +45,8 @@ class ActivationCheckpoint:
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from block_problems(self.name, module, layout, self.blocks)
+        if "recompute" in layout.refusals:
+            yield layout.refusals["recompute"]
         if self.mode not in ("full", "selective"):
             yield f"ActivationCheckpoint(mode={self.mode!r}) is not known; use 'full' or 'selective', or give a policy"
         if self.every < 1:

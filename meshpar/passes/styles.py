@@ -386,7 +386,11 @@ def _sum_gradients(module: nn.Module, context: Context) -> None:
 
 
 def _with_scale(module: nn.Module, lookup: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    scale = getattr(module, "embed_scale", None)
-    if scale is None:
+    if getattr(module, "embed_scale", None) is None:
         raise PlanError([f"{type(module).__name__} has a forward of its own, which a split by vocabulary rows would skip; leave it out of the table"])
-    return lambda tokens: lookup(tokens) * (scale.to(module.weight.dtype) if isinstance(scale, Tensor) else scale)
+
+    def forward(tokens: Tensor) -> Tensor:
+        scale = module.embed_scale
+        return lookup(tokens) * (scale.to(module.weight.dtype) if isinstance(scale, Tensor) else scale)
+
+    return forward
