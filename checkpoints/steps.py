@@ -55,7 +55,8 @@ class Steps:
     def begin(self, step: int, *, replace: bool) -> Path:
         """Make the temporary folder of a new step; raises CheckpointError where the step is saved already, unless ``replace``."""
         if self.path(step).exists() and not replace:
-            raise CheckpointError(f"step {step} is saved already in {self.path(step)}; save another step, or pass replace=True")
+            what = "is saved already" if step in self.committed() else "cannot be saved: something that is no checkpoint is"
+            raise CheckpointError(f"step {step} {what} in {self.path(step)}; save another step, or pass replace=True")
         self.root.mkdir(parents=True, exist_ok=True)
         temporary = self._leftover(step, "tmp")
         temporary.mkdir()

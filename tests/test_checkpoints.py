@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import meshpar
 from meshpar.checkpoints import CheckpointManager
 from meshpar.layout import ModelLayout
+from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import on_ranks
 
 ROWS = (12, 10, 6, 5, 1)
@@ -189,3 +191,49 @@ def one_process(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def parallelized(mesh: str, passes: list, seed: int) -> tuple[meshpar.Parallelized, torch.optim.Optimizer]:
+    config = TransformerConfig(vocab_size=32, dim=16, layers=2, heads=4, hidden=24, tied=True, dropout=0.1)
+    with torch.device("meta"):
+        model = Transformer(config)
+    par = meshpar.Plan(mesh, passes).apply(model).materialize(seed=seed)
+    par.manual_seed(seed)
+    return par, torch.optim.AdamW(par.module.parameters(), lr=1e-2, fused=True)
+
+
+def go_on(par: meshpar.Parallelized, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for step in range(3):
+        ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(step))
+        loss = par.module(ids, labels=ids).loss
+        loss.backward()
+        par.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@on_ranks(4)
+def resume(root: str) -> None:
+    hybrid = "dp_shard=2,tp=2", [meshpar.TensorParallel(), meshpar.FullyShard()]
+    par, optimizer = parallelized(*hybrid, seed=1)
+    go_on(par, optimizer)
+    manager = CheckpointManager(root)
+    manager.save(3, par, optimizer)
+    want = go_on(par, optimizer)
+    values = {name: full(tensor) for name, tensor in par.module.state_dict().items()}
+    par, optimizer = parallelized(*hybrid, seed=2)
+    assert manager.restore(par, optimizer).random == "restored"
+    assert go_on(par, optimizer) == want
+    assert_same(values, {name: full(tensor) for name, tensor in par.module.state_dict().items()})
+    par, optimizer = parallelized("dp_replicate=2,dp_shard=2", [meshpar.HybridShard()], seed=3)
+    assert manager.restore(par, optimizer).random == "derived"
+    par.module.eval()
+    par.check_replicas()
+    go_on(par, optimizer)
+
+
+def test_training_with_dropout_resumes_bitwise_on_the_same_mesh_and_goes_on_on_another(tmp_path):
+    resume(str(tmp_path))
