@@ -74,6 +74,7 @@ def fail_on_one_rank(root: str) -> None:
         dist.all_gather_object(messages, str(raised.value))
         assert len(set(messages)) == 1 and "failed on 1 of 3 ranks" in messages[0], messages
         assert manager.steps() == [1] and not manager.ignored()
+        dist.barrier()
     manager.save(2, linear(2))
     other = linear(3, bias=dist.get_rank() != 1)
     before = other.module.weight.detach().clone()
