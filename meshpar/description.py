@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes.base import find_blocks
+from meshpar.patterns import class_name
 from meshpar.placements import local_tensor
 
 ADAM_STATE_TENSORS = 2
@@ -116,7 +117,7 @@ def describe(module: nn.Module, layout: ModelLayout, spec: MeshSpec, title: str)
         rows.setdefault(block, []).append(row)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     return Description(
-        title=f"{type(module).__name__} on {spec or 'one process'}: {title}",
+        title=f"{class_name(module)} on {spec or 'one process'}: {title}",
         rows=tuple(_fold(rows)),
         parameters=parameters,
         parameter_bytes=stored,

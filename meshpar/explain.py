@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.errors import MeshparError, ParallelError
+from meshpar.patterns import class_name
 
 _CAUSES = (
     (
@@ -61,7 +62,7 @@ def _told(error: Exception, root: nn.Module, plan_text: str) -> str | None:
     name, culprit, line = _innermost(error.__traceback__, root)
     cause, remedy = found
     return (
-        f"{name or 'the outermost module'} ({type(culprit).__name__}) failed under {plan_text}: {text.splitlines()[0]}\n"
+        f"{name or 'the outermost module'} ({class_name(culprit)}) failed under {plan_text}: {text.splitlines()[0]}\n"
         f"  at: {line}\n"
         f"  holds: {_placements(culprit)}\n"
         f"  likely cause: {cause}\n"

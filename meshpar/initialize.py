@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.passes.random import mix
+from meshpar.patterns import class_name
 from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.weights import WeightSource
 
@@ -138,7 +139,7 @@ def _run(
         ]
     if missed:
         raise LayoutError(
-            f"{name or type(child).__name__} ({type(child).__name__}) has no initialisation for {', '.join(missed)}; give the class a "
+            f"{name or class_name(child)} ({class_name(child)}) has no initialisation for {', '.join(missed)}; give the class a "
             "reset_parameters() that fills them, or pass ModelLayout(init=...), or build the model with weights instead of on meta"
         )
     for key, value in whole.items():

@@ -40,7 +40,7 @@ def _sharded_sum(logits: DTensor, labels_N: torch.Tensor, ignore_index: int) -> 
     local = logits.to_local()
     rows = -(-logits.shape[-1] // mesh.size())
     start = min(mesh.get_local_rank() * rows, logits.shape[-1])
-    return _VocabularyParallelLoss.apply(local.reshape(-1, local.shape[-1]), labels_N, start, ignore_index, mesh.get_group())
+    return _VocabularyParallelLoss.apply(local.flatten(0, -2), labels_N, start, ignore_index, mesh.get_group())
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):

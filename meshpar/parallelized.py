@@ -19,6 +19,7 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes.base import Stage
 from meshpar.passes.random import mix
+from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, sharded_axes
 from meshpar.replicas import check_equal
 from meshpar.weights import WeightSource
@@ -142,7 +143,7 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
-        count = torch.as_tensor(tokens, dtype=torch.float32, device=self.device).clone()
+        count = torch.zeros((), device=self.device) + tokens
         return self.data_size / self.data_sum(count).clamp(min=1.0)
 
     def data_sum(self, values: Tensor) -> Tensor:
@@ -219,7 +220,7 @@ class Parallelized:
         return describe(self.module, self.layout, self.spec, str(self.plan))
 
     def __repr__(self) -> str:
-        return f"Parallelized({type(self.module).__name__}, {self.plan})"
+        return f"Parallelized({class_name(self.module)}, {self.plan})"
 
 
 def _whole_gradient(parameter: Tensor) -> Tensor | None:

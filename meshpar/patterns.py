@@ -31,3 +31,11 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     collapsed = dict.fromkeys(".".join("*" if part.isdigit() else part for part in each.split(".")) for each in known if each)
     wanted = ".".join("*" if part.isdigit() else part for part in name.split("."))
     return difflib.get_close_matches(wanted, collapsed, n=count, cutoff=0.3)
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of the module's class as its author wrote it; FSDP2 puts a class of its own before it."""
+    kind = type(module)
+    while hasattr(kind, "set_requires_gradient_sync") and len(kind.__bases__) > 1:
+        kind = kind.__bases__[-1]
+    return kind.__name__

@@ -70,8 +70,12 @@ def block_problems(owner: str, module: nn.Module, layout: ModelLayout, override:
     """Yield the patterns of blocks that match nothing; ``owner`` is the pass that asks."""
     source = "layout block" if override is None else f"{owner}(blocks=...)"
     for pattern in override if override is not None else layout.blocks:
-        if not _matching(module, pattern):
+        found = _matching(module, pattern)
+        if not found:
             yield unmatched(f"{source} {pattern!r}", pattern, module)
+        for name, child in found.items():
+            if isinstance(child, nn.ModuleList | nn.ModuleDict):
+                yield f"{source} {pattern!r} matches {name}, a {type(child).__name__}, which is never called itself; name what is in it: '{name}.*'"
     if override is None and not layout.blocks:
         yield f"{owner} works block by block and the layout names none; give ModelLayout(blocks=...) or {owner}(blocks=...)"
 

@@ -107,22 +107,26 @@ class Region:
         """Nothing of its own is split."""
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        def prepare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Not a forward hook: recomputation and FSDP2 hook the same module, and their hooks must see the input as it came.
+        inner = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
             if args and isinstance(args[0], Tensor):
-                self._begin(module, args[0], context)
-                return (context.enter(args[0]), *args[1:]), kwargs
-            for key in context.inputs:
-                if isinstance(kwargs.get(key), Tensor):
-                    self._begin(module, kwargs[key], context)
-                    return args, kwargs | {key: context.enter(kwargs[key])}
-            raise PlanError([f"{name} got no hidden states: expected a tensor first or as one of {context.inputs}; name it in layout.hidden_inputs"])
+                key, x = None, args[0]
+            else:
+                key = next((key for key in context.inputs if isinstance(kwargs.get(key), Tensor)), None)
+                if key is None:
+                    wanted = " or ".join(context.inputs)
+                    raise PlanError([f"{name} got no hidden states: expected a tensor first, or as {wanted}; name it in layout.hidden_inputs"])
+                x = kwargs[key]
+            self._begin(module, x, context)
+            try:
+                entered = context.enter(x)
+                return inner(entered, *args[1:], **kwargs) if key is None else inner(*args, **kwargs | {key: entered})
+            finally:
+                self.end()
 
-        def finish(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self.end()
-
-        module.register_forward_pre_hook(prepare, with_kwargs=True)
-        if context.dropout and not context.sequence_parallel:
-            module.register_forward_hook(finish, always_call=True)
+        module.forward = forward
 
     def _begin(self, module: nn.Module, x: Tensor, context: Context) -> None:
         if context.dropout and module.training and not context.sequence_parallel:

@@ -1,0 +1,83 @@
+"""MeshSpec: reading, order, sizes, topology."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from meshpar import MeshError, MeshSpec
+
+
+def test_text_and_keywords_are_the_same_mesh():
+    text = MeshSpec("tp=4, dp_replicate=2,dp_shard=-1")
+    assert text == MeshSpec(dp_shard=-1, tp=4, dp_replicate=2)
+    assert str(text) == "dp_replicate=2,dp_shard=-1,tp=4"
+    assert hash(text) == hash(MeshSpec(str(text)))
+    assert pickle.loads(pickle.dumps(text)) == text
+
+
+def test_the_open_axis_takes_what_is_left():
+    assert dict(MeshSpec("dp_replicate=2,dp_shard=-1,tp=4").resolve(32).axes) == {"dp_replicate": 2, "dp_shard": 4, "tp": 4}
+
+
+def test_five_axes_and_strangers_outermost():
+    spec = MeshSpec("tp=2,ep=3,dp_shard=2,dp_replicate=2,pp=1")
+    assert list(spec.axes) == ["ep", "pp", "dp_replicate", "dp_shard", "tp"]
+    assert spec.resolve(24).size == 24
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp_shard", "cannot read 'dp_shard'"),
+        ("dp_shard=x", "cannot read 'dp_shard=x'"),
+        ("dp_shard=2,dp_shard=4", "appears twice"),
+        ("dp_shard=0", "size 0"),
+        ("dp_shard=-2", "size -2"),
+        ("dp_shard=-1,tp=-1", "only one axis may be -1"),
+        ("a=1,b=1,c=1,d=1,e=1,f=1", "at most 5 axes"),
+    ],
+)
+def test_wrong_texts_are_refused(text, message):
+    with pytest.raises(MeshError, match=message):
+        MeshSpec(text)
+
+
+def test_text_and_keywords_together_are_refused():
+    with pytest.raises(MeshError, match="keep one"):
+        MeshSpec("tp=2", dp_shard=2)
+
+
+def test_sizes_that_do_not_fit_the_world_are_refused():
+    with pytest.raises(MeshError, match=r"mesh dp_shard=4,tp=2 needs 8 ranks, got 6"):
+        MeshSpec("dp_shard=4,tp=2").resolve(6)
+    with pytest.raises(MeshError, match="6 ranks cannot be divided by the 4"):
+        MeshSpec("dp_shard=-1,tp=4").resolve(6)
+
+
+def test_auto_keeps_shards_in_a_node_and_replicas_across():
+    assert str(MeshSpec.auto(32, 8)) == "dp_replicate=4,dp_shard=8"
+    assert str(MeshSpec.auto(32, 8, tp=4)) == "dp_replicate=4,dp_shard=2,tp=4"
+    with pytest.raises(MeshError, match="do not fill nodes"):
+        MeshSpec.auto(12, 8)
+    with pytest.raises(MeshError, match="tp=3 does not divide"):
+        MeshSpec.auto(16, 8, tp=3)
+
+
+def test_which_axes_span_nodes():
+    spec = MeshSpec("dp_replicate=2,dp_shard=4,tp=2", ranks_per_node=8)
+    assert [axis for axis in spec.axes if spec.spans_nodes(axis)] == ["dp_replicate"]
+    assert MeshSpec("dp_shard=2,tp=4", ranks_per_node=2).spans_nodes("tp")
+    assert not MeshSpec("dp_shard=2,tp=4").spans_nodes("tp")
+
+
+def test_coordinates_are_row_major():
+    spec = MeshSpec("dp_replicate=2,dp_shard=3,tp=2")
+    places = [tuple(spec.coordinates(rank).values()) for rank in range(12)]
+    assert places == [(r, s, t) for r in range(2) for s in range(3) for t in range(2)]
+
+
+def test_a_spec_does_not_change():
+    with pytest.raises(AttributeError):
+        MeshSpec("tp=2").axes = {}

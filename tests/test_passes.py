@@ -1,0 +1,131 @@
+"""The knobs of the passes, each against one process; sizes that do not divide; compiled; and what mixed precision keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models_for_parity import VOCAB, gpt2, transformer
+
+from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, Plan, Replicate, TensorParallel
+from meshpar.placements import local_tensor
+from meshpar.testing import assert_parity, on_ranks, random_tokens, token_loss_sum, token_steps
+
+SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
+
+
+def save_products(ctx, op, *args, **kwargs):
+    policy = torch.utils.checkpoint.CheckpointPolicy
+    return policy.MUST_SAVE if op is torch.ops.aten.mm.default else policy.PREFER_RECOMPUTE
+
+
+KNOBS = {
+    "offload": [FullyShard(offload="cpu")],
+    "prefetch-2": [FullyShard(prefetch_forward=2, prefetch_backward=2)],
+    "prefetch-none": [FullyShard(prefetch_backward=0)],
+    "one-unit": [FullyShard(min_params=10**6)],
+    "by-class-name": [FullyShard(blocks=("Layer",))],
+    "selective": [ActivationCheckpoint(mode="selective"), FullyShard()],
+    "every-second": [ActivationCheckpoint(every=2), FullyShard()],
+    "own-policy": [ActivationCheckpoint(policy=save_products), FullyShard()],
+    "compiled": [Compile(), FullyShard()],
+    "recomputed-and-compiled": [ActivationCheckpoint(), Compile(), FullyShard()],
+}
+
+
+@pytest.mark.parametrize("knob", KNOBS)
+def test_fsdp_knobs(knob):
+    fsdp_knob(knob)
+
+
+@on_ranks(2, timeout_s=170)
+def fsdp_knob(knob):
+    assert_parity(lambda: transformer(layers=3), "dp_shard=2", KNOBS[knob], token_steps(VOCAB, parts=2))
+
+
+@on_ranks(4)
+def test_reshard_to_a_smaller_group():
+    assert_parity(transformer, "dp_shard=4", [FullyShard(reshard_after_forward=2)], token_steps(VOCAB, parts=4))
+
+
+@on_ranks(2, timeout_s=170)
+def test_compiled_sequence_parallel():
+    assert_parity(lambda: transformer(qk_norm=True), "tp=2", [SEQUENCE, Compile()], token_steps(VOCAB, parts=2))
+
+
+@on_ranks(2)
+def test_selective_recomputation_under_tp():
+    assert_parity(transformer, "tp=2", [TensorParallel(), ActivationCheckpoint(mode="selective")], token_steps(VOCAB, parts=2))
+
+
+@on_ranks(3)
+def test_fsdp_rows_that_do_not_divide():
+    assert_parity(lambda: transformer(hidden=50, vocab_size=97), "dp_shard=3", [FullyShard()], token_steps(97, parts=3))
+
+
+@on_ranks(4)
+def test_tp_features_that_do_not_divide_and_empty_shards():
+    assert_parity(lambda: transformer(hidden=5, vocab_size=9, kv_heads=4), "tp=4", [SEQUENCE], token_steps(9, parts=2))
+    assert_parity(lambda: transformer(hidden=5, vocab_size=9, kv_heads=4), "tp=4", [TensorParallel()], token_steps(9, parts=2))
+
+
+@on_ranks(6)
+def test_fsdp_and_tp_sizes_that_do_not_divide():
+    assert_parity(lambda: transformer(hidden=51, vocab_size=97), "dp_shard=3,tp=2", [SEQUENCE, FullyShard()], token_steps(97, parts=3))
+
+
+@on_ranks(4)
+def test_replicate_and_tp_with_gpt2_of_odd_vocabulary():
+    assert_parity(lambda: gpt2(vocab_size=97), "dp_replicate=2,tp=2", [SEQUENCE, Replicate()], token_steps(97, parts=2))
+
+
+@on_ranks(4)
+def test_accumulation_that_reduces_each_time():
+    mesh, passes = "dp_replicate=2,dp_shard=2", [HybridShard()]
+    batches = [random_tokens(VOCAB, 2, 16, seed=n + 10 * torch.distributed.get_rank()) for n in range(3)]
+    grads = []
+    for reduce_each in (False, True):
+        par = Plan(mesh, passes).apply(on_meta(transformer)).materialize(seed=0)
+        for batch in par.accumulate(batches, reduce_each=reduce_each):
+            token_loss_sum(par.module, batch)[0].backward()
+        grads.append({name: local_tensor(p.grad) for name, p in par.module.named_parameters()})
+    for name, once in grads[0].items():
+        torch.testing.assert_close(grads[1][name], once, rtol=1e-5, atol=1e-5)
+
+
+def on_meta(build):
+    with torch.device("meta"):
+        return build()
+
+
+@on_ranks(2)
+def test_mixed_precision_computes_low_and_keeps_float32_masters():
+    passes = [FullyShard(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32, buffer_dtype=torch.bfloat16)]
+    module = on_meta(transformer)
+    module.register_buffer("counts", torch.ones(3))
+    module.norm.register_buffer("scale", torch.ones(3))
+    par = Plan("dp_shard=2", passes).apply(module)
+    assert module.counts.dtype == torch.bfloat16
+    del module.counts, module.norm.scale
+    par.materialize(seed=0)
+    optimizer = torch.optim.AdamW(par.module.parameters())
+    seen = []
+    par.module.layers[0].mlp.up.register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, out.dtype)))
+    logits = par.module(input_ids=random_tokens(VOCAB, 1, 8, seed=0)["input_ids"]).logits
+    assert seen == [(torch.bfloat16, torch.bfloat16)] and logits.dtype == torch.float32
+    logits.square().mean().backward()
+    optimizer.step()
+    for parameter in par.module.parameters():
+        assert parameter.dtype == parameter.grad.dtype == optimizer.state[parameter]["exp_avg"].dtype == torch.float32
+
+
+@on_ranks(2)
+def test_modules_of_the_layout_stay_in_float32_under_mixed_precision():
+    from dataclasses import replace
+
+    module = on_meta(transformer)
+    layout = replace(module.meshpar_layout(), fp32=("norm",))
+    par = Plan("dp_shard=2", [FullyShard(param_dtype=torch.bfloat16)]).apply(module, layout).materialize(seed=0)
+    seen = []
+    module.norm.register_forward_hook(lambda module, args, out: seen.append((module.weight.dtype, out.dtype)))
+    par.module(input_ids=random_tokens(VOCAB, 1, 8, seed=0)["input_ids"])
+    assert seen[0][0] == torch.float32

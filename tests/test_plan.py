@@ -1,0 +1,233 @@
+"""Plan.check finds every fault, says what to do, and touches nothing."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from meshpar import (
+    ActivationCheckpoint,
+    Compile,
+    FullyShard,
+    HybridShard,
+    LayoutError,
+    MeshSpec,
+    ModelLayout,
+    Plan,
+    PlanError,
+    Replicate,
+    Stage,
+    TensorParallel,
+    runtime,
+)
+from meshpar.models import Transformer, TransformerConfig
+
+
+def model(**options):
+    sizes = dict(vocab_size=96, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, max_positions=64)
+    with torch.device("meta"):
+        return Transformer(TransformerConfig(**sizes | options))
+
+
+def problems(mesh, passes, module=None, layout=None, world_size=8):
+    with pytest.raises(PlanError) as caught:
+        Plan(mesh, passes).check(module if module is not None else model(), layout, world_size)
+    return caught.value.problems
+
+
+def only(*args, **kwargs):
+    found = problems(*args, **kwargs)
+    assert len(found) == 1, found
+    return found[0]
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, width=8, tied=False, dtype=torch.float32):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
+        self.head = nn.Linear(width, width, bias=False, dtype=dtype)
+        if tied:
+            self.head.weight = self.layers[0].weight
+
+    def forward(self, x):
+        return self.head(self.layers[1](self.layers[0](x)))
+
+
+def test_a_right_plan_passes_and_resolves():
+    plan = Plan("dp_replicate=2,dp_shard=-1,tp=2", [TensorParallel(), ActivationCheckpoint(), Compile(), HybridShard()])
+    assert dict(plan.check(model(), world_size=8).axes) == {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+
+
+def test_an_unclaimed_axis():
+    text = only("dp_shard=4,tp=2", [FullyShard()])
+    assert text == (
+        "axis 'tp' (size 2) is claimed by no pass, so its ranks would repeat one another's work; add TensorParallel() or drop tp from the mesh"
+    )
+
+
+def test_an_axis_claimed_twice():
+    assert "axis 'dp_shard' is claimed by FullyShard and by HybridShard; keep one" in only(
+        "dp_replicate=2,dp_shard=4", [FullyShard(), HybridShard()]
+    )
+
+
+def test_an_absent_axis():
+    assert only("dp_shard=8", [TensorParallel(), FullyShard()]).startswith("TensorParallel needs axis 'tp', which the mesh (dp_shard=8) lacks")
+
+
+def test_passes_out_of_order():
+    text = only("dp_shard=4,tp=2", [FullyShard(), Compile(), ActivationCheckpoint(), TensorParallel()])
+    assert text.endswith("write TensorParallel -> ActivationCheckpoint -> Compile -> FullyShard")
+
+
+def test_a_layout_pattern_that_matches_nothing():
+    layout = ModelLayout(blocks=("layer.*",))
+    assert "layout block 'layer.*' matches no module; nearest names: layers.*" in only("dp_shard=8", [FullyShard()], TwoLayers(), layout)
+
+
+def test_a_star_does_not_cross_a_dot():
+    text = only("dp_shard=8", [FullyShard(blocks=("l*",))], TwoLayers(), ModelLayout())
+    assert "'l*' matches layers, a ModuleList, which is never called itself; name what is in it: 'layers.*'" in text
+    assert Plan("dp_shard=8", [FullyShard(blocks=("layers.*",))]).check(TwoLayers(), ModelLayout(), 8)
+
+
+def test_an_override_that_matches_nothing():
+    text = only("dp_shard=4,tp=2", [TensorParallel(styles={"layers.*.mlp.upp": "colwise"}), FullyShard()])
+    assert "'layers.*.mlp.upp' matches no module; nearest names: layers.*.mlp.up" in text
+
+
+def test_an_unknown_style():
+    assert "no tensor-parallel style 'columnwise'; there are colwise" in only(
+        "tp=8", [TensorParallel(styles={"head": "columnwise"})], model(heads=8, kv_heads=8)
+    )
+
+
+def test_a_large_parameter_that_nothing_splits():
+    module = model(vocab_size=1 << 20)
+    text = only("tp=2", [TensorParallel(styles={"embed": None})], module, world_size=2)
+    assert "embed.weight (1048576 x 32, 128 MiB) is split by no pass" in text
+
+
+def test_heads_that_the_axis_does_not_divide():
+    found = problems("tp=8", [TensorParallel()])
+    assert "layers.*.attn.q has 4 heads, which tp=8 does not divide; tp in 2, 4 would" in found
+    assert "layers.*.attn.k has 2 heads, which tp=8 does not divide; tp in 2 would" in found
+
+
+def test_mixed_dtypes_in_one_unit():
+    module = TwoLayers(dtype=torch.bfloat16)
+    layout = ModelLayout(blocks=("layers.0",))
+    text = only("dp_shard=8", [FullyShard()], module, layout)
+    assert "mixes dtypes: torch.float32 (layers.1.weight), torch.bfloat16 (head.weight)" in text
+
+
+def test_tied_parameters_in_two_units():
+    text = only("dp_shard=8", [FullyShard()], TwoLayers(tied=True), ModelLayout(blocks=("layers.*",)))
+    assert "tied parameters would land in two units: layers.0.weight in 'layers.0', head.weight in '(the outermost)'" in text
+
+
+def test_tied_parameters_of_which_one_is_split():
+    text = only("tp=2", [TensorParallel(styles={"head": None})], model(tied=True), world_size=2)
+    assert "embed.weight is tied to head.weight, but only embed.weight is split over tp" in text
+
+
+def test_a_tie_that_is_none():
+    text = only("dp_shard=8", [FullyShard()], TwoLayers(), ModelLayout(blocks=("layers.*",), tied=(("layers.0.weight", "head.weight"),)))
+    assert "one tensor, but the model holds them apart" in text
+
+
+def test_a_mesh_that_does_not_fit_is_one_of_the_problems():
+    found = problems("dp_shard=3,tp=2", [FullyShard(), TensorParallel()])
+    assert found[0].startswith("mesh dp_shard=3,tp=2 needs 6 ranks, got 8")
+    assert "out of order" in found[1]
+
+
+def test_every_problem_at_once_in_one_error():
+    passes = [FullyShard(reshard_after_forward=3, prefetch_forward=-1), TensorParallel(styles={"nothing.here": "colwise"})]
+    found = problems("dp_replicate=1,dp_shard=1,tp=8", passes)
+    kinds = ["out of order", "reshard_after_forward=3", "prefetch depths", "matches no module", "q has 4 heads", "k has 2 heads"]
+    assert [any(kind in text for text in found) for kind in kinds] == [True] * len(kinds)
+    with pytest.raises(PlanError, match=f"{len(found)} problems in this plan"):
+        Plan("dp_replicate=1,dp_shard=1,tp=8", passes).check(model(), world_size=8)
+
+
+def test_check_is_the_same_on_every_rank_and_touches_nothing():
+    module = model()
+    before = {name: id(parameter) for name, parameter in module.named_parameters()}
+    assert problems("tp=8", [TensorParallel()], module) == problems("tp=8", [TensorParallel()], module)
+    assert {name: id(parameter) for name, parameter in module.named_parameters()} == before
+    assert all(parameter.is_meta for parameter in module.parameters())
+
+
+def test_replicate_beside_shards_is_refused():
+    assert "use HybridShard()" in " ".join(problems("dp_replicate=2,dp_shard=4", [Replicate(), FullyShard()]))
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        ([FullyShard(param_dtype=torch.int8)], "is not a floating dtype"),
+        ([FullyShard(offload="disk")], "use 'cpu' or None"),
+        ([FullyShard(reshard_after_forward=5)], "must be a divisor of dp_shard=8"),
+        ([ActivationCheckpoint(mode="half"), FullyShard()], "use 'full' or 'selective'"),
+        ([ActivationCheckpoint(every=0), FullyShard()], "must be 1 or more"),
+    ],
+)
+def test_wrong_knobs(passes, message):
+    assert message in only("dp_shard=8", passes)
+
+
+def test_an_object_that_is_no_pass():
+    assert "is not a pass: it lacks name, stage, axes, problems, apply" in problems("dp_shard=8", [object()])[0]
+
+
+def test_a_module_that_nobody_describes():
+    with pytest.raises(PlanError, match="no layout describes Linear"):
+        Plan("dp_shard=8", [FullyShard()]).check(nn.Linear(2, 2), world_size=8)
+
+
+def test_a_layout_method_of_the_wrong_kind():
+    class Odd(nn.Linear):
+        def meshpar_layout(self):
+            return {"blocks": []}
+
+    with pytest.raises(PlanError, match="expected a ModelLayout"):
+        Plan("dp_shard=8", [FullyShard()]).check(Odd(2, 2), world_size=8)
+    assert issubclass(LayoutError, Exception)
+
+
+def test_an_axis_across_nodes_is_a_warning_with_its_cost(caplog):
+    with runtime.simulated(8), caplog.at_level(logging.WARNING, logger="meshpar"):
+        Plan(MeshSpec("dp_shard=4,tp=2", ranks_per_node=1), [TensorParallel(), FullyShard()]).apply(model())
+    assert "axis 'tp' (size 2) spans nodes of 1 ranks" in caplog.text and "four times a step" in caplog.text
+
+
+@dataclass
+class Renames:
+    name = "Renames"
+    stage = Stage.TENSOR
+    axes = ("tp",)
+
+    def problems(self, module, layout, mesh):
+        return iter(())
+
+    def apply(self, module, layout, mesh):
+        module.layers[0].attn.extra = nn.Linear(1, 1, device="meta")
+
+
+def test_a_pass_that_changes_names_is_caught():
+    with runtime.simulated(2), pytest.raises(Exception, match=r"Renames changed the names of parameters.*extra"):
+        Plan("tp=2", [Renames()]).apply(model())
+
+
+def test_apply_without_a_process_group():
+    with pytest.raises(Exception, match=r"with meshpar.distributed\(\)"):
+        Plan("", []).apply(model())
+
+
+def test_passes_and_plans_print_themselves():
+    assert str(Plan("dp_shard=4,tp=2", [TensorParallel(), FullyShard()])) == "dp_shard=4,tp=2 [TensorParallel -> FullyShard]"

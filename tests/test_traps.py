@@ -1,0 +1,283 @@
+"""The known traps of torch, each with a test that fails without its cure."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from models_for_parity import VOCAB, huggingface, transformer
+from torch import nn
+
+from meshpar import (
+    ActivationCheckpoint,
+    FullyShard,
+    HybridShard,
+    LayoutError,
+    MeshparError,
+    ModelLayout,
+    ParallelError,
+    Plan,
+    Replicate,
+    TensorParallel,
+)
+from meshpar.initialize import tied_names
+from meshpar.placements import held_by_this_rank, local_tensor
+from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
+
+
+def on_meta(build):
+    with torch.device("meta"):
+        return build()
+
+
+def alone(build, seed=0):
+    """The whole weights of one process for a seed."""
+    from meshpar.testing import _alone
+
+    return {name: whole(parameter) for name, parameter in _alone(build, None, seed).module.named_parameters()}
+
+
+MESHES = {
+    "replicate": ("dp_replicate=4", [Replicate()]),
+    "fsdp": ("dp_shard=4", [FullyShard()]),
+    "hsdp": ("dp_replicate=2,dp_shard=2", [HybridShard()]),
+    "fsdp-tp": ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]),
+    "replicate-tp": ("dp_replicate=2,tp=2", [TensorParallel(), Replicate()]),
+}
+
+
+@on_ranks(4)
+def test_initial_weights_do_not_depend_on_the_mesh_and_ties_hold():
+    for build in (lambda: transformer(vocab_size=97, tied=True), lambda: huggingface("Qwen3", tie_word_embeddings=True)):
+        expected = alone(build)
+        for mesh, passes in MESHES.values():
+            par = Plan(mesh, passes).apply(on_meta(build)).materialize(seed=0)
+            assert tied_names(par.module), "the head came untied"
+            for name, parameter in par.module.named_parameters():
+                assert torch.equal(whole(parameter), expected[name]), (mesh, name)
+                assert torch.equal(local_tensor(parameter).cpu(), expected[name][held_by_this_rank(parameter)]), (mesh, name)
+
+
+@on_ranks(4)
+def test_a_module_that_has_weights_keeps_exactly_those():
+    for mesh, passes in MESHES.values():
+        torch.manual_seed(7)
+        module = transformer(vocab_size=97, tied=True)
+        expected = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        par = Plan(mesh, passes).apply(module)
+        assert par.module is module
+        for name, parameter in module.named_parameters():
+            assert torch.equal(whole(parameter), expected[name]), (mesh, name)
+
+
+class Weights:
+    """A WeightSource over whole tensors, which counts what is read."""
+
+    def __init__(self, tensors):
+        self.tensors, self.elements = tensors, 0
+
+    def shapes(self):
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def read(self, name, index, out):
+        part = self.tensors[name][index]
+        self.elements += part.numel()
+        out.copy_(part)
+
+
+@on_ranks(4)
+def test_weights_from_a_source_each_rank_its_part():
+    build = lambda: transformer(vocab_size=97)  # noqa: E731
+    expected = alone(build, seed=3)
+    for mesh, passes in MESHES.values():
+        source = Weights(expected)
+        par = Plan(mesh, passes).apply(on_meta(build)).materialize(weights=source)
+        for name, parameter in par.module.named_parameters():
+            assert torch.equal(whole(parameter), expected[name]), (mesh, name)
+        assert source.elements == sum(local_tensor(parameter).numel() for parameter in par.module.parameters())
+
+
+@on_ranks(2)
+def test_weights_that_do_not_fit_are_all_named_before_any_is_read():
+    source = Weights(alone(transformer))
+    del source.tensors["norm.weight"]
+    source.tensors["head.weight"] = torch.zeros(3, 3)
+    par = Plan("dp_shard=2", [FullyShard()]).apply(on_meta(transformer))
+    with pytest.raises(MeshparError, match=r"missing: norm.weight \(32,\)\n.*shape of head.weight: expected \(96, 32\), got \(3, 3\)"):
+        par.materialize(weights=source)
+    assert source.elements == 0
+
+
+@on_ranks(4)
+def test_replicas_that_start_different_are_refused():
+    torch.manual_seed(dist.get_rank() // 2)
+    with pytest.raises(MeshparError, match=r"the weights handed to apply differ.*\n.*embed.weight: rank 0 against ranks \[2, 3\]"):
+        Plan("dp_replicate=2,dp_shard=2", [HybridShard()]).apply(transformer())
+
+
+@on_ranks(4)
+def test_check_replicas_names_the_parameter_and_the_ranks():
+    for mesh, passes, odd in (
+        ("dp_replicate=2,dp_shard=2", [HybridShard()], "rank 1 against ranks [3]"),
+        ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()], "rank 2 against ranks [3]"),
+    ):
+        par = Plan(mesh, passes).apply(on_meta(transformer)).materialize(seed=0)
+        par.check_replicas()
+        if dist.get_rank() == 3:
+            local_tensor(par.module.norm.weight)[-1] += 1e-7
+        with pytest.raises(MeshparError) as caught:
+            par.check_replicas()
+        assert str(caught.value).endswith(f"norm.weight: {odd}"), str(caught.value)
+
+
+class Rotating(nn.Module):
+    """A block with a table that no checkpoint holds."""
+
+    def __init__(self, resets=True):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        if resets:
+            self.reset_parameters = lambda: self.table.copy_(torch.arange(4.0))
+
+    def forward(self, x):
+        return self.linear(x) * self.table
+
+
+@on_ranks(2)
+def test_buffers_outside_the_state_dict_are_right_after_meta():
+    layout = ModelLayout(blocks=("0",))
+    for weights in ({"seed": 0}, {"weights": Weights({"0.linear.weight": torch.ones(4, 4), "0.linear.bias": torch.ones(4)})}):
+        module = on_meta(lambda: nn.Sequential(Rotating()))
+        Plan("dp_shard=2", [FullyShard()]).apply(module, layout).materialize(**weights)
+        assert torch.equal(module[0].table, torch.arange(4.0))
+    with pytest.raises(LayoutError, match=r"0 \(Rotating\) has no initialisation for table"):
+        Plan("dp_shard=2", [FullyShard()]).apply(on_meta(lambda: nn.Sequential(Rotating(resets=False))), layout).materialize(seed=0)
+
+
+@on_ranks(4)
+def test_gradient_norms_across_meshes_and_plain_tensors():
+    mesh, passes = MESHES["fsdp-tp"]
+    batch = random_tokens(VOCAB, 2, 16, seed=0)
+    for norm_type in (2.0, 1.0, math.inf):
+        single = transformer()
+        par = Plan(mesh, passes).apply(on_meta(transformer)).materialize(seed=0)
+        single.load_state_dict(alone(transformer))
+        for module in (single, par.module):
+            (token_loss_sum(module, batch)[0] / 32).backward()
+        expected = torch.nn.utils.clip_grad_norm_(single.parameters(), 0.01, norm_type)
+        got = par.clip_grad_norm_(0.01, norm_type)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
+        for name, parameter in single.named_parameters():
+            torch.testing.assert_close(whole(par.module.get_parameter(name).grad), parameter.grad, rtol=1e-4, atol=1e-7)
+    with pytest.raises(RuntimeError):
+        torch.nn.utils.clip_grad_norm_(par.module.parameters(), 1.0)
+
+
+@on_ranks(2)
+def test_a_rank_without_a_gradient_joins_the_norm_all_the_same():
+    par = Plan("dp_shard=2", [FullyShard()]).apply(on_meta(transformer)).materialize(seed=0)
+    assert float(par.clip_grad_norm_(1.0)) == 0.0
+
+
+class Masked(nn.Module):
+    """A block whose dropouts leave their masks behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False)
+        self.inside, self.outside = nn.Dropout(0.5), nn.Dropout(0.5)
+        self.masks = []
+
+    def forward(self, x):
+        hidden = self.inside(torch.ones_like(self.up(x))) * self.up(x)
+        out = self.down(hidden)
+        mask = self.outside(torch.ones_like(out))
+        self.masks.append((hidden.detach() == 0, mask == 0))
+        return x + mask * out
+
+
+MASKED = ModelLayout(blocks=("0",), tensor={"0": "region", "0.up": "colwise", "0.down": "rowwise"}, dropout=True)
+
+
+def gathered(tensor):
+    parts = [torch.empty_like(tensor, dtype=torch.uint8) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.to(torch.uint8).contiguous())
+    return parts
+
+
+@on_ranks(4)
+def test_dropout_differs_across_shards_and_agrees_where_activations_are_replicated():
+    par = Plan("dp_replicate=2,tp=2", [TensorParallel(), Replicate()]).apply(on_meta(lambda: nn.Sequential(Masked())), MASKED)
+    par.materialize(seed=0).manual_seed(5)
+    par.module(torch.randn(1, 16, 8))
+    inside, outside = (gathered(mask) for mask in par.module[0].masks[0])
+    assert not torch.equal(inside[0], inside[1]) and not torch.equal(inside[2], inside[3]), "shards drew the same mask"
+    assert torch.equal(outside[0], outside[1]) and torch.equal(outside[2], outside[3]), "replicated activations drew different masks"
+    assert not torch.equal(outside[0], outside[2]), "different data drew the same mask"
+    par.module(torch.randn(1, 16, 8))
+    assert not torch.equal(par.module[0].masks[1][0], par.module[0].masks[0][0]), "every step drew the same mask"
+
+
+@on_ranks(2)
+def test_recomputation_draws_the_same_masks_again():
+    par = Plan("tp=2", [TensorParallel(), ActivationCheckpoint()]).apply(on_meta(lambda: nn.Sequential(Masked())), MASKED)
+    par.materialize(seed=0).manual_seed(5)
+    # Two products of the output keep recomputation from stopping before the last dropout.
+    par.module(torch.randn(1, 16, 8)).square().sum().backward()
+    first, second = par.module[0].masks[:2]
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+class Careless(nn.Module):
+    """Code that knows nothing of shards: a weight used outside its module, or a head count of all ranks."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+        self.embed = nn.Embedding(16, 8)
+        self.q, self.o = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        if self.fault == "weight":
+            return x @ self.embed.weight.t()
+        heads = self.q(x).view(*x.shape[:2], 4, 2)
+        return self.o(heads.flatten(-2))
+
+
+CARELESS = ModelLayout(tensor={"0.embed": "vocab", "0.q": "colwise", "0.o": "rowwise"})
+
+
+@on_ranks(2)
+def test_errors_inside_a_parallel_module_say_where_why_and_what_to_do():
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    par = Plan("tp=2", [TensorParallel()]).apply(on_meta(lambda: nn.Sequential(Careless("weight"))), CARELESS).materialize(seed=0)
+    with pytest.raises(ParallelError) as caught:
+        par.module(tokens)
+    text = str(caught.value)
+    assert text.startswith("0 (Careless) failed under tp=2 [TensorParallel]: ")
+    assert "embed.weight (16, 8) as tp:S(0)" in text and "test_traps.py:" in text
+    assert "likely cause: a parameter that is split over the mesh is used outside its own module" in text
+    assert "remedy: call the module that owns the weight" in text
+    par = Plan("tp=2", [TensorParallel()]).apply(on_meta(lambda: nn.Sequential(Careless("heads"))), CARELESS).materialize(seed=0)
+    with pytest.raises(ParallelError) as caught:
+        par.module(tokens)
+    assert "counts on all heads or features where this rank holds its share" in str(caught.value)
+    assert "x.unflatten(-1, (-1, head_dim))" in str(caught.value)
+
+
+@on_ranks(2)
+def test_a_sequence_that_does_not_divide_is_refused_by_name():
+    par = Plan("tp=2", [TensorParallel(sequence_parallel=True)]).apply(on_meta(transformer)).materialize(seed=0)
+    with pytest.raises(MeshparError, match="sequence length 15 is not divided by tp=2"):
+        par.module(input_ids=random_tokens(VOCAB, 1, 15, seed=0)["input_ids"])
+
+
+@on_ranks(2)
+def test_materialize_takes_one_of_seed_and_weights():
+    par = Plan("dp_shard=2", [FullyShard()]).apply(on_meta(transformer))
+    with pytest.raises(MeshparError, match="either seed= or weights="):
+        par.materialize()
