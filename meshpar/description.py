@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -87,7 +87,8 @@ class Description:
         widths = [max(len(line[column]) for line in (head, *body)) for column in range(len(head))]
         lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in (head, *body)]
         totals = (
-            f"{self.parameters:,} parameters; this rank stores {_size(self.parameter_bytes)} of parameters, {_size(self.gradient_bytes)} of gradients, "
+            f"{self.parameters:,} parameters; this rank stores "
+            f"{_size(self.parameter_bytes)} of parameters, {_size(self.gradient_bytes)} of gradients, "
             f"{_size(self.optimizer_bytes)} of AdamW state and {_size(self.buffer_bytes)} of buffers: {_size(self.total_bytes)} in all, "
             "activations and gathered units aside"
         )
@@ -136,18 +137,7 @@ def _fold(rows: dict[str, list[Row]]) -> list[Row]:
     folded = []
     for names in kinds.values():
         title = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rpartition('.')[2]}"
-        for row in rows[names[0]]:
-            folded.append(
-                Row(
-                    block=title or "(outermost)",
-                    blocks=len(names),
-                    parameter=row.parameter,
-                    shape=row.shape,
-                    placements=row.placements,
-                    dtype=row.dtype,
-                    rank_bytes=row.rank_bytes,
-                )
-            )
+        folded += [replace(row, block=title or "(outermost)", blocks=len(names)) for row in rows[names[0]]]
     return folded
 
 

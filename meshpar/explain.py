@@ -20,7 +20,8 @@ _CAUSES = (
         "tensor-parallel table: TensorParallel(styles={{'{module}': None}})",
     ),
     (
-        r"is invalid for input of size|cannot be reshaped|must match the size|mat1 and mat2 shapes cannot be multiplied|sizes? .*(?:does|do) not match|"
+        r"is invalid for input of size|cannot be reshaped|must match the size|mat1 and mat2 shapes cannot be multiplied|"
+        r"sizes? .*(?:does|do) not match|"
         r"Expected size .* but got size|split_with_sizes expects",
         "the code counts on all heads or features where this rank holds its share of them",
         "take the count from the tensor: x.unflatten(-1, (-1, head_dim)) instead of x.view(batch, length, heads, head_dim)",

@@ -63,7 +63,10 @@ def from_seed(module: nn.Module, layout: ModelLayout, seed: int, device: torch.d
         if not own and not (fresh_buffers and _has_buffers(child)):
             continue
         done.update(map(id, own.values()))
-        with _whole_parameters(child, device) as whole, torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_kind(device)):
+        with (
+            _whole_parameters(child, device) as whole,
+            torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_kind(device)),
+        ):
             torch.manual_seed(mix(seed, zlib.crc32(name.encode())))
             _run(name, child, layout, whole, fresh_buffers)
             for key, parameter in own.items():

@@ -97,8 +97,8 @@ class MeshSpec:
         open_axis = next((name for name, size in self.axes.items() if size == -1), None)
         if open_axis is not None and world_size % known:
             raise MeshError(
-                f"mesh {self} leaves {open_axis!r} to be worked out, but {world_size} ranks cannot be divided by the {known} of the other axes; "
-                f"change one of them or start a multiple of {known} ranks"
+                f"mesh {self} leaves {open_axis!r} to be worked out, but {world_size} ranks cannot be divided by the {known} "
+                f"of the other axes; change one of them or start a multiple of {known} ranks"
             )
         if open_axis is None and known != world_size:
             raise MeshError(f"mesh {self} needs {known} ranks, got {world_size}; change one axis or set it to -1")

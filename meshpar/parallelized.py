@@ -48,9 +48,7 @@ class Parallelized:
         self, module: nn.Module, mesh: DeviceMesh, spec: MeshSpec, plan: Plan, layout: ModelLayout, device: torch.device, on_meta: bool
     ) -> None:
         self.module, self.mesh, self.spec, self.plan, self.layout, self.device = module, mesh, spec, plan, layout, device
-        self.data_axes = tuple(
-            axis for axis in spec.axes if any(axis in each.axes for each in plan.passes if each.stage == Stage.DATA)
-        )
+        self.data_axes = tuple(axis for axis in spec.axes if any(axis in each.axes for each in plan.passes if each.stage == Stage.DATA))
         self._fresh_buffers = on_meta
         self._place = spec.coordinates(dist.get_rank())
 

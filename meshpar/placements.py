@@ -54,4 +54,4 @@ def held_by_this_rank(tensor: Tensor) -> tuple[slice, ...]:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of ``tensor``, detached, sharing its memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -230,6 +230,6 @@ def _unsharded_problems(
         if name not in split and parameter.numel() >= LARGE_PARAMETER:
             shape = " x ".join(map(str, parameter.shape))
             yield (
-                f"{name} ({shape}, {parameter.numel() * parameter.element_size() / 2**20:.0f} MiB) is split by no pass, so every rank would hold "
-                "it whole; give its module a style in the tensor-parallel table, or add FullyShard() or HybridShard()"
+                f"{name} ({shape}, {parameter.numel() * parameter.element_size() / 2**20:.0f} MiB) is split by no pass, so every rank "
+                "would hold it whole; give its module a style in the tensor-parallel table, or add FullyShard() or HybridShard()"
             )

@@ -22,8 +22,8 @@ def _found(group: str) -> dict[str, EntryPoint]:
         other = found.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise MeshparError(
-                f"plugin {entry.name!r} of {group} is offered twice: {other.value} ({_package(other)}) and {entry.value} ({_package(entry)}); "
-                "uninstall one of these packages"
+                f"plugin {entry.name!r} of {group} is offered twice: {other.value} ({_package(other)}) "
+                f"and {entry.value} ({_package(entry)}); uninstall one of these packages"
             )
     return found
 
@@ -50,7 +50,9 @@ def plugin(group: str, name: str) -> Any:
     try:
         return found[name].load()
     except (ImportError, AttributeError) as error:
-        raise MeshparError(f"plugin {name!r} of {group} ({found[name].value}, {_package(found[name])}) cannot be imported: {error}") from error
+        raise MeshparError(
+            f"plugin {name!r} of {group} ({found[name].value}, {_package(found[name])}) cannot be imported: {error}"
+        ) from error
 
 
 def layout_for(module: nn.Module) -> ModelLayout:

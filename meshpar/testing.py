@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -35,7 +35,14 @@ from meshpar.plan import Plan
 
 P = ParamSpec("P")
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint", "meshpar", "meshpar.testing"]
+PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "meshpar",
+    "meshpar.testing",
+]
 
 
 class RankFailure(AssertionError):
@@ -66,7 +73,9 @@ def on_ranks(count: int, *, timeout_s: float = 90.0) -> Callable[[Callable[P, No
     return decorate
 
 
-def launch(module: str, qualname: str, count: int, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, timeout_s: float = 90.0) -> None:
+def launch(
+    module: str, qualname: str, count: int, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, timeout_s: float = 90.0
+) -> None:
     """Run ``module.qualname(*args, **kwargs)`` on ``count`` ranks; what :func:`on_ranks` does.
 
     Raises:
@@ -94,7 +103,7 @@ def launch(module: str, qualname: str, count: int, args: Sequence[Any] = (), kwa
 
 
 def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str) -> None:
-    waiting = {ours: rank for rank, (_, ours) in enumerate(started)}
+    waiting: dict[Any, int] = {ours: rank for rank, (_, ours) in enumerate(started)}
     failures: dict[int, str] = {}
     while waiting:
         # After a first failure the peers may fail because of it; the earliest report is the cause, others get a moment to arrive.
@@ -102,10 +111,11 @@ def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str
         ready = wait(list(waiting), timeout=max(0.0, left))
         if not ready:
             break
+        connection: Any
         for connection in ready:
-            rank = waiting.pop(connection)  # type: ignore[call-overload]
+            rank = waiting.pop(connection)
             try:
-                report = connection.recv()  # type: ignore[union-attr]
+                report = connection.recv()
             except EOFError:
                 started[rank][0].join(5)
                 report = f"rank {rank} ended without a word, exit code {started[rank][0].exitcode}"
@@ -119,7 +129,15 @@ def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str
 
 
 def _rank_main(
-    module: str, qualname: str, rank: int, count: int, store: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, report: Connection
+    module: str,
+    qualname: str,
+    rank: int,
+    count: int,
+    store: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout_s: float,
+    report: Connection,
 ) -> None:
     torch.set_num_threads(1)
     try:
@@ -246,8 +264,8 @@ def assert_parity(
 ) -> Parallelized:
     """Assert that training under a plan equals training in one process on the concatenated batches.
 
-    Both runs start from the weights of ``seed``; rank 0 runs the one process. Loss and gradient norm of every step, every gradient of the first step and every weight
-    after the last must agree to ``tolerance`` of each tensor's largest value.
+    Both runs start from the weights of ``seed``; rank 0 runs the one process. Loss and gradient norm of every step, every gradient
+    of the first step and every weight after the last must agree to ``tolerance`` of each tensor's largest value.
 
     Args:
         build: makes the model; called twice, the second time on the meta device.
@@ -354,7 +372,7 @@ def token_steps(
     ]
 
 
-__all__: Iterable[str] = (
+__all__ = (
     "RankFailure",
     "Record",
     "assert_parity",

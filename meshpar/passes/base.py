@@ -75,7 +75,8 @@ def block_problems(owner: str, module: nn.Module, layout: ModelLayout, override:
             yield unmatched(f"{source} {pattern!r}", pattern, module)
         for name, child in found.items():
             if isinstance(child, nn.ModuleList | nn.ModuleDict):
-                yield f"{source} {pattern!r} matches {name}, a {type(child).__name__}, which is never called itself; name what is in it: '{name}.*'"
+                kind = type(child).__name__
+                yield f"{source} {pattern!r} matches {name}, a {kind}, which is never called itself; name what is in it: '{name}.*'"
     if override is None and not layout.blocks:
         yield f"{owner} works block by block and the layout names none; give ModelLayout(blocks=...) or {owner}(blocks=...)"
 

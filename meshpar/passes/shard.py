@@ -84,7 +84,8 @@ class _Sharding(Precision):
         keep = self.reshard_after_forward
         if not isinstance(keep, bool) and not (1 < keep < shards and shards % keep == 0):
             fits = [each for each in divisors(shards) if each < shards]
-            yield f"{owner}(reshard_after_forward={keep}) must be a divisor of dp_shard={shards} between 1 and it; {fits or 'no number'} would do"
+            would = fits or "no number"
+            yield f"{owner}(reshard_after_forward={keep}) must be a divisor of dp_shard={shards} between 1 and it; {would} would do"
         if self.offload not in (None, "cpu"):
             yield f"{owner}(offload={self.offload!r}) is not known; use 'cpu' or None"
         if self.prefetch_forward < 0 or self.prefetch_backward < 0:
@@ -102,22 +103,25 @@ class _Sharding(Precision):
         cast_buffers(module, self.buffer_dtype)
         common: dict[str, Any] = {"mesh": mesh, "offload_policy": self._offload_policy(mesh)}
         keep = self.reshard_after_forward
-        units: list[nn.Module] = []
+        units: list[FSDPModule] = []
         for _, unit in self._units(module, layout)[:-1]:
             policy = MixedPrecisionPolicy() if self._is_fp32(unit, module, layout) else self.inner()
             units.append(fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **common))
         fully_shard(module, reshard_after_forward=keep if not isinstance(keep, bool) else False, mp_policy=self.outer(), **common)
-        self._prefetch([unit for unit in units if isinstance(unit, FSDPModule)])
+        self._prefetch(units)
 
     def _units(self, module: nn.Module, layout: ModelLayout) -> list[tuple[str, nn.Module]]:
         """Return the units, innermost first; the last is the whole model with what no other unit holds."""
         named = dict(module.named_modules())
         found = [
-            (name, block) for name, block in find_blocks(module, layout, self.blocks)
+            (name, block)
+            for name, block in find_blocks(module, layout, self.blocks)
             if block is not module and sum(p.numel() for p in block.parameters()) >= max(1, self.min_params)
         ]
         if self.param_dtype not in (None, torch.float32):
-            single = {name for pattern in layout.fp32 for name, child in find_modules(module, pattern) if any(True for _ in child.parameters())}
+            single = {
+                name for pattern in layout.fp32 for name, child in find_modules(module, pattern) if any(True for _ in child.parameters())
+            }
             found = sorted({**{name: named[name] for name in single}, **dict(found)}.items(), key=lambda item: -item[0].count("."))
         order = {name: place for place, name in enumerate(named)}
         found.sort(key=lambda item: (-item[0].count("."), order[item[0]]))
@@ -203,7 +207,8 @@ def _unit_content_problems(units: list[tuple[str, nn.Module]], module: nn.Module
                 dtypes.setdefault(parameter.dtype, names[id(parameter)])
         if len(dtypes) > 1:
             listed = ", ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
-            yield f"unit {unit_name or '(the outermost)'!r} mixes dtypes: {listed}; FSDP2 needs one dtype a unit: cast the model, or give the odd ones a unit"
+            title = unit_name or "(the outermost)"
+            yield f"unit {title!r} mixes dtypes: {listed}; FSDP2 needs one dtype a unit: cast the model, or give the odd ones a unit"
     yield from _tied_problems(units, module)
 
 

@@ -71,8 +71,8 @@ class Context:
         if x.shape[SEQUENCE_DIM] % group.size():
             raise PlanError(
                 [
-                    f"sequence length {x.shape[SEQUENCE_DIM]} is not divided by tp={group.size()}, over which sequence parallelism splits it; "
-                    "pad the batch to a multiple, or use TensorParallel(sequence_parallel=False)"
+                    f"sequence length {x.shape[SEQUENCE_DIM]} is not divided by tp={group.size()}, over which sequence parallelism "
+                    "splits it; pad the batch to a multiple, or use TensorParallel(sequence_parallel=False)"
                 ]
             )
         return reduce_scatter(x, SEQUENCE_DIM, group)
@@ -117,7 +117,9 @@ class Region:
                 key = next((key for key in context.inputs if isinstance(kwargs.get(key), Tensor)), None)
                 if key is None:
                     wanted = " or ".join(context.inputs)
-                    raise PlanError([f"{name} got no hidden states: expected a tensor first, or as {wanted}; name it in layout.hidden_inputs"])
+                    raise PlanError(
+                        [f"{name} got no hidden states: expected a tensor first, or as {wanted}; name it in layout.hidden_inputs"]
+                    )
                 x = kwargs[key]
             self._begin(module, x, context)
             try:
@@ -126,7 +128,7 @@ class Region:
             finally:
                 self.end()
 
-        module.forward = forward
+        _set_forward(module, forward)
 
     def _begin(self, module: nn.Module, x: Tensor, context: Context) -> None:
         if context.dropout and module.training and not context.sequence_parallel:
@@ -184,7 +186,7 @@ class Colwise:
                 return DTensor.from_local(y, context.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=_strides(shape))
             return gather_replicated(y, width, group)
 
-        module.forward = forward
+        _set_forward(module, forward)
 
 
 @final
@@ -206,11 +208,12 @@ class Rowwise:
             y = context.leave(_linear(module, x, _local(module.weight), None))
             if region is not None:
                 region.end()
-            if module.bias is None:
+            bias = module._parameters["bias"]
+            if bias is None:
                 return y
-            return y + (copy_to(module.bias, group) if context.sequence_parallel else module.bias)
+            return y + (copy_to(bias, group) if context.sequence_parallel else bias)
 
-        module.forward = forward
+        _set_forward(module, forward)
 
 
 @final
@@ -234,7 +237,7 @@ class Vocabulary:
         held = max(0, min(rows, module.num_embeddings - start))
         padding = module.padding_idx
 
-        def forward(tokens: Tensor) -> Tensor:
+        def lookup(tokens: Tensor) -> Tensor:
             weight = _local(module.weight)
             here = (tokens >= start) & (tokens < start + held)
             index = torch.where(here, tokens - start, 0)
@@ -244,9 +247,8 @@ class Vocabulary:
             return context.leave(found * here[..., None])
 
         # Scaled embeddings (Gemma's) wrap the lookup in a forward of their own; they keep it.
-        if type(module).forward is not nn.Embedding.forward:
-            forward = _with_scale(module, forward)
-        module.forward = forward
+        plain = type(module).forward is nn.Embedding.forward
+        _set_forward(module, lookup if plain else _with_scale(module, lookup))
 
 
 @final
@@ -274,7 +276,7 @@ class Sequence:
                 length = positions.shape[-1] // ranks
                 return inner(positions.narrow(-1, me * length, length))
 
-            module.forward = forward
+            _set_forward(module, forward)
         _sum_gradients(module, context)
 
 
@@ -321,6 +323,10 @@ STYLES: dict[str, Callable[[], Style]] = {
 }
 
 
+def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
+    module.forward = forward
+
+
 def _is_transposed(module: nn.Module) -> bool:
     """Tell GPT-2's Conv1D, whose weight is (in, out), from a linear layer, whose weight is (out, in)."""
     return type(module).__name__ == "Conv1D"
@@ -339,7 +345,7 @@ def _linear(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -
     return F.linear(x, weight.t() if _is_transposed(module) else weight, bias)
 
 
-def _local(parameter: Tensor | None) -> Any:
+def _local(parameter: Any) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -386,12 +392,14 @@ def _sum_gradients(module: nn.Module, context: Context) -> None:
         finally:
             module._parameters.update(own)
 
-    module.forward = forward
+    _set_forward(module, forward)
 
 
-def _with_scale(module: nn.Module, lookup: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _with_scale(module: Any, lookup: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     if getattr(module, "embed_scale", None) is None:
-        raise PlanError([f"{type(module).__name__} has a forward of its own, which a split by vocabulary rows would skip; leave it out of the table"])
+        raise PlanError(
+            [f"{type(module).__name__} has a forward of its own, which a split by vocabulary rows would skip; leave it out of the table"]
+        )
 
     def forward(tokens: Tensor) -> Tensor:
         scale = module.embed_scale

@@ -46,7 +46,7 @@ class TensorParallel:
             return
         table = self._table(layout)
         if not table:
-            yield "TensorParallel has nothing to do: the layout has no tensor-parallel table; give ModelLayout(tensor={'layers.*.up': 'colwise', ...})"
+            yield "TensorParallel has nothing to do: the layout has no table; give ModelLayout(tensor={'layers.*.up': 'colwise', ...})"
         for pattern, text in table.items():
             try:
                 style = parse(text)
@@ -61,7 +61,7 @@ class TensorParallel:
         yield from self._head_problems(module, layout, size)
         yield from self._tie_problems(module, layout, table)
         if self.sequence_parallel and "sequence" not in table.values():
-            yield "sequence_parallel needs the layout to say which modules run between the regions ('sequence'); it names none: leave it off"
+            yield "sequence_parallel needs the layout to say which modules run between regions ('sequence'); it names none: leave it off"
         if self.loss_parallel and "head" not in table.values():
             yield "loss_parallel needs a 'head' in the layout's tensor-parallel table; it names none: leave it off"
 
@@ -88,7 +88,9 @@ class TensorParallel:
             dropout=layout.dropout,
             inputs=layout.hidden_inputs,
         )
-        found = [(name, child, parse(text)) for pattern, text in self._table(layout).items() for name, child in find_modules(module, pattern)]
+        found = [
+            (name, child, parse(text)) for pattern, text in self._table(layout).items() for name, child in find_modules(module, pattern)
+        ]
         context.regions.update({name: style for name, _, style in found if isinstance(style, Region)})
         for name, child, style in found:
             style.shard(name, child, context)
