@@ -1,1 +1,1 @@
-"""meshpar."""
+"""Recipes, the command line, and where jobs run."""

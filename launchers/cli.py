@@ -1,0 +1,119 @@
+"""The command line. Nothing heavy is imported before a command runs: ``meshpar --help`` does not load torch."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="meshpar", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Train the same model on any mesh of devices, save it, load it on another, export it.",
+)  # fmt: skip
+
+RecipeArgument = Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that comes with meshpar.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set: training.steps=50 mesh=dp_shard=2", show_default=False)
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Ranks = Annotated[int | None, typer.Option("--world-size", help="Number of ranks; default: what the mesh says.", min=1)]
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _reported(command: Callable[..., int | None]) -> Callable[..., None]:
+    """Turn an error of meshpar into one message and exit code 1, and the command's result into the exit code."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        from meshpar.errors import MeshparError
+
+        try:
+            code = command(*args, **kwargs)
+        except MeshparError as error:
+            if kwargs.get("debug"):
+                traceback.print_exc()
+            else:
+                print(f"meshpar: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        raise typer.Exit(code or 0)
+
+    return run
+
+
+@app.command()
+@_reported
+def train(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine; default: what the mesh says.", min=1)] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Do not print the recipe.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Train a recipe; inside torchrun or srun, as one rank of theirs."""
+    from meshpar.launchers.train import train_recipe
+
+    return train_recipe(recipe, overrides or [], nproc=nproc, quiet=quiet)
+
+
+@app.command()
+@_reported
+def export(
+    src: Annotated[Path, typer.Argument(help="A run's folder, its checkpoints, or one step.")],
+    dst: Annotated[Path, typer.Argument(help="The folder to make.")],
+    dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat16, float16; default: as saved.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of one file: 500MB, 5GB, 2GiB.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint's model as safetensors, with config and tokenizer, for transformers."""
+    from meshpar.launchers.exporting import export_run
+
+    print(f"exported to {export_run(src, dst, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)}")
+
+
+@app.command()
+@_reported
+def describe(
+    recipe: Annotated[str, typer.Argument(help="A recipe, or a shape's name: 124m, llama-8b, llama-70b, gpt2, ...")],
+    overrides: Overrides = None,
+    mesh: Annotated[str | None, typer.Option(help="The mesh, instead of the recipe's: dp_replicate=8,dp_shard=8,tp=8")] = None,
+    world_size: Ranks = None,
+    debug: Debug = False,
+) -> None:
+    """Print what each rank would hold, block by block, on any number of ranks; no device is needed."""
+    from meshpar.launchers.inspecting import describe_recipe
+
+    print(describe_recipe(recipe, overrides or [], mesh=mesh, world_size=world_size))
+
+
+@app.command()
+@_reported
+def check(recipe: RecipeArgument, overrides: Overrides = None, world_size: Ranks = None, debug: Debug = False) -> None:
+    """Find every problem of a recipe before anything runs."""
+    from meshpar.launchers.inspecting import check_recipe
+
+    print(check_recipe(recipe, overrides or [], world_size=world_size))
+
+
+@app.command()
+@_reported
+def plugins(debug: Debug = False) -> None:
+    """List the installed passes, layouts, objectives and launchers."""
+    from meshpar.launchers.inspecting import list_plugins
+
+    print(list_plugins())
+
+
+if __name__ == "__main__":
+    main()

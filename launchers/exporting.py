@@ -1,0 +1,70 @@
+"""``meshpar export``: a run's model for transformers, with its tokenizer."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from meshpar.checkpoints import export_safetensors
+from meshpar.checkpoints.manifest import read_manifest
+from meshpar.checkpoints.steps import open_step
+from meshpar.errors import CheckpointError
+from meshpar.launchers.job import CHECKPOINTS, TOKENIZER
+from meshpar.launchers.schema import parse_dtype
+from meshpar.training.tokenizer import load_tokenizer
+
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+
+
+def export_run(src: Path, dst: Path, *, dtype: str | None = None, max_shard_size: str = "5GB", overwrite: bool = False) -> Path:
+    """Export a checkpoint, with the tokenizer that lies in its run's folder.
+
+    Args:
+        src: a run's folder, its checkpoints, or one step.
+        dst: the folder to make.
+        dtype: of the weights, as text; None: as saved.
+        max_shard_size: of one file: ``5GB``, ``500MiB``, or bytes.
+        overwrite: replace what is there.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or an option cannot be read.
+    """
+    folder = open_step(src / CHECKPOINTS if (src / CHECKPOINTS).is_dir() else src)
+    tokenizer = folder.parent.parent / TOKENIZER
+    config = dict(read_manifest(folder).config)
+    if not tokenizer.is_dir():
+        tokenizer = None  # type: ignore[assignment]  # trained on tokens alone
+    elif config and config.get("eos_token_id") is None:
+        config["eos_token_id"] = load_tokenizer(tokenizer).eos_id
+    try:
+        kind = None if dtype is None else parse_dtype(dtype)
+    except ValueError as error:
+        raise CheckpointError(f"--dtype: {error}") from error
+    with _progress() as told:
+        return export_safetensors(folder, dst, kind, bytes_of(max_shard_size), tokenizer, told, config=config, overwrite=overwrite)
+
+
+def bytes_of(text: str) -> int:
+    """Return how many bytes ``5GB``, ``1.5 GiB`` or ``1000`` are."""
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]I?)?B?\s*", text.upper())
+    if found is None:
+        raise CheckpointError(f"cannot read the size {text!r}; write it like 500MB, 5GB or 2GiB")
+    return int(float(found[1]) * _UNITS[found[2] or ""])
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar on a terminal, and nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    with Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True)) as bar:
+        task: Any = bar.add_task("")
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,152 @@
+"""A training job, inside one rank: everything built from a recipe, trained, saved."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from meshpar import runtime
+from meshpar.checkpoints import CheckpointManager, Safetensors
+from meshpar.errors import RecipeError
+from meshpar.launchers import build
+from meshpar.launchers.recipe import Recipe
+from meshpar.parallelized import Parallelized
+from meshpar.training.console import Console
+from meshpar.training.loop import Trainer
+from meshpar.training.metrics import JsonLines, Reporter, TensorBoard, flops_per_token
+from meshpar.training.optimizer import build_adamw
+from meshpar.training.scaler import LossScaler
+from meshpar.training.settings import Outcome
+
+log = logging.getLogger(__name__)
+
+CHECKPOINTS, TOKENIZER, RECIPE, TENSORBOARD, METRICS = "checkpoints", "tokenizer", "recipe.yaml", "tensorboard", "metrics.jsonl"
+"""What lies in a run's folder."""
+
+
+def run_job(recipe: Recipe) -> Outcome:
+    """Train a recipe; every rank of the job calls it, or one process alone.
+
+    Raises:
+        MeshparError: what is wrong with the recipe on this mesh, or went wrong in training.
+    """
+    kind = build.device_type(recipe)
+    # Before the ranks meet: whoever comes first prepares, the others wait for its lock, without a time-out.
+    data = build.prepare_data(recipe)
+    with runtime.distributed(kind):
+        par = _parallelize(recipe, data, kind)
+        optimizer = build_adamw(par.module, build.adamw_of(recipe))
+        train, validation = build.batches(recipe, data, par)
+        settings = build.settings_of(recipe)
+        schedule = build.schedule_of(recipe, settings, train, par.data_size)
+        manager = CheckpointManager(recipe.folder / CHECKPOINTS, keep=recipe.checkpoint.keep, best=recipe.checkpoint.best)
+        trainer = Trainer(
+            par,
+            build.objective_of(recipe),
+            train,
+            optimizer,
+            schedule,
+            settings,
+            validation=validation,
+            checkpointer=Saver(manager),
+            scaler=LossScaler() if build.wants_scaler(recipe) else None,
+            flops_per_token=flops_per_token(par.module),
+        )
+        come_from = _resume(recipe, manager, par, optimizer, trainer)
+        if runtime.is_main():
+            _begin_folder(recipe, data)
+            trainer.reporters = _reporters(recipe, schedule.steps, trainer.step)
+            _tell(recipe, par, trainer, come_from)
+        try:
+            return trainer.run()
+        finally:
+            for reporter in trainer.reporters:
+                reporter.close()
+
+
+@final
+class Saver:
+    """The trainer's checkpointer: the manager, told the last metrics, so that it can keep the best step."""
+
+    def __init__(self, manager: CheckpointManager) -> None:
+        self._manager = manager
+
+    def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> object:
+        """Save and commit. Collective."""
+        metrics: Mapping[str, float] = {name: value for name, value in extra["metrics"].items() if math.isfinite(value)}
+        return self._manager.save(step, par, optimizer, extra, metrics)
+
+
+def _parallelize(recipe: Recipe, data: build.Data, kind: str) -> Parallelized:
+    """Return the model on the mesh, with its first weights."""
+    model = build.build_model(recipe, data.tokens.train.vocab_size)
+    par = build.plan_of(recipe).apply(model, device_type=kind)
+    weights = recipe.model.weights
+    if weights is not None:
+        return par.materialize(weights=Safetensors(weights.expanduser()))
+    return par.materialize(seed=recipe.seed)
+
+
+def _resume(recipe: Recipe, manager: CheckpointManager, par: Parallelized, optimizer: torch.optim.Optimizer, trainer: Trainer) -> str:
+    """Restore what the recipe says, and return what it was; empty for a run from the beginning."""
+    wanted, own = recipe.checkpoint.resume, manager.latest()
+    if wanted == "never" and own is not None:
+        raise RecipeError(
+            f"checkpoint.resume is never, but {manager.root} holds step {own}; choose another output, remove it, or write resume: auto"
+        )
+    source, step = manager, own
+    if own is None and wanted not in ("auto", "never"):
+        source, step = _elsewhere(Path(wanted).expanduser())
+    if step is None:
+        return ""
+    restored = source.restore(par, optimizer, step)
+    trainer.load_state_dict(restored.extra)
+    return f"{restored.folder}{'' if restored.same_mesh else ', saved on another mesh'}"
+
+
+def _elsewhere(path: Path) -> tuple[CheckpointManager, int]:
+    """Return the manager and the step that a path means: a step's folder, ``latest``, or a run's folder."""
+    path = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    step = path.resolve().name.removeprefix("step-")
+    manager = CheckpointManager(path.resolve().parent if step.isdigit() else path)
+    found = int(step) if step.isdigit() else manager.latest()
+    if found is None:
+        raise RecipeError(f"checkpoint.resume: {path} holds no committed step; give a step's folder or a run's folder")
+    return manager, found
+
+
+def _begin_folder(recipe: Recipe, data: build.Data) -> None:
+    """Write what belongs to the run beside its checkpoints."""
+    recipe.folder.mkdir(parents=True, exist_ok=True)
+    (recipe.folder / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
+    if data.tokenizer is not None:
+        data.tokenizer.save(recipe.folder / TOKENIZER)
+
+
+def _reporters(recipe: Recipe, steps: int, step: int) -> tuple[Reporter, ...]:
+    board = [TensorBoard(recipe.folder / TENSORBOARD, step=step)] if recipe.training.tensorboard else []
+    return (Console(steps, step=step), JsonLines(recipe.folder / METRICS, step=step), *board)
+
+
+def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -> None:
+    """Say what is about to run."""
+    data, schedule = trainer.data, trainer.schedule
+    parameters = sum(parameter.numel() for parameter in par.module.parameters())
+    batch = data.global_batch
+    lines = [
+        f"{parameters:,} parameters on {par.spec or 'one process'} ({par.device.type}): {par.plan}",
+        f"{data.samples.tokens.tokens:,} tokens, {data.steps_per_epoch:,} steps an epoch"  # type: ignore[attr-defined]
+        f"; a step: {batch:,} sequences = {batch * recipe.data.sequence_length:,} tokens "
+        f"({recipe.data.micro_batch} x {recipe.data.accumulate} micro-batches x {par.data_size} data ranks)",
+        f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over {schedule.steps:,} steps",
+    ]
+    if come_from:
+        lines.append(f"going on after step {trainer.step} from {come_from}")
+    for reporter in trainer.reporters[:1]:
+        for line in lines:
+            reporter.note(line)

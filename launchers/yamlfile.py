@@ -1,0 +1,188 @@
+"""YAML as recipes are written: line numbers for messages, no key twice, and ``1e-4`` is a number."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast, final
+
+import yaml
+
+from meshpar.errors import RecipeError
+
+Place = tuple[str | int, ...]
+"""A place in a document: ``("passes", 0, "FullyShard")``."""
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with YAML 1.2's numbers: in 1.1 ``1e-4`` is text and ``12:30:00`` a number."""
+
+
+_REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("float", "int", "timestamp")}
+_Loader.yaml_implicit_resolvers = {
+    first: [each for each in resolvers if each[0] not in _REPLACED] for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?[0-9][0-9_]*\Z"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"(?:[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"),
+    list("-+.0123456789"),
+)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(str(node.value).replace("_", "")))
+
+
+@final
+@dataclass(slots=True)
+class Document:
+    """A recipe's data, before anything is known about its fields.
+
+    Attributes:
+        name: the file, for messages.
+        data: the top-level mapping.
+        lines: place -> line number, from 1, of what the file holds.
+        overrides: place -> the text of the override that set it.
+    """
+
+    name: str
+    data: dict[str, Any]
+    lines: dict[Place, int] = field(default_factory=dict)
+    overrides: dict[Place, str] = field(default_factory=dict)
+
+    def where(self, place: Place) -> str:
+        """Return ``file:line: path``, or the override, for a message."""
+        for size in range(len(place), 0, -1):
+            if place[:size] in self.overrides:
+                return f"override {self.overrides[place[:size]]!r}: {dotted(place)}"
+        line = next((self.lines[place[:size]] for size in range(len(place), 0, -1) if place[:size] in self.lines), None)
+        return f"{self.name}{'' if line is None else f':{line}'}: {dotted(place)}"
+
+
+def read_document(path: Path) -> Document:
+    """Read a file.
+
+    Raises:
+        RecipeError: it cannot be read, is not YAML, is no mapping, or has a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read recipe {path}: {error}") from error
+    return parse_document(text, str(path))
+
+
+def parse_document(text: str, name: str) -> Document:
+    """Read text; see :func:`read_document`."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        lines: dict[Place, int] = {}
+        problems = list(_note_lines(node, (), lines))
+        data = None if node is None else loader.construct_document(node)  # type: ignore[no-untyped-call]
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{name} is not YAML: {error}") from error
+    finally:
+        loader.dispose()  # type: ignore[no-untyped-call]
+    if problems:
+        raise RecipeError("\n".join(f"{name}:{problem}" for problem in problems))
+    if not isinstance(data, dict):
+        raise RecipeError(f"{name} is not a recipe: expected fields (model: ..., data: ...), got {type(data).__name__}")
+    return Document(name, data, lines)
+
+
+def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
+    """Set fields from the command line: ``training.steps=50``, ``passes.0.FullyShard.offload=cpu``; values are YAML.
+
+    Raises:
+        RecipeError: one cannot be read, or leads into a value that has no fields; every one of them is named.
+    """
+    problems = []
+    for text in overrides:
+        path, equals, value = text.partition("=")
+        if not equals or not re.fullmatch(r"\w[\w-]*(\.[\w-]+)*", path.strip()):
+            problems.append(f"override {text!r}: expected field=value, such as training.steps=50")
+            continue
+        place: Place = tuple(int(part) if part.isdigit() else part for part in path.strip().split("."))
+        try:
+            _set(document.data, place, yaml.load(value, Loader=_Loader))
+        except (yaml.YAMLError, LookupError, TypeError) as error:
+            problems.append(f"override {text!r}: {' '.join(str(error).split())}")
+            continue
+        for known in [each for each in document.lines if each[: len(place)] == place]:
+            del document.lines[known]
+        document.overrides[place] = text
+    if problems:
+        raise RecipeError("\n".join(problems))
+
+
+def to_yaml(data: Mapping[str, Any]) -> str:
+    """Return the text of plain data, in its order."""
+    return yaml.dump(json.loads(json.dumps(data)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def dotted(place: Place) -> str:
+    """Return ``passes.0.FullyShard``."""
+    return ".".join(map(str, place)) or "the whole file"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Short lists on one line, long numbers as YAML 1.2 reads them."""
+
+
+def _write_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
+    text = {float("inf"): ".inf", float("-inf"): "-.inf"}.get(value, repr(value))
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+def _write_list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.SequenceNode:
+    plain = all(not isinstance(each, (dict, list)) for each in value)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=plain)
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+_Dumper.add_representer(float, _write_float)
+_Dumper.add_representer(list, _write_list)
+
+
+def _note_lines(node: yaml.Node | None, place: Place, lines: dict[Place, int]) -> Iterator[str]:
+    """Note the line of every place and yield keys that stand twice."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = (*place, str(key.value))
+            if here in lines:
+                yield f"{key.start_mark.line + 1}: {dotted(here)} stands twice (first in line {lines[here]}); keep one"
+            lines[here] = key.start_mark.line + 1
+            yield from _note_lines(value, here, lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            lines[(*place, number)] = value.start_mark.line + 1
+            yield from _note_lines(value, (*place, number), lines)
+
+
+def _set(data: Any, place: Place, value: Any) -> None:
+    for done, part in enumerate(place[:-1]):
+        data = _enter(data, part, place[:done])
+    last = place[-1]
+    if isinstance(data, list) and last == len(data):
+        data.append(value)
+    elif isinstance(data, dict) or (isinstance(data, list) and isinstance(last, int)):
+        cast(Any, data)[last] = value
+    else:
+        raise TypeError(f"{dotted(place[:-1])} is {data!r}, which has no field {last!r}")
+
+
+def _enter(data: Any, part: str | int, place: Place) -> Any:
+    """Return what lies under ``part``; a part of a list may be its number, or the name of a pass in it."""
+    if isinstance(data, list) and isinstance(part, str):
+        places = [number for number, item in enumerate(data) if item == part or (isinstance(item, dict) and part in item)]
+        if places:
+            data[places[0]] = {part: {}} if data[places[0]] == part else data[places[0]]
+            data = data[places[0]]
+    if isinstance(data, dict):
+        data[part] = {} if data.get(part) is None else data[part]
+        return data[part]
+    if isinstance(data, list) and isinstance(part, int) and part < len(data):
+        return data[part]
+    raise TypeError(f"{dotted(place)} is {data!r}, which has no field {part!r}")
