@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshpar.errors import PlanError
 from meshpar.mesh import divisors
-from meshpar.passes import random
 from meshpar.passes.collectives import copy_to, gather_partial, gather_replicated, reduce_from, reduce_scatter, regroup
+from meshpar.passes.random import fork, join
 
 SEQUENCE_DIM = 1
 """Activations are (batch, sequence, features)."""
@@ -133,12 +133,12 @@ class Region:
     def _begin(self, module: nn.Module, x: Tensor, context: Context) -> None:
         if context.dropout and module.training and not context.sequence_parallel:
             self._device = x.device
-            self._shared = random.fork(x.device, context.mesh.get_local_rank())
+            self._shared = fork(x.device, context.mesh.get_local_rank())
 
     def end(self) -> None:
         """Go back to the random state that the axis shares; activations are replicated from here on."""
         if self._shared is not None:
-            random.join(self._device, self._shared)
+            join(self._device, self._shared)
             self._shared = None
 
 

@@ -1,0 +1,129 @@
+"""The house's own rules, read from the source: floors point down, the core needs torch alone, the environment has one reader."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"meshpar": "meshpar", "models": "meshpar.models", "checkpoints": "meshpar.checkpoints", "launchers": "meshpar.launchers"}
+FLOORS = [
+    {"errors", "patterns", "views"},
+    {"mesh", "weights", "loss", "_torch", "placements"},
+    {"layout"},
+    {"passes"},
+    {"replicas", "initialize", "explain", "description", "registry", "runtime"},
+    {"parallelized"},
+    {"plan"},
+    {"testing", "forecast", "training"},
+    {"models", "checkpoints"},
+    {"launchers"},
+]
+"""Lowest first. A part imports from its own floor only what is in no cycle, and from the floors below it."""
+FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
+EXTRAS = {"numpy", "pydantic", "yaml", "rich", "typer", "tensorboard", "tokenizers", "torchdata", "safetensors", "transformers", "xxhash"}
+
+
+def sources():
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inner = path.relative_to(ROOT / folder).with_suffix("").parts
+            yield path, ".".join([package, *(part for part in inner if part != "__init__")])
+
+
+def imports(path, name):
+    """The absolute names that a module imports, wherever in it, but for those that only a type checker follows."""
+    tree = ast.parse(path.read_text())
+    checking = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in checking:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part_of(module):
+    """The part of the house that a module belongs to, None for the package itself and what is not ours."""
+    pieces = module.split(".")
+    return pieces[1] if pieces[0] == "meshpar" and len(pieces) > 1 and pieces[1] in FLOOR else None
+
+
+def test_every_module_has_a_floor():
+    homeless = [name for _, name in sources() if name != "meshpar" and part_of(name) is None]
+    assert not homeless
+
+
+def test_imports_point_down():
+    upward = []
+    for path, name in sources():
+        here = part_of(name)
+        for target in imports(path, name):
+            there = part_of(target)
+            if here is None or there is None or here == there:
+                continue
+            if FLOOR[there] > FLOOR[here] or {here, there} == {"models", "checkpoints"}:
+                upward.append(f"{name} imports {target}")
+    assert not upward
+
+
+def test_there_are_no_cycles():
+    graph = {}
+    modules = {name for _, name in sources()}
+    for path, name in sources():
+        graph[name] = {target for target in imports(path, name) if target in modules and target != name}
+    done, active = set(), []
+
+    def visit(name):
+        if name in done:
+            return
+        assert name not in active, f"cycle: {' -> '.join([*active[active.index(name) :], name])}"
+        active.append(name)
+        for target in sorted(graph[name]):
+            # A package's __init__ gathers its modules; they may name each other but not it.
+            visit(target)
+        active.pop()
+        done.add(name)
+
+    for name in sorted(graph):
+        visit(name)
+
+
+def test_the_core_needs_torch_alone():
+    foreign = []
+    for path, name in sources():
+        if name.startswith("meshpar.") and part_of(name) in {"training", "forecast", "models", "checkpoints", "launchers"}:
+            continue
+        foreign += [f"{name} imports {target}" for target in imports(path, name) if target.split(".")[0] in EXTRAS]
+    assert not foreign
+
+
+def test_the_environment_has_one_reader_in_the_core():
+    readers = [str(path.relative_to(ROOT)) for path, name in sources() if "os.environ" in path.read_text() or "os.getenv" in path.read_text()]
+    assert [path for path in readers if not path.startswith("launchers/")] == ["meshpar/runtime.py"]
+
+
+def test_torchs_private_parts_are_named_in_one_place():
+    users = {name for path, name in sources() for target in imports(path, name) if "torch.testing._internal" in target}
+    assert users <= {"meshpar.runtime"}
+    composable = {name for path, name in sources() for target in imports(path, name) if "torch.distributed._composable" in target}
+    assert composable == {"meshpar._torch"}
+
+
+@pytest.mark.parametrize("statement", ["import meshpar", "import meshpar.models", "import meshpar.checkpoints"])
+def test_imports_do_nothing(statement):
+    code = f"{statement}; import sys, torch; assert not torch.distributed.is_initialized(); assert 'transformers' not in sys.modules; print('quiet')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "quiet\n" and done.stderr == ""
