@@ -1,13 +1,19 @@
 """What torch has and has not made public: the one place where its private modules are named.
 
 - ``replicate`` on FSDP2's machinery: private while torch settles whether it replaces DistributedDataParallel's composable form
-  (pytorch/pytorch#159107). It goes when ``torch.distributed.fsdp`` exports it.
-- ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#122129).
+  (pytorch/pytorch#166433). It goes when ``torch.distributed.fsdp`` exports it.
+- ``collective_ops``: the collectives as operators that autograd functions and ``torch.compile`` can hold. Their Python wrappers are
+  renamed between releases (torch 2.13 deprecates ``all_gather_tensor``, which 2.11 has alone); the operators keep their names. They go when
+  the wrappers are public.
+- ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664).
 """
 
 from __future__ import annotations
 
+import torch
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 
-__all__ = ["checkpoint", "replicate"]
+collective_ops = torch.ops._c10d_functional
+
+__all__ = ["checkpoint", "collective_ops", "replicate"]

@@ -11,10 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec
 from meshpar.passes.base import find_blocks
 from meshpar.patterns import class_name
-from meshpar.placements import local_tensor
+from meshpar.placements import local_tensor, shard_dim
 
 ADAM_STATE_TENSORS = 2
 
@@ -29,7 +28,7 @@ class Row:
         blocks: how many blocks the row stands for.
         parameter: name within the block.
         shape: of the whole parameter.
-        placements: ``"dp_shard:S(0) tp:S(1)"``, or ``"whole"``.
+        placements: by axis, ``"dp_replicate:copy dp_shard:dim 0 tp:dim 1"``, or ``"whole"``.
         dtype: of the stored parameter.
         rank_bytes: bytes of it that this rank stores, in one block.
     """
@@ -49,7 +48,7 @@ class Description:
     """What one rank holds; ``str()`` prints the table.
 
     Attributes:
-        title: plan and mesh.
+        title: the model and its plan.
         rows: block by block.
         parameters: number of parameters of the whole model; tied ones count once.
         parameter_bytes: bytes of parameters that this rank stores.
@@ -95,7 +94,7 @@ class Description:
         return "\n".join([self.title, "", lines[0], "-" * len(lines[0]), *lines[1:], "", totals])
 
 
-def describe(module: nn.Module, layout: ModelLayout, spec: MeshSpec, title: str) -> Description:
+def describe(module: nn.Module, layout: ModelLayout, title: str) -> Description:
     """Return what this rank holds of ``module``; like blocks share their rows."""
     blocks = sorted(((name, child) for name, child in find_blocks(module, layout)), key=lambda item: -len(item[0]))
     rows: dict[str, list[Row]] = {}
@@ -118,7 +117,7 @@ def describe(module: nn.Module, layout: ModelLayout, spec: MeshSpec, title: str)
         rows.setdefault(block, []).append(row)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     return Description(
-        title=f"{class_name(module)} on {spec or 'one process'}: {title}",
+        title=f"{class_name(module)} under {title}",
         rows=tuple(_fold(rows)),
         parameters=parameters,
         parameter_bytes=stored,
@@ -145,7 +144,8 @@ def _placements(parameter: torch.Tensor) -> str:
     if not isinstance(parameter, DTensor):
         return "whole"
     names = parameter.device_mesh.mesh_dim_names or ()
-    return " ".join(f"{axis}:{placement}" for axis, placement in zip(names, parameter.placements, strict=True))
+    dims = [shard_dim(placement) for placement in parameter.placements]
+    return " ".join(f"{axis}:{'copy' if dim is None else f'dim {dim}'}" for axis, dim in zip(names, dims, strict=True))
 
 
 def _size(count: int) -> str:

@@ -215,7 +215,7 @@ class Parallelized:
 
     def describe(self) -> Description:
         """Return what this rank holds: a table that prints itself, with bytes a rank by block and the totals."""
-        return describe(self.module, self.layout, self.spec, str(self.plan))
+        return describe(self.module, self.layout, str(self.plan))
 
     def __repr__(self) -> str:
         return f"Parallelized({class_name(self.module)}, {self.plan})"

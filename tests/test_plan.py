@@ -231,3 +231,11 @@ def test_apply_without_a_process_group():
 
 def test_passes_and_plans_print_themselves():
     assert str(Plan("dp_shard=4,tp=2", [TensorParallel(), FullyShard()])) == "dp_shard=4,tp=2 [TensorParallel -> FullyShard]"
+
+
+def test_auto_puts_replicas_across_the_launchers_nodes(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert str(Plan("auto", [HybridShard()]).check(model(), world_size=8)) == "dp_replicate=2,dp_shard=4"
+    assert str(Plan("auto,tp=2", [TensorParallel(), HybridShard()]).check(model(), world_size=8)) == "dp_replicate=2,dp_shard=2,tp=2"
+    assert "cannot read mesh 'auto tp'" in problems("auto tp", [HybridShard()])[0]
+    assert "do not fill nodes of 4" in problems("auto", [HybridShard()], world_size=6)[0]

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor
+
+from meshpar._torch import collective_ops as ops
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -53,15 +54,21 @@ def regroup(weight: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> T
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
+    return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def _all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), dim, group))
+    whole = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
+    return torch.cat(whole.chunk(group.size(), 0), dim) if dim else whole
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
+    stacked = torch.cat(x.chunk(group.size(), dim), 0) if dim else x.contiguous()
+    return ops.wait_tensor(ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
+
+
+def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    return ops.wait_tensor(ops.all_to_all_single(x, received, sent, group.group_name))
 
 
 class _Copy(torch.autograd.Function):
@@ -135,12 +142,12 @@ class _Regroup(torch.autograd.Function):
         ctx.received = (goes_to == me).sum(1).tolist()
         ctx.order, ctx.dim, ctx.group = goes_to[me].argsort(stable=True).to(weight.device), dim, group
         ordered = weight.movedim(dim, 0).index_select(0, ctx.order)
-        moved = functional.wait_tensor(functional.all_to_all_single(ordered, ctx.received, ctx.sent, group))
+        moved = _all_to_all(ordered, ctx.received, ctx.sent, group)
         return moved.movedim(0, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         moved = grads[0].movedim(ctx.dim, 0).contiguous()
-        ordered = functional.wait_tensor(functional.all_to_all_single(moved, ctx.sent, ctx.received, ctx.group))
+        ordered = _all_to_all(moved, ctx.sent, ctx.received, ctx.group)
         back = torch.empty_like(ordered).index_copy_(0, ctx.order, ordered)
         return back.movedim(0, ctx.dim).contiguous(), None, None, None

@@ -1,0 +1,154 @@
+"""What meshpar costs on top of torch: a hand-written loop and meshpar's, same model, mesh and settings, step by step in turn.
+
+    python benchmarks/step_overhead.py [--plan fsdp|tp] [--steps 40] [--rounds 5]
+
+Two gloo processes on this machine. Every step of meshpar's own training loop (data, objective, clipping, schedule, metrics, stop
+signal, everything) is followed by one of the hand-written loop on the same batch. Printed: the medians and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+
+import meshpar
+from meshpar.models import Transformer, TransformerConfig
+from meshpar.testing import launch
+from meshpar.training.data import Batches, PackedTokens
+from meshpar.training.loop import Trainer
+from meshpar.training.objectives import CausalLM
+from meshpar.training.optimizer import AdamWSettings, build_adamw
+from meshpar.training.schedule import Schedule
+from meshpar.training.settings import TrainSettings
+from meshpar.training.tokens import write_tokens
+
+CONFIG = TransformerConfig(vocab_size=4096, dim=256, layers=4, heads=8, kv_heads=4, hidden=768, max_positions=256)
+LENGTH, MICRO_BATCH, WARMUP = 256, 4, 5
+SETTINGS = AdamWSettings(lr=3e-4)
+
+
+def by_hand(plan: str) -> nn.Module:
+    """The model as a careful user of torch parallelizes it."""
+    with torch.device("meta"):
+        module = Transformer(CONFIG)
+    if plan == "fsdp":
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        for layer in module.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+    else:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        table: dict[str, Any] = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+        for number in range(CONFIG.layers):
+            prefix = f"layers.{number}"
+            table[f"{prefix}.attn"] = PrepareModuleInput(
+                input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None), use_local_output=False
+            )
+            table[f"{prefix}.mlp"] = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=False)
+            table |= {f"{prefix}.attn.{name}": ColwiseParallel() for name in "qkv"} | {f"{prefix}.attn.o": RowwiseParallel()}
+            table |= {f"{prefix}.mlp.{name}": ColwiseParallel() for name in ("gate", "up")} | {f"{prefix}.mlp.down": RowwiseParallel()}
+        parallelize_module(module, mesh, table)
+    module.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for child in module.modules():
+        if hasattr(child, "reset_parameters"):
+            child.reset_parameters()
+    return module
+
+
+class InTurn:
+    """The training data, which between two of meshpar's steps runs a hand-written one on the same batch."""
+
+    def __init__(self, data: Batches, module: nn.Module, sharded: bool) -> None:
+        self.data, self.module, self.sharded = data, module, sharded
+        self.optimizer = build_adamw(module, SETTINGS)
+        self.ours: list[float] = []
+        self.theirs: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.data, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.data)
+        while True:
+            start = time.perf_counter()
+            batch = next(batches)
+            yield batch
+            # The loop asks for its next batch when everything that belongs to its step is done.
+            self.ours.append(time.perf_counter() - start)
+            dist.barrier()
+            start = time.perf_counter()
+            self._step(batch[0])
+            self.theirs.append(time.perf_counter() - start)
+            dist.barrier()
+
+    def _step(self, batch: dict[str, torch.Tensor]) -> None:
+        logits = self.module(input_ids=batch["input_ids"]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        loss.backward()
+        if self.sharded:
+            float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0).full_tensor())
+        else:
+            # torch's own refuses plain parameters beside DTensors; by hand one clips them apart, which is not even the right norm.
+            for kind in (True, False):
+                together = [p for p in self.module.parameters() if isinstance(p, torch.distributed.tensor.DTensor) is kind]
+                torch.nn.utils.clip_grad_norm_(together, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def rank(plan: str, steps: int, folder: str) -> None:
+    """One rank of one round; rank 0 leaves the medians in a file."""
+    with torch.device("meta"):
+        module = Transformer(CONFIG)
+    passes: list[Any] = [meshpar.FullyShard()] if plan == "fsdp" else [meshpar.TensorParallel()]
+    par = meshpar.Plan("dp_shard=2" if plan == "fsdp" else "tp=2", passes).apply(module).materialize(seed=0)
+    path = Path(folder) / f"tokens-{dist.get_rank()}.bin"
+    documents = np.random.default_rng(0).integers(1, CONFIG.vocab_size, (1, 200 * LENGTH * MICRO_BATCH * 2)).astype(np.uint16)
+    tokens = write_tokens(path, documents, vocab_size=CONFIG.vocab_size, eos_id=0)
+    data = Batches(PackedTokens(tokens, LENGTH), micro_batch=MICRO_BATCH, data_rank=par.data_rank, data_size=par.data_size, seed=0)
+    turns = InTurn(data, by_hand(plan), plan == "fsdp")
+    total = steps + WARMUP
+    schedule = Schedule(name="cosine", lr=SETTINGS.lr, steps=total)
+    settings = TrainSettings(steps=total, log_every=10)
+    Trainer(par, CausalLM(), turns, build_adamw(par.module, SETTINGS), schedule, settings).run()  # type: ignore[arg-type]
+    if dist.get_rank() == 0:
+        result = {"ours": statistics.median(turns.ours[WARMUP:]), "theirs": statistics.median(turns.theirs[WARMUP:])}
+        (Path(folder) / "result.json").write_text(json.dumps(result))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", choices=["fsdp", "tp", "both"], default="both")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    for plan in ("fsdp", "tp") if options.plan == "both" else (options.plan,):
+        ratios = []
+        for number in range(options.rounds):
+            with TemporaryDirectory() as folder:
+                launch("step_overhead", "rank", 2, (plan, options.steps, folder), timeout_s=600)
+                result = json.loads((Path(folder) / "result.json").read_text())
+            ratios.append(result["ours"] / result["theirs"])
+            print(f"{plan} round {number + 1}: meshpar {result['ours'] * 1e3:.1f} ms, by hand {result['theirs'] * 1e3:.1f} ms, ratio {ratios[-1]:.3f}")
+        print(f"{plan}: ratio of medians {statistics.median(ratios):.3f} (lowest {min(ratios):.3f}, highest {max(ratios):.3f})")
+
+
+if __name__ == "__main__":
+    main()
