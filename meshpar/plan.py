@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from meshpar import runtime
 from meshpar.errors import LayoutError, MeshError, MeshparError, PlanError
@@ -206,10 +207,13 @@ def _axis_problems(passes: Sequence[Pass], mesh: MeshSpec) -> Iterator[str]:
 
 def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
     """Yield what the passes find on this model, ties that are none, and large parameters that nothing splits."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    if split := [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]:
+        yield f"the module is parallelized already ({split[0]} is a DTensor); apply a plan once, to a module as it was built"
+        return
     ready = [each for each in passes if isinstance(each, Pass) and all(axis in mesh.axes for axis in each.axes)]
     for each in ready:
         yield from each.problems(module, layout, mesh)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
     for group in layout.tied:
         absent = [name for name in group if name not in parameters]
         if absent:

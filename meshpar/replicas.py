@@ -22,6 +22,8 @@ def digest(tensor: Tensor) -> Tensor:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.numel() % 8:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
+    elif data.storage_offset() % 8:
+        data = data.clone()  # a part that begins in the middle of a word cannot be read by words
     words = data.view(torch.int64)
     result = torch.full((), tensor.numel(), dtype=torch.int64, device=tensor.device)
     powers = torch.arange(1, min(_CHUNK, max(1, words.numel())) + 1, device=tensor.device, dtype=torch.int64) * _PRIME | 1

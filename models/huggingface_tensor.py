@@ -6,14 +6,17 @@ What meshpar's styles cover runs in them; the rest keeps transformers' own style
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from meshpar.passes.styles import Context, Region
+from meshpar.loss import token_loss
+from meshpar.passes.styles import Colwise, Context, Region
 
 _OURS = {
     "colwise": "colwise",
@@ -163,6 +166,49 @@ class GPT2Attention:
         context.regions[name].install(name, module, context)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The output projection; where its logits stay split over the vocabulary, the model's own loss learns to take them.
+
+    Attributes:
+        model: the whole model, whose ``loss_function`` is replaced under loss parallelism.
+        gather: what the ``head`` style says of its output.
+    """
+
+    model: Any = field(default=None, repr=False, compare=False)
+    gather: str = "loss"
+
+    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
+        """Yield what the head style finds."""
+        return Colwise(gather=self.gather).problems(name, module, size)
+
+    def shard(self, name: str, module: nn.Module, context: Context) -> None:
+        """Split the output features."""
+        Colwise(gather=self.gather).shard(name, module, context)
+
+    def install(self, name: str, module: nn.Module, context: Context) -> None:
+        """Install the head style, and the loss."""
+        Colwise(gather=self.gather).install(name, module, context)
+        if context.loss_parallel:
+            self.model.loss_function = _split_loss(self.model.loss_function)
+
+
+def _split_loss(whole_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return transformers' causal loss for logits split over the vocabulary; ``whole_loss`` takes the others."""
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int | None = None, **options: Any) -> torch.Tensor:
+        if not isinstance(logits, DTensor):
+            return whole_loss(logits=logits, labels=labels, vocab_size=vocab_size, **options)
+        ignored, count = options.get("ignore_index", -100), options.get("num_items_in_batch")
+        shifted = options.get("shift_labels")
+        if shifted is None:
+            shifted = F.pad(labels, (0, 1), value=ignored)[..., 1:]
+        return token_loss(logits, shifted, ignore_index=ignored, reduction="mean" if count is None else "sum") / (1 if count is None else count)
+
+    return loss
+
+
 def _gpt2_table(model: Any) -> dict[str, Any]:
     prefix = "" if model.base_model is model else model.base_model_prefix + "."
     if model.config.add_cross_attention:
@@ -203,11 +249,11 @@ def _transformers_styles(model: Any, plan: Mapping[str, str]) -> dict[str, Trans
     return styles
 
 
-def _ends(model: Any) -> dict[str, str]:
+def _ends(model: Any) -> dict[str, Any]:
     """Return the styles of the token embedding and of the head, the largest parameters; a plan may leave them out."""
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    ends = {name: "vocab" for name, module in model.named_modules() if module is inputs and isinstance(module, nn.Embedding)}
-    return ends | {name: "head" for name, module in model.named_modules() if module is outputs and isinstance(module, nn.Linear)}
+    ends: dict[str, Any] = {name: "vocab" for name, module in model.named_modules() if module is inputs and isinstance(module, nn.Embedding)}
+    return ends | {name: Head(model) for name, module in model.named_modules() if module is outputs and isinstance(module, nn.Linear)}
 
 
 def _regions(model: nn.Module, table: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from torch import nn
 from meshpar import ActivationCheckpoint, FullyShard, TensorParallel, patterns
 from meshpar.errors import LayoutError
 from meshpar.models.huggingface import from_config, layout_for
-from meshpar.models.huggingface_tensor import FullPositions, GPT2Attention, TransformersStyle
+from meshpar.models.huggingface_tensor import FullPositions, GPT2Attention, Head, TransformersStyle
 from meshpar.passes.styles import Context
 from meshpar.testing import assert_parity, on_ranks, token_steps
 
@@ -49,7 +49,7 @@ LLAMA_TABLE = {
     f"{LAYER}.mlp.up_proj": "colwise",
     f"{LAYER}.mlp.down_proj": "rowwise",
     "model.norm": "sequence",
-    "lm_head": "head",
+    "lm_head": Head(),
 }
 QWEN3_TABLE = LLAMA_TABLE | {f"{LAYER}.self_attn.q_norm": "grad_sum", f"{LAYER}.self_attn.k_norm": "grad_sum"}
 GPT2_TABLE = {
@@ -60,7 +60,7 @@ GPT2_TABLE = {
     "transformer.h.*.mlp": "region",
     "transformer.h.*.mlp.c_fc": "colwise",
     "transformer.h.*.mlp.c_proj": "rowwise",
-    "lm_head": "head",
+    "lm_head": Head(),
 }
 
 

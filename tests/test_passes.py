@@ -6,7 +6,7 @@ import pytest
 import torch
 from models_for_parity import VOCAB, gpt2, transformer
 
-from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, Plan, Replicate, TensorParallel
+from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, Plan, PlanError, Replicate, TensorParallel
 from meshpar.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, random_tokens, token_loss_sum, token_steps
 
@@ -129,3 +129,37 @@ def test_modules_of_the_layout_stay_in_float32_under_mixed_precision():
     module.norm.register_forward_hook(lambda module, args, out: seen.append((module.weight.dtype, out.dtype)))
     par.module(input_ids=random_tokens(VOCAB, 1, 8, seed=0)["input_ids"])
     assert seen[0][0] == torch.float32
+
+
+@pytest.mark.parametrize("passes", [[FullyShard()], [Replicate()]], ids=["fsdp", "replicate"])
+def test_nothing_is_reduced_before_the_last_micro_batch(passes):
+    unreduced(passes)
+
+
+@on_ranks(2)
+def unreduced(passes):
+    par = Plan("dp_shard=2" if passes[0].name == "FullyShard" else "dp_replicate=2", passes).apply(on_meta(transformer)).materialize(seed=0)
+    reduced = []
+    for batch in par.accumulate([random_tokens(VOCAB, 1, 8, seed=n) for n in range(3)]):
+        token_loss_sum(par.module, batch)[0].backward()
+        reduced.append(any(parameter.grad is not None for parameter in par.module.parameters()))
+    assert reduced == [False, False, True]
+
+
+@on_ranks(2)
+def test_transformers_own_loss_under_loss_parallelism():
+    from models_for_parity import huggingface
+
+    batch = random_tokens(VOCAB, 2, 16, seed=0)
+    losses = []
+    for mesh, passes in (("dp_replicate=2", [Replicate()]), ("tp=2", [TensorParallel(loss_parallel=True)])):
+        par = Plan(mesh, passes).apply(on_meta(lambda: huggingface("Llama"))).materialize(seed=0)
+        losses.append(par.module(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss)
+    torch.testing.assert_close(losses[0], losses[1])
+
+
+@on_ranks(2)
+def test_a_module_is_parallelized_once():
+    par = Plan("dp_shard=2", [FullyShard()]).apply(on_meta(transformer))
+    with pytest.raises(PlanError, match="parallelized already"):
+        Plan("dp_shard=2", [FullyShard()]).apply(par.module)

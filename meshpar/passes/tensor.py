@@ -62,7 +62,7 @@ class TensorParallel:
         yield from self._tie_problems(module, layout, table)
         if self.sequence_parallel and "sequence" not in table.values():
             yield "sequence_parallel needs the layout to say which modules run between regions ('sequence'); it names none: leave it off"
-        if self.loss_parallel and "head" not in table.values():
+        if self.loss_parallel and not any(text == "head" or getattr(text, "gather", None) == "loss" for text in table.values()):
             yield "loss_parallel needs a 'head' in the layout's tensor-parallel table; it names none: leave it off"
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
