@@ -204,7 +204,9 @@ def _split_loss(whole_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.
         shifted = options.get("shift_labels")
         if shifted is None:
             shifted = F.pad(labels, (0, 1), value=ignored)[..., 1:]
-        return token_loss(logits, shifted, ignore_index=ignored, reduction="mean" if count is None else "sum") / (1 if count is None else count)
+        if count is None:
+            return token_loss(logits, shifted, ignore_index=ignored)
+        return token_loss(logits, shifted, ignore_index=ignored, reduction="sum") / count
 
     return loss
 
@@ -252,8 +254,9 @@ def _transformers_styles(model: Any, plan: Mapping[str, str]) -> dict[str, Trans
 def _ends(model: Any) -> dict[str, Any]:
     """Return the styles of the token embedding and of the head, the largest parameters; a plan may leave them out."""
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    ends: dict[str, Any] = {name: "vocab" for name, module in model.named_modules() if module is inputs and isinstance(module, nn.Embedding)}
-    return ends | {name: Head(model) for name, module in model.named_modules() if module is outputs and isinstance(module, nn.Linear)}
+    modules = list(model.named_modules())
+    ends: dict[str, Any] = {name: "vocab" for name, module in modules if module is inputs and isinstance(module, nn.Embedding)}
+    return ends | {name: Head(model) for name, module in modules if module is outputs and isinstance(module, nn.Linear)}
 
 
 def _regions(model: nn.Module, table: Mapping[str, Any]) -> list[str]:
