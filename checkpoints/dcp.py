@@ -1,15 +1,12 @@
 """The tensors of a distributed checkpoint (torch.distributed.checkpoint's format), read piece by piece, without a process group.
 
-A ``.distcp`` file is one ``torch.save`` archive (an uncompressed zip) after another; ``.metadata`` says which tensor's which part each
-holds. Only the bytes asked for are read, straight into place.
+``.metadata`` says which file holds which part of which tensor, each in an archive of its own. Only the bytes asked for are read,
+straight into place.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import struct
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +14,9 @@ from typing import final
 
 import torch
 
-from meshpar.checkpoints.files import Box, ReadFile
-from meshpar.checkpoints.pickles import Record, read_metadata, read_tensor_pickle
+from meshpar.checkpoints.archive import find_tensor
+from meshpar.checkpoints.files import Box, ReadFile, inside
+from meshpar.checkpoints.pickles import Record, read_metadata
 from meshpar.errors import CheckpointError
 from meshpar.patterns import nearest
 from meshpar.views import Spans, spans_of
@@ -81,15 +79,28 @@ class DistributedCheckpoint:
             here = _overlap(spans, chunk)
             if here is not None:
                 target = out[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(here, spans))]
-                self._box(name, stored, chunk).read(tuple((a - o, b - o) for (a, b), o in zip(here, chunk.offsets)), target)
+                self.box(name, chunk).read(tuple((a - o, b - o) for (a, b), o in zip(here, chunk.offsets)), target)
 
-    def _box(self, name: str, stored: Stored, chunk: Chunk) -> Box:
+    def locate(self, name: str, index: tuple[slice, ...]) -> None:
+        """Find the archives that ``read`` will read from; raises CheckpointError, naming file and tensor, where one is damaged."""
+        stored = self.tensors[name]
+        spans = spans_of(index, stored.shape)
+        for chunk in stored.chunks:
+            if _overlap(spans, chunk) is not None:
+                self.box(name, chunk)
+
+    def box(self, name: str, chunk: Chunk) -> Box:
+        """Return where the bytes of one part of the tensor ``name`` lie; raises CheckpointError where its archive is damaged."""
         if chunk not in self._boxes:
             if chunk.file not in self._files:
                 self._files[chunk.file] = ReadFile(self.folder / chunk.file)
-            box = _locate(self._files[chunk.file], chunk, name)
-            if box.dtype != stored.dtype:
-                raise CheckpointError(f"{box.file.path}: {name!r} is {box.dtype} in the file and {stored.dtype} in {METADATA_NAME}")
+            file = self._files[chunk.file]
+            try:
+                box, _ = find_tensor(file, chunk.position, chunk.length, chunk.shape)
+                if box.dtype != self.tensors[name].dtype:
+                    raise CheckpointError(f"it holds {box.dtype}, and {METADATA_NAME} says {self.tensors[name].dtype}")
+            except CheckpointError as error:
+                raise CheckpointError(f"{file.path}: the part of {name!r} at byte {chunk.position} is damaged: {error}") from error
             self._boxes[chunk] = box
         return self._boxes[chunk]
 
@@ -123,9 +134,10 @@ def _stored(name: str, entry: Record, places: Mapping[tuple[str, tuple[int, ...]
             raise CheckpointError(f"no file is named for the part of {name!r} at {offsets}")
         if place.__dict__.get("transform_descriptors"):
             raise CheckpointError(f"{name!r} was saved through a stream transform, which this version does not read")
-        file = place.relative_path  # type: ignore[attr-defined]
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-            raise CheckpointError(f"{name!r} lies in {file!r}, outside of the checkpoint's folder; refused")
+        try:
+            file = inside(place.relative_path)  # type: ignore[attr-defined]
+        except CheckpointError as error:
+            raise CheckpointError(f"{name!r} lies outside of the checkpoint's folder; refused: {error}") from error
         chunks.append(Chunk(offsets, sizes, file, place.offset, place.length))  # type: ignore[attr-defined]
     _check_cover(name, shape, chunks)
     return Stored(shape, entry.properties.state[0], tuple(chunks))  # type: ignore[attr-defined]
@@ -135,94 +147,26 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None
     if any(o < 0 or o + n > size for chunk in chunks for o, n, size in zip(chunk.offsets, chunk.shape, shape)):
         raise CheckpointError(f"a part of {name!r} reaches out of its shape {shape}")
     volume = sum(math.prod(chunk.shape) for chunk in chunks)
-    pairs = itertools.combinations(chunks, 2) if len(chunks) <= 64 else ()
-    clash = any(_overlap(tuple((o, o + n) for o, n in zip(a.offsets, a.shape)), b) for a, b in pairs)
-    if volume != math.prod(shape) or clash:
-        raise CheckpointError(f"the parts of {name!r} hold {volume} elements of {math.prod(shape)}{', some twice' if clash else ''}")
+    twice = not _is_grid(shape, chunks) and _any_overlap(chunks)
+    if volume != math.prod(shape) or twice:
+        raise CheckpointError(f"the parts of {name!r} hold {volume} elements of {math.prod(shape)}{', some twice' if twice else ''}")
 
 
-def _locate(file: ReadFile, chunk: Chunk, name: str) -> Box:
-    """Find the payload of one saved part by its archive's central directory, reading none of the payload."""
-    try:
-        if chunk.position < 0 or chunk.position + chunk.length > file.size:
-            raise CheckpointError(f"it ends at byte {chunk.position + chunk.length} and the file at {file.size}")
-        members = _directory(file, chunk.position, chunk.length)
-        start, size, checksum = members["data.pkl"]
-        text = file.bytes(start, size)
-        if zlib.crc32(text) != checksum:
-            raise CheckpointError("the description of the tensor does not fit its checksum")
-        if "byteorder" in members and file.bytes(*members["byteorder"][:2]) != b"little":
-            raise CheckpointError("it was written on a big-endian machine, which this version does not read")
-        saved = read_tensor_pickle(text, "data.pkl")
-        payload, size, _ = members[f"data/{saved.storage}"]
-        if saved.shape != chunk.shape or not _contiguous(saved.shape, saved.stride):
-            raise CheckpointError(f"expected a contiguous tensor of shape {chunk.shape}, found {saved.shape} with strides {saved.stride}")
-        if (saved.offset + math.prod(saved.shape)) * saved.dtype.itemsize > size:
-            raise CheckpointError(f"its storage holds {size} bytes only")
-    except (CheckpointError, KeyError, struct.error, UnicodeDecodeError, IndexError) as error:
-        raise CheckpointError(f"{file.path}: the part of {name!r} at byte {chunk.position} is damaged: {error}") from error
-    return Box(file, payload + saved.offset * saved.dtype.itemsize, saved.shape, saved.dtype)
+def _is_grid(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
+    """Tell whether the parts are the cells of a grid, each once: so they are after any even or uneven sharding by dims."""
+    starts = [sorted({chunk.offsets[dim] for chunk in chunks}) for dim in range(len(shape))]
+    ends = [dict(zip(each, [*each[1:], size])) for each, size in zip(starts, shape)]
+    cells = all(o + n == end[o] for chunk in chunks for o, n, end in zip(chunk.offsets, chunk.shape, ends))
+    return cells and len({chunk.offsets for chunk in chunks}) == len(chunks)
 
 
-def _directory(file: ReadFile, base: int, length: int) -> dict[str, tuple[int, int, int]]:
-    """Return (position, size, CRC-32) of the members of the zip archive at ``base`` (APPNOTE.TXT 4.3.12 to 4.3.16)."""
-    tail = file.bytes(base + max(0, length - 4096), min(length, 4096))
-    end = tail.rfind(b"PK\x05\x06")
-    if end < 0:
-        raise CheckpointError("it does not end as an archive")
-    (count,) = struct.unpack_from("<H", tail, end + 10)
-    size, start = struct.unpack_from("<II", tail, end + 12)
-    if 0xFFFFFFFF in (size, start) or count == 0xFFFF:
-        end = tail.rfind(b"PK\x06\x06")
-        if end < 0:
-            raise CheckpointError("it does not end as a large archive")
-        (count,) = struct.unpack_from("<Q", tail, end + 32)
-        size, start = struct.unpack_from("<QQ", tail, end + 40)
-    if start + size > length:
-        raise CheckpointError("its directory reaches out of it")
-    directory = file.bytes(base + start, size)
-    members: dict[str, tuple[int, int, int]] = {}
-    cursor = 0
-    for _ in range(count):
-        name, member, cursor = _member(directory, cursor)
-        position, size, checksum = member
-        local = file.bytes(base + position, 30)
-        skip = sum(struct.unpack_from("<HH", local, 26))
-        members[name.partition("/")[2]] = (base + position + 30 + skip, size, checksum)
-    return members
-
-
-def _member(directory: bytes, cursor: int) -> tuple[str, tuple[int, int, int], int]:
-    if directory[cursor : cursor + 4] != b"PK\x01\x02":
-        raise CheckpointError("its directory is damaged")
-    (method,) = struct.unpack_from("<H", directory, cursor + 10)
-    checksum, packed, size, name_length, extra_length, comment_length = struct.unpack_from("<IIIHHH", directory, cursor + 16)
-    (position,) = struct.unpack_from("<I", directory, cursor + 42)
-    if method != 0:
-        raise CheckpointError("it is compressed")
-    name = directory[cursor + 46 : cursor + 46 + name_length].decode()
-    extra = directory[cursor + 46 + name_length : cursor + 46 + name_length + extra_length]
-    size, _, position = _large(extra, [size, packed, position])
-    return name, (position, size, checksum), cursor + 46 + name_length + extra_length + comment_length
-
-
-def _large(extra: bytes, values: list[int]) -> list[int]:
-    """Replace the values that did not fit in 32 bits by those of the ZIP64 field."""
-    cursor = 0
-    while cursor + 4 <= len(extra):
-        tag, length = struct.unpack_from("<HH", extra, cursor)
-        cursor += 4
-        if tag == 1:
-            large = iter(struct.unpack_from(f"<{length // 8}Q", extra, cursor))
-            return [next(large) if value == 0xFFFFFFFF else value for value in values]
-        cursor += length
-    return values
-
-
-def _contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride)):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return True
+def _any_overlap(chunks: list[Chunk]) -> bool:
+    """Tell whether any two parts overlap, by a sweep along the first dim."""
+    open_: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda each: each.offsets):
+        open_ = [each for each in open_ if each.offsets[:1] == () or each.offsets[0] + each.shape[0] > chunk.offsets[0]]
+        spans = tuple((o, o + n) for o, n in zip(chunk.offsets, chunk.shape))
+        if any(_overlap(spans, each) for each in open_):
+            return True
+        open_.append(chunk)
+    return False

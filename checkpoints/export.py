@@ -18,10 +18,11 @@ from typing import Any, final
 import torch
 
 from meshpar.checkpoints.dcp import DistributedCheckpoint
-from meshpar.checkpoints.files import memory_of, tiles
-from meshpar.checkpoints.manifest import Verify, fsync, read_manifest, verify_files
+from meshpar.checkpoints.files import memory_of, tiles, write_all
+from meshpar.checkpoints.manifest import fsync, read_manifest
 from meshpar.checkpoints.safetensors import INDEX_NAME, write_header
 from meshpar.checkpoints.steps import open_step
+from meshpar.checkpoints.verify import Verify, verify_files
 from meshpar.errors import CheckpointError
 from meshpar.weights import TypedSource, WeightMap
 
@@ -210,14 +211,9 @@ def _write_file(path: Path, source: TypedSource, names: Sequence[str], dtypes: M
                 sizes = [b - a for a, b in spans]
                 tile = space[: math.prod(sizes) * dtypes[name].itemsize].view(dtypes[name]).view(sizes)
                 source.read(name, tuple(slice(*span) for span in spans), tile)
-                _write_all(file.fileno(), memory_of(tile))
+                write_all(file.fileno(), memory_of(tile))
                 count.add(tile.nbytes)
         os.fsync(file.fileno())
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from meshpar.errors import CheckpointError
 from meshpar.views import Spans
 
 TILE_BYTES = 4 << 20
-_LEAST_RUN_BYTES = 4096  # a page: reading less from the page cache costs a call for little
+_LEAST_RUN_BYTES, _MOST_WASTE_BYTES = 1024, 8192  # a call costs as much as reading 8 KiB; shorter runs are read with what is between
 
 
 @final
@@ -39,15 +39,16 @@ class ReadFile:
     def bytes(self, position: int, count: int) -> bytes:
         """Return ``count`` bytes from ``position``."""
         buffer = bytearray(count)
-        self._fill(memoryview(buffer), position)
+        self.fill(memoryview(buffer), position)
         return bytes(buffer)
 
     def into(self, out: torch.Tensor, position: int) -> None:
         """Fill a contiguous tensor in host memory."""
         if out.nbytes:
-            self._fill(memory_of(out), position)
+            self.fill(memory_of(out), position)
 
-    def _fill(self, view: memoryview, position: int) -> None:
+    def fill(self, view: memoryview, position: int) -> None:
+        """Fill a piece of writable memory."""
         done = 0
         while done < len(view):
             count = os.preadv(self._descriptor, [view[done : done + (1 << 30)]], position + done)
@@ -82,8 +83,10 @@ class Box:
             return
         partial = [dim for dim, (span, size) in enumerate(zip(spans, self.shape)) if span != (0, size)]
         first = partial[-1] if partial else 0  # all dims after this one are whole: pieces of it are contiguous runs
-        if first and self._bytes(first, spans[first][1] - spans[first][0]) < _LEAST_RUN_BYTES:
-            first -= 1
+        if first:
+            run, row = self._bytes(first, spans[first][1] - spans[first][0]), self._bytes(first - 1, 1)
+            if run < _LEAST_RUN_BYTES and row - run < _MOST_WASTE_BYTES:
+                first -= 1
         for prefix in itertools.product(*(range(*span) for span in spans[:first])):
             target = out[tuple(each - span[0] for each, span in zip(prefix, spans))] if first else out
             self._read_rows(prefix, spans, target)
@@ -127,10 +130,23 @@ class Box:
         return self.position + sum(self._bytes(dim, index) for dim, index in enumerate(prefix))
 
 
+def inside(file: str) -> str:
+    """Return a file name that stays in its folder; raises CheckpointError for any other."""
+    if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+        raise CheckpointError(f"expected the name of a file in the same folder, got {file!r}")
+    return file
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor in host memory, to be read or written while the tensor lives."""
     assert tensor.is_contiguous() and tensor.is_cpu
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Write all of ``data``; a system call may write less."""
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def tiles(shape: tuple[int, ...], itemsize: int, limit_bytes: int) -> Iterator[Spans]:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any, final
 
 import torch
 
+from meshpar.checkpoints.background import Background
 from meshpar.checkpoints.job import Job
-from meshpar.checkpoints.manifest import Verify
+from meshpar.checkpoints.manifest import Manifest
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.restoring import RestoredState, Restoring
-from meshpar.checkpoints.saving import Saving
+from meshpar.checkpoints.saving import Noted, Saving
+from meshpar.checkpoints.staging import Stager
 from meshpar.checkpoints.state import plain
 from meshpar.checkpoints.steps import Steps
+from meshpar.checkpoints.verify import Verify
+from meshpar.checkpoints.writing import Checksum
 from meshpar.errors import CheckpointError
+
+_log = logging.getLogger("meshpar.checkpoints")
 
 
 @final
@@ -27,17 +36,35 @@ class CheckpointManager:
         keep: how many of the newest committed steps to keep; None: all.
         every: how many steps lie between two saves, for :meth:`due`; None: never due.
         best: a metric's name; the step where it is lowest is kept as well. A leading ``+`` means highest (``"+accuracy"``).
+        async_: write beside training. ``save`` then returns once the ranks have agreed on what to write; the optimizer's next step
+            waits until it is copied to the host; the step is committed some time later. Use the manager as a context, or ``close`` it.
+        checksum: ``"sha256"`` adds a SHA-256 of every file to the CRC-32 of every tensor's every part.
+        threads: how many write on each rank, each a file of its own.
         timeout_s: how long a rank waits for the others within one step of a save, in seconds.
     """
 
     def __init__(
-        self, root: str | Path, keep: int | None = 3, every: int | None = None, *, best: str | None = None, timeout_s: float = 600.0
+        self,
+        root: str | Path,
+        keep: int | None = 3,
+        every: int | None = None,
+        *,
+        best: str | None = None,
+        async_: bool = False,
+        checksum: Checksum = "crc32",
+        threads: int = 2,
+        timeout_s: float = 600.0,
     ) -> None:
-        for name, value in (("keep", keep), ("every", every)):
+        for name, value in (("keep", keep), ("every", every), ("threads", threads)):
             if value is not None and value < 1:
-                raise CheckpointError(f"{name} must be at least 1, or None, got {value}")
+                raise CheckpointError(f"{name} must be at least 1{'' if name == 'threads' else ', or None'}, got {value}")
+        if checksum not in ("crc32", "sha256"):
+            raise CheckpointError(f"checksum must be 'crc32' or 'sha256', got {checksum!r}")
         self._steps = Steps(Path(root))
         self._keep, self._every, self._best, self._timeout_s = keep, every, best, timeout_s
+        self._checksum, self._threads = checksum, threads
+        self._stager = Stager() if async_ else None
+        self._background = Background()
         self._made_ranks: Ranks | None = None
 
     @property
@@ -78,7 +105,7 @@ class CheckpointManager:
         rank_extra: Any = None,
         replace: bool = False,
     ) -> Path:
-        """Save and commit one step; on return it is whole and on the disk.
+        """Save one step; on return it is whole and on the disk, or on its way there (``async_``).
 
         Collective: every rank calls it.
 
@@ -92,24 +119,53 @@ class CheckpointManager:
             replace: whether to save over a step that is there.
 
         Returns:
-            The step's folder.
+            The step's folder; under ``async_`` it is not there yet.
 
         Raises:
-            CheckpointError: on every rank, when any of them fails; what was committed before is untouched.
+            CheckpointError: on every rank, when any of them fails; what was committed before is untouched. Also for an earlier save
+                that failed in the background.
         """
+        self._background.wait()
         ranks = self._ranks()
-        noted = {"step": step, "extra": extra or {}, "metrics": metrics or {}}
+        noted = Noted(step=step, extra=extra or {}, metrics=metrics or {}, rank_extra=rank_extra)
         folder = ranks.share(f"beginning step {step}", lambda: self._begin(noted, replace))
+        saving = Saving(ranks, folder, noted, threads=self._threads, checksum=self._checksum)
+        with self._abandoned_on_error(folder):
+            saving.plan(par, optimizer, later=self._stager is not None)
+        stager = self._stager
+        if stager is None:
+            self._finish(saving, folder)
+        else:
+            self._background.start(lambda: self._stage(saving, stager, folder), lambda: self._finish(saving, folder), optimizer)
+        return self._steps.path(step)
+
+    def before_step(self) -> None:
+        """Wait until the save in flight has copied what it needs; an optimizer that was given to ``save`` does this by itself."""
+        self._background.before_step()
+
+    def wait(self) -> None:
+        """Wait until the save in flight is committed; raises CheckpointError where it failed."""
+        self._background.wait()
+
+    def close(self) -> None:
+        """Wait for the save in flight and end what the manager holds open; raises CheckpointError where the save failed."""
         try:
-            path = Saving(ranks, folder, par, optimizer, noted, rank_extra).run(self._steps)
-        except BaseException:
-            if ranks.rank == 0:
-                self._steps.abandon(folder)
-            raise
-        if ranks.rank == 0:
-            best = self.best() if self._best else None
-            self._steps.retain(self._keep, () if best is None else {best})
-        return path
+            self._background.close()
+        finally:
+            if self._made_ranks is not None:
+                self._made_ranks.close()
+            self._made_ranks, self._stager = None, Stager() if self._stager is not None else None
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            _log.error("%s", failure)  # the error that is on its way tells more
 
     def restore(
         self,
@@ -121,6 +177,7 @@ class CheckpointManager:
         cast: bool = False,
         partial: bool = False,
         random: bool = True,
+        fallback: bool = False,
     ) -> RestoredState:
         """Read a committed step into a module and its optimizer, on any mesh, whatever the mesh that saved it.
 
@@ -130,10 +187,11 @@ class CheckpointManager:
             par: the module and its mesh; its parameters have memory (``materialize`` was called).
             optimizer: whose state and options are replaced by the checkpoint's; None: leave the checkpoint's aside.
             step: which step; None: the newest committed one.
-            verify: ``"size"``: every file is there in its size; ``"full"``: and has its checksum (read twice); ``"none"``.
+            verify: ``"size"``: every file is there in its size; ``"full"``: and every byte is what was saved (read twice); ``"none"``.
             cast: accept tensors of another dtype, and convert them.
             partial: accept missing and unexpected tensors and parameter groups that differ; what is missing stays as it is.
             random: restore the generators too.
+            fallback: where the step is damaged, log that as an error and take the one before it; the result tells.
 
         Returns:
             What was saved beside the tensors.
@@ -142,26 +200,66 @@ class CheckpointManager:
             CheckpointError: on every rank, before anything is changed: no such step, a damaged file, or a list of every missing,
                 unexpected, wrong-shape and wrong-dtype tensor.
         """
+        self._background.wait()
         ranks = self._ranks()
-        folder = ranks.share("finding the step", lambda: self._find(step))
-        return Restoring(ranks, folder, par, optimizer).run(verify, cast=cast, partial=partial, random=random)
+        folders = ranks.share("finding the step", lambda: self._find(step))
+        damaged: list[str] = []
+        for folder in folders if fallback else folders[:1]:
+            restoring = Restoring(ranks, folder, par, optimizer)
+            try:
+                restoring.open(verify)
+            except CheckpointError as error:
+                if not fallback or ranks.broken:
+                    raise
+                _log.error("%s", error)
+                damaged.append(str(error))
+            else:
+                return restoring.run(cast=cast, partial=partial, random=random, passed_over=tuple(damaged))
+        raise CheckpointError("\n  ".join([f"every step in {self.root} is damaged:", *damaged]))
 
     def _ranks(self) -> Ranks:
+        if self._made_ranks is not None and self._made_ranks.broken:
+            self._made_ranks.close()
+            self._made_ranks = None
         if self._made_ranks is None:
             self._made_ranks = Ranks(self._timeout_s)
         return self._made_ranks
 
-    def _begin(self, noted: Mapping[str, Any], replace: bool) -> Path:
-        for name in ("extra", "metrics"):
-            plain(noted[name], name)
+    def _begin(self, noted: Noted, replace: bool) -> Path:
+        plain(noted.extra, "extra")
+        plain(noted.metrics, "metrics")
         self._steps.reap()
-        return self._steps.begin(noted["step"], replace=replace)
+        return self._steps.begin(noted.step, replace=replace)
 
-    def _find(self, step: int | None) -> Path:
+    def _stage(self, saving: Saving, stager: Stager, folder: Path) -> None:
+        with self._abandoned_on_error(folder):
+            saving.stage(stager)
+
+    def _finish(self, saving: Saving, folder: Path) -> None:
+        with self._abandoned_on_error(folder):
+            saving.finish(lambda manifest: self._commit(folder, manifest))
+
+    def _commit(self, folder: Path, manifest: Manifest) -> Path:
+        path = self._steps.commit(folder, manifest)
+        best = self.best() if self._best else None
+        self._steps.retain(self._keep, () if best is None else {best})
+        return path
+
+    @contextmanager
+    def _abandoned_on_error(self, folder: Path) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self._made_ranks is not None and self._made_ranks.rank == 0:
+                self._steps.abandon(folder)
+            raise
+
+    def _find(self, step: int | None) -> list[Path]:
+        """Return the folders to try, the first one first."""
         steps = self.steps()
         if not steps:
             reasons = [f"{path.name}: {reason}" for path, reason in self.ignored().items()]
             raise CheckpointError("\n  ".join([f"{self.root} holds no committed step", *reasons]))
         if step is not None and step not in steps:
             raise CheckpointError(f"{self.root} holds no committed step {step}; it holds {', '.join(map(str, steps))}")
-        return self._steps.path(steps[-1] if step is None else step)
+        return [self._steps.path(each) for each in reversed(steps) if step is None or each <= step]

@@ -11,7 +11,7 @@ import torch
 from meshpar.checkpoints.export import Progress, export_safetensors
 from meshpar.checkpoints.job import Job
 from meshpar.checkpoints.ranks import Ranks
-from meshpar.checkpoints.saving import Saving
+from meshpar.checkpoints.saving import Noted, Saving
 from meshpar.checkpoints.steps import Steps
 
 
@@ -47,7 +47,9 @@ def export_module(
     try:
         steps = Steps(root)
         folder = ranks.share("exporting", lambda: steps.begin(0, replace=False))
-        step = Saving(ranks, folder, par, None, {"step": 0, "extra": {}, "metrics": {}}, None).run(steps)
+        saving = Saving(ranks, folder, Noted(step=0, extra={}, metrics={}))
+        saving.plan(par, None)
+        step = saving.finish(lambda manifest: steps.commit(folder, manifest))
         return ranks.share(
             "exporting", lambda: export_safetensors(step, target, dtype, max_shard_size, tokenizer, progress, overwrite=overwrite)
         )

@@ -1,4 +1,4 @@
-"""Reading torch's pickles without running what they say: every global is looked up in an allow-list of plain stand-ins.
+"""Torch's pickles, read without running what they say: every global is looked up in an allow-list of plain stand-ins.
 
 DCP's ``.metadata`` and the ``data.pkl`` of each saved tensor are pickles, and a pickle can name any function to be called. These
 readers build inert records instead; a name that is not listed raises.
@@ -7,6 +7,7 @@ readers build inert records instead; a name that is not listed raises.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -131,6 +132,27 @@ _STORAGES = {
     "ComplexFloatStorage": torch.complex64,
     "ComplexDoubleStorage": torch.complex128,
 }
+
+
+_STORAGE_NAMES = {dtype: name for name, dtype in _STORAGES.items()}
+
+
+def tensor_pickle(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
+    """Return the ``data.pkl`` that ``torch.save`` writes for a contiguous tensor whose storage is ``data/0``."""
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    legacy = _STORAGE_NAMES.get(dtype)
+    count = math.prod(shape) * (1 if legacy else dtype.itemsize)
+    kind = f"ctorch\n{legacy}\n" if legacy else "ctorch.storage\nUntypedStorage\n"
+    storage = b"(" + _pickled("storage") + kind.encode() + _pickled("0") + _pickled("cpu") + _pickled(count) + b"tQ"
+    hooks = b"\x89ccollections\nOrderedDict\n)R"
+    more = b"" if legacy else f"ctorch\n{str(dtype).removeprefix('torch.')}\n".encode()
+    rebuild = f"ctorch._utils\n_rebuild_tensor_{'v2' if legacy else 'v3'}\n".encode()
+    return b"\x80\x02" + rebuild + b"(" + storage + _pickled(0) + _pickled(shape) + _pickled(strides) + hooks + more + b"tR."
+
+
+def _pickled(value: object) -> bytes:
+    """Return the opcodes that push a value (the pickle of protocol 2 without its frame)."""
+    return pickle.dumps(value, 2)[2:-1]
 
 
 def _rebuild_v2(storage: tuple[torch.dtype, str], offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> SavedTensor:

@@ -22,6 +22,9 @@ class Ranks:
 
     Args:
         timeout_s: how long a rank waits for the others in one step, in seconds.
+
+    Attributes:
+        broken: whether a step was lost between the ranks; the next one needs new Ranks.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -30,6 +33,7 @@ class Ranks:
         self._group = dist.new_group(backend="gloo", timeout=self._timeout) if many else None
         self.rank = dist.get_rank() if many else 0
         self.size = dist.get_world_size() if many else 1
+        self.broken = False
 
     def collect(self, step: str, act: Callable[[], T]) -> list[T]:
         """Run ``act`` on every rank; rank 0 returns all results in rank order, the others an empty list."""
@@ -67,12 +71,19 @@ class Ranks:
         results = self.collect(step, act)
         return self.share(step, lambda: results)
 
+    def close(self) -> None:
+        """End the group."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
     def _exchange(self, step: str, talk: Callable[[], list[_Outcome]]) -> list[_Outcome]:
         try:
             if self._group is not None:
                 dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
             outcomes = talk()
         except RuntimeError as error:
+            self.broken = True
             reason = str(error).partition("\n")[0]
             raise CheckpointError(f"{step} failed: rank {self.rank} lost the others, or waited over {self._timeout}: {reason}") from error
         if failures := [failure for failure, _ in outcomes if failure is not None]:

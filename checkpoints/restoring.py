@@ -12,9 +12,10 @@ import torch
 
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.job import MODEL, Job, mesh_axes
-from meshpar.checkpoints.manifest import Verify, read_manifest, verify_files
+from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.ranks import Ranks
-from meshpar.checkpoints.state import differences, group_differences, model_state, restore_optimizer, set_random_state
+from meshpar.checkpoints.state import differences, group_differences, group_names, model_state, restore_optimizer, set_random_state
+from meshpar.checkpoints.verify import Verify, verify_files
 from meshpar.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
 
@@ -34,6 +35,7 @@ class RestoredState:
             saved seed and the step; ``"kept"``: left alone.
         skipped: what ``partial=True`` let pass, line by line.
         folder: the step's folder.
+        passed_over: the newer steps that were damaged, with what is wrong with each; only where ``fallback`` allowed it.
     """
 
     step: int
@@ -44,6 +46,18 @@ class RestoredState:
     random: str
     skipped: tuple[str, ...]
     folder: Path
+    passed_over: tuple[str, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Differences:
+    """What does not fit on one rank, line by line, the model's tensors that it does not know, and its optimizer's groups."""
+
+    wrong: list[str]
+    missing: list[str]
+    unexpected: set[str]
+    groups: list[set[str]]
 
 
 @final
@@ -53,9 +67,12 @@ class Restoring:
     def __init__(self, ranks: Ranks, folder: Path, par: Job, optimizer: torch.optim.Optimizer | None) -> None:
         self._ranks, self._folder, self._par, self._optimizer = ranks, folder, par, optimizer
 
-    def run(self, verify: Verify, *, cast: bool, partial: bool, random: bool) -> RestoredState:
-        """Restore; collective. Raises CheckpointError on every rank, before anything is changed, for all that does not fit."""
+    def open(self, verify: Verify) -> None:
+        """Look whether the step is whole; collective. Raises CheckpointError on every rank where it is damaged."""
         self._ranks.everyone("opening the checkpoint", lambda: self._open(verify))
+
+    def run(self, *, cast: bool, partial: bool, random: bool, passed_over: tuple[str, ...] = ()) -> RestoredState:
+        """Restore; collective. Raises CheckpointError on every rank, before anything is changed, for all that does not fit."""
         skipped = self._compare(cast, partial)
         self._ranks.everyone("reading (the state is partly restored)", self._read)
         manifest, par = self._manifest, self._par
@@ -69,6 +86,7 @@ class Restoring:
             random=self._restore_random(same) if random else "kept",
             skipped=tuple(skipped),
             folder=self._folder,
+            passed_over=passed_over,
         )
 
     def _open(self, verify: Verify) -> None:
@@ -79,29 +97,37 @@ class Restoring:
     def _compare(self, cast: bool, partial: bool) -> list[str]:
         """Raise one error for all that does not fit on any rank, or return what ``partial`` lets pass."""
         found = self._ranks.everyone("comparing", lambda: self._differences(cast))
-        wrong = list(dict.fromkeys(line for each, _, _ in found for line in each))
-        missing = dict.fromkeys(line for _, each, _ in found for line in each)
-        lenient = [*missing, *(f"unexpected: {name}" for name in sorted(set.intersection(*(each for _, _, each in found))))]
+        wrong = list(dict.fromkeys(line for each in found for line in each.wrong))
+        lenient = list(dict.fromkeys(line for each in found for line in each.missing))
+        table = self._manifest.optimizer
+        if self._optimizer is not None and table is None:
+            lenient.append("missing: the optimizer's state; this step was saved without an optimizer")
+        elif self._optimizer is not None and table is not None:
+            groups = [set().union(*same) for same in zip(*(each.groups for each in found))]
+            lenient += group_differences(groups, type(self._optimizer).__name__, table)
+        lenient += [f"unexpected: {name}" for name in sorted(set.intersection(*(each.unexpected for each in found)))]
         if wrong or (lenient and not partial):
             remedy = [] if wrong else ["partial=True restores what fits"]
             lines = [f"{self._folder} does not fit this job; nothing was changed:", *wrong, *lenient, *remedy]
             raise CheckpointError("\n  ".join(lines))
         return lenient
 
-    def _differences(self, cast: bool) -> tuple[list[str], list[str], set[str]]:
-        """Return this rank's wrong and missing tensors, line by line, and the names of the checkpoint's that it does not know."""
+    def _differences(self, cast: bool) -> _Differences:
         self._model = model_state(self._par.module)
         self._renamed = self._renamings()
         wanted = {self._saved_name(name): tensor for name, tensor in self._model.tensors.items()}
         if unmade := [name for name, tensor in wanted.items() if tensor.is_meta]:
             raise CheckpointError(f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before restore")
         missing, wrong = differences(wanted, self._source.tensors, cast=cast)
-        table = self._manifest.optimizer
-        if self._optimizer is not None and table is None:
-            missing.append("missing: the optimizer's state; this step was saved without an optimizer")
-        elif self._optimizer is not None and table is not None:
-            missing += group_differences(self._optimizer, self._model, table, self._renamed)
-        return wrong, missing, {name for name in self._source.tensors if name.startswith(MODEL) and name not in wanted}
+        for name, tensor in wanted.items():
+            if name in self._source.tensors and self._source.tensors[name].shape == tuple(tensor.shape):
+                self._source.locate(name, held_by_this_rank(tensor))
+        return _Differences(
+            wrong=wrong,
+            missing=missing,
+            unexpected={name for name in self._source.tensors if name.startswith(MODEL) and name not in wanted},
+            groups=group_names(self._optimizer, self._model, self._renamed) if self._optimizer is not None else [],
+        )
 
     def _renamings(self) -> dict[str, str]:
         """Return our name -> the checkpoint's, where a tied tensor was saved under another of its names."""

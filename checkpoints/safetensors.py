@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 
-from meshpar.checkpoints.files import Box, ReadFile
+from meshpar.checkpoints.files import Box, ReadFile, inside
 from meshpar.errors import CheckpointError
 from meshpar.patterns import nearest
 from meshpar.views import spans_of
@@ -106,13 +106,6 @@ def _indexed(path: Path) -> dict[Path, list[str]]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a safetensors index: {error!r}") from error
     return files
-
-
-def inside(file: str) -> str:
-    """Return a file name that stays in its folder; raises CheckpointError for any other."""
-    if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-        raise CheckpointError(f"expected the name of a file in the same folder, got {file!r}")
-    return file
 
 
 def read_header(file: ReadFile) -> dict[str, Box]:

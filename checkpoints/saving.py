@@ -1,91 +1,179 @@
-"""The course of one save: plan, write, commit; every rank at every step, or none."""
+"""The course of one save: plan, stage, write, commit; every rank at every step, or none."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.job import MODEL, Job, mesh_axes
-from meshpar.checkpoints.manifest import Manifest, verify_files
+from meshpar.checkpoints.manifest import Manifest
 from meshpar.checkpoints.ranks import Ranks
-from meshpar.checkpoints.state import model_state, optimizer_state, plain, random_state
-from meshpar.checkpoints.steps import Steps
-from meshpar.checkpoints.writing import FileSums, Write, planned_bytes
+from meshpar.checkpoints.staging import Stager, ready_event
+from meshpar.checkpoints.state import merged_tables, model_state, optimizer_state, plain, random_state
+from meshpar.checkpoints.verify import verify_files
+from meshpar.checkpoints.writing import (
+    Checksum,
+    WrittenFile,
+    check_written,
+    divide,
+    local_plan,
+    parts_of,
+    planned_bytes,
+    write_metadata,
+    write_parts,
+)
 from meshpar.errors import CheckpointError
 
 _SPARE_BYTES = 64 << 20  # archives' headers, metadata, the manifest
 
 
 @final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """What the caller adds to a step, as plain data."""
+
+    step: int
+    extra: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    rank_extra: Any = None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """What one rank tells rank 0 before anything is written."""
+
+    plan: SavePlan
+    tied: Sequence[Sequence[str]]
+    optimizer: Mapping[str, Any] | None
+    rank_extra: Any
+
+
+@final
 class Saving:
-    """One save on its way. ``noted`` is what is known before: the step, what the caller added."""
+    """One save on its way: :meth:`plan`, :meth:`stage` where training shall go on meanwhile, :meth:`finish`.
 
-    def __init__(
-        self, ranks: Ranks, folder: Path, par: Job, optimizer: torch.optim.Optimizer | None, noted: Mapping[str, Any], rank_extra: Any
-    ) -> None:
-        self._ranks, self._folder, self._par, self._optimizer = ranks, folder, par, optimizer
-        self._noted, self._rank_extra = noted, rank_extra
+    Args:
+        ranks: who saves together.
+        folder: the temporary folder.
+        noted: what the caller adds; rank 0's counts, but for ``rank_extra``.
+        threads: how many write, each a file.
+        checksum: of the files, beside the CRC-32.
+    """
 
-    def run(self, steps: Steps) -> Path:
-        """Write and commit; return the step's folder. Collective; raises CheckpointError on every rank when any of them fails."""
-        step = self._noted["step"]
-        plans = self._ranks.collect(f"planning step {step}", self._plan)
-        mine = self._ranks.spread(f"planning step {step}", lambda: self._divide([plan for plan, _ in plans]))
-        written = self._ranks.collect(f"writing step {step}", lambda: self._write.write(mine))
-        return self._ranks.share(f"committing step {step}", lambda: self._commit(steps, written, [extra for _, extra in plans]))
+    def __init__(self, ranks: Ranks, folder: Path, noted: Noted, *, threads: int = 2, checksum: Checksum = "crc32") -> None:
+        self._ranks, self._folder, self._noted = ranks, folder, noted
+        self._threads, self._checksum = threads, checksum
+        self._tensors: dict[str, Tensor] = {}
 
-    def _plan(self) -> tuple[SavePlan, Any]:
-        self._model = model_state(self._par.module, {group[0] for group in self._par.layout.tied})
-        self._trained = optimizer_state(self._optimizer, self._model) if self._optimizer is not None else None
-        tensors: dict[str, Tensor] = {MODEL + name: tensor for name, tensor in self._model.tensors.items()}
-        tensors |= self._trained.tensors if self._trained else {}
-        tensors |= random_state(self._ranks.rank, self._par.device)
+    def plan(self, par: Job, optimizer: torch.optim.Optimizer | None, *, later: bool = False) -> None:
+        """Agree on who writes what; collective.
+
+        Args:
+            par, optimizer: what is saved.
+            later: what a forward pass may change is copied now; the rest must stay as it is until :meth:`stage` has ended.
+        """
+        step = self._noted.step
+        planned = self._ranks.collect(f"planning step {step}", lambda: self._describe(par, optimizer, later))
+        mine = self._ranks.spread(f"planning step {step}", lambda: self._divide(planned, par))
+        self._parts = parts_of(mine, self._tensors)
+        self._ready, self._device = ready_event(par.device) if later else None, par.device
+        self._tensors = {}
+
+    def stage(self, stager: Stager) -> None:
+        """Copy what this rank writes; on return the module and the optimizer may change."""
+        self._parts = stager.stage(self._parts, self._device, self._ready)
+
+    def finish(self, commit: Callable[[Manifest], Path]) -> Path:
+        """Write, check and commit; return the step's folder. Collective; raises CheckpointError on every rank when any of them fails."""
+        step = self._noted.step
+        written = self._ranks.collect(f"writing step {step}", self._write)
+        return self._ranks.share(f"committing step {step}", lambda: commit(self._check([file for each in written for file in each])))
+
+    def _describe(self, par: Job, optimizer: torch.optim.Optimizer | None, later: bool) -> _Planned:
+        model = model_state(par.module, {group[0] for group in par.layout.tied})
+        trained = optimizer_state(optimizer, model) if optimizer is not None else None
+        tensors: dict[str, Tensor] = {
+            MODEL + name: tensor.clone() if later and not isinstance(tensor, nn.Parameter) else tensor
+            for name, tensor in model.tensors.items()
+        }
+        tensors |= trained.tensors if trained else {}
+        tensors |= random_state(self._ranks.rank, par.device)
         if unmade := [name for name, tensor in tensors.items() if tensor.is_meta]:
             raise CheckpointError(f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before save")
         if not self._folder.is_dir():
             raise CheckpointError(f"{self._folder}, made by rank 0, is not here; the ranks must share that folder")
-        self._write = Write(self._folder, tensors, is_main=self._ranks.rank == 0)
-        return self._write.plan(), plain(self._rank_extra, "rank_extra")
+        self._tensors = tensors
+        return _Planned(
+            plan=local_plan(tensors),
+            tied=model.tied,
+            optimizer=trained.table if trained else None,
+            rank_extra=plain(self._noted.rank_extra, "rank_extra"),
+        )
 
-    def _divide(self, plans: list[SavePlan]) -> list[SavePlan]:
-        divided = self._write.divide(plans)
-        needed, free = planned_bytes(divided) + _SPARE_BYTES, shutil.disk_usage(self._folder).free
+    def _divide(self, planned: Sequence[_Planned], par: Job) -> list[SavePlan]:
+        self._plans, self._metadata = divide([each.plan for each in planned])
+        needed, free = planned_bytes(self._plans) + _SPARE_BYTES, shutil.disk_usage(self._folder).free
         if free < needed:
             raise CheckpointError(f"{self._folder.parent} has {free / 1e9:.2f} GB free; this step needs {needed / 1e9:.2f} GB")
-        return divided
+        tables = [each.optimizer for each in planned if each.optimizer is not None]
+        rank_extra = [each.rank_extra for each in planned]
+        self._told = {
+            "step": self._noted.step,
+            "extra": plain(self._noted.extra, "extra"),
+            "metrics": plain(self._noted.metrics, "metrics"),
+            "mesh": mesh_axes(par.mesh),
+            "world_size": self._ranks.size,
+            "device": par.device.type,
+            "plan": str(par.plan),
+            "tied": sorted({tuple(group) for each in planned for group in each.tied}),
+            "weights": par.layout.weights.to_json(),
+            "config": plain(par.layout.config, "layout.config"),
+            "optimizer": merged_tables(tables) if tables else None,
+            "seed": torch.initial_seed(),
+            "rank_extra": rank_extra if any(each is not None for each in rank_extra) else (),
+        }
+        return self._plans
 
-    def _commit(self, steps: Steps, written: Sequence[tuple[list[Any], FileSums]], rank_extra: Sequence[Any]) -> Path:
-        sums: FileSums = {name: pair for _, each in written for name, pair in each.items()}
-        sums |= self._write.finish([results for results, _ in written])
-        manifest = self._manifest(sums, rank_extra if any(each is not None for each in rank_extra) else ())
+    def _write(self) -> list[WrittenFile]:
+        return write_parts(self._folder, self._ranks.rank, self._parts, threads=self._threads, checksum=self._checksum)
+
+    def _check(self, files: list[WrittenFile]) -> Manifest:
+        check_written(self._plans, files)
+        manifest = make_manifest(self._folder, self._metadata, files, self._told)
         verify_files(self._folder, manifest, "size")
-        return steps.commit(self._folder, manifest)
+        return manifest
 
-    def _manifest(self, sums: FileSums, rank_extra: Sequence[Any]) -> Manifest:
-        tensors = DistributedCheckpoint(self._folder).tensors  # as a reader will see them: parts that do not add up are found here
-        return Manifest(
-            saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            files={name: {"size": size, "crc32": checksum} for name, (size, checksum) in sorted(sums.items())},
-            mesh=mesh_axes(self._par.mesh),
-            world_size=self._ranks.size,
-            device=self._par.device.type,
-            plan=str(self._par.plan),
-            tensors={name: {"dtype": str(each.dtype).removeprefix("torch."), "shape": list(each.shape)} for name, each in tensors.items()},
-            tied=self._model.tied,
-            weights=self._par.layout.weights.to_json(),
-            config=plain(self._par.layout.config, "layout.config"),
-            optimizer=self._trained.table if self._trained else None,
-            seed=torch.initial_seed(),
-            rank_extra=rank_extra,
-            versions={"torch": torch.__version__, "meshpar": importlib.metadata.version("meshpar")},
-            **self._noted,
-        )
+
+def make_manifest(folder: Path, metadata: Metadata, files: Sequence[WrittenFile], told: Mapping[str, Any]) -> Manifest:
+    """Write torch's metadata into the folder and return what ``meshpar.json`` shall say of it; raises where parts do not add up."""
+    described = [*files, write_metadata(folder, metadata, files)]
+    tensors = DistributedCheckpoint(folder).tensors  # as a reader will see them
+    chunks: dict[str, list[Any]] = {name: [] for name in tensors}
+    for file in files:
+        for part in file.parts:
+            chunks[part.name].append([part.offsets, part.shape, file.name, part.position, part.length, part.crc32])
+    return Manifest(
+        saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        files={
+            file.name: {"size": file.size, "crc32": file.crc32} | ({"sha256": file.sha256} if file.sha256 else {})
+            for file in sorted(described, key=lambda each: each.name)
+        },
+        tensors={
+            name: {"dtype": str(each.dtype).removeprefix("torch."), "shape": list(each.shape), "chunks": chunks[name]}
+            for name, each in tensors.items()
+        },
+        versions={"torch": torch.__version__, "meshpar": importlib.metadata.version("meshpar")},
+        **told,
+    )

@@ -7,7 +7,10 @@ takes a fake step and demands state for parameters that never had any.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import random
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -191,21 +194,30 @@ def _room(stored: Stored, key: str, parameter: Tensor, group: Mapping[str, Any],
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Return this rank's generators: torch's on the CPU and on ``device``, and Python's."""
-    _, words, _ = random.getstate()
-    state = {"cpu": torch.get_rng_state(), "python": torch.tensor(words, dtype=torch.int64)}
+    """Return this rank's generators: torch's on the CPU and on ``device``, Python's, and numpy's where it is loaded."""
+    state = {"cpu": torch.get_rng_state(), "python": _text(random.getstate())}
     if device.type not in ("cpu", "meta"):
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, words, *rest = numpy.random.get_state()
+        state["numpy"] = _text([name, words.tolist(), *rest])
     return {f"random.rank-{rank}.{kind}": value for kind, value in state.items()}
 
 
 def set_random_state(rank: int, device: torch.device, state: Mapping[str, Tensor]) -> None:
     """Set this rank's generators to what :func:`random_state` returned."""
-    torch.set_rng_state(state[f"random.rank-{rank}.cpu"])
-    version, _, _ = random.getstate()
-    random.setstate((version, tuple(state[f"random.rank-{rank}.python"].tolist()), None))
-    if (on_device := state.get(f"random.rank-{rank}.{device.type}")) is not None and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(on_device, device)
+    kinds = {name.removeprefix(f"random.rank-{rank}."): value for name, value in state.items()}
+    torch.set_rng_state(kinds["cpu"])
+    version, words, gauss = json.loads(bytes(kinds["python"].tolist()))
+    random.setstate((version, tuple(words), gauss))
+    if device.type in kinds and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(kinds[device.type], device)
+    if "numpy" in kinds and importlib.util.find_spec("numpy") is not None:
+        importlib.import_module("numpy").random.set_state(tuple(json.loads(bytes(kinds["numpy"].tolist()))))
+
+
+def _text(value: object) -> Tensor:
+    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def differences(wanted: Mapping[str, Tensor], stored: Mapping[str, Stored], *, cast: bool) -> tuple[list[str], list[str]]:
@@ -227,20 +239,41 @@ def differences(wanted: Mapping[str, Tensor], stored: Mapping[str, Stored], *, c
     return missing, wrong
 
 
-def group_differences(
-    optimizer: torch.optim.Optimizer, model: ModelState, table: Mapping[str, Any], renamed: Mapping[str, str]
-) -> list[str]:
-    """Compare the optimizer's parameter groups with the checkpoint's; one line for each that differs."""
+def group_names(optimizer: torch.optim.Optimizer, model: ModelState, renamed: Mapping[str, str]) -> list[set[str]]:
+    """Return the names, as the checkpoint has them, of the parameters in each of the optimizer's groups."""
     names = {id(tensor): name for name, tensor in model.tensors.items()}
-    ours = [{renamed.get(names[id(p)], names[id(p)]) for p in group["params"]} for group in optimizer.param_groups]
+    parameters_of(optimizer, names)
+    return [{renamed.get(names[id(p)], names[id(p)]) for p in group["params"]} for group in optimizer.param_groups]
+
+
+def group_differences(ours: Sequence[Collection[str]], kind: str, table: Mapping[str, Any]) -> list[str]:
+    """Compare parameter groups with the checkpoint's; one line for each that differs.
+
+    Args:
+        ours: the names in each group, over all ranks.
+        kind: the optimizer's class.
+        table: what :func:`optimizer_state` saved.
+    """
     theirs: Sequence[Iterable[str]] = [group["params"] for group in table["groups"]]
     lines = []
     if len(ours) != len(theirs):
         lines.append(f"optimizer: {len(ours)} parameter groups here and {len(theirs)} in the checkpoint")
     for position, (here, there) in enumerate(zip(ours, theirs)):
-        for text, names_only in (("here", here - set(there)), ("in the checkpoint", set(there) - here)):
+        for text, names_only in (("here", set(here) - set(there)), ("in the checkpoint", set(there) - set(here))):
             if names_only:
                 lines.append(f"optimizer: parameter group {position} holds only {text}: {', '.join(sorted(names_only)[:10])}")
-    if type(optimizer).__name__ != table["class"]:
-        lines.append(f"optimizer: {type(optimizer).__name__} here and {table['class']} in the checkpoint")
+    if kind != table["class"]:
+        lines.append(f"optimizer: {kind} here and {table['class']} in the checkpoint")
     return lines
+
+
+def merged_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the optimizer tables of ranks that may hold different parameters, as pipeline stages do."""
+    groups = [
+        {
+            "params": list(dict.fromkeys(name for group in same for name in group["params"])),
+            "options": next((group["options"] for group in same if group["params"]), same[0]["options"]),
+        }
+        for same in zip(*(table["groups"] for table in tables))
+    ]
+    return {"class": tables[0]["class"], "groups": groups, "state": {k: v for table in reversed(tables) for k, v in table["state"].items()}}

@@ -20,9 +20,11 @@ from meshpar.checkpoints.manifest import MANIFEST_NAME, Manifest, fsync, read_ma
 from meshpar.errors import CheckpointError
 
 LATEST_FILE, LATEST_LINK = "LATEST", "latest"
+PIN_FILE = "PINNED"
 _STEP = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-(\d+)\.(tmp|old)-(.+)-(\d+)-[0-9a-f]+")
 _log = logging.getLogger("meshpar.checkpoints")
+_OURS: set[str] = set()  # leftovers that this process has made and not yet removed: another process may have had its number before
 
 
 @final
@@ -68,6 +70,8 @@ class Steps:
         final = self.path(manifest.step)
         replaced = self._leftover(manifest.step, "old") if final.exists() else None
         if replaced:
+            if (final / PIN_FILE).exists():
+                write_durably(temporary / PIN_FILE, "")
             final.rename(replaced)
         temporary.rename(final)
         fsync(self.root)
@@ -78,22 +82,37 @@ class Steps:
 
     def abandon(self, temporary: Path) -> None:
         """Remove a temporary folder after a failed save."""
-        self._remove(temporary)
+        if temporary.exists():
+            self._remove(temporary)
 
-    def retain(self, keep: int | None, protected: Collection[int]) -> None:
-        """Remove all committed steps but the newest ``keep`` and the protected ones."""
-        steps = self.committed()
-        for step in steps[:-keep] if keep else []:
-            if step not in protected:
-                doomed = self._leftover(step, "tmp")
-                self.path(step).rename(doomed)
-                self._remove(doomed)
+    def pin(self, step: int, *, pinned: bool = True) -> None:
+        """Protect a step from retention, or no more; raises CheckpointError where it is not committed."""
+        if step not in self.committed():
+            raise CheckpointError(f"{self.root} holds no committed step {step}; it holds {self.committed()}")
+        if pinned:
+            write_durably(self.path(step) / PIN_FILE, "")
+        else:
+            (self.path(step) / PIN_FILE).unlink(missing_ok=True)
+
+    def pinned(self) -> set[int]:
+        """Return the steps that are protected from retention."""
+        return {step for step in self.committed() if (self.path(step) / PIN_FILE).exists()}
+
+    def retain(self, keep: int | None, protected: Collection[int] = ()) -> list[int]:
+        """Remove all committed steps but the newest ``keep``, the pinned and the protected ones; return those removed."""
+        steps, kept = self.committed(), self.pinned() | set(protected)
+        doomed = [step for step in (steps[:-keep] if keep else []) if step not in kept]
+        for step in doomed:
+            folder = self._leftover(step, "tmp")
+            self.path(step).rename(folder)
+            self._remove(folder)
+        return doomed
 
     def reap(self) -> None:
         """Remove what dead processes left; a step that was being replaced when its process died comes back."""
         for each in self._folders():
             found = _LEFTOVER.fullmatch(each.name)
-            if not found or _alive(found[3], int(found[4])):
+            if not found or each.name in _OURS or _alive(found[3], int(found[4])):
                 continue
             if found[2] == "old" and not self.path(int(found[1])).exists():
                 each.rename(self.path(int(found[1])))
@@ -112,7 +131,9 @@ class Steps:
         return sorted(each for each in self.root.iterdir() if each.is_dir() and not each.is_symlink())
 
     def _leftover(self, step: int, kind: str) -> Path:
-        return self.root / f"{self.path(step).name}.{kind}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        name = f"{self.path(step).name}.{kind}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        _OURS.add(name)
+        return self.root / name
 
     def _mark_latest(self, step: int) -> None:
         name = self.path(step).name
@@ -127,6 +148,7 @@ class Steps:
 
     def _remove(self, folder: Path) -> None:
         """Remove a folder that is no checkpoint any more; what cannot be removed is told and tried again at the next save."""
+        _OURS.discard(folder.name)
         try:
             shutil.rmtree(folder)
         except OSError as error:
@@ -135,7 +157,7 @@ class Steps:
 
 def _alive(host: str, process: int) -> bool:
     """Tell whether a process may still be at work; one on another host counts as dead, since a run has one writer: rank 0."""
-    if host != socket.gethostname():
+    if host != socket.gethostname() or process == os.getpid():
         return False
     try:
         os.kill(process, 0)

@@ -1,88 +1,148 @@
-"""Writing tensors in torch.distributed.checkpoint's own format, by its planner and its writer, with a checksum of every file."""
+"""Writing parts of tensors in torch.distributed.checkpoint's format: its planner divides them, threads write and sum them."""
 
 from __future__ import annotations
 
-import io
+import hashlib
+import math
 import os
+import pickle
 import zlib
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
+from meshpar.checkpoints.archive import write_tensor
+from meshpar.checkpoints.checksums import joined
 from meshpar.checkpoints.dcp import METADATA_NAME
+from meshpar.checkpoints.files import TILE_BYTES, memory_of, tiles, write_all
 from meshpar.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
 
-FileSums = dict[str, tuple[int, int]]
-"""File name -> (size in bytes, CRC-32)."""
+Checksum = Literal["crc32", "sha256"]
 
 
 @final
-class Write:
-    """One rank's part of a save into ``folder``: all ranks ``plan``, rank 0 ``divide``s, all ``write``, rank 0 ``finish``es."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank holds of one tensor: ``tensor`` is the box at ``offsets``."""
 
-    def __init__(self, folder: Path, tensors: Mapping[str, Tensor], *, is_main: bool) -> None:
-        self._sums = _SummedFiles()
-        self._writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-        self._writer.fs = self._sums
-        self._writer.set_up_storage_writer(is_main)
-        self._planner = _Planner()
-        self._planner.set_up_planner(dict(tensors), is_coordinator=is_main)
-        self._metadata: Metadata | None = None
+    name: str
+    offsets: tuple[int, ...]
+    tensor: Tensor
 
-    def plan(self) -> SavePlan:
-        """Return what this rank could write."""
-        return self._writer.prepare_local_plan(self._planner.create_local_plan())
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        return self.name, self.offsets
 
-    def divide(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return what each rank shall write, so that everything is written once; raises where the plans leave a part out."""
-        divided, self._metadata = self._planner.create_global_plan(plans)
-        return self._writer.prepare_global_plan(divided)
 
-    def write(self, plan: SavePlan) -> tuple[list[WriteResult], FileSums]:
-        """Write and fsync this rank's file."""
-        plan = self._planner.finish_plan(plan)
-        results = self._writer.write_data(plan, self._planner).wait()
-        if len(results) != len(plan.items):
-            raise CheckpointError(f"{len(results)} tensors were written of {len(plan.items)} planned")
-        return results, self._sums.sums
+@final
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """Where a part was written: position and length in bytes, CRC-32 of these bytes."""
 
-    def finish(self, results: list[list[WriteResult]]) -> FileSums:
-        """Write and fsync the metadata; return its size and checksum."""
-        assert self._metadata is not None, "divide was called"
-        self._writer.finish(self._metadata, results)
-        folder = Path(self._writer.path)
-        data = (folder / METADATA_NAME).read_bytes()
-        return {METADATA_NAME: (len(data), zlib.crc32(data))}
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    position: int
+    length: int
+    crc32: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file that is on the disk, and the parts in it, one after another."""
+
+    name: str
+    size: int
+    crc32: int
+    sha256: str | None
+    parts: tuple[WrittenPart, ...]
+
+
+def local_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
+    """Return what this rank could write."""
+    return SavePlan([item for name, tensor in tensors.items() for item in _items(name, tensor)])
+
+
+def divide(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """Return what each rank shall write, so that everything is written once; raises where the plans leave a part out."""
+    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False).create_global_plan(plans)
+
+
+def parts_of(plan: SavePlan, tensors: Mapping[str, Tensor]) -> list[Part]:
+    """Return the parts of ``tensors`` that the plan wants written."""
+    return [Part(item.index.fqn, tuple(item.index.offset or ()), local_tensor(tensors[item.index.fqn])) for item in plan.items]
 
 
 def planned_bytes(plans: list[SavePlan]) -> int:
     """Return how many bytes of tensors the plans write."""
-    return sum(item.tensor_storage_size() or 0 for plan in plans for item in plan.items)
+    return sum(_payload_bytes(item) for plan in plans for item in plan.items)
 
 
-@final
-class _Planner(DefaultSavePlanner):
-    """DCP's planner over flat names. Local parts are placed by :mod:`meshpar.placements`; empty ones are not written."""
+def _payload_bytes(item: WriteItem) -> int:
+    # WriteItem.tensor_storage_size tells the whole tensor's bytes, not the part's.
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([item for name, tensor in self.state_dict.items() for item in _items(name, tensor)])
-        return self.plan
+def write_parts(folder: Path, rank: int, parts: Sequence[Part], *, threads: int, checksum: Checksum) -> list[WrittenFile]:
+    """Write and fsync one file a thread; raises what the first failing thread raised."""
+    shares: list[list[Part]] = [[] for _ in range(threads)]
+    sizes = [0] * threads
+    for part in sorted(parts, key=lambda each: -each.tensor.nbytes):
+        least = sizes.index(min(sizes))
+        shares[least].append(part)
+        sizes[least] += part.tensor.nbytes
+    names = [f"__{rank}_{number}.distcp" for number in range(threads)]
+    with ThreadPoolExecutor(threads, thread_name_prefix="meshpar-write") as pool:
+        jobs = [pool.submit(_write_file, folder / name, share, checksum) for name, share in zip(names, shares) if share]
+    return [job.result() for job in jobs]
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return local_tensor(self.state_dict[write_item.index.fqn]).contiguous()
+
+def write_metadata(folder: Path, metadata: Metadata, files: Sequence[WrittenFile]) -> WrittenFile:
+    """Write and fsync ``.metadata``, from which torch reads the checkpoint."""
+    metadata.storage_data = {
+        MetadataIndex(part.name, torch.Size(part.offsets)): _StorageInfo(file.name, part.position, part.length)
+        for file in files
+        for part in file.parts
+    }
+    metadata.version = CURRENT_DCP_VERSION
+    data = pickle.dumps(metadata)
+    with (folder / METADATA_NAME).open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return WrittenFile(METADATA_NAME, len(data), zlib.crc32(data), None, ())
+
+
+def check_written(plans: Sequence[SavePlan], files: Sequence[WrittenFile]) -> None:
+    """Raise CheckpointError unless every planned part was written, once, in its shape and with all its bytes."""
+    planned = {
+        (item.index.fqn, tuple(item.index.offset or ())): (tuple(item.tensor_data.chunk.sizes), _payload_bytes(item))
+        for plan in plans
+        for item in plan.items
+        if item.tensor_data is not None
+    }
+    written = [part for file in files for part in file.parts]
+    problems = [
+        f"{name} at {offsets} was not written" for name, offsets in planned.keys() - {(each.name, each.offsets) for each in written}
+    ]
+    for part in written:
+        shape, size = planned.pop((part.name, part.offsets), (None, 0))
+        if shape != part.shape or part.length < size:
+            problems.append(f"{part.name} at {part.offsets}: {part.shape} in {part.length} bytes were written, planned {shape} in {size}")
+    if problems:
+        raise CheckpointError("\n  ".join(["what was written is not what was planned:", *problems[:20]]))
 
 
 def _items(name: str, tensor: Tensor) -> list[WriteItem]:
@@ -99,44 +159,45 @@ def _items(name: str, tensor: Tensor) -> list[WriteItem]:
     return [WriteItem(index=MetadataIndex(name, offsets), type=WriteItemType.SHARD, tensor_data=data)]
 
 
+def _write_file(path: Path, parts: Sequence[Part], checksum: Checksum) -> WrittenFile:
+    written: list[WrittenPart] = []
+    position = whole = 0
+    digest = hashlib.sha256() if checksum == "sha256" else None
+    room = _Room()
+    with path.open("wb", buffering=0) as file:
+
+        def write(data: bytes | memoryview) -> None:
+            if digest is not None:
+                digest.update(data)
+            write_all(file.fileno(), memoryview(data))
+
+        for part in parts:
+            shape = tuple(part.tensor.shape)
+            length, crc32 = write_tensor(shape, part.tensor.dtype, room.blocks(part.tensor), write)
+            written.append(WrittenPart(part.name, part.offsets, shape, position, length, crc32))
+            position, whole = position + length, joined(whole, crc32, length)
+        os.fsync(file.fileno())
+    return WrittenFile(path.name, position, whole, digest.hexdigest() if digest is not None else None, tuple(written))
+
+
 @final
-class _SummedFiles(FileSystem):
-    """Files whose size and CRC-32 are known when they are written."""
+class _Room:
+    """A tile of host memory, through which goes what does not lie there in one piece already."""
 
     def __init__(self) -> None:
-        self.sums: FileSums = {}
+        self._tile: Tensor | None = None
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        with Path(path).open(cast(Any, mode)) as file:
-            stream = _SummedStream(cast(BinaryIO, file))
-            yield stream
-        self.sums[Path(path).name] = (stream.written, stream.sum)
-
-
-@final
-class _SummedStream(io.RawIOBase):
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.written = 0
-        self.sum = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._file.write(data)
-        self.sum = zlib.crc32(data, self.sum)
-        size = memoryview(data).nbytes
-        self.written += size
-        return size
-
-    def tell(self) -> int:
-        return self.written
-
-    def flush(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
+    def blocks(self, tensor: Tensor) -> Iterator[memoryview]:
+        """Yield a tensor's bytes in row-major order."""
+        if tensor.is_cpu and tensor.is_contiguous():
+            memory = memory_of(tensor)
+            for start in range(0, len(memory), TILE_BYTES):
+                yield memory[start : start + TILE_BYTES]
+            return
+        if self._tile is None:
+            self._tile = torch.empty(TILE_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        for spans in tiles(tuple(tensor.shape), tensor.dtype.itemsize, TILE_BYTES):
+            piece = tensor[tuple(slice(*span) for span in spans)]
+            tile = self._tile[: piece.nbytes].view(tensor.dtype).view(piece.shape)
+            tile.copy_(piece)
+            yield memory_of(tile)

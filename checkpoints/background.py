@@ -1,0 +1,76 @@
+"""A save that goes on beside training: one at a time, its errors raised where the next step, save or close begins."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+
+from meshpar.errors import CheckpointError
+
+
+@final
+class Background:
+    """One save in flight, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._staged = threading.Event()
+        self._failure: BaseException | None = None
+        self._watched: torch.optim.Optimizer | None = None
+        self._hook: Any = None
+
+    def start(self, stage: Callable[[], None], finish: Callable[[], object], optimizer: torch.optim.Optimizer | None) -> None:
+        """Run ``stage``, then ``finish``; the optimizer's next step waits for the first, and without an optimizer this call does."""
+        self.wait()
+        self._staged.clear()
+        self._watch(optimizer)
+
+        def work() -> None:
+            try:
+                stage()
+                self._staged.set()
+                finish()
+            except BaseException as error:  # noqa: BLE001 - raised again on the main thread by before_step, wait or close
+                self._failure = error
+            finally:
+                self._staged.set()
+
+        self._thread = threading.Thread(target=work, name="meshpar-save")
+        self._thread.start()
+        if optimizer is None:
+            self._staged.wait()
+
+    def before_step(self) -> None:
+        """Wait until nothing of the save in flight lies in the optimizer's tensors any more; raise what a finished save has failed with."""
+        if self._thread is None:
+            return
+        self._staged.wait()
+        if not self._thread.is_alive() or self._failure is not None:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save in flight, and raise what it failed with."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(f"a save in the background failed: {failure}") from failure
+
+    def close(self) -> None:
+        """Wait, and let go of the optimizer."""
+        try:
+            self.wait()
+        finally:
+            self._watch(None)
+
+    def _watch(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is self._watched:
+            return
+        if self._hook is not None:
+            self._hook.remove()
+        self._watched = optimizer
+        self._hook = None if optimizer is None else optimizer.register_step_pre_hook(lambda *_: self.before_step())

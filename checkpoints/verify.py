@@ -1,0 +1,133 @@
+"""Comparing a checkpoint's files with its manifest, down to the tensor in which a byte differs."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, final
+
+from meshpar.checkpoints.checksums import joined
+from meshpar.checkpoints.dcp import METADATA_NAME, Chunk, DistributedCheckpoint
+from meshpar.checkpoints.files import ReadFile
+from meshpar.checkpoints.manifest import Manifest
+from meshpar.errors import CheckpointError
+
+Verify = Literal["none", "size", "full"]
+_BLOCK_BYTES = 1 << 20  # stays in the processor's cache while it is summed
+
+
+def verify_files(folder: Path, manifest: Manifest, level: Verify, names: Iterable[str] | None = None) -> None:
+    """Compare the files with the manifest.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its manifest.
+        level: ``"size"``: every file is there and has its size; ``"full"``: and every byte is what was written; ``"none"``.
+        names: the files to look at; None: all, and that torch's metadata says of each part what the manifest says.
+
+    Raises:
+        CheckpointError: naming every file that differs and the tensors in it that do.
+    """
+    if level not in ("none", "size", "full"):
+        raise CheckpointError(f"verify must be 'none', 'size' or 'full', got {level!r}")
+    if level == "none":
+        return
+    parts = _parts_by_file(manifest) if level == "full" else {}
+    problems = [
+        f"{name}: {problem}"
+        for name in (manifest.files if names is None else names)
+        for problem in _problems(folder / name, manifest.files[name], parts.get(name, ()), full=level == "full" or name == METADATA_NAME)
+    ]
+    if not problems and level == "full" and names is None:
+        problems += [f"{METADATA_NAME}: {problem}" for problem in _disagreements(DistributedCheckpoint(folder), manifest)]
+    if problems:
+        raise CheckpointError("\n  ".join([f"{folder} is damaged; restore an earlier step:", *problems]))
+
+
+def chunk_sums(manifest: Manifest) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Return the CRC-32 of each part's archive, by tensor and offsets."""
+    return {(name, chunk.offsets): crc32 for name, chunk, crc32 in _chunks(manifest)}
+
+
+def _chunks(manifest: Manifest) -> Iterator[tuple[str, Chunk, int]]:
+    for name, entry in manifest.tensors.items():
+        for offsets, shape, file, position, length, crc32 in entry["chunks"]:
+            yield name, Chunk(tuple(offsets), tuple(shape), file, position, length), crc32
+
+
+def _parts_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Chunk, int]]]:
+    parts: dict[str, list[tuple[str, Chunk, int]]] = {}
+    for each in _chunks(manifest):
+        parts.setdefault(each[1].file, []).append(each)
+    return parts
+
+
+def _problems(path: Path, expected: Mapping[str, Any], parts: Iterable[tuple[str, Chunk, int]], *, full: bool) -> Iterator[str]:
+    try:
+        size = path.stat().st_size
+        if size != expected["size"]:
+            within = [f"{name} at {chunk.offsets}" for name, chunk, _ in parts if chunk.position + chunk.length > size]
+            yield f"expected {expected['size']} bytes, found {size}" + (f"; lost are (parts of) {', '.join(within[:10])}" if within else "")
+        elif full:
+            yield from _differing(ReadFile(path), expected, sorted(parts, key=lambda each: each[1].position))
+    except OSError as error:
+        yield str(error.strerror)
+
+
+def _differing(file: ReadFile, expected: Mapping[str, Any], parts: list[tuple[str, Chunk, int]]) -> Iterator[str]:
+    """Yield what differs in one file, which is read once."""
+    reader = _Summing(file, with_sha256="sha256" in expected)
+    told = False
+    for name, chunk, crc32 in parts:
+        reader.sum_to(chunk.position)
+        if (found := reader.sum_to(chunk.position + chunk.length)) != crc32:
+            told = True
+            yield f"{name} at {chunk.offsets}, bytes {chunk.position} to {chunk.position + chunk.length}: {_sums(crc32, found)}"
+    reader.sum_to(file.size)
+    if not told and reader.crc32 != expected["crc32"]:
+        yield _sums(expected["crc32"], reader.crc32)
+    elif not told and reader.sha256 != expected.get("sha256"):
+        yield f"expected the SHA-256 {expected['sha256']}, found {reader.sha256}"
+
+
+def _sums(expected: int, found: int) -> str:
+    return f"expected the CRC-32 {expected:08x}, found {found:08x}"
+
+
+@final
+class _Summing:
+    """Reads a file from begin to end, summing the whole and, on the way, its parts."""
+
+    def __init__(self, file: ReadFile, *, with_sha256: bool) -> None:
+        self._file, self._at = file, 0
+        self._block = memoryview(bytearray(min(_BLOCK_BYTES, max(1, file.size))))
+        self._digest = hashlib.sha256() if with_sha256 else None
+        self.crc32 = 0
+
+    @property
+    def sha256(self) -> str | None:
+        return None if self._digest is None else self._digest.hexdigest()
+
+    def sum_to(self, stop: int) -> int:
+        """Read up to ``stop``; return the CRC-32 of what was read."""
+        start, part = self._at, 0
+        while self._at < stop:
+            block = self._block[: min(len(self._block), stop - self._at)]
+            self._file.fill(block, self._at)
+            part = zlib.crc32(block, part)
+            if self._digest is not None:
+                self._digest.update(block)
+            self._at += len(block)
+        self.crc32 = joined(self.crc32, part, self._at - start)
+        return part
+
+
+def _disagreements(source: DistributedCheckpoint, manifest: Manifest) -> Iterator[str]:
+    """Yield where torch's metadata and the manifest say different things of a tensor."""
+    known = {(name, chunk) for name, chunk, _ in _chunks(manifest) if 0 not in chunk.shape}
+    found = {(name, chunk) for name, stored in source.tensors.items() for chunk in stored.chunks}
+    for name, chunk in sorted(known ^ found, key=str):
+        where = "only the manifest" if (name, chunk) in known else f"only {METADATA_NAME}"
+        yield f"{where} has {name} at {chunk.offsets}, bytes {chunk.position} to {chunk.position + chunk.length} of {chunk.file}"
