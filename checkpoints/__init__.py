@@ -6,35 +6,57 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshpar.checkpoints.dcp import DistributedCheckpoint
     from meshpar.checkpoints.export import export_safetensors, write_safetensors
+    from meshpar.checkpoints.importing import import_safetensors
+    from meshpar.checkpoints.inspecting import diff_steps, list_steps, pin_step, prune_steps, show_step, verify_step
     from meshpar.checkpoints.manager import CheckpointManager
     from meshpar.checkpoints.manifest import Manifest, read_manifest
     from meshpar.checkpoints.module import export_module
     from meshpar.checkpoints.restoring import RestoredState
     from meshpar.checkpoints.safetensors import Safetensors
     from meshpar.checkpoints.steps import open_step
+    from meshpar.checkpoints.verify import verify_files
 
 __all__ = [
     "CheckpointManager",
+    "DistributedCheckpoint",
     "Manifest",
     "RestoredState",
     "Safetensors",
+    "diff_steps",
     "export_module",
     "export_safetensors",
+    "import_safetensors",
+    "list_steps",
     "open_step",
+    "pin_step",
+    "prune_steps",
     "read_manifest",
+    "show_step",
+    "verify_files",
+    "verify_step",
     "write_safetensors",
 ]
 
 _HOMES = {
     "CheckpointManager": "manager",
+    "DistributedCheckpoint": "dcp",
     "Manifest": "manifest",
     "RestoredState": "restoring",
     "Safetensors": "safetensors",
+    "diff_steps": "inspecting",
     "export_module": "module",
     "export_safetensors": "export",
+    "import_safetensors": "importing",
+    "list_steps": "inspecting",
     "open_step": "steps",
+    "pin_step": "inspecting",
+    "prune_steps": "inspecting",
     "read_manifest": "manifest",
+    "show_step": "inspecting",
+    "verify_files": "verify",
+    "verify_step": "inspecting",
     "write_safetensors": "export",
 }
 

@@ -34,7 +34,7 @@ class _Member:
 
 
 def write_tensor(
-    shape: tuple[int, ...], dtype: torch.dtype, blocks: Iterable[memoryview], write: Callable[[bytes | memoryview], object]
+    shape: tuple[int, ...], dtype: torch.dtype, blocks: Iterable[memoryview], write: Callable[[bytes | bytearray | memoryview], object]
 ) -> tuple[int, int]:
     """Write one contiguous tensor.
 

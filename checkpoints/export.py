@@ -10,27 +10,26 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 
+from meshpar.checkpoints.copying import Copier, Count, Progress, StoredSource, check_piece, lies_in_one_run, position_of
 from meshpar.checkpoints.dcp import DistributedCheckpoint
-from meshpar.checkpoints.files import memory_of, tiles, write_all
+from meshpar.checkpoints.files import memory_of, pwrite_all, tiles, write_all
 from meshpar.checkpoints.manifest import fsync, read_manifest
+from meshpar.checkpoints.published import PublishedModel, StoredModel
 from meshpar.checkpoints.safetensors import INDEX_NAME, write_header
 from meshpar.checkpoints.steps import open_step
-from meshpar.checkpoints.verify import Verify, verify_files
+from meshpar.checkpoints.verify import Verify, chunk_sums, verify_files
 from meshpar.errors import CheckpointError
 from meshpar.weights import TypedSource, WeightMap
 
-_MODEL = "model."
 _TILE_BYTES = 8 << 20
 _NOT_TOKENIZER = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".safetensors.index.json")
-Progress = Callable[[int, int], None]
-"""Called with the bytes written so far and the bytes to write."""
 
 
 def export_safetensors(
@@ -57,7 +56,8 @@ def export_safetensors(
         progress: told after each tile.
         config: contents of ``config.json``; None: the stored layout's.
         weights: our names -> the published ones; None: the stored layout's.
-        verify: how far to check the checkpoint's files first, see :class:`CheckpointManager`.
+        verify: ``"size"``: every file is there in its size; ``"full"``: and each part that is exported is, byte for byte, what was
+            saved, which is seen while it is read; ``"none"``.
         overwrite: whether to replace a folder that is there.
 
     Returns:
@@ -69,9 +69,11 @@ def export_safetensors(
     """
     folder = open_step(src)
     manifest = read_manifest(folder)
-    verify_files(folder, manifest, verify)
-    ours = _Model(DistributedCheckpoint(folder), manifest.tied)
-    published = (weights if weights is not None else WeightMap.from_json(manifest.weights)).publish(ours)
+    verify_files(folder, manifest, "size" if verify == "full" else verify)
+    ours = StoredModel(DistributedCheckpoint(folder), manifest.tied, chunk_sums(manifest) if verify == "full" else {})
+    published = PublishedModel(ours, (weights if weights is not None else WeightMap.from_json(manifest.weights)).publish(ours))
+    if verify == "full":
+        published.check_what_is_rebuilt()
     stored_config = dict(manifest.config if config is None else config)
     return write_safetensors(published, dst, dtype, max_shard_size, tokenizer, progress, config=stored_config, overwrite=overwrite)
 
@@ -96,7 +98,7 @@ def write_safetensors(
     dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
     shards = _shards(source.shapes(), dtypes, max_shard_size)
     total = sum(_nbytes(source.shapes()[name], dtypes[name]) for name in source.shapes())
-    count = _Count(total, progress)
+    count = Count(total, progress)
     with _made_whole(target) as folder:
         for file, names in shards.items():
             _write_file(folder / file, source, names, dtypes, count)
@@ -108,59 +110,6 @@ def write_safetensors(
         if tokenizer is not None:
             _copy_tokenizer(Path(tokenizer), folder)
     return target
-
-
-@final
-class _Model:
-    """The model's tensors of a checkpoint, by the module's names, each tied tensor under its first."""
-
-    def __init__(self, source: DistributedCheckpoint, tied: Sequence[Sequence[str]]) -> None:
-        self._source = source
-        self._names = {clean_name(name.removeprefix(_MODEL)): name for name in source.tensors if name.startswith(_MODEL)}
-        saved = [name for name in source.tensors if name.startswith(_MODEL)]
-        if len(self._names) != len(saved):
-            raise CheckpointError(f"{len(saved)} tensors have only {len(self._names)} names once wrappers' parts are taken out of them")
-        if not saved:
-            raise CheckpointError(f"{source.folder} holds no tensor of a model (none begins with {_MODEL!r})")
-        self._drop_tied(tied)
-
-    def _drop_tied(self, tied: Sequence[Sequence[str]]) -> None:
-        for group in tied:
-            held = [name for name in group if name in self._names]
-            owner = held[0] if held else ""
-            for other in held[1:]:
-                if not same_tensor(self, owner, other):
-                    raise CheckpointError(f"{owner} and {other} are tied, yet differ in the checkpoint; the export would lose one of them")
-                del self._names[other]
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._source.tensors[key].shape for name, key in self._names.items()}
-
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        return {name: self._source.tensors[key].dtype for name, key in self._names.items()}
-
-    def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
-        self._source.read(self._names[name], index, out)
-
-
-def clean_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers add (``torch.compile``, ``checkpoint_wrapper``, FSDP1)."""
-    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
-
-
-def same_tensor(source: TypedSource, one: str, other: str) -> bool:
-    """Tell whether two tensors of a source have the same shape, dtype and bits."""
-    shape, dtype = source.shapes()[one], source.dtypes()[one]
-    if (shape, dtype) != (source.shapes()[other], source.dtypes()[other]):
-        return False
-    for spans in tiles(shape, dtype.itemsize, _TILE_BYTES):
-        pieces = []
-        for name in (one, other):
-            pieces.append(torch.empty([b - a for a, b in spans], dtype=dtype))
-            source.read(name, tuple(slice(*span) for span in spans), pieces[-1])
-        if memory_of(pieces[0]) != memory_of(pieces[1]):
-            return False
-    return True
 
 
 def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -185,35 +134,47 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dt
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
 
 
-@final
-class _Count:
-    """The bytes written so far."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._done, self._total, self._progress = 0, total, progress
-
-    def add(self, bytes_: int) -> None:
-        self._done += bytes_
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-
-def _write_file(path: Path, source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype], count: _Count) -> None:
-    """Write one safetensors file, tile by tile, and bring it to the disk."""
+def _write_file(path: Path, source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype], count: Count) -> None:
+    """Write one safetensors file and bring it to the disk."""
     # Larger items first, so that every tensor lies at a multiple of its item's size, as readers that map the file want it.
     shapes = {name: source.shapes()[name] for name in sorted(names, key=lambda name: -dtypes[name].itemsize)}
-    header, _ = write_header(shapes, dtypes)
-    space = torch.empty(_TILE_BYTES, dtype=torch.uint8)
-    with path.open("wb", buffering=0) as file:
-        file.write(header)
+    header, positions = write_header(shapes, dtypes)
+    with path.open("wb", buffering=0) as file, _one_thread():
+        write_all(file.fileno(), memoryview(header))
+        copier = Copier(file.fileno(), count.add)
         for name, shape in shapes.items():
-            for spans in tiles(shape, dtypes[name].itemsize, _TILE_BYTES):
-                sizes = [b - a for a, b in spans]
-                tile = space[: math.prod(sizes) * dtypes[name].itemsize].view(dtypes[name]).view(sizes)
-                source.read(name, tuple(slice(*span) for span in spans), tile)
-                write_all(file.fileno(), memory_of(tile))
-                count.add(tile.nbytes)
+            pieces = source.pieces(name) if isinstance(source, StoredSource) else ()
+            if pieces and all(lies_in_one_run(piece, shape) for piece in pieces):
+                for piece in pieces:
+                    copier.copy(piece, dtypes[name], positions[name] + position_of(piece, shape) * dtypes[name].itemsize)
+            else:
+                for piece in pieces:
+                    check_piece(piece)
+                _write_tiles(file.fileno(), source, name, dtypes[name], positions[name], count)
         os.fsync(file.fileno())
+
+
+def _write_tiles(descriptor: int, source: TypedSource, name: str, dtype: torch.dtype, position: int, count: Count) -> None:
+    """Gather a tensor by tiles of its rows."""
+    space = torch.empty(_TILE_BYTES, dtype=torch.uint8)
+    for spans in tiles(source.shapes()[name], dtype.itemsize, _TILE_BYTES):
+        sizes = [b - a for a, b in spans]
+        tile = space[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
+        source.read(name, tuple(slice(*span) for span in spans), tile)
+        pwrite_all(descriptor, memory_of(tile), position)
+        position += tile.nbytes
+        count.add(tile.nbytes)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch from waking its threads for each block, which costs more than they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

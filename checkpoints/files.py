@@ -36,6 +36,11 @@ class ReadFile:
             raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
         self.size = os.fstat(self._descriptor).st_size
 
+    @property
+    def descriptor(self) -> int:
+        """The open file's number."""
+        return self._descriptor
+
     def bytes(self, position: int, count: int) -> bytes:
         """Return ``count`` bytes from ``position``."""
         buffer = bytearray(count)
@@ -76,6 +81,11 @@ class Box:
     position: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, spans: Spans, out: torch.Tensor) -> None:
         """Copy the piece at ``spans`` into ``out`` (any strides, dtype and device)."""
@@ -147,6 +157,13 @@ def write_all(descriptor: int, data: memoryview) -> None:
     """Write all of ``data``; a system call may write less."""
     while data:
         data = data[os.write(descriptor, data) :]
+
+
+def pwrite_all(descriptor: int, data: memoryview, position: int) -> None:
+    """Write all of ``data`` at ``position``."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], position + done)
 
 
 def tiles(shape: tuple[int, ...], itemsize: int, limit_bytes: int) -> Iterator[Spans]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from meshpar.checkpoints.export import Progress, export_safetensors
+from meshpar.checkpoints.copying import Progress
+from meshpar.checkpoints.export import export_safetensors
 from meshpar.checkpoints.job import Job
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.saving import Noted, Saving

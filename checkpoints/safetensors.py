@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
+from meshpar.checkpoints.copying import Piece
 from meshpar.checkpoints.files import Box, ReadFile, inside
 from meshpar.errors import CheckpointError
 from meshpar.patterns import nearest
@@ -71,6 +72,11 @@ class Safetensors:
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Return every tensor's name and dtype."""
         return {name: box.dtype for name, box in self._boxes.items()}
+
+    def pieces(self, name: str) -> Sequence[Piece]:
+        """Return the tensor as the one piece that it is."""
+        box = self._boxes[name]
+        return [Piece((0,) * len(box.shape), box)]
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""

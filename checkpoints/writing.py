@@ -7,7 +7,7 @@ import math
 import os
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +105,7 @@ def write_parts(folder: Path, rank: int, parts: Sequence[Part], *, threads: int,
         sizes[least] += part.tensor.nbytes
     names = [f"__{rank}_{number}.distcp" for number in range(threads)]
     with ThreadPoolExecutor(threads, thread_name_prefix="meshpar-write") as pool:
-        jobs = [pool.submit(_write_file, folder / name, share, checksum) for name, share in zip(names, shares) if share]
+        jobs = [pool.submit(write_file, folder / name, _items_of(share), checksum) for name, share in zip(names, shares) if share]
     return [job.result() for job in jobs]
 
 
@@ -145,6 +145,13 @@ def check_written(plans: Sequence[SavePlan], files: Sequence[WrittenFile]) -> No
         raise CheckpointError("\n  ".join(["what was written is not what was planned:", *problems[:20]]))
 
 
+def write_item(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype) -> WriteItem:
+    """Return a planner's entry for the box of ``sizes`` at ``offsets`` of a tensor of shape ``size``."""
+    chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+    data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=dtype), size=torch.Size(size))
+    return WriteItem(index=MetadataIndex(name, torch.Size(offsets)), type=WriteItemType.SHARD, tensor_data=data)
+
+
 def _items(name: str, tensor: Tensor) -> list[WriteItem]:
     local, held = local_tensor(tensor), held_by_this_rank(tensor)
     sizes = torch.Size(each.stop - each.start for each in held)
@@ -152,32 +159,45 @@ def _items(name: str, tensor: Tensor) -> list[WriteItem]:
         raise CheckpointError(f"{name}: this rank should hold {tuple(sizes)} of {tuple(tensor.shape)}, but holds {tuple(local.shape)}")
     if local.numel() == 0 and tensor.numel() > 0:
         return []
-    offsets = torch.Size(each.start for each in held)
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes), properties=TensorProperties.create_from_tensor(local), size=tensor.shape
-    )
-    return [WriteItem(index=MetadataIndex(name, offsets), type=WriteItemType.SHARD, tensor_data=data)]
+    return [write_item(name, tuple(each.start for each in held), tuple(sizes), tuple(tensor.shape), local.dtype)]
 
 
-def _write_file(path: Path, parts: Sequence[Part], checksum: Checksum) -> WrittenFile:
+@final
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A part to write: the box at ``offsets`` of a tensor, whose bytes ``blocks`` yields in row-major order."""
+
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    blocks: Iterable[memoryview]
+
+
+def write_file(path: Path, items: Iterable[Item], checksum: Checksum) -> WrittenFile:
+    """Write parts one after another and bring the file to the disk."""
     written: list[WrittenPart] = []
     position = whole = 0
     digest = hashlib.sha256() if checksum == "sha256" else None
-    room = _Room()
     with path.open("wb", buffering=0) as file:
 
-        def write(data: bytes | memoryview) -> None:
+        def write(data: bytes | bytearray | memoryview) -> None:
             if digest is not None:
                 digest.update(data)
             write_all(file.fileno(), memoryview(data))
 
-        for part in parts:
-            shape = tuple(part.tensor.shape)
-            length, crc32 = write_tensor(shape, part.tensor.dtype, room.blocks(part.tensor), write)
-            written.append(WrittenPart(part.name, part.offsets, shape, position, length, crc32))
+        for item in items:
+            length, crc32 = write_tensor(item.shape, item.dtype, item.blocks, write)
+            written.append(WrittenPart(item.name, item.offsets, item.shape, position, length, crc32))
             position, whole = position + length, joined(whole, crc32, length)
         os.fsync(file.fileno())
     return WrittenFile(path.name, position, whole, digest.hexdigest() if digest is not None else None, tuple(written))
+
+
+def _items_of(parts: Sequence[Part]) -> Iterator[Item]:
+    room = _Room()
+    for part in parts:
+        yield Item(part.name, part.offsets, tuple(part.tensor.shape), part.tensor.dtype, room.blocks(part.tensor))
 
 
 @final

@@ -23,11 +23,13 @@ class View:
         shape: its shape.
         dtype: its dtype; None where the source does not tell.
         read: copies the piece at ``spans`` into a tensor of the piece's shape, casting to its dtype.
+        origin: the source's name of the tensor that this one is, whole and unchanged; None where it is made of others.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     read: Callable[[Spans, torch.Tensor], None]
+    origin: str | None = None
 
 
 def spans_of(index: Sequence[slice], shape: tuple[int, ...]) -> Spans:

@@ -184,19 +184,19 @@ class WeightMap:
             names = tuple(dict.fromkeys(new for old in names for new in _across(_tuple(rule.theirs), _tuple(rule.ours), old)))
         return names
 
-    def view(self, source: WeightSource) -> TypedSource:
+    def view(self, source: WeightSource) -> Mapped:
         """Present a published file under our names and shapes; raises LayoutError for missing parts and clashes of names."""
         views = _leaves(source)
         for rule in reversed(self.rules):
             views = _stage(views, rule, _tuple(rule.theirs), _tuple(rule.ours), rule.backward)
-        return _Mapped(views)
+        return Mapped(views)
 
-    def publish(self, source: WeightSource) -> TypedSource:
+    def publish(self, source: WeightSource) -> Mapped:
         """Present our tensors under their published names and shapes; raises LayoutError for missing parts and clashes of names."""
         views = _leaves(source)
         for rule in self.rules:
             views = _stage(views, rule, _tuple(rule.ours), _tuple(rule.theirs), rule.forward)
-        return _Mapped(views)
+        return Mapped(views)
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the rules as plain data."""
@@ -308,24 +308,30 @@ def _leaves(source: WeightSource) -> dict[str, View]:
 
 
 def _leaf(source: WeightSource, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> View:
-    return View(shape, dtype, lambda spans, out: source.read(name, tuple(slice(*span) for span in spans), out))
+    return View(shape, dtype, lambda spans, out: source.read(name, tuple(slice(*span) for span in spans), out), name)
 
 
 @final
-class _Mapped:
-    """A source seen through a WeightMap."""
+class Mapped:
+    """A source seen through a WeightMap; what :meth:`WeightMap.view` and :meth:`WeightMap.publish` return."""
 
     def __init__(self, views: Mapping[str, View]) -> None:
         self._views = views
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return every tensor's name and shape."""
         return {name: view.shape for name, view in self._views.items()}
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Return the dtypes that the source tells of."""
         return {name: view.dtype for name, view in self._views.items() if view.dtype is not None}
 
+    def origin(self, name: str) -> str | None:
+        """Return the source's name of a tensor that is carried over whole and unchanged; None where it is made of others."""
+        return self._views[name].origin
+
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
+        """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""
         if name not in self._views:
             raise LayoutError(f"no tensor is called {name!r}; the nearest are {nearest(name, self._views)}")
         view = self._views[name]

@@ -1,0 +1,156 @@
+"""Copying stored tensors from file to file: in the kernel where nothing changes, else block by block."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, final, runtime_checkable
+
+import torch
+
+from meshpar.checkpoints.checksums import joined
+from meshpar.checkpoints.files import Box, memory_of, pwrite_all
+from meshpar.errors import CheckpointError
+from meshpar.weights import TypedSource
+
+_BLOCK_BYTES = 1 << 20  # stays in the processor's cache from reading to writing
+_KERNEL_BYTES = 64 << 20
+_NOT_HERE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.ETXTBSY}
+Progress = Callable[[int, int], None]
+"""Called with the bytes written so far and the bytes to write."""
+Check = Callable[[int], None]
+"""Takes the CRC-32 of a piece's bytes; raises CheckpointError where it is not the one that was saved."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor, at ``offsets`` of it, as it lies in a file; ``check`` is None where it need not be checked."""
+
+    offsets: tuple[int, ...]
+    box: Box
+    check: Check | None = None
+
+
+@runtime_checkable
+class StoredSource(TypedSource, Protocol):
+    """A source whose tensors lie in files as they are."""
+
+    def pieces(self, name: str) -> Sequence[Piece]:
+        """Return the pieces of a tensor, which cover it exactly once; none where it is not stored as it is."""
+
+
+def lies_in_one_run(piece: Piece, shape: tuple[int, ...]) -> bool:
+    """Tell whether a piece's bytes follow one another in the whole tensor, too."""
+    own = piece.box.shape
+    first = next((dim for dim, size in enumerate(own) if size != 1), len(own))
+    return own[first + 1 :] == shape[first + 1 :]
+
+
+def position_of(piece: Piece, shape: tuple[int, ...]) -> int:
+    """Return at which element of the whole tensor a piece begins."""
+    position = 0
+    for offset, size in zip(piece.offsets, shape):
+        position = position * size + offset
+    return position
+
+
+@final
+class Count:
+    """The bytes written so far."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+
+    def add(self, count: int) -> None:
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+@final
+class Copier:
+    """Copies pieces into one file; ``told`` hears how many bytes were written."""
+
+    def __init__(self, descriptor: int, told: Callable[[int], None]) -> None:
+        self._out, self._told = descriptor, told
+        self._block = torch.empty(_BLOCK_BYTES, dtype=torch.uint8)
+        self._cast = torch.empty(_BLOCK_BYTES, dtype=torch.uint8)
+        self._in_kernel = hasattr(os, "copy_file_range")
+
+    def copy(self, piece: Piece, dtype: torch.dtype, position: int) -> None:
+        """Write a piece, in ``dtype``, to ``position`` of the file."""
+        box, done = piece.box, 0
+        if box.dtype == dtype and piece.check is None and self._in_kernel:
+            done = self._copy_in_kernel(box, position)
+        if done < box.nbytes:
+            self._copy_blocks(piece, dtype, position, done)
+
+    def _copy_in_kernel(self, box: Box, position: int) -> int:
+        """Return how many bytes the kernel has copied; fewer than all where it cannot between these files."""
+        done = 0
+        while done < box.nbytes:
+            try:
+                count = os.copy_file_range(
+                    box.file.descriptor, self._out, min(_KERNEL_BYTES, box.nbytes - done), box.position + done, position + done
+                )
+            except OSError as error:
+                if error.errno not in _NOT_HERE:
+                    raise
+                count = 0
+            if count == 0:
+                self._in_kernel = False
+                break
+            done += count
+            self._told(count)
+        return done
+
+    def _copy_blocks(self, piece: Piece, dtype: torch.dtype, position: int, done: int) -> None:
+        box, crc32 = piece.box, 0
+        step = max(1, _BLOCK_BYTES // max(box.dtype.itemsize, dtype.itemsize)) * box.dtype.itemsize
+        for start in range(done, box.nbytes, step):
+            block = self._block[: min(step, box.nbytes - start)]
+            memory = memory_of(block)
+            box.file.fill(memory, box.position + start)
+            if piece.check is not None:
+                crc32 = zlib.crc32(memory, crc32)
+            if dtype != box.dtype:
+                values = block.view(box.dtype)
+                cast = self._cast[: values.numel() * dtype.itemsize]
+                cast.view(dtype).copy_(values)
+                memory = memory_of(cast)
+            pwrite_all(self._out, memory, position + start // box.dtype.itemsize * dtype.itemsize)
+            self._told(len(memory))
+        if piece.check is not None:
+            piece.check(crc32)
+
+
+def check_piece(piece: Piece) -> None:
+    """Read a piece only to check it."""
+    if piece.check is None:
+        return
+    crc32, room = 0, memoryview(bytearray(min(_BLOCK_BYTES, piece.box.nbytes)))
+    for start in range(0, piece.box.nbytes, _BLOCK_BYTES):
+        block = room[: min(_BLOCK_BYTES, piece.box.nbytes - start)]
+        piece.box.file.fill(block, piece.box.position + start)
+        crc32 = zlib.crc32(block, crc32)
+    piece.check(crc32)
+
+
+def check_of(name: str, box: Box, start: int, length: int, expected: int) -> Check:
+    """Return a check of an archive of ``length`` bytes at ``start``, of which ``box`` is the payload, against its CRC-32."""
+
+    def check(payload: int) -> None:
+        end = box.position + box.nbytes
+        head, tail = box.file.bytes(start, box.position - start), box.file.bytes(end, start + length - end)
+        found = joined(joined(zlib.crc32(head), payload, box.nbytes), zlib.crc32(tail), len(tail))
+        if found != expected:
+            raise CheckpointError(
+                f"{box.file.path} is damaged: {name}, bytes {start} to {start + length}: expected the CRC-32 {expected:08x}, "
+                f"found {found:08x}; export an earlier step"
+            )
+
+    return check

@@ -1,0 +1,115 @@
+"""Import: published safetensors as a committed step that any mesh restores, streamed from file to file."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan
+
+from meshpar.checkpoints.copying import Count, Piece, Progress
+from meshpar.checkpoints.files import TILE_BYTES, memory_of, tiles
+from meshpar.checkpoints.job import MODEL
+from meshpar.checkpoints.safetensors import Safetensors
+from meshpar.checkpoints.saving import make_manifest
+from meshpar.checkpoints.steps import Steps
+from meshpar.checkpoints.writing import Checksum, Item, divide, write_file, write_item
+from meshpar.errors import CheckpointError
+from meshpar.weights import Mapped, WeightMap
+
+_BLOCK_BYTES = 1 << 20
+
+
+def import_safetensors(
+    src: str | Path,
+    root: str | Path,
+    *,
+    weights: WeightMap | None = None,
+    dtype: torch.dtype | None = None,
+    step: int = 0,
+    config: Mapping[str, Any] | None = None,
+    checksum: Checksum = "crc32",
+    progress: Progress | None = None,
+) -> Path:
+    """Make a step of a model's safetensors, with nothing but the model in it; no process group, no model built.
+
+    Args:
+        src: a safetensors file, an index, or a folder of these.
+        root: the folder of steps to add to.
+        weights: our names -> those in ``src``; None: they are the same.
+        dtype: of the floating-point tensors; None: as they are.
+        step: the step's number.
+        config: the published ``config.json``; None: the one beside ``src``, where there is one.
+        checksum: see :class:`CheckpointManager`.
+        progress: told the bytes written so far and the bytes to write.
+
+    Returns:
+        The step's folder; ``CheckpointManager(root).restore(par)`` reads it on any mesh.
+
+    Raises:
+        CheckpointError: files that are damaged or do not fit their index, a step that is there already, too little space.
+        LayoutError: the weight map does not fit the tensors.
+    """
+    rules = weights if weights is not None else WeightMap()
+    stored = Safetensors(src)
+    source = rules.view(stored)
+    dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
+    total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
+    steps = Steps(Path(root))
+    steps.reap()
+    folder = steps.begin(step, replace=False)
+    try:
+        if (free := shutil.disk_usage(folder).free) < total:
+            raise CheckpointError(f"{root} has {free / 1e9:.2f} GB free; this import needs {total / 1e9:.2f} GB")
+        file = write_file(folder / "__0_0.distcp", _items(source, stored, dtypes, Count(total, progress).add), checksum)
+        _, metadata = divide([SavePlan([write_item(MODEL + n, (0,) * len(s), s, s, dtypes[n]) for n, s in source.shapes().items()])])
+        told = {"step": step, "mesh": {}, "world_size": 1, "device": "cpu", "plan": f"imported from {src}"}
+        published = _config_beside(Path(src)) if config is None else dict(config)
+        manifest = make_manifest(folder, metadata, [file], {**told, "weights": rules.to_json(), "config": published})
+        return steps.commit(folder, manifest)
+    finally:
+        steps.abandon(folder)
+
+
+def _items(source: Mapped, stored: Safetensors, dtypes: Mapping[str, torch.dtype], told: Callable[[int], None]) -> Iterator[Item]:
+    """Yield the tensors in the order in which they lie in their files."""
+    space = torch.empty(TILE_BYTES, dtype=torch.uint8)
+    for name, shape in source.shapes().items():
+        origin = source.origin(name)
+        same = origin is not None and source.dtypes()[name] == dtypes[name]
+        blocks = (
+            _copied(stored.pieces(origin)[0], space, told) if same and origin else _built(source, name, shape, dtypes[name], space, told)
+        )
+        yield Item(MODEL + name, (0,) * len(shape), shape, dtypes[name], blocks)
+
+
+def _copied(piece: Piece, space: torch.Tensor, told: Callable[[int], None]) -> Iterator[memoryview]:
+    for start in range(0, piece.box.nbytes, _BLOCK_BYTES):
+        block = memory_of(space)[: min(_BLOCK_BYTES, piece.box.nbytes - start)]
+        piece.box.file.fill(block, piece.box.position + start)
+        yield block
+        told(len(block))
+
+
+def _built(
+    source: Mapped, name: str, shape: tuple[int, ...], dtype: torch.dtype, space: torch.Tensor, told: Callable[[int], None]
+) -> Iterator[memoryview]:
+    for spans in tiles(shape, dtype.itemsize, TILE_BYTES):
+        sizes = [b - a for a, b in spans]
+        tile = space[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
+        source.read(name, tuple(slice(*span) for span in spans), tile)
+        yield memory_of(tile)
+        told(tile.nbytes)
+
+
+def _config_beside(src: Path) -> dict[str, Any]:
+    path = (src if src.is_dir() else src.parent) / "config.json"
+    try:
+        return json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error

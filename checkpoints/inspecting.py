@@ -1,0 +1,156 @@
+"""What a folder of checkpoints holds, as text for people: the commands ``meshpar checkpoints ls, show, verify, diff, prune, pin``."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshpar.checkpoints.dcp import DistributedCheckpoint
+from meshpar.checkpoints.job import MODEL
+from meshpar.checkpoints.manifest import Manifest, read_manifest
+from meshpar.checkpoints.steps import Steps, open_step
+from meshpar.checkpoints.verify import verify_files
+from meshpar.errors import CheckpointError
+
+
+def list_steps(root: str | Path) -> str:
+    """Return a table of the committed steps, and below it what else lies there and why it does not count."""
+    steps = Steps(Path(root))
+    committed, pinned = steps.committed(), steps.pinned()
+    if not committed and not steps.ignored():
+        raise CheckpointError(f"{root} holds no checkpoints")
+    rows = [("step", "saved at (UTC)", "size", "mesh", "metrics", "")]
+    for step in committed:
+        try:
+            found = read_manifest(steps.path(step))
+            metrics = ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items())
+            marks = ", ".join([*(["latest"] if step == committed[-1] else []), *(["pinned"] if step in pinned else [])])
+            rows.append((str(step), found.saved_at[:19].replace("T", " "), _size(_bytes(found)), _mesh(found), metrics, marks))
+        except CheckpointError as error:
+            rows.append((str(step), "damaged", "", "", "", str(error)))
+    return "\n".join([_table(rows), *(f"{path.name}: {reason}" for path, reason in steps.ignored().items())])
+
+
+def show_step(path: str | Path) -> str:
+    """Return what one step holds: where it comes from, its files, its tensors."""
+    folder = open_step(path)
+    found = read_manifest(folder)
+    model = {name: entry for name, entry in found.tensors.items() if name.startswith(MODEL)}
+    count = sum(math.prod(entry["shape"]) for entry in model.values())
+    lines = [
+        str(folder),
+        *_table([
+            ("step", str(found.step)),
+            ("saved at", found.saved_at),
+            ("saved by", f"{found.world_size} ranks, {_mesh(found)}, {found.device}, torch {found.versions.get('torch')}"),
+            ("plan", found.plan),
+            ("size", f"{_size(_bytes(found))} in {len(found.files)} files"),
+            ("model", f"{count:,} elements in {len(model)} tensors"),
+            ("optimizer", found.optimizer["class"] if found.optimizer else "none"),
+            *(("tied", " = ".join(group)) for group in found.tied),
+            *((f"metric {name}", f"{value:.6g}") for name, value in found.metrics.items()),
+        ]).splitlines(),
+        "",
+    ]  # fmt: skip
+    rows = [("tensor", "dtype", "shape", "parts")]
+    rows += [(name, entry["dtype"], str(tuple(entry["shape"])), str(len(entry["chunks"]))) for name, entry in sorted(found.tensors.items())]
+    return "\n".join([*lines, _table(rows)])
+
+
+def verify_step(path: str | Path) -> str:
+    """Read every byte of a step and return a line that tells that it is as it was saved; raises CheckpointError, naming what is not."""
+    folder = open_step(path)
+    found = read_manifest(folder)
+    began = time.monotonic()
+    verify_files(folder, found, "full")
+    rate = _bytes(found) / max(1e-9, time.monotonic() - began)
+    return f"{folder} is whole: {_size(_bytes(found))} in {len(found.files)} files, {_size(rate)}/s"
+
+
+def diff_steps(one: str | Path, other: str | Path) -> str:
+    """Return what differs between two steps: tensors that only one has, shapes, dtypes, values (by how much), and plain data."""
+    folders = open_step(one), open_step(other)
+    left, right = (read_manifest(folder) for folder in folders)
+    lines = [f"only in {folders[0]}: {name}" for name in left.tensors if name not in right.tensors]
+    lines += [f"only in {folders[1]}: {name}" for name in right.tensors if name not in left.tensors]
+    lines += [
+        f"{name}: {getattr(left, name)} and {getattr(right, name)}"
+        for name in ("step", "mesh", "world_size", "plan", "extra", "metrics", "versions")
+        if getattr(left, name) != getattr(right, name)
+    ]
+    sources = [DistributedCheckpoint(folder) for folder in folders]
+    same = 0
+    for name in (each for each in left.tensors if each in right.tensors):
+        difference = _difference(name, left.tensors[name], right.tensors[name], sources)
+        same += difference is None
+        lines += [] if difference is None else [f"{name}: {difference}"]
+    return "\n".join([*lines, f"{same} of {len(left.tensors)} tensors are the same"])
+
+
+def prune_steps(root: str | Path, keep: int) -> str:
+    """Remove all but the newest ``keep`` steps and the pinned ones, and what dead processes left; return what went."""
+    if keep < 1:
+        raise CheckpointError(f"expected to keep at least 1 step, got {keep}")
+    steps = Steps(Path(root))
+    if not steps.committed():
+        raise CheckpointError(f"{root} holds no committed step")
+    leftovers = len(steps.ignored())
+    steps.reap()
+    gone = steps.retain(keep)
+    logging.getLogger("meshpar.checkpoints").info("removed %s from %s", gone, root)
+    removed = f"removed {', '.join(map(str, gone)) or 'no step'} and {leftovers - len(steps.ignored())} leftovers"
+    return f"{removed}; kept {', '.join(map(str, steps.committed()))}"
+
+
+def pin_step(path: str | Path, *, pinned: bool = True) -> str:
+    """Protect a step from retention, or no more."""
+    folder = open_step(path)
+    step = read_manifest(folder).step
+    Steps(folder.parent).pin(step, pinned=pinned)
+    return f"step {step} in {folder.parent} is {'pinned: it stays until it is unpinned' if pinned else 'not pinned any more'}"
+
+
+def _difference(name: str, left: Mapping[str, Any], right: Mapping[str, Any], sources: Sequence[DistributedCheckpoint]) -> str | None:
+    import torch
+
+    from meshpar.checkpoints.files import TILE_BYTES, memory_of, tiles
+
+    for key in ("dtype", "shape"):
+        if left[key] != right[key]:
+            return f"{key} {left[key]} and {right[key]}"
+    if left["chunks"] and [each[:2] + each[4:] for each in left["chunks"]] == [each[:2] + each[4:] for each in right["chunks"]]:
+        return None  # the same parts with the same checksums
+    dtype, differ, most = sources[0].dtypes()[name], 0, 0.0
+    for spans in tiles(tuple(left["shape"]), dtype.itemsize, TILE_BYTES):
+        pieces = [torch.empty([b - a for a, b in spans], dtype=dtype) for _ in sources]
+        for source, piece in zip(sources, pieces):
+            source.read(name, tuple(slice(*span) for span in spans), piece)
+        if memory_of(pieces[0]) != memory_of(pieces[1]):
+            apart = (pieces[0].double() - pieces[1].double()).abs()
+            differ, most = differ + int((apart != 0).sum()), max(most, float(apart.max()))
+    return f"{differ:,} of {math.prod(left['shape']):,} elements differ, by up to {most:.3g}" if differ else None
+
+
+def _bytes(manifest: Manifest) -> int:
+    return sum(each["size"] for each in manifest.files.values())
+
+
+def _mesh(manifest: Manifest) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in manifest.mesh.items()) or "no mesh"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

@@ -1,0 +1,99 @@
+"""The model in a checkpoint as a source of weights: under the module's names, and under its published ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+
+from meshpar.checkpoints.copying import Piece, check_of, check_piece
+from meshpar.checkpoints.dcp import DistributedCheckpoint
+from meshpar.checkpoints.files import TILE_BYTES, memory_of, tiles
+from meshpar.errors import CheckpointError
+from meshpar.weights import Mapped, TypedSource
+
+_MODEL = "model."
+
+
+@final
+class StoredModel:
+    """The model's tensors of a checkpoint, by the module's names, each tied tensor under its first."""
+
+    def __init__(
+        self, source: DistributedCheckpoint, tied: Sequence[Sequence[str]], sums: Mapping[tuple[str, tuple[int, ...]], int]
+    ) -> None:
+        self._source, self._sums = source, sums
+        self._names = {clean_name(name.removeprefix(_MODEL)): name for name in source.tensors if name.startswith(_MODEL)}
+        saved = [name for name in source.tensors if name.startswith(_MODEL)]
+        if len(self._names) != len(saved):
+            raise CheckpointError(f"{len(saved)} tensors have only {len(self._names)} names once wrappers' parts are taken out of them")
+        if not saved:
+            raise CheckpointError(f"{source.folder} holds no tensor of a model (none begins with {_MODEL!r})")
+        self._drop_tied(tied)
+
+    def _drop_tied(self, tied: Sequence[Sequence[str]]) -> None:
+        for group in tied:
+            held = [name for name in group if name in self._names]
+            owner = held[0] if held else ""
+            for other in held[1:]:
+                if not same_tensor(self, owner, other):
+                    raise CheckpointError(f"{owner} and {other} are tied, yet differ in the checkpoint; the export would lose one of them")
+                del self._names[other]
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._source.tensors[key].shape for name, key in self._names.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: self._source.tensors[key].dtype for name, key in self._names.items()}
+
+    def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
+        self._source.read(self._names[name], index, out)
+
+    def pieces(self, name: str) -> list[Piece]:
+        key, pieces = self._names[name], []
+        for chunk in sorted(self._source.tensors[key].chunks, key=lambda each: each.offsets):
+            box, expected = self._source.box(key, chunk), self._sums.get((key, chunk.offsets))
+            check = None if expected is None else check_of(key, box, chunk.position, chunk.length, expected)
+            pieces.append(Piece(chunk.offsets, box, check))
+        return pieces
+
+
+@final
+class PublishedModel:
+    """The model's tensors under their published names."""
+
+    def __init__(self, model: StoredModel, mapped: Mapped) -> None:
+        self._model, self._mapped = model, mapped
+        self.shapes, self.dtypes, self.read = mapped.shapes, mapped.dtypes, mapped.read
+
+    def check_what_is_rebuilt(self) -> None:
+        """Check the stored tensors that are not carried over as they are; those are checked while they are copied."""
+        carried = {self._mapped.origin(name) for name in self._mapped.shapes()}
+        for name in self._model.shapes():
+            for piece in self._model.pieces(name) if name not in carried else ():
+                check_piece(piece)
+
+    def pieces(self, name: str) -> list[Piece]:
+        origin = self._mapped.origin(name)
+        return [] if origin is None else self._model.pieces(origin)
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers add (``torch.compile``, ``checkpoint_wrapper``, FSDP1)."""
+    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
+
+
+def same_tensor(source: TypedSource, one: str, other: str) -> bool:
+    """Tell whether two tensors of a source have the same shape, dtype and bits."""
+    shape, dtype = source.shapes()[one], source.dtypes()[one]
+    if (shape, dtype) != (source.shapes()[other], source.dtypes()[other]):
+        return False
+    for spans in tiles(shape, dtype.itemsize, TILE_BYTES):
+        pieces = []
+        for name in (one, other):
+            pieces.append(torch.empty([b - a for a, b in spans], dtype=dtype))
+            source.read(name, tuple(slice(*span) for span in spans), pieces[-1])
+        if memory_of(pieces[0]) != memory_of(pieces[1]):
+            return False
+    return True
