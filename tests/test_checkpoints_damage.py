@@ -1,0 +1,308 @@
+"""Damage and attacks: whatever byte differs is found, named with its tensor, and nothing that a file says is run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from meshpar.checkpoints import (
+    CheckpointManager,
+    DistributedCheckpoint,
+    export_safetensors,
+    import_safetensors,
+    read_manifest,
+    verify_files,
+)
+from meshpar.checkpoints.manifest import MANIFEST_NAME
+from meshpar.errors import CheckpointError
+from meshpar.testing import on_ranks
+from tests.test_checkpoints_commit import Job, linear, stepped
+
+
+@pytest.fixture
+def step(tmp_path, monkeypatch) -> Path:
+    """A small step: random state would be most of it."""
+    monkeypatch.setattr("meshpar.checkpoints.saving.random_state", lambda *_: {})
+    job = linear(1)
+    return CheckpointManager(tmp_path / "run").save(1, job, stepped(job))
+
+
+def verify(folder: Path) -> None:
+    verify_files(folder, read_manifest(folder), "full")
+
+
+def owner_of(folder: Path, file: str, position: int) -> str | None:
+    for name, entry in read_manifest(folder).tensors.items():
+        for _, _, where, start, length, _ in entry["chunks"]:
+            if where == file and start <= position < start + length:
+                return name
+    return None
+
+
+def test_a_flipped_bit_at_any_byte_of_any_file_is_found_and_named_with_its_tensor(step):
+    verify(step)
+    looked = 0
+    for file in sorted(step.iterdir()):
+        data = file.read_bytes()
+        owners = [owner_of(step, file.name, position) for position in range(len(data))] if file.suffix == ".distcp" else [None] * len(data)
+        manifest = read_manifest(step)
+        with file.open("r+b", buffering=0) as stream:
+            for position, byte in enumerate(data):
+                os.pwrite(stream.fileno(), bytes([byte ^ (1 << position % 8)]), position)
+                with pytest.raises(CheckpointError) as raised:
+                    verify_files(step, read_manifest(step) if file.name == MANIFEST_NAME else manifest, "full", [file.name])
+                assert file.name in str(raised.value) and (owners[position] or "") in str(raised.value), (file.name, position)
+                os.pwrite(stream.fileno(), bytes([byte]), position)
+                looked += 1
+        if file.suffix == ".distcp":
+            assert None not in owners, "every byte of a rank's file belongs to a tensor"
+    verify(step)
+    assert looked == sum(file.stat().st_size for file in step.iterdir()) > 5000
+
+
+def test_truncation_deletion_swapping_and_growth_are_found(step):
+    files = sorted(step.glob("*.distcp"))
+    assert len(files) == 2
+    for file in (*files, step / ".metadata"):
+        data = file.read_bytes()
+        for cut in (0, 1, len(data) // 2, len(data) - 1):
+            file.write_bytes(data[:cut])
+            with pytest.raises(CheckpointError, match=rf"{file.name}: expected {len(data)} bytes, found {cut}"):
+                verify(step)
+        file.write_bytes(data + b"\0")
+        with pytest.raises(CheckpointError, match=rf"{file.name}: expected {len(data)} bytes, found {len(data) + 1}"):
+            verify(step)
+        file.unlink()
+        with pytest.raises(CheckpointError, match=rf"{file.name}: No such file"):
+            verify(step)
+        file.write_bytes(data)
+    texts = [file.read_bytes() for file in files]
+    files[0].write_bytes(texts[1])
+    files[1].write_bytes(texts[0])
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp"):
+        verify(step)
+    (step / MANIFEST_NAME).unlink()
+    with pytest.raises(CheckpointError, match="never committed"):
+        verify(step)
+
+
+def test_swapped_files_of_one_size_are_found(tmp_path):
+    module = nn.Module()
+    for name in "ab":
+        module.register_buffer(name, torch.full((4, 4), float(ord(name))))
+    folder = CheckpointManager(tmp_path, threads=2).save(1, Job(module))
+    chunks = {name: read_manifest(folder).tensors[f"model.{name}"]["chunks"][0] for name in "ab"}
+    texts = {name: (folder / chunk[2]).read_bytes()[chunk[3] : chunk[3] + chunk[4]] for name, chunk in chunks.items()}
+    for name, other in ("ab", "ba"):
+        with (folder / chunks[name][2]).open("r+b") as file:
+            file.seek(chunks[name][3])
+            file.write(texts[other])
+    CheckpointManager(tmp_path).restore(Job(module), verify="size")
+    assert module.a[0, 0] == ord("b"), "sizes alone do not tell"
+    with pytest.raises(CheckpointError, match=r"(?s)model\.a at \(0, 0\).*model\.b at \(0, 0\)|model\.b at \(0, 0\).*model\.a at \(0, 0\)"):
+        verify(folder)
+    with pytest.raises(CheckpointError, match=r"model\.a"):
+        export_safetensors(folder, tmp_path / "hf", verify="full")
+
+
+def holes(metadata) -> list:
+    """Each a change to DCP's metadata after which it does not describe the checkpoint any more."""
+
+    def chunk_gone():
+        metadata.state_dict_metadata["model.weight"].chunks.clear()
+
+    def tensor_gone():
+        del metadata.state_dict_metadata["model.weight"]
+
+    def place_gone():
+        del metadata.storage_data[next(key for key in metadata.storage_data if key.fqn == "model.weight")]
+
+    def place_moved():
+        places = {key.fqn: value for key, value in metadata.storage_data.items()}
+        places["model.weight"].offset = places["model.bias"].offset
+
+    return [chunk_gone, tensor_gone, place_gone, place_moved]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_hole_in_the_metadata_is_found_even_where_its_checksum_fits(step, number):
+    path = step / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    holes(metadata)[number]()
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        verify(step)
+    manifest = read_manifest(step)
+    files = {**manifest.files, ".metadata": {"size": path.stat().st_size, "crc32": __import__("zlib").crc32(path.read_bytes())}}
+    with pytest.raises(CheckpointError, match=r"model\.weight"):
+        verify_files(step, type(manifest)(**{**{name: getattr(manifest, name) for name in manifest.__slots__}, "files": files}), "full")
+
+
+def test_a_damaged_step_is_refused_and_the_one_before_taken_only_when_asked(tmp_path, caplog):
+    manager = CheckpointManager(tmp_path)
+    for number in (1, 2, 3):
+        manager.save(number, linear(number))
+    for number in (2, 3):
+        next(iter((tmp_path / f"step-{number:08d}").glob("*.distcp"))).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="step-00000003 is damaged"):
+        manager.restore(linear())
+    job = linear()
+    found = manager.restore(job, fallback=True)
+    assert found.step == 1 and len(found.passed_over) == 2 and "step-00000003 is damaged" in caplog.text
+    assert torch.equal(job.module.weight, linear(1).module.weight)
+    next(iter((tmp_path / "step-00000001").glob("*.distcp"))).unlink()
+    with pytest.raises(CheckpointError, match=r"every step in .* is damaged"):
+        manager.restore(linear(), fallback=True)
+
+
+def test_damage_inside_an_archive_is_found_before_anything_is_changed(tmp_path):
+    folder = CheckpointManager(tmp_path).save(1, linear(1))
+    _, _, name, start, length, _ = read_manifest(folder).tensors["model.weight"]["chunks"][0]
+    with (folder / name).open("r+b") as file:
+        file.seek(start + length - 22)
+        file.write(b"\0" * 4)
+    job = linear(2)
+    before = {key: value.clone() for key, value in job.module.state_dict().items()}
+    with pytest.raises(CheckpointError, match=rf"{name}: the part of 'model\.weight'.* is damaged"):
+        CheckpointManager(tmp_path).restore(job)
+    assert all(torch.equal(before[key], value) for key, value in job.module.state_dict().items())
+
+
+class Attack:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path):
+    folder = CheckpointManager(tmp_path / "run").save(1, linear())
+    (folder / ".metadata").write_bytes(pickle.dumps(Attack(tmp_path / "owned")))
+    with pytest.raises(CheckpointError, match=r"it names posix\.system, which no checkpoint needs"):
+        DistributedCheckpoint(folder)
+    with pytest.raises(CheckpointError):
+        CheckpointManager(tmp_path / "run").restore(linear(), verify="none")
+    with pytest.raises(CheckpointError):
+        export_safetensors(tmp_path / "run", tmp_path / "hf", verify="none")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_tensors_own_pickle_that_would_run_code_is_refused_and_not_run(tmp_path):
+    dcp.save({"a": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    archive = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO((tmp_path / "__0_0.distcp").read_bytes())) as good, zipfile.ZipFile(archive, "w") as bad:
+        for each in good.namelist():
+            bad.writestr(each, pickle.dumps(Attack(tmp_path / "owned")) if each.endswith("data.pkl") else good.read(each))
+    (tmp_path / "__0_0.distcp").write_bytes(archive.getvalue())
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    next(iter(metadata.storage_data.values())).length = len(archive.getvalue())
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"'a'.* is damaged: .*it names posix\.system"):
+        DistributedCheckpoint(tmp_path).read("a", (), torch.empty(4))
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_plain_object_in_a_foreign_checkpoint_is_not_unpickled(tmp_path):
+    dcp.save({"a": torch.ones(4), "notes": Attack(tmp_path / "owned")}, checkpoint_id=tmp_path, no_dist=True)
+    assert list(DistributedCheckpoint(tmp_path).shapes()) == ["a"]
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("path", ["../elsewhere.distcp", "/etc/passwd", "..", "", "a/b.distcp"])
+def test_a_path_out_of_the_folder_is_refused(tmp_path, path):
+    dcp.save({"a": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    next(iter(metadata.storage_data.values())).relative_path = path
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="outside of the checkpoint's folder; refused"):
+        DistributedCheckpoint(tmp_path)
+
+
+def test_parts_that_overlap_are_found_among_many(tmp_path):
+    dcp.save({"a": torch.ones(100, 4)}, checkpoint_id=tmp_path, no_dist=True)
+    good = pickle.loads((tmp_path / ".metadata").read_bytes())
+    index, place = next(iter(good.storage_data.items()))
+    chunk = good.state_dict_metadata["a"].chunks[0]
+    for starts, text in ((range(100), None), ([*range(99), 98], "some twice"), (range(99), "hold 396 elements of 400")):
+        good.state_dict_metadata["a"].chunks = [type(chunk)(torch.Size((start, 0)), torch.Size((1, 4))) for start in starts]
+        good.storage_data = {type(index)("a", torch.Size((start, 0))): place for start in starts}
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(good))
+        if text is None:
+            DistributedCheckpoint(tmp_path)
+        else:
+            with pytest.raises(CheckpointError, match=text):
+                DistributedCheckpoint(tmp_path)
+
+
+# Full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 32 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def heavy(value: float) -> Job:
+    module = nn.Module()
+    for name in "abcdef":
+        module.register_buffer(name, torch.full((800_000,), float(value)))
+    return Job(module)
+
+
+def plenty(monkeypatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 40}))
+
+
+@pytest.mark.parametrize("async_", [False, True])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_disk_that_fills_up_while_writing_fails_the_save_and_leaves_the_last_step(small_disk, monkeypatch, threads, async_):
+    plenty(monkeypatch)
+    manager = CheckpointManager(small_disk, threads=threads, async_=async_)
+    manager.save(1, heavy(1))
+    manager.wait()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            manager.save(2, heavy(2))
+            manager.wait()
+        assert manager.steps() == [1] and not manager.ignored()
+    job = heavy(0)
+    assert manager.restore(job, verify="full").step == 1 and job.module.a[5] == 1
+    with pytest.raises(OSError, match="No space left"):
+        import_safetensors(export_safetensors(small_disk, small_disk.parent / "hf"), small_disk / "imported")
+    assert not any((small_disk / "imported").iterdir())
+
+
+@on_ranks(2)
+def fill_on_two(root: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        plenty(patch)
+        manager = CheckpointManager(root, timeout_s=20)
+        job = heavy(1)
+        if dist.get_rank() == 0:  # rank 0 has little to write, and rank 1 what does not fit
+            job = Job(nn.Linear(2, 2))
+        with pytest.raises(CheckpointError, match=r"writing step 1 failed on 1 of 2 ranks:\n +rank 1: OSError: .*No space left on device"):
+            manager.save(1, job, rank_extra=None)
+        dist.barrier()
+        assert not manager.steps() and not manager.ignored()
+
+
+def test_a_disk_full_on_one_rank_fails_all(small_disk):
+    (small_disk / "filler").write_bytes(b"\0" * (22 << 20))
+    fill_on_two(str(small_disk / "run"))

@@ -1,0 +1,155 @@
+"""kill -9 of any rank at any moment of saving: no committed step is lost, none loads mixed, and no survivor waits for long.
+
+A sample runs here; ``MESHPAR_CRASH_KILLS=200`` makes it the long run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from meshpar import testing
+from meshpar.checkpoints import CheckpointManager, verify_step
+from meshpar.checkpoints.dcp import DistributedCheckpoint
+from meshpar.checkpoints.manifest import read_manifest
+from meshpar.errors import CheckpointError
+from tests.test_checkpoints_commit import Job
+
+KILLS = int(os.environ.get("MESHPAR_CRASH_KILLS", "8"))
+RANKS = 3
+TIMEOUT_S = 20.0
+LONGEST_WAIT_S = 30.0
+ROWS, COLUMNS, TENSORS = 96, 512, 8
+HIT: list[bool] = []  # whether a kill left an unfinished folder behind
+
+
+class Filled(nn.Module):
+    """Every element of every tensor is the step, so that a mixture of two steps shows."""
+
+    def __init__(self, mesh) -> None:
+        super().__init__()
+        for number in range(TENSORS):
+            tensor = distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, [Shard(number % 2)])
+            self.register_parameter(f"w{number}", nn.Parameter(tensor))
+
+    def set_to(self, step: int) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.to_local().fill_(step)
+
+
+def rank_main(rank: int, store: str, root: str, first: int, mode: str, report: str) -> None:
+    """Save step after step until killed, or until a save fails because another rank was."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT_S))
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
+    module = Filled(mesh)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    manager = CheckpointManager(root, keep=1 if mode == "retention" else 3, async_=mode == "async", timeout_s=TIMEOUT_S)
+    log = Path(f"{report}.{rank}")
+    if mode == "retention":  # let removal take long enough to be hit
+        manager._steps._remove = lambda folder, remove=manager._steps._remove: (time.sleep(0.03), remove(folder), time.sleep(0.01))
+    for step in itertools.count(first):
+        module.set_to(step)
+        with log.open("a") as file:
+            file.write(f"{json.dumps(['begin', step])}\n")
+        try:
+            manager.save(step, Job(module, mesh=mesh), optimizer, extra={"step": step})
+            if mode == "async":
+                time.sleep(0.002)
+            manager.before_step()
+        except CheckpointError as error:
+            with log.open("a") as file:
+                file.write(f"{json.dumps(['failed', str(error)])}\n")
+            os._exit(3)
+        with log.open("a") as file:
+            file.write(f"{json.dumps(['saved', step if mode != 'async' else step - 1])}\n")
+
+
+def told(report: str, rank: int, kind: str) -> list:
+    log = Path(f"{report}.{rank}")
+    lines = [line for line in log.read_text().splitlines() if line.endswith("]")] if log.exists() else []
+    return [value for what, value in map(json.loads, lines) if what == kind]
+
+
+def check_steps(root: Path) -> None:
+    """Assert that every committed step is whole, byte for byte, and of one moment."""
+    for step in CheckpointManager(root).steps():
+        folder = root / f"step-{step:08d}"
+        verify_step(folder)
+        assert read_manifest(folder).extra == {"step": step}
+        source = DistributedCheckpoint(folder)
+        for name, shape in source.shapes().items():
+            if name.startswith("model."):
+                whole = torch.empty(shape)
+                source.read(name, (), whole)
+                assert torch.equal(whole, torch.full(shape, float(step))), (step, name)
+
+
+def kill_one(root: Path, mode: str, number: int, generator: random.Random, scratch: Path) -> float:
+    """Start the ranks, kill one at a random moment, and return how long the others took to notice."""
+    manager = CheckpointManager(root)
+    before = manager.steps()
+    first, report = (manager.latest() or 0) + 1, str(scratch / f"report-{number}")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(testing.PRELOAD)
+    arguments = (str(scratch / f"store-{number}"), str(root), first, mode, report)
+    ranks = [context.Process(target=rank_main, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    try:
+        # The first save of a run makes the group, the folder and the first link; the others do not.
+        settled = 0 if mode == "first" else 2
+        deadline = time.monotonic() + 60
+        while len(told(report, 0, "begin")) <= settled and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(generator.random() * (0.15 if mode == "first" else 0.1))
+        victim = generator.randrange(RANKS)
+        os.kill(ranks[victim].pid, signal.SIGKILL)
+        began = time.monotonic()
+        for process in ranks:
+            process.join(LONGEST_WAIT_S)
+        waited = time.monotonic() - began
+        assert all(process.exitcode is not None for process in ranks), f"survivors of kill {number} ({mode}) still wait"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    steps = manager.steps()
+    HIT.append(bool(manager.ignored()))
+    saved = max((step for rank in range(RANKS) for step in told(report, rank, "saved") if step >= first), default=0)
+    assert max(steps, default=0) >= max(saved, max(before, default=0)), f"kill {number} ({mode}) lost step {saved}: {steps}"
+    check_steps(root)
+    return waited
+
+
+@pytest.mark.timeout(60 + 15 * KILLS)
+def test_kill_9_of_any_rank_at_any_moment_loses_and_mixes_nothing(tmp_path):
+    generator = random.Random(int(os.environ.get("MESHPAR_CRASH_SEED", "0")))
+    modes = ("first", "later", "async", "retention")
+    waits = []
+    for number in range(KILLS):
+        mode = modes[number % len(modes)]
+        root = tmp_path / (f"first-{number}" if mode == "first" else mode)
+        waits.append(kill_one(root, mode, number, generator, tmp_path))
+    assert max(waits) < LONGEST_WAIT_S
+    print(f"{KILLS} kills, {sum(HIT)} of them left an unfinished folder; survivors waited {max(waits):.1f} s at most")  # noqa: T201
+    for mode in modes[1:]:
+        if (tmp_path / mode).is_dir():
+            steps = CheckpointManager(tmp_path / mode)
+            steps._steps.reap()
+            assert not steps.ignored(), "leftovers of the dead are removed"
