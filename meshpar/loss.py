@@ -39,7 +39,7 @@ def _sharded_sum(logits: DTensor, labels_N: torch.Tensor, ignore_index: int) -> 
     assert placement.is_shard(logits.ndim - 1) or placement.is_shard(-1), f"logits are {placement}, expected sharded over the vocabulary"
     local = logits.to_local()
     rows = -(-logits.shape[-1] // mesh.size())
-    start = min(mesh.get_local_rank() * rows, logits.shape[-1])
+    start = mesh.get_local_rank() * rows
     return _VocabularyParallelLoss.apply(local.flatten(0, -2), labels_N, start, ignore_index, mesh.get_group())
 
 
@@ -57,12 +57,12 @@ class _VocabularyParallelLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         scores_NV = local_NV.float()
         width = scores_NV.shape[-1]
-        top_N = scores_NV.amax(-1) if width else scores_NV.new_full(scores_NV.shape[:1], -torch.inf)
+        top_N = scores_NV.amax(-1)
         dist.all_reduce(top_N, dist.ReduceOp.MAX, group)
         scores_NV = scores_NV - top_N[:, None]
         here_N = (labels_N >= start) & (labels_N < start + width)
-        index_N = (labels_N - start).clamp(0, max(width - 1, 0))
-        picked_N = scores_NV.gather(1, index_N[:, None])[:, 0] * here_N if width else torch.zeros_like(top_N)
+        index_N = (labels_N - start).clamp(0, width - 1)
+        picked_N = scores_NV.gather(1, index_N[:, None])[:, 0] * here_N
         sums_2N = torch.stack([scores_NV.exp_().sum(-1), picked_N])
         dist.all_reduce(sums_2N, dist.ReduceOp.SUM, group)
         counted_N = labels_N != ignore_index
@@ -74,6 +74,5 @@ class _VocabularyParallelLoss(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         exp_NV, sum_N, index_N, here_N, counted_N = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_NV = exp_NV / sum_N[:, None]
-        if grad_NV.shape[-1]:
-            grad_NV.scatter_add_(1, index_N[:, None], -here_N[:, None].to(grad_NV.dtype))
+        grad_NV.scatter_add_(1, index_N[:, None], -here_N[:, None].to(grad_NV.dtype))
         return (grad_NV * (counted_N * upstream[0])[:, None]).to(ctx.dtype), None, None, None, None  # type: ignore[attr-defined]

@@ -118,6 +118,12 @@ def test_heads_that_the_axis_does_not_divide():
     assert "layers.*.attn.k has 2 heads, which tp=8 does not divide; tp in 2 would" in found
 
 
+def test_splits_that_leave_ranks_with_nothing():
+    found = problems("tp=4", [TensorParallel()], model(kv_heads=4, hidden=5, vocab_size=9), world_size=4)
+    assert found[0] == "embed has 9 rows, which tp=4 splits so that some ranks would hold none; tp in [3, 9] would do"
+    assert {text.split()[0] for text in found} == {"embed", "head"} | {f"layers.{n}.mlp.{name}" for n in (0, 1) for name in ("gate", "up", "down")}
+
+
 def test_mixed_dtypes_in_one_unit():
     module = TwoLayers(dtype=torch.bfloat16)
     layout = ModelLayout(blocks=("layers.0",))

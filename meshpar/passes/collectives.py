@@ -39,7 +39,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def gather_replicated(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
     """Return the last dim's shards joined to ``size`` features, for a use that is the same on every rank; each keeps its own gradient.
 
-    The shards are torch's chunks of ``size``: the last ones may be short or empty.
+    The shards are torch's chunks of ``size``: the last one may be short.
     """
     return _GatherReplicated.apply(x, size, group)
 
@@ -125,8 +125,6 @@ class _GatherReplicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.width == 0:
-            return grads[0][..., :0], None, None
         return grads[0].narrow(-1, ctx.start, ctx.width).contiguous(), None, None
 
 

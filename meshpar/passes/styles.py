@@ -158,7 +158,9 @@ class Colwise:
         features = _features(module)
         if features is None:
             yield f"{name} is a {type(module).__name__}, which cannot be split by output features; expected a linear layer"
-        elif self.parts > 1 and features[1] % (self.parts * size):
+        elif self.parts == 1:
+            yield from _empty_problems(name, "output features", features[1], size)
+        elif features[1] % (self.parts * size):
             yield (
                 f"{name} fuses {self.parts} projections of {features[1] // self.parts} features, which tp={size} does not divide; "
                 f"tp in {divisors(features[1] // self.parts)} would"
@@ -195,8 +197,11 @@ class Rowwise:
     """A linear layer split by input features; the partial sums are reduced and the bias is added once."""
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        if _features(module) is None:
+        features = _features(module)
+        if features is None:
             yield f"{name} is a {type(module).__name__}, which cannot be split by input features; expected a linear layer"
+        else:
+            yield from _empty_problems(name, "input features", features[0], size)
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         _shard_parameter(module, "weight", 0 if _is_transposed(module) else 1, context)
@@ -226,6 +231,8 @@ class Vocabulary:
             yield f"{name} is a {type(module).__name__}, which cannot be split by vocabulary rows; expected an Embedding"
         elif module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
             yield f"{name} uses max_norm, sparse or scale_grad_by_freq, which rows on several ranks cannot; turn them off"
+        else:
+            yield from _empty_problems(name, "rows", module.num_embeddings, size)
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         _shard_parameter(module, "weight", 0, context)
@@ -234,14 +241,14 @@ class Vocabulary:
         assert isinstance(module, nn.Embedding)
         rows = -(-module.num_embeddings // context.mesh.size())
         start = rows * context.mesh.get_local_rank()
-        held = max(0, min(rows, module.num_embeddings - start))
+        held = min(rows, module.num_embeddings - start)
         padding = module.padding_idx
 
         def lookup(tokens: Tensor) -> Tensor:
             weight = _local(module.weight)
             here = (tokens >= start) & (tokens < start + held)
             index = torch.where(here, tokens - start, 0)
-            found = F.embedding(index, weight) if held else weight.new_zeros((*tokens.shape, weight.shape[-1])) + weight.sum()
+            found = F.embedding(index, weight)
             if padding is not None:
                 found = torch.where((tokens == padding)[..., None], found.detach(), found)
             return context.leave(found * here[..., None])
@@ -341,6 +348,12 @@ def _features(module: nn.Module) -> tuple[int, int] | None:
     return (rows, columns) if _is_transposed(module) else (columns, rows)
 
 
+def _empty_problems(name: str, what: str, count: int, size: int) -> Iterator[str]:
+    """Yield a split that leaves ranks with nothing; one that leaves the last rank less is exact."""
+    if -(-count // size) * (size - 1) >= count:
+        yield f"{name} has {count} {what}, which tp={size} splits so that some ranks would hold none; tp in {divisors(count) or 1} would do"
+
+
 def _linear(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight.t() if _is_transposed(module) else weight, bias)
 
@@ -359,9 +372,7 @@ def _shard_parameter(module: nn.Module, name: str, dim: int, context: Context) -
         return
     taken = context.sharded.get(id(parameter))
     if taken is None:
-        chunks = parameter.detach().chunk(context.mesh.size(), dim)
-        me = context.mesh.get_local_rank()
-        local = chunks[me] if me < len(chunks) else parameter.detach().narrow(dim, 0, 0)
+        local = parameter.detach().chunk(context.mesh.size(), dim)[context.mesh.get_local_rank()]
         whole = DTensor.from_local(
             local.clone(memory_format=torch.contiguous_format),
             context.mesh,
