@@ -66,6 +66,7 @@ class CheckpointManager:
         self._stager = Stager() if async_ else None
         self._background = Background()
         self._made_ranks: Ranks | None = None
+        self._temporary: Path | None = None  # on rank 0: of the save that began last
 
     @property
     def root(self) -> Path:
@@ -128,15 +129,15 @@ class CheckpointManager:
         self._background.wait()
         ranks = self._ranks()
         noted = Noted(step=step, extra=extra or {}, metrics=metrics or {}, rank_extra=rank_extra)
-        folder = ranks.share(f"beginning step {step}", lambda: self._begin(noted, replace))
-        saving = Saving(ranks, folder, noted, threads=self._threads, checksum=self._checksum)
-        with self._abandoned_on_error(folder):
-            saving.plan(par, optimizer, later=self._stager is not None)
         stager = self._stager
+        with self._abandoned_on_error():
+            folder = ranks.share(f"beginning step {step}", lambda: self._begin(noted, replace))
+            saving = Saving(ranks, folder, noted, threads=self._threads, checksum=self._checksum)
+            saving.plan(par, optimizer, later=stager is not None)
         if stager is None:
             self._finish(saving, folder)
         else:
-            self._background.start(lambda: self._stage(saving, stager, folder), lambda: self._finish(saving, folder), optimizer)
+            self._background.start(lambda: self._stage(saving, stager), lambda: self._finish(saving, folder), optimizer)
         return self._steps.path(step)
 
     def before_step(self) -> None:
@@ -229,14 +230,15 @@ class CheckpointManager:
         plain(noted.extra, "extra")
         plain(noted.metrics, "metrics")
         self._steps.reap()
-        return self._steps.begin(noted.step, replace=replace)
+        self._temporary = self._steps.begin(noted.step, replace=replace)
+        return self._temporary
 
-    def _stage(self, saving: Saving, stager: Stager, folder: Path) -> None:
-        with self._abandoned_on_error(folder):
+    def _stage(self, saving: Saving, stager: Stager) -> None:
+        with self._abandoned_on_error():
             saving.stage(stager)
 
     def _finish(self, saving: Saving, folder: Path) -> None:
-        with self._abandoned_on_error(folder):
+        with self._abandoned_on_error():
             saving.finish(lambda manifest: self._commit(folder, manifest))
 
     def _commit(self, folder: Path, manifest: Manifest) -> Path:
@@ -246,12 +248,12 @@ class CheckpointManager:
         return path
 
     @contextmanager
-    def _abandoned_on_error(self, folder: Path) -> Iterator[None]:
+    def _abandoned_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if self._made_ranks is not None and self._made_ranks.rank == 0:
-                self._steps.abandon(folder)
+            if self._temporary is not None:
+                self._steps.abandon(self._temporary)
             raise
 
     def _find(self, step: int | None) -> list[Path]:

@@ -5,6 +5,7 @@ A sample runs here; ``MESHPAR_CRASH_KILLS=200`` makes it the long run.
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import json
 import multiprocessing
@@ -52,10 +53,12 @@ class Filled(nn.Module):
                 parameter.to_local().fill_(step)
 
 
-def rank_main(rank: int, store: str, root: str, first: int, mode: str, report: str) -> None:
+def rank_main(rank: int, port: int, root: str, first: int, mode: str, report: str) -> None:
     """Save step after step until killed, or until a save fails because another rank was."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT_S))
+    faulthandler.register(signal.SIGUSR1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT_S))
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
     module = Filled(mesh)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
@@ -107,7 +110,9 @@ def kill_one(root: Path, mode: str, number: int, generator: random.Random, scrat
     first, report = (manager.latest() or 0) + 1, str(scratch / f"report-{number}")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(testing.PRELOAD)
-    arguments = (str(scratch / f"store-{number}"), str(root), first, mode, report)
+    # As torchrun has it: where the ranks meet is in no rank's hands (a rank killed while it writes to a FileStore can spoil it).
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = (store.port, str(root), first, mode, report)
     ranks = [context.Process(target=rank_main, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
     for process in ranks:
         process.start()
@@ -124,6 +129,10 @@ def kill_one(root: Path, mode: str, number: int, generator: random.Random, scrat
         for process in ranks:
             process.join(LONGEST_WAIT_S)
         waited = time.monotonic() - began
+        for process in ranks:
+            if process.exitcode is None:
+                os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(0.5)
         assert all(process.exitcode is not None for process in ranks), f"survivors of kill {number} ({mode}) still wait"
     finally:
         for process in ranks:

@@ -1,0 +1,439 @@
+"""What checkpoints cost beside a plain file: save, asynchronous stall, restore, export and import, time and memory.
+
+    python benchmarks/checkpoint.py [--layers 6 14] [--rounds 5] [--folder DIR] [--json FILE]
+
+Every figure is the median of interleaved rounds. Beside ours stand torch's own DCP, its Hugging Face consolidation, and accelerate's
+merge. Restores are cold (the page cache is told to drop the files); exports run warm in processes of their own, and their CPU time
+counts from the call, without ``import torch``, which every one of them pays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+BOUNDS = {
+    "save, wall / raw write and fsync": 1.5,
+    "save, extra MiB a rank": 64,
+    "async stall, wall / raw write and fsync": 0.15,
+    "restore, wall / cold raw read": 1.3,
+    "bytes read on 4 ranks / bytes saved by 2": 1.05,
+    "export fp32, CPU / cp": 1.2,
+    "export fp32 verified, CPU / cp": 1.6,
+    "export bf16, CPU / cp": 0.9,
+    "export, extra MiB": 64,
+    "import, extra MiB": 64,
+}
+
+
+def cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def reset_peak() -> int:
+    """Forget the highest memory use so far; return the present one, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status_bytes("VmRSS")
+
+
+def status_bytes(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def drop_cache(folder: Path) -> None:
+    os.sync()
+    for file in folder.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def timed(act: Callable[[], object]) -> tuple[float, float]:
+    """Return wall and CPU seconds."""
+    wall, cpu = time.perf_counter(), cpu_s()
+    act()
+    return time.perf_counter() - wall, cpu_s() - cpu
+
+
+# The job
+
+
+def make_job(layers: int, mesh: str = "dp_shard=-1", seed: int = 0) -> Any:
+    import torch
+
+    import meshpar
+    from meshpar.models import Transformer, TransformerConfig
+
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig(vocab_size=32000, dim=1536, layers=layers, heads=12, hidden=6144, tied=False))
+    return meshpar.Plan(mesh, [meshpar.FullyShard()]).apply(model).materialize(seed=seed)
+
+
+def state_of(par: Any) -> dict[str, Any]:
+    from meshpar.placements import local_tensor
+
+    return {name: local_tensor(tensor) for name, tensor in par.module.state_dict().items()}
+
+
+# Saves, in one process
+
+
+class Notes(dict[str, list[float]]):
+    """Figures by name, one a round."""
+
+    def add(self, name: str, value: float) -> None:
+        self.setdefault(name, []).append(value)
+
+    def time(self, name: str, act: Callable[[], object]) -> None:
+        os.sync()
+        wall, cpu = timed(act)
+        self.add(name, wall)
+        self.add(f"{name}, cpu", cpu)
+
+
+def saves(folder: str, layers: str, rounds: str) -> Notes:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    import meshpar
+    from meshpar.checkpoints import CheckpointManager
+
+    root, found = Path(folder), Notes()
+    with meshpar.distributed("cpu"):
+        par = make_job(int(layers))
+        state = state_of(par)
+        optimizer = torch.optim.SGD(par.module.parameters(), lr=0.0)
+        manager, later = CheckpointManager(root / "ours"), CheckpointManager(root / "async", async_=True)
+        base = reset_peak()
+        manager.save(1, par)
+        found.add("save, extra", status_bytes("VmHWM") - base)
+        base = reset_peak()
+        dcp.save(dict(state), checkpoint_id=root / "stock", no_dist=True)
+        found.add("stock save, extra", status_bytes("VmHWM") - base)
+        later.save(1, par, optimizer)
+        later.wait()
+        stager = stock_stager()
+
+        def stall() -> None:
+            later.save(1, par, optimizer)
+            later.before_step()
+
+        pending: list[Any] = []
+        for _ in range(int(rounds)):
+            for name in ("raw", "ours", "async", "stock", "stock-async"):  # what lies there would be removed on the clock
+                shutil.rmtree(root / name, ignore_errors=True)
+            (root / "raw").mkdir()
+            found.time("raw write", lambda: raw_write(root / "raw" / "file", state))
+            found.time("save", lambda: manager.save(1, par))
+            found.time("async stall", stall)
+            later.wait()
+            found.time("stock save", lambda: dcp.save(dict(state), checkpoint_id=root / "stock", no_dist=True))
+            found.time("stock async stall", lambda: pending.append(stock_async(state, root / "stock-async", stager)))
+            pending.pop().result()
+        later.close()
+        stager.close()
+        for name in ("stock", "async", "stock-async"):
+            shutil.rmtree(root / name)
+        dcp.save({"model": dict(state)}, checkpoint_id=root / "stock", no_dist=True)  # what the others convert from
+    return found
+
+
+def raw_write(path: Path, state: dict[str, Any]) -> None:
+    from meshpar.checkpoints.files import memory_of, write_all
+
+    with path.open("wb", buffering=0) as file:
+        for tensor in state.values():
+            memory = memory_of(tensor.detach())
+            for start in range(0, len(memory), 4 << 20):
+                write_all(file.fileno(), memory[start : start + (4 << 20)])
+        os.fsync(file.fileno())
+
+
+def stock_stager() -> Any:
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    plain = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
+    return DefaultStager(plain)
+
+
+def stock_async(state: dict[str, Any], folder: Path, stager: Any) -> Any:
+    import torch.distributed.checkpoint as dcp
+
+    handle = dcp.async_save(dict(state), checkpoint_id=folder, async_stager=stager, no_dist=True)
+    return getattr(handle, "upload_completion", handle)
+
+
+# Restores
+
+
+def restores(folder: str, layers: str, rounds: str) -> Notes:
+    import torch.distributed.checkpoint as dcp
+
+    import meshpar
+    from meshpar.checkpoints import CheckpointManager
+
+    root, found = Path(folder), Notes()
+    with meshpar.distributed("cpu"):
+        par = make_job(int(layers), seed=1)
+        state = state_of(par)
+        manager = CheckpointManager(root / "ours")
+        for _ in range(int(rounds)):
+            for name, act in (
+                ("raw read", lambda: raw_read(root / "raw" / "file", state)),
+                ("restore", lambda: manager.restore(par)),
+                ("stock restore", lambda: dcp.load({"model": dict(state)}, checkpoint_id=root / "stock", no_dist=True)),
+            ):
+                drop_cache(root)
+                found.time(name, act)
+    return found
+
+
+def raw_read(path: Path, state: dict[str, Any]) -> None:
+    from meshpar.checkpoints.files import ReadFile
+
+    file, position = ReadFile(path), 0
+    for tensor in state.values():
+        file.into(tensor.detach(), position)
+        position += tensor.nbytes
+
+
+def save_on_two(folder: str, layers: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from meshpar.checkpoints import CheckpointManager
+
+    par = make_job(int(layers))
+    CheckpointManager(Path(folder) / "two").save(1, par)
+    dcp.save(dict(par.module.state_dict()), checkpoint_id=Path(folder) / "two-stock")
+
+
+def read_on_four(folder: str, layers: str) -> None:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from meshpar.checkpoints import CheckpointManager
+
+    par = make_job(int(layers), seed=1)
+    root, counts = Path(folder), {}
+    for name, load in (
+        ("ours", lambda: CheckpointManager(root / "two").restore(par, random=False)),
+        ("stock", lambda: dcp.load(dict(par.module.state_dict()), checkpoint_id=root / "two-stock")),
+    ):
+        dist.barrier()
+        before = bytes_read()
+        load()
+        count = torch.tensor(bytes_read() - before)
+        dist.all_reduce(count)
+        counts[name] = int(count)
+    if dist.get_rank() == 0:
+        saved = sum(file.stat().st_size for file in (root / "two").rglob("*.distcp"))
+        (root / "read.json").write_text(json.dumps({name: count / saved for name, count in counts.items()}))
+
+
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+
+# Exports, each in a process of its own
+
+
+def export(folder: str, dtype: str, verify: str) -> dict[str, float]:
+    import torch
+
+    from meshpar.checkpoints import export_safetensors
+    from meshpar.weights import WeightMap
+
+    target = Path(folder) / "hf"
+    shutil.rmtree(target, ignore_errors=True)  # what ``cp`` is spared, too
+    base = reset_peak()
+    kind = None if dtype == "-" else getattr(torch, dtype)
+    wall, cpu = timed(lambda: export_safetensors(Path(folder) / "ours", target, kind, weights=WeightMap(), verify=verify))
+    return {"wall": wall, "cpu": cpu, "extra": status_bytes("VmHWM") - base}
+
+
+def import_(folder: str) -> dict[str, float]:
+    import torch  # noqa: F401
+
+    from meshpar.checkpoints import import_safetensors
+
+    base = reset_peak()
+    wall, cpu = timed(lambda: import_safetensors(Path(folder) / "hf", Path(folder) / "imported"))
+    shutil.rmtree(Path(folder) / "imported")
+    return {"wall": wall, "cpu": cpu, "extra": status_bytes("VmHWM") - base}
+
+
+def consolidate(folder: str) -> dict[str, float]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+    sharded = Path(folder) / "hf-sharded"
+    if not sharded.exists():
+        state = _load_state_dict_from_keys("model", checkpoint_id=str(Path(folder) / "stock"))["model"]
+        writer = dcp.HuggingFaceStorageWriter(str(sharded), save_distributed=True, fqn_to_index_mapping=dict.fromkeys(state, 1))
+        dcp.save(state, storage_writer=writer, no_dist=True)
+        del state
+    target = Path(folder) / "hf-stock"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    names = json.loads((Path(folder) / "names.json").read_text())
+    base = reset_peak()
+    wall, cpu = timed(lambda: consolidate_safetensors_files(str(sharded), str(target), fqn_to_index_mapping=dict.fromkeys(names, 1)))
+    return {"wall": wall, "cpu": cpu, "extra": status_bytes("VmHWM") - base}
+
+
+def merge(folder: str) -> dict[str, float]:
+    from accelerate.utils import merge_fsdp_weights
+
+    target = Path(folder) / "hf-accelerate"
+    shutil.rmtree(target, ignore_errors=True)
+    base = reset_peak()
+    wall, cpu = timed(lambda: merge_fsdp_weights(str(Path(folder) / "stock"), str(target)))
+    return {"wall": wall, "cpu": cpu, "extra": status_bytes("VmHWM") - base}
+
+
+def copy(folder: str) -> dict[str, float]:
+    """``cp`` of the files that the export reads."""
+    target = Path(folder) / "copy"
+    shutil.rmtree(target, ignore_errors=True)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall = time.perf_counter()
+    subprocess.run(["cp", "-rL", str(Path(folder) / "ours" / "latest"), str(target)], check=True)
+    wall = time.perf_counter() - wall
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {"wall": wall, "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, "extra": 0.0}
+
+
+EXPORTS: dict[str, tuple[str, ...]] = {
+    "cp": ("copy",),
+    "export fp32": ("export", "-", "size"),
+    "export fp32 verified": ("export", "-", "full"),
+    "export bf16": ("export", "bfloat16", "size"),
+    "import": ("import_",),
+    "stock consolidation": ("consolidate",),
+    "accelerate merge": ("merge",),
+}
+
+
+def in_process(name: str, *arguments: str) -> Any:
+    """Run a function of this file in a fresh process and return what it returns."""
+    done = subprocess.run(
+        [sys.executable, str(HERE), "--run", name, *arguments], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or ["?"])[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# The whole
+
+
+def measure(layers: int, rounds: int, folder: Path) -> dict[str, float]:
+    from meshpar.checkpoints import open_step, read_manifest
+    from meshpar.testing import launch
+
+    median: dict[str, float] = {}
+    for name in ("saves", "restores"):
+        found = in_process(name, str(folder), str(layers), str(rounds))
+        if "failed" in found:
+            raise SystemExit(f"{name}: {found['failed']}")
+        median |= {key: statistics.median(values) for key, values in found.items()}
+    sys.path.insert(0, str(HERE.parent))
+    for name, ranks in (("save_on_two", 2), ("read_on_four", 4)):
+        launch("checkpoint", name, ranks, (str(folder), str(layers)), timeout_s=300)
+    read = json.loads((folder / "read.json").read_text())
+    for name in ("two", "two-stock"):
+        shutil.rmtree(folder / name)
+    tensors = read_manifest(open_step(folder / "ours")).tensors
+    (folder / "names.json").write_text(json.dumps([each.removeprefix("model.") for each in tensors if each.startswith("model.")]))
+    exports: dict[str, list[dict[str, float]]] = {name: [] for name in EXPORTS}
+    in_process("export", str(folder), "-", "size")
+    for number in range(rounds):
+        for name, (function, *arguments) in EXPORTS.items():
+            if number >= 2 and name in ("stock consolidation", "accelerate merge"):
+                continue  # slow, and far from any bound
+            os.sync()
+            exports[name].append(copy(str(folder)) if name == "cp" else in_process(function, str(folder), *arguments))
+
+    def of(name: str, key: str) -> float:
+        values = [each[key] for each in exports[name] if key in each]
+        if not values:
+            print(f"  {name}: {exports[name][-1].get('failed')}")
+        return statistics.median(values) if values else float("nan")
+
+    cp, mib = of("cp", "cpu"), 1 << 20
+    return {
+        "GB": (folder / "raw" / "file").stat().st_size / 1e9,
+        "raw write and fsync, s": median["raw write"],
+        "cold raw read, s": median["raw read"],
+        "cp, CPU s": cp,
+        "save, wall / raw write and fsync": median["save"] / median["raw write"],
+        "  in CPU time": median["save, cpu"] / median["raw write, cpu"],
+        "  stock DCP, wall": median["stock save"] / median["raw write"],
+        "save, extra MiB a rank": median["save, extra"] / mib,
+        "  stock DCP, extra MiB": median["stock save, extra"] / mib,
+        "async stall, wall / raw write and fsync": median["async stall"] / median["raw write"],
+        "  stock DCP, async": median["stock async stall"] / median["raw write"],
+        "restore, wall / cold raw read": median["restore"] / median["raw read"],
+        "  stock DCP, load": median["stock restore"] / median["raw read"],
+        "bytes read on 4 ranks / bytes saved by 2": read["ours"],
+        "  stock DCP, bytes": read["stock"],
+        "export fp32, CPU / cp": of("export fp32", "cpu") / cp,
+        "export fp32 verified, CPU / cp": of("export fp32 verified", "cpu") / cp,
+        "export bf16, CPU / cp": of("export bf16", "cpu") / cp,
+        "import, CPU / cp": of("import", "cpu") / cp,
+        "  HF consolidation, CPU / cp": of("stock consolidation", "cpu") / cp,
+        "  accelerate merge, CPU / cp": of("accelerate merge", "cpu") / cp,
+        "export fp32, wall / cp": of("export fp32", "wall") / of("cp", "wall"),
+        "export, extra MiB": max(of(name, "extra") for name in ("export fp32", "export fp32 verified", "export bf16")) / mib,
+        "import, extra MiB": of("import", "extra") / mib,
+        "  HF consolidation, extra MiB": of("stock consolidation", "extra") / mib,
+        "  accelerate merge, extra MiB": of("accelerate merge", "extra") / mib,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[6, 14], help="of 37.7 million weights each, beside 98 million")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None, help="where to write; default: the temporary folder")
+    parser.add_argument("--json", type=Path, default=None, help="write the figures there too")
+    parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        warnings.simplefilter("ignore")
+        print(json.dumps(globals()[options.run[0]](*options.run[1:])))
+        return
+    columns: list[dict[str, float]] = []
+    for layers in options.layers:
+        with tempfile.TemporaryDirectory(dir=options.folder, prefix="meshpar-benchmark-") as folder:
+            columns.append(measure(layers, options.rounds, Path(folder)))
+    print(f"{'':44}{'':>9}" + "bound")
+    for name in columns[0]:
+        bound = BOUNDS.get(name)
+        values = [column[name] for column in columns]
+        verdict = "" if bound is None else f"{bound:8}  {'holds' if all(value <= bound for value in values) else 'DOES NOT HOLD'}"
+        print(f"{name:44}" + "".join(f"{value:10.3f}" for value in values) + verdict)
+    if options.json:
+        options.json.write_text(json.dumps(columns, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

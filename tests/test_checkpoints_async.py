@@ -1,0 +1,199 @@
+"""Asynchronous saves: what is committed is the moment of save(), and what goes wrong is heard."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import meshpar
+from meshpar.checkpoints import CheckpointManager
+from meshpar.checkpoints.staging import Stager
+from meshpar.checkpoints.writing import write_parts
+from meshpar.errors import CheckpointError
+from meshpar.testing import on_ranks
+from tests.test_checkpoints import full, go_on, parallelized
+from tests.test_checkpoints_commit import Job, linear, stepped
+
+
+class Slow:
+    """Makes a function take its time, and counts how many calls run at once."""
+
+    def __init__(self, monkeypatch, where: str, function, seconds: float) -> None:
+        self.now = self.most = 0
+        self.done: list[float] = []
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            time.sleep(seconds)
+            result = function(*args, **kwargs)
+            self.now -= 1
+            self.done.append(time.monotonic())
+            return result
+
+        monkeypatch.setattr(where, slow)
+
+
+def step_of(job: Job, optimizer: torch.optim.Optimizer) -> None:
+    job.module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_the_next_step_waits_for_staging_and_for_nothing_more(tmp_path, monkeypatch):
+    stages = Slow(monkeypatch, "meshpar.checkpoints.staging.Stager.stage", Stager.stage, 0.2)
+    writes = Slow(monkeypatch, "meshpar.checkpoints.saving.write_parts", write_parts, 0.4)
+    job = linear(1)
+    optimizer = stepped(job)
+    with CheckpointManager(tmp_path, async_=True) as manager:
+        want = [{name: value.clone() for name, value in job.module.state_dict().items()}]
+        began = time.monotonic()
+        manager.save(1, job, optimizer, extra={"at": 1})
+        assert time.monotonic() - began < 0.15, "saving returns before anything is copied"
+        job.module(torch.ones(1, 3)).sum().backward()
+        assert not stages.done
+        optimizer.step()
+        assert stages.done and not writes.done, "the step waits until all is copied, not until it is written"
+        assert manager.steps() == []
+        want.append({name: value.clone() for name, value in job.module.state_dict().items()})
+        manager.save(2, job, optimizer, extra={"at": 2})
+        assert manager.steps() == [1], "one save at a time"
+        step_of(job, optimizer)
+    assert manager.steps() == [1, 2] and writes.most == 1
+    for step in (1, 2):
+        again = linear(5)
+        assert CheckpointManager(tmp_path).restore(again, step=step, verify="full").extra == {"at": step}
+        assert all(torch.equal(again.module.state_dict()[name], value) for name, value in want[step - 1].items())
+
+
+def test_buffers_and_random_state_are_those_of_the_moment(tmp_path, monkeypatch):
+    Slow(monkeypatch, "meshpar.checkpoints.staging.Stager.stage", Stager.stage, 0.1)
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.ones(2))
+    module.register_buffer("seen", torch.zeros(2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with CheckpointManager(tmp_path, async_=True) as manager:
+        manager.save(1, Job(module), optimizer)
+        want = torch.rand(3)
+        module.seen += 1  # as a forward pass does to running statistics
+    assert manager.restore(Job(module)).random == "restored"
+    assert module.seen.tolist() == [0, 0] and torch.equal(torch.rand(3), want)
+
+
+def test_without_an_optimizer_save_waits_for_staging_itself(tmp_path, monkeypatch):
+    stages = Slow(monkeypatch, "meshpar.checkpoints.staging.Stager.stage", Stager.stage, 0.1)
+    job = linear(1)
+    with CheckpointManager(tmp_path, async_=True) as manager:
+        manager.save(1, job)
+        assert stages.done
+        nn.init.zeros_(job.module.weight)
+    again = linear(2)
+    manager.restore(again)
+    assert torch.equal(again.module.weight, linear(1).module.weight)
+
+
+def test_host_memory_is_allocated_once(tmp_path):
+    job = linear(1)
+    optimizer = stepped(job)
+    with CheckpointManager(tmp_path, async_=True) as manager:
+        manager.save(1, job, optimizer)
+        manager.wait()
+        kept = {key: buffer.data_ptr() for key, buffer in manager._stager._buffers.items()}
+        manager.save(2, job, optimizer)
+        manager.wait()
+        assert {key: buffer.data_ptr() for key, buffer in manager._stager._buffers.items()} == kept
+
+
+@pytest.mark.parametrize("where", ["step", "save", "close", "wait", "restore"])
+def test_an_error_in_the_background_is_raised_where_the_run_comes_by_next(tmp_path, monkeypatch, where):
+    job = linear(1)
+    optimizer = stepped(job)
+    manager = CheckpointManager(tmp_path, async_=True)
+    manager.save(1, job, optimizer)
+    manager.wait()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("meshpar.checkpoints.saving.write_parts", fail)
+    manager.save(2, job, optimizer)
+    manager._background._thread.join()
+    acts = {
+        "step": optimizer.step,
+        "save": lambda: manager.save(3, job, optimizer),
+        "close": manager.close,
+        "wait": manager.wait,
+        "restore": lambda: manager.restore(job, optimizer),
+    }
+    with pytest.raises(CheckpointError, match=r"a save in the background failed: writing step 2 failed on 1 of 1 ranks:\n.*No space left"):
+        acts[where]()
+    assert manager.steps() == [1] and not manager.ignored()
+    monkeypatch.undo()
+    manager.save(4, job, optimizer)
+    manager.close()
+    assert manager.steps() == [1, 4], "told once, and then all is well again"
+
+
+def test_the_error_on_its_way_out_is_not_hidden(tmp_path, monkeypatch, caplog):
+    job = linear(1)
+    monkeypatch.setattr("meshpar.checkpoints.saving.write_parts", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(KeyError):
+        with CheckpointManager(tmp_path, async_=True) as manager:
+            manager.save(1, job, stepped(job))
+            raise KeyError
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_nothing_outlives_close(tmp_path):
+    before = set(threading.enumerate())
+    job = linear(1)
+    optimizer = stepped(job)
+    manager = CheckpointManager(tmp_path, async_=True)
+    manager.save(1, job, optimizer)
+    manager.close()
+    assert set(threading.enumerate()) == before and not optimizer._optimizer_step_pre_hooks
+    assert manager.steps() == [1] and not manager.ignored()
+
+
+@on_ranks(4)
+def train_asynchronously(root: str) -> None:
+    hybrid = "dp_shard=2,tp=2", [meshpar.TensorParallel(), meshpar.FullyShard()]
+    par, optimizer = parallelized(*hybrid, seed=1)
+    with CheckpointManager(root, async_=True, timeout_s=30) as manager:
+        for step in range(1, 4):
+            go_on(par, optimizer)
+            manager.save(step, par, optimizer, extra={"step": step})
+        want = go_on(par, optimizer)  # while the last save is under way
+    values = {name: full(tensor) for name, tensor in par.module.state_dict().items()}
+    par, optimizer = parallelized(*hybrid, seed=2)
+    assert CheckpointManager(root).restore(par, optimizer, verify="full").step == 3
+    assert go_on(par, optimizer) == want
+    for name, tensor in par.module.state_dict().items():
+        assert torch.equal(full(tensor), values[name]), name
+
+
+def test_training_that_went_on_during_a_save_resumes_bitwise_from_it(tmp_path):
+    train_asynchronously(str(tmp_path))
+
+
+@on_ranks(2)
+def lose_and_find_a_rank(root: str) -> None:
+    manager = CheckpointManager(root, timeout_s=2)
+    manager.save(1, linear(1))
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    with pytest.raises(CheckpointError, match="lost the others, or waited over"):
+        manager.save(2, linear(2))
+    dist.barrier()
+    manager.save(2, linear(2))
+    assert manager.steps() == [1, 2] and not [path for path in Path(root).iterdir() if "tmp" in path.name]
+
+
+def test_ranks_that_missed_each_other_meet_again_at_the_next_save(tmp_path):
+    lose_and_find_a_rank(str(tmp_path))
