@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.layout import ModelLayout
-from meshpar.passes.random import mix
+from meshpar.passes import random
 from meshpar.patterns import class_name
 from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.weights import WeightSource
@@ -67,7 +67,7 @@ def from_seed(module: nn.Module, layout: ModelLayout, seed: int, device: torch.d
             _whole_parameters(child, device) as whole,
             torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_kind(device)),
         ):
-            torch.manual_seed(mix(seed, zlib.crc32(name.encode())))
+            random.seed(device, random.mix(seed, zlib.crc32(name.encode())))
             _run(name, child, layout, whole, fresh_buffers)
             for key, parameter in own.items():
                 local_tensor(parameter).copy_(whole[key][held_by_this_rank(parameter)])

@@ -17,8 +17,8 @@ from meshpar.description import Description, describe
 from meshpar.errors import MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
+from meshpar.passes import random
 from meshpar.passes.base import Stage
-from meshpar.passes.random import mix
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, sharded_axes
 from meshpar.replicas import check_equal
@@ -95,7 +95,7 @@ class Parallelized:
         shards. Under sequence parallelism the ranks hold different positions everywhere, and so differ from the start.
         """
         differing = [axis for each in self.plan.passes if getattr(each, "sequence_parallel", False) for axis in each.axes]
-        torch.manual_seed(mix(seed, self.data_rank, *(self._place[axis] for axis in differing)))
+        random.seed(self.device, random.mix(seed, self.data_rank, *(self._place[axis] for axis in differing)))
 
     def accumulate(self, micro_batches: Iterable[Batch], *, reduce_each: bool = False) -> Iterator[Batch]:
         """Yield micro-batches of one optimizer step; gradients are reduced after the last one's backward only.

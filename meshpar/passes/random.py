@@ -24,6 +24,16 @@ def mix(*numbers: int) -> int:
     return state & _MASK
 
 
+def seed(device: torch.device, value: int) -> None:
+    """Seed the default generators of the host and of ``device``.
+
+    ``torch.manual_seed`` seeds every kind of device, and on a machine without one keeps each call with its stack for later: 2 ms a call.
+    """
+    torch.default_generator.manual_seed(value)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(value)
+
+
 @torch.compiler.disable
 def fork(device: torch.device, coordinate: int) -> torch.Tensor:
     """Switch ``device``'s default generator to a state of this ``coordinate``'s own, and return the state to :func:`join` with."""
