@@ -1,0 +1,1 @@
+"""What a plan will cost before anything is launched: bytes, collectives, step time."""

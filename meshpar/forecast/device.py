@@ -1,0 +1,146 @@
+"""A simulated accelerator on a torch without one: streams and events that only remember what waits for what.
+
+FSDP2 drives its own all-gather, reduce-scatter and all-reduce streams through ``torch.<device>``; with this device in their place its
+real program runs, and the recorder sees which stream each operator was issued on. :func:`install` changes torch for the whole
+process: only the simulation's own process calls it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, final
+
+import torch
+
+NAME = "simgpu"
+
+
+@final
+class Stream:
+    """A queue of work. ``last`` is the index of the last event issued on it, -1 before any in this step."""
+
+    everyone: ClassVar[list[Stream]] = []
+    current: ClassVar[Stream]
+    recorder: ClassVar[Any] = None
+
+    def __init__(self, *_: object, name: str = "", **__: object) -> None:
+        # FSDP2 makes its streams in this order (FSDPCommContext.lazy_init), four a model.
+        self.name = name or ("gather-copy", "gather", "reduce", "replicate")[(len(Stream.everyone) - 1) % 4]
+        self.last = -1
+        Stream.everyone.append(self)
+
+    def wait_stream(self, other: Stream) -> None:
+        """Go on after what ``other`` has been given so far."""
+        self._wait(other.last)
+
+    def wait_event(self, event: Event) -> None:
+        """Go on after ``event``."""
+        self._wait(event.at)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Return an event after what this stream has been given so far."""
+        event = event or Event()
+        event.at = self.last
+        return event
+
+    def _wait(self, target: int) -> None:
+        if Stream.recorder is not None and target >= 0:
+            Stream.recorder.wait(self, target)
+
+    def synchronize(self) -> None:
+        """The host runs ahead in any case: the step's time is that of its streams."""
+
+    def query(self) -> bool:
+        return True
+
+
+@final
+class Event:
+    """A point in a stream: the index of the last event issued on it by then."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.at = -1
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.at = (stream or Stream.current).last
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or Stream.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        """See :meth:`Stream.synchronize`."""
+
+    def query(self) -> bool:
+        return True
+
+
+@final
+class _On:
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self.before = Stream.current
+        Stream.current = self.stream or Stream.current
+
+    def __exit__(self, *_: object) -> None:
+        Stream.current = self.before
+
+
+@final
+class _Nothing:
+    def __init__(self, *_: object) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _module() -> Any:
+    """Return the object that becomes ``torch.simgpu``."""
+    from torch.utils.backend_registration import _DummyBackendModule
+
+    class Module(_DummyBackendModule):
+        Stream = Stream
+        Event = Event
+        stream = staticmethod(_On)
+        device = staticmethod(_Nothing)
+
+        def current_stream(self, device: object = None) -> Any:
+            return Stream.current
+
+        def default_stream(self, device: object = None) -> Any:
+            return _COMPUTE
+
+        def set_device(self, device: object) -> None: ...
+
+        def synchronize(self, device: object = None) -> None: ...
+
+        def get_rng_state(self, device: object = None) -> torch.Tensor:
+            return torch.empty(16, dtype=torch.uint8, device="cpu")
+
+        def set_rng_state(self, state: torch.Tensor, device: object = None) -> None: ...
+
+        def get_amp_supported_dtype(self) -> list[torch.dtype]:
+            return [torch.bfloat16, torch.float16]
+
+    return Module()
+
+
+_COMPUTE = Stream(name="compute")
+Stream.current = _COMPUTE
+_defined: list[Any] = []
+
+
+def install() -> None:
+    """Register the device with torch, and let the fake process group serve it. Once a process; changes torch for good."""
+    from meshpar.forecast import kernels, private
+
+    private.register_device(NAME, _module())
+    _defined.extend(kernels.define())
+
+
+def begin(recorder: Any) -> None:
+    """Start a step whose events ``recorder`` takes; None: leave waits unheard. What earlier steps issued is done."""
+    Stream.recorder, Stream.current = recorder, _COMPUTE
+    for stream in Stream.everyone:
+        stream.last = -1

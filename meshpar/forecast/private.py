@@ -1,0 +1,140 @@
+"""What the simulation needs of torch that torch has not made public: the one place of the forecast where it is named.
+
+Only the simulation's own process calls these, but for :func:`hidden_propagation`.
+
+- ``_setup_privateuseone_for_python_backend``: a device whose streams are written in Python (pytorch/pytorch#155101). It goes when torch
+  offers simulated devices, or a public form of this.
+- ``FakeTensorMode.avoid_device_init``: otherwise ``torch.tensor(x, device=...)`` would be made on the device that does not exist.
+- ``ShardingPropagator._propagate_tensor_meta_non_cached``: DTensor runs operators on fake tensors of the global size to learn shapes;
+  nothing of that is allocated, so the recorder must not see it.
+- ``meshpar.passes.collectives._Regroup.forward`` (our own): it looks at the values of an index, which simulated tensors do not have.
+- ``_chunk_with_empty``: FSDP2 makes a view for every rank's chunk and uses one; with thousands of ranks that takes minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, final, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshpar import runtime
+from meshpar.mesh import MeshSpec
+from meshpar.passes.collectives import _all_to_all, _Regroup
+
+__all__ = ["FakeTensor", "fake_mode", "hidden_propagation", "register_device"]
+
+
+def register_device(name: str, module: Any) -> None:
+    """Let torch know the simulated device ``name``, driven by ``module``, and the fake process group serve it; once a process."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend(name, backend_module=module)
+    with runtime.simulated(1):  # loads the fake backend
+        pass
+    dist.Backend.backend_capability["fake"].append(name)
+    FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[method-assign, assignment]
+    _outside_fake_mode(DeviceMesh, "__init__", "__getitem__", "_flatten", "_concatenate")
+    _outside_fake_mode(MeshSpec, "build")
+    _make_chunks_lazy()
+    _Regroup.forward = staticmethod(_regrouped)  # type: ignore[method-assign]
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return the mode under which tensors have shapes, dtypes and devices but no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def hidden_propagation(hide: Callable[[], Any]) -> Iterator[None]:
+    """While DTensor works out shapes, be inside ``hide()``."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    name = "_propagate_tensor_meta_non_cached"
+    inner = getattr(ShardingPropagator, name)
+
+    def hidden(*args: Any, **kwargs: Any) -> Any:
+        with hide():
+            return inner(*args, **kwargs)
+
+    setattr(ShardingPropagator, name, hidden)
+    try:
+        yield
+    finally:
+        setattr(ShardingPropagator, name, inner)
+
+
+def _outside_fake_mode(owner: type, *names: str) -> None:
+    """Let methods that compute rank numbers with real tensors do so."""
+    for name in names:
+        inner = getattr(owner, name, None)
+        if inner is None:
+            continue
+
+        def outside(*args: Any, _inner: Callable[..., Any] = inner, **kwargs: Any) -> Any:
+            with unset_fake_temporarily():
+                return _inner(*args, **kwargs)
+
+        setattr(owner, name, outside)
+
+
+@final
+class _Chunks(Sequence[Tensor]):
+    """What ``_chunk_with_empty`` returns, each chunk made when it is asked for."""
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self.tensor, self.ranks, self.dim = tensor, count, dim
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(self.ranks))]
+        if not 0 <= index < self.ranks:
+            raise IndexError(index)
+        size = self.tensor.size(self.dim)
+        chunk = -(-size // self.ranks)
+        start = min(chunk * index, size)
+        return self.tensor.narrow(self.dim, start, min(chunk, size - start))
+
+
+def _make_chunks_lazy() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_param
+
+    def lazily(tensor: Tensor, num_chunks: int, dim: int) -> _Chunks:
+        return _Chunks(tensor, num_chunks, dim)
+
+    for module in (_fsdp_common, _fsdp_param, _fsdp_collectives):
+        if hasattr(module, "_chunk_with_empty"):
+            setattr(module, "_chunk_with_empty", lazily)  # noqa: B010
+
+
+def _regrouped(ctx: Any, weight: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Do what ``_Regroup.forward`` does, with rows counted instead of looked up."""
+    rows, me = weight.shape[dim], group.rank()
+    ctx.sent = _rows_by_owner(rows, group.size(), parts)[me]
+    ctx.received = [sent[me] for sent in _rows_by_owner(rows, group.size(), parts)]
+    ctx.order, ctx.dim, ctx.group = torch.empty(rows, dtype=torch.int64, device=weight.device), dim, group
+    ordered = weight.movedim(dim, 0).index_select(0, ctx.order)
+    return _all_to_all(ordered, ctx.received, ctx.sent, group).movedim(0, dim).contiguous()
+
+
+@cache
+def _rows_by_owner(rows: int, ranks: int, parts: int) -> list[list[int]]:
+    """Return how many of each rank's rows belong to each rank when ``parts`` fused parts are split one by one."""
+    part = rows * ranks // parts
+    counts = [[0] * ranks for _ in range(ranks)]
+    for row in range(rows * ranks):
+        counts[row // rows][row % part // (part // ranks)] += 1
+    return counts

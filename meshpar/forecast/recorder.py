@@ -1,0 +1,285 @@
+"""The recorder: one dispatch mode that writes down a training step, simulated or real.
+
+It sees every operator below autograd and below DTensor: what is allocated and freed (by watching storages), what is computed, and
+what crosses the network, on which stream. It costs a real step some time on the host and changes nothing in it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._tools.fake_collectives import CollectiveOp
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshpar.errors import MeshparError
+from meshpar.forecast import operators
+from meshpar.forecast.fusion import Fusion
+from meshpar.forecast.holders import Storage, holder
+from meshpar.forecast.private import FakeTensor, hidden_propagation
+from meshpar.forecast.trace import Collective, Event, Phase
+
+_PLAIN = {Tensor, nn.Parameter, nn.Buffer, FakeTensor}
+
+
+@final
+class Recorder(TorchDispatchMode):
+    """Records what happens inside ``with recorder:``.
+
+    Args:
+        axes: mesh axis -> its process group's name; collectives of other groups are named after their size.
+        current_stream: returns the simulated device's current stream; None on a real device, where everything is one stream.
+        rounding: bytes to which an allocator rounds every storage.
+    """
+
+    def __init__(self, axes: Mapping[str, str], *, current_stream: Any = None, rounding: int = 1) -> None:
+        super().__init__()
+        self.axes, self.current_stream, self.rounding = dict(axes), current_stream, rounding
+        self.events: list[Event] = []
+        self.phases: list[tuple[str, int]] = []
+        self.scope, self.recomputing, self.in_blocks = "", False, False
+        self.storages: list[Storage] = []
+        self._log: list[tuple[int, int, int]] = []
+        self._alive: dict[int, int] = {}
+        self._pending: dict[int, int] = {}
+        self._hidden = 0
+        self._fusion = Fusion()
+
+    def phase(self, name: str) -> None:
+        """What comes now belongs to the phase ``name``; the gradients of the one before are known by now."""
+        self._fuse()
+        self.phases.append((name, len(self.events)))
+        self.scope, self.in_blocks = "", False
+
+    def enter(self, scope: str) -> None:
+        """What comes now is the work of the block ``scope``, empty: of no block."""
+        self._fuse()
+        self.scope = scope
+        self.in_blocks = self.in_blocks or bool(scope)
+
+    def hold(self, tensors: Iterator[Tensor], holder: str) -> int:
+        """Count ``tensors`` as there already, held by ``holder``; returns their bytes, of each storage once."""
+        before = len(self.storages)
+        for tensor in tensors:
+            self._watch(tensor, held_by=holder)
+        return sum(each.size for each in self.storages[before:])
+
+    def name_gradients(self, module: nn.Module) -> None:
+        """Say that what the parameters now have as gradients is gradients."""
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                known = self._alive.get(_local(parameter.grad).untyped_storage()._cdata)
+                if known is not None:
+                    self.storages[known].holder = "gradients"
+
+    def wait(self, stream: Any, target: int) -> None:
+        """A simulated stream waits for an event."""
+        if target < len(self.events):
+            self.events.append(Event(kind="wait", name="wait", stream=stream.name, scope=self.scope, target=target))
+
+    def finished(self) -> tuple[Phase, ...]:
+        """Return what was recorded."""
+        self._fuse()
+        changes: list[list[tuple[str, int]]] = [[] for _ in range(len(self.events) + 1)]
+        held_by = [each.holder or holder(each, self.phases) for each in self.storages]
+        for at, storage, change in self._log:
+            line = changes[min(at, len(self.events))]
+            if line and line[-1][0] == held_by[storage] and (line[-1][1] > 0) == (change > 0):
+                line[-1] = (held_by[storage], line[-1][1] + change)
+            else:
+                line.append((held_by[storage], change))
+        if changes[-1]:
+            self.events.append(Event(kind="compute", name="end"))
+        events = [_with(event, memory=tuple(line)) for event, line in zip(self.events, changes)]
+        ends = [start for _, start in self.phases[1:]] + [len(events)]
+        return tuple(Phase(name=name, events=tuple(events[start:end])) for (name, start), end in zip(self.phases, ends))
+
+    # what torch calls
+
+    def __enter__(self) -> Recorder:
+        inner = self._resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = inner(storage, size)
+            self._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        self._propagation = hidden_propagation(self.hidden)
+        self._propagation.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._propagation.__exit__(None, None, None)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """What runs in here is not recorded."""
+        self._hidden += 1
+        try:
+            yield
+        finally:
+            self._hidden -= 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(each not in _PLAIN for each in types):
+            return NotImplemented  # a DTensor: its own operators come back here
+        if self._hidden or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if func is operators.functional.wait_tensor.default:
+            return self._waited(func, args[0])
+        if func.namespace == "fsdp":  # written in Python: the operators in it are not more work
+            with self.hidden():
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        self._record(func, args, kwargs, outputs)
+        return result
+
+    # what it does with it
+
+    def _record(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        if func in operators.COLLECTIVES:
+            self._fuse()
+            self._collective(func, args, outputs)
+            return
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise MeshparError(f"the forecast does not know the collective {func}; it would be missing from the plan: report it")
+        fresh = [each for each in outputs if each.device.type != "meta" and self._watch(each)]
+        if operators.is_view(func) and not fresh:
+            return
+        shape = operators.matrix_shape(func, args)
+        moved = operators.moved_bytes(func, args, kwargs, outputs)
+        if shape or func.namespace == "fsdp" or not self.scope:
+            self._fuse()
+        elif moved:
+            self._fusion.add(args, kwargs, outputs)
+        dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
+        self._append(
+            Event(
+                kind="compute",
+                name=func._schema.name.rpartition("::")[2],
+                stream=self._stream(),
+                scope=self.scope,
+                recomputed=self.recomputing,
+                flops=operators.floating_point(func, shape),
+                moved=moved,
+                fused=0 if self._fusion.open and moved else moved,
+                shape=shape,
+                dtype=dtype,
+            )
+        )
+
+    def _collective(self, func: Any, args: Any, outputs: list[Tensor]) -> None:
+        group = CollectiveOp.get_process_group(func, args)
+        ranks = dist.get_process_group_ranks(group)
+        size, dtype = operators.sent(func, args, outputs)
+        for each in outputs:
+            self._watch(each)
+        collective = Collective(
+            kind=operators.COLLECTIVES[func],
+            axis=self.axes.get(group.group_name, f"world of {len(ranks)}"),
+            ranks=len(ranks),
+            stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
+            size=size,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        deferred = func.namespace == "_c10d_functional"
+        if deferred:
+            self._pending[outputs[0].untyped_storage()._cdata] = len(self.events)
+        name = func._schema.name.rpartition("::")[2]
+        self._append(
+            Event(
+                kind="async" if deferred else "collective", name=name, stream=self._stream(), scope=self.scope,
+                recomputed=self.recomputing, collective=collective,
+            )
+        )  # fmt: skip
+
+    def _waited(self, func: Any, tensor: Tensor) -> Tensor:
+        target = self._pending.pop(tensor.untyped_storage()._cdata, None)
+        if target is not None:
+            self._append(Event(kind="wait", name="wait", stream=self._stream(), scope=self.scope, target=target))
+        if isinstance(tensor, FakeTensor):
+            return tensor  # the operator would allocate its result anew under fake tensors, which no device does
+        return func(tensor)
+
+    def _append(self, event: Event) -> None:
+        if self.current_stream is not None and event.kind != "wait":
+            self.current_stream().last = len(self.events)
+        self.events.append(event)
+
+    def _stream(self) -> str:
+        return "compute" if self.current_stream is None else self.current_stream().name
+
+    def _fuse(self) -> None:
+        moved = self._fusion.close()
+        if moved:
+            last = next(place for place in range(len(self.events) - 1, -1, -1) if self.events[place].moved and not self.events[place].shape)
+            self.events[last] = _with(self.events[last], fused=moved)
+
+    def _watch(self, tensor: Tensor, held_by: str = "") -> bool:
+        """Note the storage of ``tensor``; returns whether it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            self._resized(storage)
+            return False
+        size = self._rounded(storage.nbytes())
+        place = len(self.storages)
+        self.storages.append(
+            Storage(
+                size=size,
+                holder=held_by,
+                stream=self._stream(),
+                phase=len(self.phases) - 1,
+                born=len(self.events),
+                recomputed=self.recomputing,
+                outside=not self.scope,
+                after_blocks=self.in_blocks,
+                reference=weakref.ref(storage, lambda _: self._freed(key)),
+            )
+        )
+        self._alive[key] = place
+        if self.phases:
+            self._log.append((len(self.events), place, size))
+        return True
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        place = self._alive.get(storage._cdata)
+        if place is None:
+            return
+        known, size = self.storages[place], self._rounded(storage.nbytes())
+        if size != known.size:
+            known.resized = True
+            if self.phases:
+                self._log.append((len(self.events), place, size - known.size))
+            known.size = size
+
+    def _freed(self, key: int) -> None:
+        place = self._alive.pop(key)
+        known = self.storages[place]
+        known.died = len(self.events)
+        if self.phases and known.size:
+            self._log.append((len(self.events), place, -known.size))
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self.rounding) * self.rounding
+
+
+def _with(event: Event, **changes: Any) -> Event:
+    values = {name: getattr(event, name) for name in Event.__slots__} | changes
+    return Event(**values)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor

@@ -1,0 +1,195 @@
+"""A training step of one rank out of thousands, simulated: the real passes on a model without memory, in a process of its own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from meshpar import initialize, runtime
+from meshpar.errors import MeshparError
+from meshpar.forecast.kernels import kernels_of
+from meshpar.forecast.recorder import Recorder
+from meshpar.forecast.step import Batch, Loss, axis_groups, record_step, summed_token_loss
+from meshpar.forecast.trace import Trace
+from meshpar.layout import ModelLayout
+from meshpar.plan import Plan
+
+ALLOCATOR_ROUNDING = 512
+"""Bytes to which torch's CUDA allocator rounds every request."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One step to simulate.
+
+    Attributes:
+        plan: as it will run.
+        model: on the meta device; what is made of it stays in the simulation.
+        layout: its description; None asks the module.
+        batch: of a data rank.
+        world_size: number of ranks.
+        rank: which one; 0 holds the largest part of everything that does not divide.
+        device: whose attention kernels and allocator: ``"cuda"`` or ``"cpu"``.
+        loss: what is trained; must be importable by name.
+    """
+
+    plan: Plan
+    model: nn.Module
+    layout: ModelLayout | None = None
+    batch: Batch
+    world_size: int
+    rank: int = 0
+    device: Literal["cuda", "cpu"] = "cuda"
+    loss: Loss = summed_token_loss
+
+
+def simulate(jobs: Sequence[Job], *, workers: int = 1) -> list[Trace]:
+    """Return the traces of ``jobs``, simulated in ``workers`` processes beside this one.
+
+    Raises:
+        MeshparError: a plan that does not fit its model, a step that fails, or a model that cannot be sent to another process.
+    """
+    share = max(1, min(workers, len(jobs)))
+    with tempfile.TemporaryDirectory(prefix="meshpar-forecast-") as folder:
+        running = [_start(jobs[number::share], Path(folder) / str(number)) for number in range(share)]
+        results: list[Any] = [None] * len(jobs)
+        try:
+            for number, (process, where) in enumerate(running):
+                results[number::share] = _collect(process, where)
+        finally:
+            for process, _ in running:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+    return results
+
+
+def _start(jobs: Sequence[Job], where: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    try:
+        where.with_suffix(".jobs").write_bytes(pickle.dumps(list(jobs)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise MeshparError(
+            f"the forecast runs in a process of its own, to which this plan or model cannot be sent: {error}; define classes and functions "
+            "at the top of a module, and build the model on the meta device"
+        ) from error
+    command = [sys.executable, "-m", "meshpar.forecast.worker", str(where)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=where.with_suffix(".err").open("wb")), where
+
+
+def _collect(process: subprocess.Popen[bytes], where: Path) -> list[Trace]:
+    process.wait()
+    answer = where.with_suffix(".traces")
+    if not answer.exists():
+        lines = where.with_suffix(".err").read_text(errors="replace").splitlines()
+        raise MeshparError("the simulation ended without an answer, exit code " + f"{process.returncode}: " + "\n".join(lines[-15:]))
+    result = pickle.loads(answer.read_bytes())
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def shallow(model: nn.Module, layout: ModelLayout, depth: int) -> nn.Module:
+    """Return a copy of a meta ``model`` that keeps the first ``depth`` blocks of its one list of like blocks.
+
+    Raises:
+        MeshparError: see :func:`like_blocks`.
+    """
+    path, count = like_blocks(model, layout)
+    if depth > count:
+        raise MeshparError(f"{path} has {count} blocks, cannot keep {depth}")
+    kept = copy.deepcopy(model)
+    del kept.get_submodule(path)[depth:]  # type: ignore[operator]
+    return kept
+
+
+def like_blocks(model: nn.Module, layout: ModelLayout) -> tuple[str, int]:
+    """Return name and length of the list that holds the model's like blocks.
+
+    Raises:
+        MeshparError: the blocks stand in several lists, or differ, so that a few of them do not tell the rest.
+    """
+    from meshpar.passes.base import find_blocks
+
+    blocks = find_blocks(model, layout)
+    lists = {name.rpartition(".")[0] for name, _ in blocks}
+    if len(lists) != 1 or not isinstance(model.get_submodule(next(iter(lists))), nn.ModuleList):
+        where = sorted(lists) or "no list"
+        raise MeshparError(f"blocks stand in {where}; only those of one nn.ModuleList can be told from a few: replay the full depth")
+    kinds = {_signature(block) for _, block in blocks}
+    if len(kinds) > 1:
+        raise MeshparError(
+            f"the blocks of {next(iter(lists))} are of {len(kinds)} kinds, so a few do not tell the rest: replay the full depth"
+        )
+    return next(iter(lists)), len(blocks)
+
+
+def _signature(block: nn.Module) -> tuple[Any, ...]:
+    """Return what two blocks must share to compute alike: classes, shapes, and plain settings other than their own number."""
+    parts: list[Any] = []
+    for name, child in block.named_modules():
+        plain = {key: value for key, value in vars(child).items() if isinstance(value, bool | int | float | str)}
+        settings = tuple(sorted((key, repr(value)) for key, value in plain.items() if not key.endswith(("idx", "id"))))
+        parts.append((name, type(child).__qualname__, settings))
+        parts += [(key, tuple(value.shape), value.dtype) for key, value in child._parameters.items() if value is not None]
+    return tuple(parts)
+
+
+def run(job: Job) -> Trace:
+    """Simulate in this process, on which :func:`meshpar.forecast.device.install` was called. Only the worker does."""
+    from meshpar.forecast import device
+    from meshpar.forecast.private import fake_mode
+    from meshpar.training.optimizer import AdamWSettings, build_adamw
+
+    plan, compiled = _uncompiled(job.plan)
+    with runtime.simulated(job.world_size, as_rank=job.rank), fake_mode(), kernels_of(job.device):
+        par = plan.apply(job.model, job.layout, device_type=device.NAME)
+        initialize.allocate(par.module, par.device, torch.device("cpu") if _offloads(plan) else par.device)
+        par.module.train()
+        optimizer = build_adamw(par.module, AdamWSettings(fused=True))
+        _fill_state(par.module, optimizer)
+        device.begin(None)
+        recorder = Recorder(
+            axis_groups(par),
+            current_stream=lambda: device.Stream.current,
+            rounding=ALLOCATOR_ROUNDING if job.device == "cuda" else 1,
+        )
+        device.begin(recorder)
+        trace = record_step(par, optimizer, list(_batches(job.batch, par.device)), loss=job.loss, recorder=recorder)
+        device.begin(None)
+    return replace(trace, compiled=compiled)
+
+
+def _uncompiled(plan: Plan) -> tuple[Plan, bool]:
+    """Take compilation out: Inductor does not run on tensors without memory, so eager memory stands in for compiled."""
+    kept = [each for each in plan.passes if each.name != "Compile"]
+    return Plan(plan.mesh, kept), len(kept) < len(plan.passes)
+
+
+def _offloads(plan: Plan) -> bool:
+    return any(getattr(each, "offload", None) == "cpu" for each in plan.passes)
+
+
+def _fill_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer make its state, as its first step does."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _batches(batch: Batch, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(batch.accumulate):
+        ids, labels = (torch.empty(batch.micro_batch, batch.sequence, dtype=torch.int64, device=device) for _ in range(2))
+        yield ids, labels

@@ -1,0 +1,222 @@
+"""A training step under the recorder: the same one in the simulation and in a real job, so that plan and fact can be compared."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from meshpar.errors import MeshparError
+from meshpar.forecast.recorder import Recorder
+from meshpar.forecast.trace import HELD, Trace
+from meshpar.loss import token_loss
+from meshpar.parallelized import Parallelized
+from meshpar.passes.base import find_blocks
+from meshpar.placements import local_tensor
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one data rank trains on in a step.
+
+    Attributes:
+        sequence: tokens of a sample.
+        micro_batch: samples in one forward pass.
+        accumulate: micro-batches in a step.
+    """
+
+    sequence: int
+    micro_batch: int = 1
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("sequence", "micro_batch", "accumulate"):
+            if getattr(self, name) < 1:
+                raise MeshparError(f"Batch({name}={getattr(self, name)}) must be 1 or more")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a data rank in a step."""
+        return self.sequence * self.micro_batch * self.accumulate
+
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""``(model, input_ids (B, L), labels (B, L)) -> loss summed over the tokens``."""
+
+
+def summed_token_loss(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
+    """Return the causal objective's loss, as ``meshpar train`` computes it."""
+    return token_loss(model(input_ids=input_ids).logits, labels, reduction="sum")
+
+
+def record_step(
+    par: Parallelized,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    *,
+    loss: Loss = summed_token_loss,
+    clip: float = 1.0,
+    recorder: Recorder | None = None,
+    parameters: int | None = None,
+) -> Trace:
+    """Run one training step on ``par`` and return its trace.
+
+    Take the second step or a later one of a real job: the first also allocates the optimizer's state.
+
+    Args:
+        par: the model, materialized.
+        optimizer: over its parameters, with its state in place.
+        batches: (input_ids, labels), both (B, L) int64 on the model's device, for each micro-batch.
+        loss: the loss, summed over the tokens.
+        clip: gradients are clipped to this norm.
+        recorder: None: one for a real device.
+        parameters: of the whole model; None: counted.
+
+    Collective: every rank calls it.
+    """
+    recorder = recorder or Recorder(axis_groups(par))
+    gc.collect()
+    held, exact = _hold_state(recorder, par, optimizer, batches)
+    with _collector_off(), _scopes(recorder, par), recorder:
+        recorder.phase("start")
+        _step(par, optimizer, batches, loss, clip, recorder, exact)
+        phases = recorder.finished()
+    tokens = sum(ids.numel() for ids, _ in batches)
+    return Trace(
+        axes=dict(par.spec.axes),
+        depth=len(find_blocks(par.module, par.layout)),
+        tokens=tokens,
+        data_size=par.data_size,
+        held=held,
+        exact=exact,
+        parameters=sum(each.numel() for each in par.module.parameters()) if parameters is None else parameters,
+        phases=phases,
+        compiled=any(getattr(each, "name", "") == "Compile" for each in par.plan.passes),
+    )
+
+
+def _step(
+    par: Parallelized,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    loss: Loss,
+    clip: float,
+    recorder: Recorder,
+    exact: dict[str, int],
+) -> None:
+    scale = par.token_scale(torch.full((), sum(ids.numel() for ids, _ in batches), dtype=torch.float32, device=par.device))
+    for input_ids, labels in par.accumulate(batches):
+        recorder.phase("forward")
+        value = loss(par.module, input_ids, labels) * scale
+        recorder.phase("backward")
+        value.backward()
+        del value
+    recorder.name_gradients(par.module)
+    exact["gradients"] = sum(local_tensor(each.grad).nbytes for each in par.module.parameters() if each.grad is not None)
+    recorder.phase("optimizer")
+    par.clip_grad_norm_(clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def axis_groups(par: Parallelized) -> dict[str, str]:
+    """Return the names of the mesh's process groups -> their axes."""
+    return {par.mesh.get_group(axis).group_name: axis for axis in par.mesh.mesh_dim_names or ()}
+
+
+def _hold_state(
+    recorder: Recorder, par: Parallelized, optimizer: torch.optim.Optimizer, batches: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Tell the recorder what is there before the step; returns bytes as allocated, and to the byte."""
+    state = [each for states in optimizer.state.values() for each in states.values() if isinstance(each, Tensor) and each.ndim]
+    counters = [each for states in optimizer.state.values() for each in states.values() if isinstance(each, Tensor) and not each.ndim]
+    parts: dict[str, list[Tensor]] = {
+        "parameters": [_stored(each) for each in par.module.parameters()],
+        "optimizer": [_stored(each) for each in (*state, *counters)],
+        "buffers": [_stored(each) for each in par.module.buffers()],
+        "inputs": [each for pair in batches for each in pair],
+    }
+    held = {name: recorder.hold(iter(tensors), name) for name, tensors in parts.items()}
+    exact = {
+        "parameters": sum(local_tensor(each).nbytes for each in par.module.parameters()),
+        "gradients": 0,
+        "optimizer": sum(local_tensor(each).nbytes for each in state),
+        "buffers": sum(local_tensor(each).nbytes for each in par.module.buffers()),
+    }
+    return {name: held.get(name, 0) for name in HELD}, exact
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def _scopes(recorder: Recorder, par: Parallelized) -> Iterator[None]:
+    """Let the recorder know in which block the step is, forward, backward and recomputing."""
+    handles = []
+    for name, block in find_blocks(par.module, par.layout):
+        handles.append(block.register_forward_pre_hook(_Enter(recorder, name), with_kwargs=True))
+        handles.append(block.register_forward_hook(_Leave(recorder, name), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Enter:
+    recorder: Recorder
+    name: str
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        recorder, name = self.recorder, self.name
+        if recorder.phases[-1][0] == "backward":
+            recorder.recomputing = True
+            recorder.enter(name)
+            return
+        recorder.enter(name)
+        # The gradient of a block's input is the last thing that its backward makes.
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(lambda _: recorder.enter(""))
+                break
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Leave:
+    recorder: Recorder
+    name: str
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        recorder, name = self.recorder, self.name
+        if recorder.phases[-1][0] == "backward":
+            recorder.recomputing = False
+            return
+        recorder.enter("")
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(lambda _: recorder.enter(name))
+                break
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Keep Python's cycle collector from freeing memory at moments of its own."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

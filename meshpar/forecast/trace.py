@@ -1,0 +1,193 @@
+"""The trace of one training step on one rank: what was computed, moved, sent and held, as data without any time in it.
+
+A trace comes from a simulated step or from a real one, through the same recorder; a cost model puts times to it. It goes through
+JSON unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, final
+
+HELD = (
+    *("parameters", "gradients", "optimizer", "buffers", "inputs"),
+    *("gathered", "activations", "recomputed", "logits and loss", "temporaries"),
+)
+"""What memory is held by. ``gathered``: whole parameters of a unit, and the buffers in which they and their gradients travel."""
+
+Kind = Literal["compute", "collective", "async", "wait"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective of one group of ranks.
+
+    Attributes:
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``barrier``.
+        axis: the mesh axis; several joined by ``+``.
+        ranks: size of the group.
+        stride: distance between neighbours of the group in rank numbers, so that a topology says which lie on one node.
+        size: bytes: the gathered result, the reduce-scatter's input, otherwise what a rank puts in.
+        dtype: of what travels.
+    """
+
+    kind: str
+    axis: str
+    ranks: int
+    stride: int
+    size: int
+    dtype: str
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something a rank does, in the order in which the host issues it.
+
+    Attributes:
+        kind: ``compute``; ``collective`` (its stream waits for the result); ``async`` (its result is waited for later); ``wait`` (its
+            stream goes on when the event ``target`` is done).
+        name: the operator.
+        stream: on which it runs; ``compute`` is the main one.
+        scope: the block whose work it is, empty outside of blocks.
+        recomputed: forward work that is done again in backward.
+        flops: floating-point operations.
+        moved: bytes read and written in device memory by this operator alone.
+        fused: the same where a compiler joins neighbouring element-wise operators; the last of the joined carries all of it.
+        shape: (batch, m, k, n) of a matrix product; (batch x heads, queries, keys, channels) of attention; else empty.
+        dtype: of the result.
+        memory: (held by, bytes more or less), in order.
+        collective: of a ``collective`` or ``async``.
+        target: index of the event that a ``wait`` waits for, -1 otherwise.
+    """
+
+    kind: Kind
+    name: str
+    stream: str = "compute"
+    scope: str = ""
+    recomputed: bool = False
+    flops: int = 0
+    moved: int = 0
+    fused: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    memory: tuple[tuple[str, int], ...] = ()
+    collective: Collective | None = None
+    target: int = -1
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A stretch of the step: ``start``, ``forward``, ``backward``, ``optimizer``, in the order of the step."""
+
+    name: str
+    events: tuple[Event, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One step of one rank.
+
+    Attributes:
+        axes: the mesh, name -> size, outermost first.
+        depth: how many like blocks the model has.
+        tokens: tokens that this rank's data axis sees in the step (its micro-batches).
+        data_size: how many different batches the ranks see at a time.
+        held: held by -> bytes at the start of the step.
+        exact: ``parameters``, ``gradients``, ``optimizer``, ``buffers`` -> bytes of this rank, without an allocator's rounding.
+        parameters: number of parameters of the whole model.
+        phases: what happens.
+        compiled: blocks are compiled, so that their element-wise operators are joined.
+    """
+
+    axes: Mapping[str, int]
+    depth: int
+    tokens: int
+    data_size: int
+    held: Mapping[str, int]
+    exact: Mapping[str, int]
+    parameters: int
+    phases: tuple[Phase, ...]
+    compiled: bool = False
+
+    def events(self) -> Iterator[tuple[str, Event]]:
+        """Yield (phase, event) in order; ``target`` counts in this order."""
+        for phase in self.phases:
+            for event in phase.events:
+                yield phase.name, event
+
+    def collectives(self) -> list[tuple[str, Collective]]:
+        """Return (phase, collective) in the order in which they are issued."""
+        return [(phase, event.collective) for phase, event in self.events() if event.collective is not None]
+
+    def flops(self, *, recomputed: bool = True) -> int:
+        """Return the floating-point operations of this rank, with or without those that are done again."""
+        return sum(event.flops for _, event in self.events() if recomputed or not event.recomputed)
+
+    def memory(self) -> Memory:
+        """Return what is held over the step."""
+        now = dict.fromkeys(HELD, 0) | dict(self.held)
+        total = peak = sum(now.values())
+        at_peak, when, curve = dict(now), 0, [total]
+        for index, (_, event) in enumerate(self.events()):
+            highest = total
+            for held_by, change in event.memory:
+                now[held_by] += change
+                total += change
+                highest = max(highest, total)
+                if total > peak:
+                    peak, at_peak, when = total, dict(now), index
+            curve.append(highest)
+        return Memory(peak=peak, held={name: size for name, size in at_peak.items() if size}, event=when, curve=tuple(curve), end=total)
+
+    def to_json(self) -> str:
+        """Return the trace as text; ``Trace.from_json`` reads it."""
+        data = asdict(self)
+        data["phases"] = [{"name": phase.name, "events": [_packed(event) for event in phase.events]} for phase in self.phases]
+        return json.dumps(data, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """Read what :meth:`to_json` wrote."""
+        data = json.loads(text)
+        phases = (Phase(name=each["name"], events=tuple(map(_unpacked, each["events"]))) for each in data.pop("phases"))
+        return cls(**data, phases=tuple(phases))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a rank holds over the step.
+
+    Attributes:
+        peak: most bytes at any moment.
+        held: held by -> bytes at that moment.
+        event: index of the event at which it is reached.
+        curve: bytes after the start and at each event (the highest within it).
+        end: bytes after the step.
+    """
+
+    peak: int
+    held: Mapping[str, int] = field(default_factory=dict)
+    event: int
+    curve: tuple[int, ...]
+    end: int
+
+
+_DEFAULTS = asdict(Event(kind="compute", name=""))
+
+
+def _packed(event: Event) -> dict[str, Any]:
+    return {name: value for name, value in asdict(event).items() if value != _DEFAULTS[name] or name in ("kind", "name")}
+
+
+def _unpacked(data: dict[str, Any]) -> Event:
+    collective = data.pop("collective", None)
+    memory = tuple((held_by, change) for held_by, change in data.pop("memory", ()))
+    shape = tuple(data.pop("shape", ()))
+    return Event(**data, shape=shape, memory=memory, collective=None if collective is None else Collective(**collective))

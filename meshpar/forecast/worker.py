@@ -1,0 +1,34 @@
+"""The simulation's own process: reads jobs, writes traces or the error that one of them met."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import traceback
+from pathlib import Path
+
+from meshpar.errors import MeshparError
+
+
+def main(where: Path) -> None:
+    """Run the jobs pickled at ``where``.jobs and leave the answer at ``where``.traces."""
+    from meshpar.forecast import device
+    from meshpar.forecast.simulate import run
+
+    jobs = pickle.loads(where.with_suffix(".jobs").read_bytes())
+    device.install()
+    answer: object
+    try:
+        answer = [run(job) for job in jobs]
+    except MeshparError as error:
+        answer = error
+    except Exception as error:  # noqa: BLE001  whatever a model raises is handed to who asked
+        lines = traceback.format_exc().splitlines()
+        answer = MeshparError(f"the simulated step failed: {type(error).__name__}: {error}\n" + "\n".join(lines[-12:]))
+    temporary = where.with_suffix(".part")
+    temporary.write_bytes(pickle.dumps(answer))
+    temporary.rename(where.with_suffix(".traces"))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,95 @@
+"""The simulated step against real gloo jobs: what is planned is what runs."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshpar import ActivationCheckpoint, FullyShard, HybridShard, Plan, Replicate, TensorParallel
+from meshpar.forecast.simulate import Job, simulate
+from meshpar.forecast.step import Batch, record_step
+from meshpar.forecast.trace import Trace
+from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
+from meshpar.testing import launch
+from meshpar.training.optimizer import AdamWSettings, build_adamw
+
+SHAPE = TransformerConfig(vocab_size=514, dim=64, layers=2, heads=4, kv_heads=2, hidden=96, max_positions=64)
+BATCH = Batch(sequence=64, micro_batch=2, accumulate=2)
+MODELS = {
+    "transformer": functools.partial(Transformer, SHAPE),
+    "gpt2": functools.partial(GPT2, GPT2Config(vocab_size=515, n_positions=64, n_embd=32, n_layer=2, n_head=4)),
+}
+SP = TensorParallel(sequence_parallel=True)
+CASES = {
+    "fsdp": ("dp_shard=2", [FullyShard()]),
+    "fsdp, uneven": ("dp_shard=4", [FullyShard()]),
+    "fsdp, recomputed": ("dp_shard=4", [ActivationCheckpoint(), FullyShard()]),
+    "fsdp, bfloat16": ("dp_shard=2", [FullyShard(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)]),
+    "no reshard": ("dp_shard=2", [FullyShard(reshard_after_forward=False)]),
+    "no reshard, recomputed": ("dp_shard=2", [ActivationCheckpoint(mode="selective"), FullyShard(reshard_after_forward=False)]),
+    "replicas": ("dp_replicate=2", [Replicate()]),
+    "hybrid": ("dp_replicate=2,dp_shard=2", [HybridShard()]),
+    "hybrid, recomputed": ("dp_replicate=2,dp_shard=2", [ActivationCheckpoint(), HybridShard()]),
+    "tp": ("tp=2", [TensorParallel()]),
+    "tp, recomputed": ("tp=2", [TensorParallel(loss_parallel=True), ActivationCheckpoint()]),
+    "fsdp x tp": ("dp_shard=2,tp=2", [SP, FullyShard()]),
+    "fsdp x tp, recomputed": (
+        "dp_shard=2,tp=2",
+        [TensorParallel(sequence_parallel=True, loss_parallel=True), ActivationCheckpoint(), FullyShard()],
+    ),
+    "gpt2, fsdp x tp": ("dp_shard=2,tp=2", [SP, FullyShard()]),
+}
+ON_THE_LAST_RANK = ("fsdp, uneven", "fsdp x tp")
+
+
+def model_of(case):
+    return MODELS["gpt2" if case.startswith("gpt2") else "transformer"]
+
+
+def on_meta(case):
+    with torch.device("meta"):
+        return model_of(case)()
+
+
+def world_of(case):
+    return Plan(*CASES[case]).mesh.size
+
+
+@functools.cache
+def simulated():
+    """Every case on its first rank, some on their last too, in one process."""
+    wanted = [(case, 0) for case in CASES] + [(case, world_of(case) - 1) for case in ON_THE_LAST_RANK]
+    jobs = [
+        Job(plan=Plan(*CASES[case]), model=on_meta(case), batch=BATCH, world_size=world_of(case), rank=rank, device="cpu")
+        for case, rank in wanted
+    ]
+    return dict(zip(wanted, (trace.to_json() for trace in simulate(jobs))))
+
+
+def real_step(case, expected):
+    """On every rank: the second step of a real job; the ranks of which a simulation is known hold theirs against it."""
+    par = Plan(*CASES[case]).apply(on_meta(case)).materialize(seed=0)
+    optimizer = build_adamw(par.module, AdamWSettings(fused=True))
+    rows = (BATCH.micro_batch, BATCH.sequence)
+    batches = [(torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)) for _ in range(BATCH.accumulate)]
+    record_step(par, optimizer, batches)
+    real = record_step(par, optimizer, batches)
+    if dist.get_rank() in expected:
+        assert_same(Trace.from_json(expected[dist.get_rank()]), real)
+
+
+def assert_same(plan, fact):
+    assert plan.collectives() == fact.collectives()
+    assert plan.exact == fact.exact
+    assert plan.flops() == fact.flops()
+    want, got = plan.memory(), fact.memory()
+    assert want.peak == pytest.approx(got.peak, rel=0.03), f"planned {want.peak}: {want.held}; measured {got.peak}: {got.held}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_simulated_step_is_the_real_one(case):
+    expected = {rank: text for (name, rank), text in simulated().items() if name == case}
+    launch(__name__, "real_step", world_of(case), (case, expected))
