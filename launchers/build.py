@@ -129,7 +129,8 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
     )
     if data.tokens.validation is None:
         return train, None
-    return train, Batches(PackedTokens(data.tokens.validation, section.sequence_length), seed=None, **place)
+    # In an order drawn once, the same at every validation: its first part, where validate_steps bounds it, is then a fair sample.
+    return train, Batches(PackedTokens(data.tokens.validation, section.sequence_length), seed=recipe.seed, **place)
 
 
 def schedule_of(recipe: Recipe, settings: TrainSettings, train: Batches, data_size: int) -> Schedule:
@@ -138,7 +139,7 @@ def schedule_of(recipe: Recipe, settings: TrainSettings, train: Batches, data_si
     return Schedule(
         name=section.name,
         lr=scaled_rate(recipe.optimizer.lr, recipe.optimizer.scale_lr, data_size),
-        steps=settings.total_steps(train.steps_per_epoch),
+        steps=section.steps or settings.total_steps(train.steps_per_epoch),
         warmup_steps=section.warmup_steps,
         min_ratio=section.min_ratio,
         step_every=section.step_every,

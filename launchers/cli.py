@@ -108,6 +108,21 @@ def check(recipe: RecipeArgument, overrides: Overrides = None, world_size: Ranks
 
 @app.command()
 @_reported
+def quickstart(
+    overrides: Overrides = None,
+    mesh: Annotated[str, typer.Option(help="fsdp (dp_shard=2) or hsdp (dp_replicate=2,dp_shard=1).")] = "fsdp",
+    out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("runs/quickstart"),
+    minutes: Annotated[float, typer.Option(help="About how long, on two CPU cores.")] = 3.0,
+    debug: Debug = False,
+) -> int:
+    """Train a small model on Python's own source, resume on another mesh, export it, load it with transformers."""
+    from meshpar.launchers.quickstart import quickstart as run
+
+    return run(out, mesh=mesh, minutes=minutes, overrides=overrides or [])
+
+
+@app.command()
+@_reported
 def plugins(debug: Debug = False) -> None:
     """List the installed passes, layouts, objectives and launchers."""
     from meshpar.launchers.inspecting import list_plugins

@@ -60,7 +60,7 @@ def run_job(recipe: Recipe) -> Outcome:
         come_from = _resume(recipe, manager, par, optimizer, trainer)
         if runtime.is_main():
             _begin_folder(recipe, data)
-            trainer.reporters = _reporters(recipe, schedule.steps, trainer.step)
+            trainer.reporters = _reporters(recipe, settings.total_steps(train.steps_per_epoch), trainer.step)
             _tell(recipe, par, trainer, come_from)
         try:
             return trainer.run()
@@ -147,6 +147,8 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
     ]
     if come_from:
         lines.append(f"going on after step {trainer.step} from {come_from}")
+    if trainer.settings.steps is not None and trainer.step >= trainer.settings.steps:
+        lines.append(f"all {trainer.settings.steps} steps are done already; raise training.steps to go on")
     for reporter in trainer.reporters[:1]:
         for line in lines:
             reporter.note(line)

@@ -119,9 +119,14 @@ class OptimizerSection(Section):
 
 @final
 class ScheduleSection(Section):
-    """The learning rate over the run, see :class:`meshpar.training.schedule.Schedule`."""
+    """The learning rate over the run, see :class:`meshpar.training.schedule.Schedule`.
+
+    Attributes:
+        steps: the length that it is laid out for, where the run stops before or goes on after; None: the run's.
+    """
 
     name: Literal["constant", "linear", "cosine", "step", "wsd"] = "cosine"
+    steps: Count | None = None
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     step_every: Count = 1
@@ -217,7 +222,7 @@ class Recipe(Section):
     def to_yaml(self) -> str:
         """Return the recipe as resolved: reading this text gives the same recipe."""
         data = self.model_dump(mode="json")
-        data["model"] = {"kind": self.model.kind} | _written(data["model"])
+        data["model"] = {"kind": self.model.kind} | (data["model"] if self.model.kind == "huggingface" else _written(data["model"]))
         return to_yaml(data)
 
 
@@ -255,11 +260,12 @@ def resolve(document: Document) -> Recipe:
     problems: list[str] = []
     if isinstance(data.get("model"), Mapping):
         data["model"] = {"kind": "transformer", **data["model"]}
-    mesh = _read_mesh(data.get("mesh", ""), document, problems)
+    data["mesh"] = data.get("mesh") or ""
+    mesh = _read_mesh(data["mesh"], document, problems)
     passes, notes = read_passes(data.get("passes"), mesh, document, problems)
     data["passes"] = passes
-    if not data.get("output") and isinstance(data.get("name"), str):
-        data["output"] = f"runs/{data['name']}"
+    data["name"] = data.get("name") or Path(document.name).stem
+    data["output"] = data.get("output") or f"runs/{data['name']}"
     found = validate(Recipe, data, document)
     if isinstance(found, Recipe):
         problems += [f"{document.where(place)}: {text}" for place, text in _conflicts(found)]
@@ -319,8 +325,9 @@ def _conflicts(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("data", "validation_fraction"), "validation is text of its own (validation_paths) or a part of this text, not both"
     if training.validate_every is not None and not data.validation_paths and not data.validation_fraction:
         yield ("training", "validate_every"), "there is nothing to validate on; give data.validation_fraction or data.validation_paths"
-    if training.steps is not None and recipe.schedule.warmup_steps > training.steps:
-        yield ("schedule", "warmup_steps"), f"{recipe.schedule.warmup_steps} steps of warm-up do not fit in {training.steps} steps"
+    length = recipe.schedule.steps or training.steps
+    if length is not None and recipe.schedule.warmup_steps > length:
+        yield ("schedule", "warmup_steps"), f"{recipe.schedule.warmup_steps} steps of warm-up do not fit in {length} steps"
     yield from ((("model",), text) for text in _model_problems(recipe.model))
 
 

@@ -102,6 +102,8 @@ def _words(hint: Any) -> Iterator[str]:
             yield from _words(each)
     elif origin is Literal:
         yield from (repr(each) for each in get_args(hint))
+    elif origin is tuple and Ellipsis not in get_args(hint):
+        yield f"a list of {len(get_args(hint))}"
     elif origin is not None or hint in (dict, list, tuple):
         yield "a mapping" if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)) else "a list"
     elif isinstance(hint, type) and issubclass(hint, BaseModel):
@@ -156,7 +158,7 @@ def _message(place: Place, errors: list[ErrorDetails], data: Any, model: type[Ba
 
 def _value(data: Any, place: Place) -> Any:
     for part in place:
-        data = data[part] if isinstance(data, list) or part in data else None
+        data = cast(Any, data)[part] if isinstance(data, list) or part in data else None
     return data
 
 
