@@ -274,8 +274,7 @@ def import_(folder: str) -> dict[str, float]:
     from meshpar.checkpoints import import_safetensors
 
     base = reset_peak()
-    wall, cpu = timed(lambda: import_safetensors(Path(folder) / "hf", Path(folder) / "imported"))
-    shutil.rmtree(Path(folder) / "imported")
+    wall, cpu = timed(lambda: import_safetensors(Path(folder) / "hf-kept", Path(folder) / "imported"))
     return {"wall": wall, "cpu": cpu, "extra": status_bytes("VmHWM") - base}
 
 
@@ -332,6 +331,16 @@ EXPORTS: dict[str, tuple[str, ...]] = {
 }
 
 
+def level(folder: Path) -> None:
+    """Bring the page cache to one state before each export: fresh pages cost several times what used ones do."""
+    for name in ("copy", "hf", "hf-stock", "hf-accelerate", "imported"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    warm = folder / "warm"
+    shutil.copyfile(folder / "raw" / "file", warm)
+    warm.unlink()
+    os.sync()
+
+
 def in_process(name: str, *arguments: str) -> Any:
     """Run a function of this file in a fresh process and return what it returns."""
     done = subprocess.run(
@@ -365,11 +374,12 @@ def measure(layers: int, rounds: int, folder: Path) -> dict[str, float]:
     (folder / "names.json").write_text(json.dumps([each.removeprefix("model.") for each in tensors if each.startswith("model.")]))
     exports: dict[str, list[dict[str, float]]] = {name: [] for name in EXPORTS}
     in_process("export", str(folder), "-", "size")
+    (folder / "hf").rename(folder / "hf-kept")  # to be imported
     for number in range(rounds):
         for name, (function, *arguments) in EXPORTS.items():
             if number >= 2 and name in ("stock consolidation", "accelerate merge"):
                 continue  # slow, and far from any bound
-            os.sync()
+            level(folder)
             exports[name].append(copy(str(folder)) if name == "cp" else in_process(function, str(folder), *arguments))
 
     def of(name: str, key: str) -> float:

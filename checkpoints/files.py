@@ -16,7 +16,8 @@ import torch
 from meshpar.errors import CheckpointError
 from meshpar.views import Spans
 
-TILE_BYTES = 4 << 20
+TILE_BYTES = 4 << 20  # of tensors that are rearranged
+BLOCK_BYTES = 2 << 20  # of bytes that go through as they are: larger ones leave the processor's cache
 _LEAST_RUN_BYTES, _MOST_WASTE_BYTES = 1024, 8192  # a call costs as much as reading 8 KiB; shorter runs are read with what is between
 
 
@@ -35,11 +36,6 @@ class ReadFile:
         except OSError as error:
             raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
         self.size = os.fstat(self._descriptor).st_size
-
-    @property
-    def descriptor(self) -> int:
-        """The open file's number."""
-        return self._descriptor
 
     def bytes(self, position: int, count: int) -> bytes:
         """Return ``count`` bytes from ``position``."""

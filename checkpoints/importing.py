@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 from meshpar.checkpoints.copying import Count, Piece, Progress
-from meshpar.checkpoints.files import TILE_BYTES, memory_of, tiles
+from meshpar.checkpoints.files import BLOCK_BYTES, TILE_BYTES, memory_of, tiles
 from meshpar.checkpoints.job import MODEL
 from meshpar.checkpoints.safetensors import Safetensors
 from meshpar.checkpoints.saving import make_manifest
@@ -21,8 +21,6 @@ from meshpar.checkpoints.steps import Steps
 from meshpar.checkpoints.writing import Checksum, Item, divide, write_file, write_item
 from meshpar.errors import CheckpointError
 from meshpar.weights import Mapped, WeightMap
-
-_BLOCK_BYTES = 1 << 20
 
 
 def import_safetensors(
@@ -89,8 +87,8 @@ def _items(source: Mapped, stored: Safetensors, dtypes: Mapping[str, torch.dtype
 
 
 def _copied(piece: Piece, space: torch.Tensor, told: Callable[[int], None]) -> Iterator[memoryview]:
-    for start in range(0, piece.box.nbytes, _BLOCK_BYTES):
-        block = memory_of(space)[: min(_BLOCK_BYTES, piece.box.nbytes - start)]
+    for start in range(0, piece.box.nbytes, BLOCK_BYTES):
+        block = memory_of(space)[: min(BLOCK_BYTES, piece.box.nbytes - start)]
         piece.box.file.fill(block, piece.box.position + start)
         yield block
         told(len(block))

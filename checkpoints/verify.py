@@ -10,12 +10,11 @@ from typing import Any, Literal, final
 
 from meshpar.checkpoints.checksums import joined
 from meshpar.checkpoints.dcp import METADATA_NAME, Chunk, DistributedCheckpoint
-from meshpar.checkpoints.files import ReadFile
+from meshpar.checkpoints.files import BLOCK_BYTES, ReadFile
 from meshpar.checkpoints.manifest import Manifest
 from meshpar.errors import CheckpointError
 
 Verify = Literal["none", "size", "full"]
-_BLOCK_BYTES = 1 << 20  # stays in the processor's cache while it is summed
 
 
 def verify_files(folder: Path, manifest: Manifest, level: Verify, names: Iterable[str] | None = None) -> None:
@@ -102,7 +101,7 @@ class _Summing:
 
     def __init__(self, file: ReadFile, *, with_sha256: bool) -> None:
         self._file, self._at = file, 0
-        self._block = memoryview(bytearray(min(_BLOCK_BYTES, max(1, file.size))))
+        self._block = memoryview(bytearray(min(BLOCK_BYTES, max(1, file.size))))
         self._digest = hashlib.sha256() if with_sha256 else None
         self.crc32 = 0
 

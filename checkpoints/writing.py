@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from meshpar.checkpoints.archive import write_tensor
 from meshpar.checkpoints.checksums import joined
 from meshpar.checkpoints.dcp import METADATA_NAME
-from meshpar.checkpoints.files import TILE_BYTES, memory_of, tiles, write_all
+from meshpar.checkpoints.files import BLOCK_BYTES, TILE_BYTES, memory_of, tiles, write_all
 from meshpar.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
 
@@ -211,8 +211,8 @@ class _Room:
         """Yield a tensor's bytes in row-major order."""
         if tensor.is_cpu and tensor.is_contiguous():
             memory = memory_of(tensor)
-            for start in range(0, len(memory), TILE_BYTES):
-                yield memory[start : start + TILE_BYTES]
+            for start in range(0, len(memory), BLOCK_BYTES):
+                yield memory[start : start + BLOCK_BYTES]
             return
         if self._tile is None:
             self._tile = torch.empty(TILE_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda)
