@@ -123,6 +123,21 @@ def quickstart(
 
 @app.command()
 @_reported
+def generate(
+    model: Annotated[Path, typer.Argument(help="A folder that `meshpar export` made, or any of transformers'.")],
+    prompt: Annotated[str, typer.Argument(help="The beginning of the text.")],
+    tokens: Annotated[int, typer.Option(help="At most so many new tokens.", min=1)] = 64,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0.0)] = 0.0,
+    debug: Debug = False,
+) -> None:
+    """Complete a text with an exported model, by transformers."""
+    from meshpar.launchers.generating import Completer
+
+    print(prompt + Completer(model).complete(prompt, tokens=tokens, temperature=temperature))
+
+
+@app.command()
+@_reported
 def plugins(debug: Debug = False) -> None:
     """List the installed passes, layouts, objectives and launchers."""
     from meshpar.launchers.inspecting import list_plugins

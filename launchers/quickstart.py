@@ -1,8 +1,7 @@
-"""``meshpar quickstart``: train, resume on another mesh, export, load with transformers, complete a line; in about three minutes."""
+"""``meshpar quickstart``: train, resume on another mesh, export, load with transformers, complete lines; in about three minutes."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 from collections.abc import Sequence
@@ -13,19 +12,25 @@ import torch
 
 from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager
-from meshpar.errors import LaunchError, MeshparError, RecipeError
+from meshpar.errors import LaunchError, RecipeError
 from meshpar.launchers import build
 from meshpar.launchers.exporting import export_run
-from meshpar.launchers.job import CHECKPOINTS, METRICS, TENSORBOARD, TOKENIZER
+from meshpar.launchers.generating import Completer, need_transformers
+from meshpar.launchers.job import CHECKPOINTS, METRICS, TENSORBOARD
 from meshpar.launchers.recipe import Recipe, load_recipe
 from meshpar.launchers.train import launch
 from meshpar.training.data import PackedTokens
 
 MESHES = {"fsdp": "dp_shard=2", "hsdp": "dp_replicate=2,dp_shard=1"}
-OTHER_MESH = "tp=2"
 RANKS = 2
-STEPS_A_MINUTE = 165
-_PROMPTS = ("import ", "def __init__(self", "    for i in ", "if __name__ == ")
+OTHER_MESH, OTHER_BATCH = "tp=2", 8
+"""Where it resumes: both ranks see the same data there, so a micro-batch twice as large keeps the steps what they were."""
+
+STEPS_A_MINUTE = 180
+TOLERANCE = 1e-4
+"""Of the largest logit: two implementations of one model differ by rounding only."""
+
+_PROMPTS = ("    def __init__(self", "        self.name =", "        if not isinstance", "        raise")
 
 
 def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides: Sequence[str] = ()) -> int:
@@ -42,113 +47,80 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
     """
     if mesh not in MESHES:
         raise RecipeError(f"--mesh is {' or '.join(MESHES)}, got {mesh!r}")
-    if importlib.util.find_spec("transformers") is None:
-        raise MeshparError("the quickstart loads its export with transformers, which is not installed: pip install 'meshpar[transformers]'")
-    steps = max(20, round(STEPS_A_MINUTE * minutes))
-    first = steps * 9 // 10
-    common = [
-        f"output={out}",
-        f"data.cache={out / 'data'}",
-        f"schedule.steps={steps}",
-        f"checkpoint.every={max(5, first // 4)}",
-        *overrides,
-    ]
+    need_transformers()
     start = time.monotonic()
+    tenth = max(2, round(STEPS_A_MINUTE * minutes / 10))
+    common = [f"output={out}", f"data.cache={out / 'data'}", f"schedule.steps={10 * tenth}", f"checkpoint.every={3 * tenth}"]
+    common += [f"schedule.warmup_steps={tenth // 5}", *overrides]
+    first = [*common, f"mesh={MESHES[mesh]}", f"training.steps={9 * tenth}"]
+    second = [*common, f"mesh={OTHER_MESH}", f"data.micro_batch={OTHER_BATCH}", f"training.steps={10 * tenth}"]
 
-    _title(f"1  Train on {MESHES[mesh]}: {first} steps on the source of Python's standard library")
-    code = launch(load_recipe("quickstart", [*common, f"mesh={MESHES[mesh]}", f"training.steps={first}"]), RANKS, quiet=True)
+    _title(f"1  Train on {MESHES[mesh]}: {9 * tenth} steps on the source of Python's standard library")
+    code = launch(load_recipe("quickstart", first), RANKS, quiet=True)
     if code:
         return code
-    _title(f"2  Go on from its checkpoint on another mesh, {OTHER_MESH}, to step {steps}")
-    recipe = load_recipe("quickstart", [*common, f"mesh={OTHER_MESH}", f"training.steps={steps}"])
+    _title(f"2  Go on from its checkpoint on another mesh, {OTHER_MESH}, to step {10 * tenth}")
+    recipe = load_recipe("quickstart", second)
     code = launch(recipe, RANKS, quiet=True)
     if code:
         return code
-    before, after = _losses(out / METRICS)
-    print(f"the training loss fell from {before:.2f} to {after:.2f}")
-    if not after < before:
-        raise LaunchError(f"the loss did not fall ({before:.3f} to {after:.3f}); please report this")
+    _tell_losses(out / METRICS)
     _title("3  Export, and load the export with transformers")
-    exported = export_run(out, out / "export", overwrite=True)
-    model, tokenizer = _load(exported)
-    difference, largest = _compare(recipe, model)
-    print(
-        f"{type(model).__name__} from {exported}: its logits differ from the trained model's by at most {difference:.1e} (of {largest:.1f})"
-    )
-    if not difference <= 1e-4 * largest:
-        raise LaunchError("the exported model is not the trained one; please report this")
+    completer = Completer(export_run(out, out / "export", overwrite=True))
+    _tell_difference(recipe, completer.model)
     _title("4  Complete lines of Python")
     for prompt in _PROMPTS:
-        print(
-            f"  {prompt}\x1b[1m{_complete(model, tokenizer, prompt)}\x1b[0m"
-            if _colours()
-            else f"  {prompt}|{_complete(model, tokenizer, prompt)}"
-        )
+        print(f"  {prompt} ... {completer.complete(prompt, tokens=24).splitlines()[0]}")
     _title(f"Done in {(time.monotonic() - start) / 60:.1f} minutes")
     print(_farewell(out))
     return 0
 
 
-def _losses(path: Path) -> tuple[float, float]:
-    """Return the first and the last reported training loss."""
+def _tell_losses(path: Path) -> None:
+    """Print how far the loss fell; raise LaunchError where it did not."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     losses = [record["train/loss"] for record in records if record.get("train/loss") is not None]
-    return losses[0], losses[-1]
+    print(f"the training loss fell from {losses[0]:.2f} to {losses[-1]:.2f}")
+    if not losses[-1] < losses[0]:
+        raise LaunchError(f"the loss did not fall: {losses}; please report this")
 
 
-def _load(folder: Path) -> tuple[Any, Any]:
-    import transformers
+def _tell_difference(recipe: Recipe, exported: Any) -> None:
+    """Print how far the exported model's logits are from the trained one's; raise LaunchError where that is more than rounding."""
+    trained, theirs = _logits(recipe, exported)
+    difference, largest = float((trained - theirs).abs().max()), float(trained.abs().max())
+    print(f"loaded as {type(exported).__name__}; its logits on held-out text differ from the trained model's by at most {difference:.1e}")
+    if not difference <= TOLERANCE * largest:
+        raise LaunchError(f"the exported model is not the trained one (the largest logit is {largest:.1f}); please report this")
 
-    transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval(), transformers.AutoTokenizer.from_pretrained(folder)
 
-
-def _compare(recipe: Recipe, exported: Any) -> tuple[float, float]:
-    """Return the largest difference of logits from the trained model's, and the largest logit, on text kept from training."""
+def _logits(recipe: Recipe, exported: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits (1, L, V) of the last checkpoint, in one process, and of the exported model."""
     data = build.prepare_data(recipe)
-    with runtime.distributed("cpu"):
-        alone = recipe.model_copy(update={"mesh": "", "passes": ()})
+    held_out = data.tokens.validation or data.tokens.train
+    ids = PackedTokens(held_out, recipe.data.sequence_length).__getitems__([0])["input_ids"]
+    alone = recipe.model_copy(update={"mesh": "", "passes": ()})
+    with runtime.distributed("cpu"), torch.no_grad():
         par = build.plan_of(alone).apply(build.build_model(alone, data.tokens.train.vocab_size)).materialize(seed=0)
         CheckpointManager(recipe.folder / CHECKPOINTS).restore(par)
-        held_out = data.tokens.validation or data.tokens.train
-        ids = PackedTokens(held_out, recipe.data.sequence_length).__getitems__([0])["input_ids"]
-        par.module.eval()
-        with torch.no_grad():
-            trained = par.module(input_ids=ids).logits
-            theirs = exported(input_ids=ids).logits
-    return float((trained - theirs).abs().max()), float(trained.abs().max())
-
-
-def _complete(model: Any, tokenizer: Any, prompt: str) -> str:
-    """Return the likeliest rest of the line."""
-    ids = tokenizer(prompt, return_tensors="pt")
-    with torch.no_grad():
-        made = model.generate(**ids, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-    return str(tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)).split("\n")[0]
+        return par.module.eval()(input_ids=ids).logits, exported(input_ids=ids).logits
 
 
 def _title(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def _colours() -> bool:
-    import sys
-
-    return sys.stdout.isatty()
-
-
 def _farewell(out: Path) -> str:
-    return "\n".join(
-        [
-            f"  {out / CHECKPOINTS}   the checkpoints; any mesh resumes from them",
-            f"  {out / 'export'}   the model for transformers: AutoModelForCausalLM.from_pretrained({str(out / 'export')!r})",
-            f"  {out / TOKENIZER}   the tokenizer, trained on the same text",
-            f"  {out / METRICS}   every reported number",
-            "",
-            "What to try next:",
-            f"  tensorboard --logdir {out / TENSORBOARD}",
-            f"  meshpar train quickstart output={out} mesh=dp_replicate=2 training.steps=1000    # go on, on a third mesh",
-            "  meshpar train quickstart data.source=files data.paths=[MY_FOLDER] output=runs/mine    # your own text",
-            "  meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8    # what 512 ranks would hold",
-        ]
-    )
+    lines = [
+        (out / CHECKPOINTS, "checkpoints; any mesh goes on from them"),
+        (out / "export", "the model for transformers, with its tokenizer"),
+        (out / METRICS, "every reported number"),
+        ("", ""),
+        ("What to try next:", ""),
+        (f"tensorboard --logdir {out / TENSORBOARD}", "the curves"),
+        (f"meshpar generate {out / 'export'} 'def main('", "more of what it has learned"),
+        (f"meshpar train {out / 'recipe.yaml'} mesh=dp_replicate=2 training.steps=2000", "go on, on a third mesh"),
+        ("meshpar train quickstart data.source=files data.paths=[FOLDER] output=runs/mine", "your own text"),
+        ("meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8", "what 512 ranks would hold"),
+    ]
+    return "\n".join(f"  {what!s:<80} {why}".rstrip() for what, why in lines)

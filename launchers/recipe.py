@@ -317,10 +317,10 @@ def _conflicts(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
             ("data", "tokenizer"),
             "the input is tokens already: leave it out, or give the folder of the tokenizer that made them, for the export",
         )
-    if data.source == "jsonl" and (
-        wrong := [path for path in data.paths if not path.endswith(".jsonl") and not Path(path).expanduser().is_dir()]
-    ):
-        yield ("data", "paths"), f"JSON lines are files ending in .jsonl, got {wrong[0]!r}"
+    if data.source == "jsonl":
+        for path in data.paths:
+            if Path(path).suffix not in ("", ".jsonl") and not Path(path).expanduser().is_dir():
+                yield ("data", "paths"), f"JSON lines are files ending in .jsonl, got {path!r}"
     if data.validation_paths and data.validation_fraction:
         yield ("data", "validation_fraction"), "validation is text of its own (validation_paths) or a part of this text, not both"
     if training.validate_every is not None and not data.validation_paths and not data.validation_fraction:

@@ -184,5 +184,6 @@ def _enter(data: Any, part: str | int, place: Place) -> Any:
         data[part] = {} if data.get(part) is None else data[part]
         return data[part]
     if isinstance(data, list) and isinstance(part, int) and part < len(data):
+        data[part] = {data[part]: {}} if isinstance(data[part], str) else data[part]
         return data[part]
     raise TypeError(f"{dotted(place)} is {data!r}, which has no field {part!r}")

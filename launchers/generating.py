@@ -1,0 +1,47 @@
+"""Text from an exported model, by transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from meshpar.errors import MeshparError
+
+
+def need_transformers() -> None:
+    """Raise MeshparError where transformers is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise MeshparError("this needs transformers, which is not installed: pip install 'meshpar[transformers]'")
+
+
+@final
+class Completer:
+    """A causal language model and its tokenizer, loaded by transformers alone.
+
+    Attributes:
+        model: in evaluation mode.
+        tokenizer: of the same folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Load a folder; raises MeshparError where it holds no model with a tokenizer."""
+        need_transformers()
+        import transformers
+
+        for name in ("config.json", "tokenizer.json"):
+            if not (folder / name).is_file():
+                raise MeshparError(f"{folder} has no {name}; expected a folder that `meshpar export` made")
+        transformers.utils.logging.disable_progress_bar()
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+
+    def complete(self, prompt: str, *, tokens: int = 64, temperature: float = 0.0) -> str:
+        """Return what comes after ``prompt``: at most ``tokens`` tokens, the likeliest where ``temperature`` is 0."""
+        ids = self.tokenizer(prompt, return_tensors="pt")
+        choice: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        with torch.no_grad():
+            made = self.model.generate(**ids, max_new_tokens=tokens, pad_token_id=self.tokenizer.eos_token_id, **choice)
+        return str(self.tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))

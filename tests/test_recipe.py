@@ -1,0 +1,292 @@
+"""Recipes: every fault at once, with file, line, path and the nearest name; old names translated; resolved text that reads back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshpar import ActivationCheckpoint, FullyShard, HybridShard, RecipeError, Replicate, TensorParallel
+from meshpar.launchers import build
+from meshpar.launchers.knobs import translate
+from meshpar.launchers.recipe import Recipe, load_recipe, resolve, shipped
+from meshpar.launchers.techniques import make_passes
+from meshpar.launchers.yamlfile import parse_document
+
+SMALL = """\
+name: small
+mesh: dp_shard=2
+model: {dim: 32, layers: 2, heads: 2, hidden: 48}
+data:
+  source: stdlib
+optimizer:
+  lr: 1e-3
+training:
+  steps: 5
+"""
+
+
+def read(text: str = SMALL, *overrides: str) -> Recipe:
+    document = parse_document(text, "small.yaml")
+    from meshpar.launchers.yamlfile import apply_overrides
+
+    apply_overrides(document, overrides)
+    return resolve(document)
+
+
+def problems(text: str = SMALL, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as raised:
+        read(text, *overrides)
+    head, *lines = str(raised.value).split("\n  ")
+    assert head == f"{len(lines)} problem{'s' if len(lines) > 1 else ''} in this recipe"
+    return lines
+
+
+def only(text: str = SMALL, *overrides: str) -> str:
+    found = problems(text, *overrides)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_numbers_are_those_of_yaml_1_2() -> None:
+    recipe = read(SMALL, "optimizer.lr=3e-4", "optimizer.eps=1E-8", "training.clip=.inf", "name=12:30:00")
+    assert (recipe.optimizer.lr, recipe.optimizer.eps, recipe.training.clip, recipe.name) == (3e-4, 1e-8, float("inf"), "12:30:00")
+
+
+def test_the_resolved_text_reads_back_as_the_same_recipe() -> None:
+    recipe = read(
+        SMALL, "passes=[ActivationCheckpoint, FullyShard: {param_dtype: bf16}]", "model.rope_scaling.factor=4", "optimizer.eps=1e-8"
+    )
+    text = recipe.to_yaml()
+    again = resolve(parse_document(text, "recipe.yaml"))
+    assert again == recipe
+    assert again.to_yaml() == text
+    assert "param_dtype: bfloat16" in text
+    assert "kv_heads" not in text  # what was not written stays the shape's own business
+
+
+def test_every_fault_is_told_at_once_with_line_path_and_nearest_name() -> None:
+    text = """\
+mesh: dp_shad=2=
+model: {dim: 64.5, layrs: 2, rope_scaling: {facto: 3}}
+data: {source: stdlb, micro_batch: 0}
+training: {steps: "5", validate_every: 0.5}
+optimiser: {lr: 1e-3}
+optimizer: {betas: [0.9]}
+passes:
+- FullShard
+- FullyShard:
+    param_dtype: float17
+    offlod: cpu
+"""
+    assert problems(text) == [
+        "small.yaml:2: model.dim: expected a whole number or nothing, got 64.5",
+        "small.yaml:2: model.rope_scaling.facto: unknown key; nearest: factor",
+        "small.yaml:2: model.layrs: unknown key; nearest: layers, heads, preset",
+        "small.yaml:3: data.source: expected 'stdlib', 'files', 'jsonl' or 'tokens', got 'stdlb'",
+        "small.yaml:3: data.micro_batch: must be greater than or equal to 1, got 0",
+        "small.yaml:6: optimizer.betas: expected a list of 2, got [0.9]",
+        "small.yaml:4: training.steps: expected a whole number or nothing, got '5'",
+        "small.yaml:4: training.validate_every: expected a whole number, 'epoch' or nothing, got 0.5",
+        "small.yaml:5: optimiser: unknown key; nearest: optimizer, passes, seed",
+        "small.yaml:1: mesh: cannot read 'dp_shad=2=' in mesh 'dp_shad=2='; write it like 'dp_replicate=2,dp_shard=-1,tp=4'",
+        "small.yaml:8: passes.0: no pass 'FullShard' is installed; nearest: FullyShard, HybridShard",
+        "small.yaml:10: passes.1.FullyShard.param_dtype: expected a dtype such as float32, bfloat16 or float16, got 'float17'",
+        "small.yaml:11: passes.1.FullyShard.offlod: unknown key; nearest: offload, prefetch_forward, buffer_dtype",
+    ]
+
+
+def test_overrides_name_themselves_in_messages() -> None:
+    assert (
+        only(SMALL, "training.stps=5") == "override 'training.stps=5': training.stps: unknown key; nearest: steps, validate_steps, epochs"
+    )
+    assert only(SMALL, "data.workers=-1").startswith("override 'data.workers=-1': data.workers: must be greater than or equal to 0, got -1")
+
+
+def test_overrides_that_cannot_be_applied_are_all_told() -> None:
+    with pytest.raises(RecipeError) as raised:
+        read(SMALL, "x", "model.dim.a=3", "training.steps=[")
+    assert [line.partition(": ")[0] for line in str(raised.value).splitlines()] == [
+        "override 'x'",
+        "override 'model.dim.a=3'",
+        "override 'training.steps=['",
+    ]
+
+
+def test_overrides_reach_into_passes_by_place_and_by_name() -> None:
+    text = SMALL + "passes: [ActivationCheckpoint, FullyShard]\n"
+    recipe = read(text, "passes.FullyShard.offload=cpu", "passes.0.ActivationCheckpoint.every=2")
+    assert recipe.passes == ({"ActivationCheckpoint": {"every": 2}}, {"FullyShard": {"offload": "cpu"}})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n- b\n", "small.yaml is not a recipe: expected fields (model: ..., data: ...), got list"),
+        ("name: [\n", "small.yaml is not YAML"),
+        ("name: a\nmodel: {}\nname: b\n", "small.yaml:3: name stands twice (first in line 1); keep one"),
+    ],
+)
+def test_text_that_is_no_recipe_is_refused(text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["training={}"], "training: say how long to train: steps, epochs or both"),
+        (["model.kind=gpt3"], "model: kind must be one of 'transformer', 'gpt2', 'huggingface', got 'gpt3'"),
+        (["model.heads=3"], "model: TransformerConfig: heads (3) does not divide dim (32)"),
+        (["model={preset: 124n}"], "model: no Transformer shape is called '124n'"),
+        (["model={kind: gpt2, n_layr: 2}"], "model.n_layr: unknown key; nearest: n_layer"),
+        (["model={kind: huggingface, config: {hidden_size: 8}}"], "model: config: a config.json names its model_type"),
+        (["model={kind: huggingface, config: /nowhere}"], "model: config: no config.json in /nowhere"),
+        (["model.weights=/nowhere"], "model: weights: /nowhere does not exist"),
+        (["data.source=files"], "data.paths: source: files needs paths"),
+        (["data.paths=[a.txt]"], "data.paths: stdlib needs no paths"),
+        (["data={source: jsonl, paths: [a.txt]}"], "data.paths: JSON lines are files ending in .jsonl, got 'a.txt'"),
+        (["data={source: tokens, paths: [a.bin, b.bin]}"], "data.paths: tokens are one .bin file, got 2"),
+        (["data={source: tokens, paths: [a.bin], tokenizer: bpe}"], "data.tokenizer: the input is tokens already"),
+        (["data.validation_fraction=0.1", "data.validation_paths=[a]"], "data.validation_fraction: validation is text of its own"),
+        (["training.validate_every=5"], "training.validate_every: there is nothing to validate on"),
+        (["schedule.warmup_steps=6"], "schedule.warmup_steps: 6 steps of warm-up do not fit in 5 steps"),
+        (["mesh=dp_shard=2,dp_shard=2"], "mesh: axis 'dp_shard' appears twice"),
+        (["passes=FullyShard"], "passes: expected a list of passes (- FullyShard"),
+        (["passes=[{FullyShard: 3}]"], "passes.0: expected a pass's name, or one name with its options"),
+        (["passes=[ActivationCheckpoint: {policy: x}]"], "passes.0.ActivationCheckpoint.policy: unknown key"),
+    ],
+)
+def test_fields_that_do_not_fit_say_why(overrides: list[str], message: str) -> None:
+    assert f": {message}" in only(SMALL, *overrides)
+
+
+def test_an_unknown_recipe_names_those_that_come_with_meshpar() -> None:
+    with pytest.raises(RecipeError, match=r"no recipe file quikstart.*nearest: quickstart"):
+        load_recipe("quikstart")
+
+
+def test_the_recipes_that_come_with_meshpar_are_right() -> None:
+    assert {"quickstart", "gpt2", "hsdp_tp"} <= set(shipped())
+    for name in shipped():
+        load_recipe(name)
+    gpt2 = load_recipe("gpt2")
+    model = build.build_model(gpt2, build.vocab_size_of(gpt2))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
+    large = load_recipe("hsdp_tp", ["data.tokenizer=bytes", "data.source=stdlib", "data.paths=[]"])
+    assert build.check_job(large, 64) == []
+
+
+@pytest.mark.parametrize(
+    ("mesh", "passes"),
+    [
+        ("", []),
+        ("dp_shard=2", [FullyShard()]),
+        ("dp_replicate=2", [Replicate()]),
+        ("dp_replicate=2,dp_shard=2,tp=2", [TensorParallel(), HybridShard()]),
+        ("auto", [HybridShard()]),
+        ("auto,tp=2", [TensorParallel(), HybridShard()]),
+    ],
+)
+def test_without_passes_the_axes_call_for_them(mesh: str, passes: list[Any]) -> None:
+    assert make_passes(read(SMALL, f"mesh='{mesh}'").passes) == passes
+
+
+def test_options_become_the_values_that_the_pass_takes() -> None:
+    written = "passes=[FullyShard: {param_dtype: bfloat16, reshard_after_forward: 4, blocks: [layers.*], prefetch_forward: 2}]"
+    assert make_passes(read(SMALL, written).passes) == [
+        FullyShard(param_dtype=torch.bfloat16, reshard_after_forward=4, blocks=("layers.*",), prefetch_forward=2)
+    ]
+
+
+OLD: list[tuple[dict[str, Any], Any]] = [
+    ({"sharding_strategy": "FULL_SHARD"}, FullyShard()),
+    ({"sharding_strategy": "SHARD_GRAD_OP"}, FullyShard(reshard_after_forward=False)),
+    ({"sharding_strategy": 2}, FullyShard(reshard_after_forward=False)),
+    ({"sharding_strategy": "NO_SHARD"}, Replicate()),
+    ({"sharding_strategy": "HYBRID_SHARD"}, HybridShard()),
+    ({"sharding_strategy": "ShardingStrategy._HYBRID_SHARD_ZERO2"}, HybridShard(reshard_after_forward=False)),
+    ({"backward_prefetch": "BACKWARD_PRE"}, FullyShard(prefetch_backward=1)),
+    ({"backward_prefetch": "POST", "forward_prefetch": True}, FullyShard(prefetch_backward=0, prefetch_forward=1)),
+    ({"cpu_offload": True}, FullyShard(offload="cpu")),
+    ({"fsdp_offload_params": False}, FullyShard()),
+    ({"mixed_precision": "bf16"}, FullyShard(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)),
+    (
+        {"mixed_precision": {"param_dtype": "fp16", "buffer_dtype": "float32"}},
+        FullyShard(param_dtype=torch.float16, buffer_dtype=torch.float32),
+    ),
+    (
+        {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "T5Block, Other"},
+        FullyShard(blocks=("T5Block", "Other")),
+    ),
+    ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1000}, FullyShard(min_params=1000)),
+    ({"state_dict_type": "FULL_STATE_DICT"}, FullyShard()),
+    (
+        {"limit_all_gathers": True, "use_orig_params": True, "device_id": 0, "flatten_parameters": True, "sync_module_states": True},
+        FullyShard(),
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), OLD, ids=lambda value: ",".join(value) if isinstance(value, Mapping) else "")
+def test_old_names_are_translated_and_told(options: dict[str, Any], expected: Any) -> None:
+    text = SMALL + f"passes: [fsdp: {options}]\n"
+    recipe = read(text)
+    assert make_passes(recipe.passes) == [expected]
+    told = " ".join(recipe.notes)
+    for name in options:
+        assert name.removeprefix("fsdp_") in told
+
+
+def test_an_old_name_without_a_counterpart_is_told_to_have_no_effect() -> None:
+    (note,) = read(SMALL + "passes: [FullyShard: {limit_all_gathers: true}]\n").notes
+    assert note == "FullyShard.limit_all_gathers: has no effect: FSDP2 frees gathered parameters in stream order and needs no limit"
+
+
+def test_gradient_checkpointing_becomes_a_pass_before_the_sharding() -> None:
+    recipe = read(SMALL + "passes: [fsdp: {activation_checkpointing: true}]\n")
+    assert make_passes(recipe.passes) == [ActivationCheckpoint(), FullyShard()]
+
+
+def test_old_values_that_mean_nothing_are_refused() -> None:
+    assert "passes.0.fsdp.sharding_strategy: expected one of FULL_SHARD" in only(SMALL + "passes: [fsdp: {sharding_strategy: HALF}]\n")
+    assert "is refused: a local state dict" in only(SMALL + "passes: [fsdp: {state_dict_type: LOCAL_STATE_DICT}]\n")
+    assert "expected bf16, fp16, no" in only(SMALL + "passes: [fsdp: {mixed_precision: bf17}]\n")
+
+
+def test_new_names_pass_through_the_translation() -> None:
+    assert translate("TensorParallel", {"sequence_parallel": True}).options == {"sequence_parallel": True}
+    assert translate("FullyShard", {"offload": "cpu"}).notes == []
+
+
+def test_the_vocabulary_comes_from_the_data_unless_a_shape_has_its_own(tmp_path: Path) -> None:
+    def vocab(*overrides: str) -> int:
+        recipe = read(SMALL, *overrides)
+        return build.build_model(recipe, build.vocab_size_of(recipe)).config.vocab_size  # type: ignore[union-attr, return-value]
+
+    assert vocab() == 320  # 257 bytes and the end, up to a multiple of 64
+    assert vocab("data.tokenizer=bpe", "data.vocab_size=1000") == 1024
+    assert vocab("model.vocab_size=300") == 300
+    assert vocab("model={preset: 124m}") == 50_304
+    assert vocab("model={kind: gpt2}") == 50_257
+
+
+def test_a_model_too_small_for_its_data_is_refused_before_anything_runs() -> None:
+    assert build.check_job(read(SMALL, "model.vocab_size=200"), 2) == [
+        "the data has 257 different tokens and the model a vocab_size of 200; raise the model's"
+    ]
+    assert build.check_job(read(SMALL, "data.sequence_length=4096"), 2) == [
+        "data.sequence_length is 4096 and the model has 2048 positions; shorten it, or give the model more"
+    ]
+
+
+def test_check_finds_every_problem_of_plan_data_and_objective() -> None:
+    recipe = read(SMALL, "mesh=dp_shard=2,tp=3", "data={source: files, paths: [/nowhere/*.txt]}", "training.objective=cusal_lm")
+    found = build.check_job(recipe, 6)
+    assert any("/nowhere/*.txt" in line for line in found)
+    assert any("2 heads, which tp=3 does not divide" in line for line in found)
+    assert any("no objective 'cusal_lm' is installed" in line for line in found)
