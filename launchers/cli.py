@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from meshpar.launchers.checkpoint_commands import register
+
 app = typer.Typer(
     name="meshpar", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Train the same model on any mesh of devices, save it, load it on another, export it.",
@@ -144,6 +146,8 @@ def plugins(debug: Debug = False) -> None:
 
     print(list_plugins())
 
+
+register(app, _reported)
 
 if __name__ == "__main__":
     main()
