@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -91,8 +90,14 @@ def diff_steps(one: str | Path, other: str | Path) -> str:
     return "\n".join([*lines, f"{same} of {len(left.tensors)} tensors are the same"])
 
 
-def prune_steps(root: str | Path, keep: int) -> str:
-    """Remove all but the newest ``keep`` steps and the pinned ones, and what dead processes left; return what went."""
+def prune_steps(root: str | Path, keep: int, *, best: str | None = None) -> str:
+    """Remove all but the newest ``keep`` steps, the pinned ones and the ``best``, and what dead processes left; return what went.
+
+    Args:
+        root: the folder of steps.
+        keep: how many of the newest stay.
+        best: as for :class:`CheckpointManager`; None: the best step is not told from others.
+    """
     if keep < 1:
         raise CheckpointError(f"expected to keep at least 1 step, got {keep}")
     steps = Steps(Path(root))
@@ -100,8 +105,8 @@ def prune_steps(root: str | Path, keep: int) -> str:
         raise CheckpointError(f"{root} holds no committed step")
     leftovers = len(steps.ignored())
     steps.reap()
-    gone = steps.retain(keep)
-    logging.getLogger("meshpar.checkpoints").info("removed %s from %s", gone, root)
+    winner = steps.best(best.removeprefix("+"), largest=best.startswith("+")) if best else None
+    gone = steps.retain(keep, () if winner is None else {winner})
     removed = f"removed {', '.join(map(str, gone)) or 'no step'} and {leftovers - len(steps.ignored())} leftovers"
     return f"{removed}; kept {', '.join(map(str, steps.committed()))}"
 

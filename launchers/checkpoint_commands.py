@@ -59,12 +59,13 @@ def diff(one: Step, other: Step, debug: Debug = False) -> None:
 def prune(
     root: Root,
     keep: Annotated[int, typer.Option(help="How many of the newest steps stay; pinned ones stay as well.", min=1)],
+    best: Annotated[str | None, typer.Option(help="Keep the step where this metric is lowest, too; +name: highest.")] = None,
     debug: Debug = False,
 ) -> None:
     """Remove old steps, and what dead processes left."""
     from meshpar.checkpoints import prune_steps
 
-    print(prune_steps(_steps_in(root), keep))
+    print(prune_steps(_steps_in(root), keep, best=best))
 
 
 def pin(

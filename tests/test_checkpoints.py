@@ -193,7 +193,7 @@ def restore_under_eight(root: str) -> None:
 @on_ranks(2)
 def restore_under_two(root: str) -> None:
     for saved in SAVED:
-        for kind in ("fsdp", "fsdp_tp", "tp"):
+        for kind in ("fsdp_tp", "tp"):
             check_restored(kind, saved, Path(root))
 
 

@@ -94,6 +94,10 @@ def test_pinned_steps_outlive_retention_and_replacement(run):
         prune_steps(run.root, 0)
 
 
+def test_prune_keeps_the_best_when_told_by_what(run):
+    assert prune_steps(run.root, 1, best="+loss").endswith("kept 1, 3")
+
+
 def test_an_imported_model_is_restored_and_exported_as_it_came(tmp_path):
     theirs = {
         "model.up.weight": torch.randn(6, 4),

@@ -30,7 +30,7 @@ from meshpar.checkpoints.manifest import read_manifest
 from meshpar.errors import CheckpointError
 from tests.test_checkpoints_commit import Job
 
-KILLS = int(os.environ.get("MESHPAR_CRASH_KILLS", "8"))
+KILLS = int(os.environ.get("MESHPAR_CRASH_KILLS", "4"))
 RANKS = 3
 TIMEOUT_S = 20.0
 LONGEST_WAIT_S = 30.0
