@@ -15,7 +15,8 @@ from meshpar.errors import RecipeError
 
 STDLIB = "stdlib"
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
-_NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# encodings holds tables of code points, an eighth of all the text, from which a model learns to write tables
+_NOT_SOURCE = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 
 
 @final
@@ -25,7 +26,7 @@ class TextSource:
 
     Attributes:
         inputs: each a file, a glob (``**`` crosses folders), a folder (all its .txt, .md, .rst, .py and .jsonl files) or
-            ``stdlib``, the source of Python's standard library without its tests.
+            ``stdlib``, the source of Python's standard library without its tests and code tables.
         field: the key that holds the text in a line of a ``.jsonl`` file.
         separator: text that divides a file (not .jsonl) into documents; None: a file is one document, read whole.
     """
