@@ -186,7 +186,7 @@ def save_and_restore_under_four(root: str) -> None:
 
 @on_ranks(8)
 def restore_under_eight(root: str) -> None:
-    for saved in SAVED:
+    for saved in ("fsdp-2", "hsdp-4", "fsdp_tp-4", "hsdp_tp-8"):
         check_restored("hsdp_tp", saved, Path(root))
 
 
