@@ -1,0 +1,274 @@
+"""The main job through the real command line: train, stop by signal, resume on the same mesh and on another, export, load."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from meshpar import MeshparError, RecipeError
+from meshpar.launchers.exporting import export_run
+from meshpar.launchers.recipe import Recipe, load_recipe
+from meshpar.launchers.train import launch
+from meshpar.training.tokenizer import byte_tokenizer
+from meshpar.training.tokens import write_tokens
+
+STEPS = 40
+RECIPE = """\
+name: job
+mesh: dp_shard=2
+device: cpu
+model: {dim: 32, layers: 2, heads: 2, hidden: 64, max_positions: 64, dropout: 0.0}
+data: {source: files, sequence_length: 64, micro_batch: 4, accumulate: 2, validation_fraction: 0.1}
+optimizer: {lr: 1e-3, eps: 1e-4}
+training: {steps: 40, log_every: 1, tensorboard: false}
+"""
+
+
+def text(lines: int = 4000) -> str:
+    numbers = np.random.default_rng(0).integers(0, 50, size=(lines, 2)).tolist()
+    return "".join(f"def add_{a}_{b}():\n    return {a} + {b}\n\n" for a, b in numbers)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("job")
+    (made / "text.txt").write_text(text())
+    (made / "job.yaml").write_text(RECIPE)
+    return made
+
+
+def command(folder: Path, output: str, *overrides: str) -> list[str]:
+    more = [f"output={folder / output}", f"data.paths=[{folder / 'text.txt'}]", f"data.cache={folder / 'cache'}", *overrides]
+    return [sys.executable, "-m", "meshpar.launchers.cli", "train", str(folder / "job.yaml"), *more, "--quiet"]
+
+
+def run(folder: Path, output: str, *overrides: str) -> str:
+    done = subprocess.run(command(folder, output, *overrides), capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@contextlib.contextmanager
+def running(folder: Path, output: str, *overrides: str, until_step: int) -> Iterator[subprocess.Popen[str]]:
+    """Start a run in a session of its own and wait until it reports a step."""
+    process = subprocess.Popen(command(folder, output, *overrides), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stderr is not None
+        seen = ""
+        for line in process.stderr:
+            seen += line
+            if line.startswith("step") and int(line.split()[1].partition("/")[0]) >= until_step:
+                break
+        else:
+            pytest.fail(f"the run ended before step {until_step}:\n{seen}")
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def stop(process: subprocess.Popen[str]) -> str:
+    ranks = children_of(process.pid)
+    assert len(ranks) == 2
+    process.send_signal(signal.SIGTERM)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, rest
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()], "ranks were left running"
+    assert "Traceback" not in rest
+    return rest
+
+
+def kill_launcher(folder: Path, output: str, *, until_step: int) -> None:
+    """End a run's launcher without a word; its ranks write a checkpoint and go."""
+    before = set((folder / output / "checkpoints").glob("step-*"))
+    with running(folder, output, until_step=until_step) as process:
+        ranks = children_of(process.pid)
+        process.kill()
+        deadline = time.monotonic() + 30
+        while (left := [rank for rank in ranks if Path(f"/proc/{rank}").exists()]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left
+    assert set((folder / output / "checkpoints").glob("step-*")) - before
+
+
+def weights(folder: Path, output: str) -> dict[str, torch.Tensor]:
+    exported = export_run(folder / output, folder / f"{output}-export", overwrite=True)
+    return load_file(exported / "model.safetensors")
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder: Path) -> None:
+    run(folder, "whole")
+    with running(folder, "stopped", until_step=5) as process:
+        told = stop(process)
+    assert "asked to stop (SIGTERM)" in told
+    assert "saved" in told
+    (step,) = sorted((folder / "stopped" / "checkpoints").glob("step-*"))
+    assert 5 <= int(step.name.removeprefix("step-")) < STEPS
+    subprocess.run(["cp", "-r", folder / "stopped", folder / "moved"], check=True)
+    kill_launcher(folder, "stopped", until_step=int(step.name.removeprefix("step-")) + 3)
+    assert "going on after step" in run(folder, "stopped")
+    expected, got = weights(folder, "whole"), weights(folder, "stopped")
+    assert sorted(expected) == sorted(got)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    lines = [json.loads(line) for line in (folder / "stopped" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, STEPS + 1))
+
+    assert "saved on another mesh" in run(folder, "moved", "mesh=tp=2", "data.micro_batch=8")
+    got = weights(folder, "moved")
+    for name, tensor in expected.items():
+        assert float((tensor - got[name]).abs().max()) <= 1e-5 * float(tensor.abs().max()), name
+
+
+def test_the_export_is_the_model_that_was_trained(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    if not (folder / "whole").is_dir():
+        run(folder, "whole")
+    exported = export_run(folder / "whole", folder / "for-transformers", max_shard_size="20KB")
+    assert len(list(exported.glob("*.safetensors"))) > 1
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    sentence = "def add_1_2():\n    return 1 + 2\n"
+    ids = torch.tensor([tokenizer(sentence)["input_ids"]])
+    assert ids.tolist()[0] == byte_tokenizer().encode(sentence)
+    assert theirs.config.eos_token_id == tokenizer.eos_token_id == byte_tokenizer().eos_id
+
+    from meshpar.launchers import build
+    from meshpar.models import Transformer
+
+    recipe = load_recipe(folder / "whole" / "recipe.yaml")
+    shape = build.build_model(recipe, 257).config  # type: ignore[union-attr]
+    ours = Transformer(shape).eval()  # type: ignore[arg-type]
+    names = {theirs_: ours_ for ours_, theirs_ in _published(shape)}
+    ours.load_state_dict({names[name]: tensor for name, tensor in weights(folder, "whole").items()})
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(input_ids=ids).logits, ours(input_ids=ids).logits, rtol=0, atol=1e-5)
+        loss = theirs(input_ids=ids, labels=ids).loss
+    assert loss < 5.2, "it has learned nothing"
+
+
+def _published(shape: object) -> list[tuple[str, str]]:
+    from meshpar.models.transformer_config import published_names
+
+    names = published_names(shape)  # type: ignore[arg-type]
+    return [(ours.replace("*", str(n)), theirs.replace("*", str(n))) for ours, theirs in names for n in range(2)]
+
+
+def test_a_killed_rank_ends_the_job_with_one_message(folder: Path) -> None:
+    with running(folder, "killed", "training.steps=100000", until_step=2) as process:
+        ranks = children_of(process.pid)
+        os.kill(ranks[1], signal.SIGKILL)
+        _, rest = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert [line for line in rest.splitlines() if not line.startswith("step")] == [
+            "meshpar: rank 1 was ended by SIGKILL; the kernel does this to a process when memory runs out"
+        ]
+        assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+
+
+def small(folder: Path, *overrides: str) -> Recipe:
+    common = ["mesh=", f"data.cache={folder / 'cache'}", "training.steps=3", "checkpoint.every=2"]
+    return load_recipe(folder / "job.yaml", [*common, *overrides])
+
+
+def losses(recipe: Recipe) -> list[float]:
+    lines = [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+def test_text_json_lines_and_tokens_train_alike(folder: Path) -> None:
+    documents = text().split("\n\n")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"body": document}) + "\n" for document in documents if document.strip()))
+    tokenizer = byte_tokenizer()
+    ids = [[*tokenizer.encode(document), tokenizer.eos_id] for document in documents if document.strip()]
+    write_tokens(folder / "text.bin", ids, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
+    tokenizer.save(folder / "bytes")
+    sources = {
+        "files": [f"data.paths=[{folder / 'text.txt'}]", 'data.separator="\\n\\n"'],
+        "jsonl": [f"data.paths=[{folder / 'text.jsonl'}]", "data.field=body"],
+        "tokens": [f"data.paths=[{folder / 'text.bin'}]", f"data.tokenizer={folder / 'bytes'}"],
+    }
+    found = {}
+    for source, overrides in sources.items():
+        recipe = small(folder, f"data.source={source}", f"output={folder / f'from-{source}'}", "data.micro_batch=8", *overrides)
+        assert launch(recipe, 1, quiet=True) == 0
+        found[source] = losses(recipe)
+        assert (recipe.folder / "tokenizer" / "tokenizer.json").is_file()
+    assert found["files"] == found["jsonl"] == found["tokens"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(folder: Path) -> None:
+    recipe = small(folder, f"output={folder / 'diverged'}", f"data.paths=[{folder / 'text.txt'}]", "optimizer.lr=1e30")
+    with pytest.raises(MeshparError, match="gradient norm of step 2 is not finite"):
+        launch(recipe, 1, quiet=True)
+    assert not (folder / "diverged" / "checkpoints").exists()
+
+
+def test_resume_never_and_resume_from_elsewhere(folder: Path) -> None:
+    paths = f"data.paths=[{folder / 'text.txt'}]"
+    assert launch(small(folder, f"output={folder / 'first'}", paths), 1, quiet=True) == 0
+    with pytest.raises(RecipeError, match=r"resume is never, but .*first/checkpoints holds step 3"):
+        launch(small(folder, f"output={folder / 'first'}", paths, "checkpoint.resume=never"), 1, quiet=True)
+    for name, source in (
+        ("run", folder / "first"),
+        ("step", folder / "first/checkpoints/step-00000002"),
+        ("link", folder / "first/checkpoints/latest"),
+    ):
+        recipe = small(folder, f"output={folder / name}", paths, f"checkpoint.resume={source}", "training.steps=5")
+        assert launch(recipe, 1, quiet=True) == 0
+        assert len(losses(recipe)) == (3 if name == "step" else 2)
+    with pytest.raises(RecipeError, match="nowhere holds no committed step"):
+        launch(small(folder, f"output={folder / 'other'}", paths, f"checkpoint.resume={folder / 'nowhere'}"), 1, quiet=True)
+
+
+def test_the_best_step_by_validation_loss_stays(folder: Path) -> None:
+    recipe = small(
+        folder, f"output={folder / 'best'}", f"data.paths=[{folder / 'text.txt'}]", "training.steps=6", "training.validate_every=1",
+        "checkpoint={every: 1, keep: 1, best: val/loss}", "optimizer.lr=0.3", "training.nonfinite=skip",
+    )  # fmt: skip
+    assert launch(recipe, 1, quiet=True) == 0
+    values = {}
+    for line in (recipe.folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "val/loss" in record:
+            values[record["step"]] = record["val/loss"]
+    best = min(values, key=lambda step: values[step])
+    kept = sorted(int(path.name.removeprefix("step-")) for path in (recipe.folder / "checkpoints").glob("step-*"))
+    assert kept == sorted({best, 6})
+
+
+def test_weights_of_an_export_are_a_beginning(folder: Path) -> None:
+    if not (folder / "first").is_dir():
+        pytest.skip("needs the run of another test")
+    export_run(folder / "first", folder / "first-export", overwrite=True)
+    config = f"model={{kind: huggingface, config: {folder / 'first-export'}, weights: {folder / 'first-export'}}}"
+    tuned = small(folder, f"output={folder / 'tuned'}", f"data.paths=[{folder / 'text.txt'}]", config, "optimizer.lr=1e-9")
+    assert launch(tuned, 1, quiet=True) == 0
+    expected, got = weights(folder, "first"), weights(folder, "tuned")
+    assert sorted(expected) == sorted(got)
+    assert all(float((expected[name] - got[name]).abs().max()) < 1e-5 for name in expected)
+
+
+def test_a_dataset_that_changed_is_not_resumed_silently(folder: Path) -> None:
+    other = folder / "other.txt"
+    other.write_text(text(3000))
+    output = f"output={folder / 'changed'}"
+    assert launch(small(folder, output, f"data.paths=[{folder / 'text.txt'}]"), 1, quiet=True) == 0
+    with pytest.raises(MeshparError, match="position is one in other data"):
+        launch(small(folder, output, f"data.paths=[{other}]", "training.steps=5"), 1, quiet=True)
