@@ -8,6 +8,7 @@ Only the simulation's own process calls these, but for :func:`hidden_propagation
 - ``ShardingPropagator._propagate_tensor_meta_non_cached``: DTensor runs operators on fake tensors of the global size to learn shapes;
   nothing of that is allocated, so the recorder must not see it.
 - ``meshpar.passes.collectives._Regroup.forward`` (our own): it looks at the values of an index, which simulated tensors do not have.
+- ``SAC_IGNORED_OPS``: selective recomputation takes FSDP2's profiler marks, which run in recomputation only, for a difference in the model.
 - ``_chunk_with_empty``: FSDP2 makes a view for every rank's chunk and uses one; with thousands of ranks that takes minutes.
 """
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import checkpoint
 
 from meshpar import runtime
 from meshpar.mesh import MeshSpec
@@ -43,6 +45,8 @@ def register_device(name: str, module: Any) -> None:
     _outside_fake_mode(DeviceMesh, "__init__", "__getitem__", "_flatten", "_concatenate")
     _outside_fake_mode(MeshSpec, "build")
     _make_chunks_lazy()
+    marks = torch.ops.profiler
+    checkpoint.SAC_IGNORED_OPS |= {marks._record_function_enter_new.default, marks._record_function_exit._RecordFunction}
     _Regroup.forward = staticmethod(_regrouped)  # type: ignore[method-assign]
 
 

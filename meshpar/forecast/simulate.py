@@ -152,7 +152,9 @@ def run(job: Job) -> Trace:
     from meshpar.training.optimizer import AdamWSettings, build_adamw
 
     plan, compiled = _uncompiled(job.plan)
-    with runtime.simulated(job.world_size, as_rank=job.rank), fake_mode(), kernels_of(job.device):
+    # One thread: an error in a thread that autograd keeps for a device written in Python ends the process without a word.
+    single = torch.autograd.set_multithreading_enabled(False)
+    with single, runtime.simulated(job.world_size, as_rank=job.rank), fake_mode(), kernels_of(job.device):
         par = plan.apply(job.model, job.layout, device_type=device.NAME)
         initialize.allocate(par.module, par.device, torch.device("cpu") if _offloads(plan) else par.device)
         par.module.train()

@@ -1,0 +1,170 @@
+"""``forecast``: from a plan, a model and a batch to bytes, collectives and seconds, for one kind of hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, final
+
+from torch import nn
+
+from meshpar.errors import MeshparError
+from meshpar.forecast.cost import Cost, cost
+from meshpar.forecast.extrapolate import deepened
+from meshpar.forecast.hardware import Hardware
+from meshpar.forecast.lints import Lint, lints
+from meshpar.forecast.simulate import Job, like_blocks, shallow, simulate
+from meshpar.forecast.step import Batch, Loss, summed_token_loss
+from meshpar.forecast.trace import Memory, Trace
+from meshpar.layout import ModelLayout
+from meshpar.mesh import MeshSpec
+from meshpar.plan import Plan
+from meshpar.registry import layout_for
+
+ERROR_RANGE = 0.15
+"""Of the step time: twice the largest leave-one-out error of ``benchmarks/forecast_accuracy.py`` (6.6%), whose runs are few."""
+
+_PROBES = 2
+"""Blocks of the smaller of two probes: a first and a last one."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What a plan will cost; ``str()`` prints it.
+
+    Attributes:
+        title: the model, the plan and the ranks.
+        mesh: axis -> size.
+        hardware: the profile.
+        batch: of a data rank.
+        world_size: number of ranks.
+        trace: of the fullest rank.
+        memory: what it holds over the step.
+        cost: the step in time.
+        lints: what costs more than it needs to, the dearest first.
+        replayed: ``"all"`` blocks, or ``"probes"`` of a few.
+    """
+
+    title: str
+    mesh: MeshSpec
+    hardware: Hardware
+    batch: Batch
+    world_size: int
+    trace: Trace
+    memory: Memory
+    cost: Cost
+    lints: tuple[Lint, ...]
+    replayed: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak fits the device memory that tensors can have."""
+        return self.memory.peak <= self.hardware.memory - self.hardware.reserved
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """The step's seconds, least and most."""
+        return self.cost.seconds * (1 - ERROR_RANGE), self.cost.seconds * (1 + ERROR_RANGE)
+
+    def __str__(self) -> str:
+        from meshpar.forecast.report import text
+
+        return text(self)
+
+
+def forecast(
+    plan: Plan,
+    model: nn.Module,
+    batch: Batch,
+    *,
+    hardware: Hardware | str | Path,
+    world_size: int | None = None,
+    layout: ModelLayout | None = None,
+    loss: Loss = summed_token_loss,
+    depth: Literal["probes", "all"] = "probes",
+) -> Forecast:
+    """Say what ``plan`` will hold, send and take, without running it.
+
+    The real passes are applied to ``model`` in a simulated process group and a step is replayed, in a process of its own.
+
+    Args:
+        plan: as it will run.
+        model: on the meta device; it is not touched.
+        batch: of a data rank.
+        hardware: a profile, the name of one (``"h100"``) or its YAML file.
+        world_size: number of ranks; None: the mesh's, where it says.
+        layout: the model's description; None asks the module.
+        loss: ``(model, input_ids, labels) -> summed loss``, importable by name.
+        depth: ``"probes"`` replays two and three blocks and tells the rest from them; ``"all"`` replays all.
+
+    Raises:
+        PlanError: what :meth:`meshpar.Plan.check` finds.
+        MeshparError: a step that fails, or a model that cannot be sent to another process.
+    """
+    profile = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
+    known = layout or layout_for(model)
+    plan = on_nodes(plan, profile)
+    size = plan.mesh.size if world_size is None and isinstance(plan.mesh, MeshSpec) else world_size
+    if size is None:
+        raise MeshparError(f"mesh {plan.mesh!r} does not say how many ranks there are; give world_size=")
+    spec = plan.check(model, known, size)
+    job = Job(plan=Plan(spec, plan.passes), model=model, layout=layout, batch=batch, world_size=size, loss=loss)
+    trace, replayed = trace_of(job, known, depth)
+    return evaluated(trace, profile, job, replayed)
+
+
+def evaluated(trace: Trace, profile: Hardware, job: Job, replayed: str) -> Forecast:
+    """Return the forecast that a trace makes on a profile."""
+    memory, timed = trace.memory(), cost(trace, profile)
+    assert isinstance(job.plan.mesh, MeshSpec)
+    return Forecast(
+        title=f"{type(job.model).__name__}, {trace.parameters / 1e9:.2f}B parameters, on {job.world_size} x {profile.name}: {job.plan}",
+        mesh=job.plan.mesh,
+        hardware=profile,
+        batch=job.batch,
+        world_size=job.world_size,
+        trace=trace,
+        memory=memory,
+        cost=timed,
+        lints=lints(trace, timed, profile),
+        replayed=replayed,
+    )
+
+
+def on_nodes(plan: Plan, profile: Hardware) -> Plan:
+    """Return the plan on nodes of the profile's size, which ``auto`` meshes ask for."""
+    if isinstance(plan.mesh, MeshSpec):
+        return Plan(MeshSpec(plan.mesh.axes, ranks_per_node=plan.mesh.ranks_per_node or profile.node), plan.passes)
+    return plan
+
+
+def trace_of(job: Job, layout: ModelLayout, depth: str = "probes") -> tuple[Trace, str]:
+    """Return the trace of ``job`` at its model's whole depth, and whether it was replayed or told from probes."""
+    jobs = probes(job, layout) if depth == "probes" else [job]
+    traces = simulate(jobs, workers=len(jobs))
+    if len(jobs) == 1:
+        return traces[0], "all"
+    _, blocks = like_blocks(job.model, layout)
+    return deepened(traces[0], traces[1], blocks), "probes"
+
+
+def probes(job: Job, layout: ModelLayout) -> list[Job]:
+    """Return two jobs of a few blocks that tell the rest, or the job itself where that saves nothing."""
+    try:
+        _, blocks = like_blocks(job.model, layout)
+    except MeshparError:
+        return [job]
+    period = max([getattr(each, "every", 1) for each in job.plan.passes], default=1)
+    ahead = max([getattr(each, "prefetch_forward", 0) + getattr(each, "prefetch_backward", 1) for each in job.plan.passes], default=0)
+    first = _PROBES + max(0, ahead - 1)
+    first += (blocks - first) % period
+    if blocks <= first + period:
+        return [job]
+    return [replace(job, model=shallow(job.model, layout, count)) for count in (first, first + period)]
+
+
+def fitting(forecasts: Sequence[Forecast]) -> list[Forecast]:
+    """Return those that fit, the fastest first."""
+    return sorted((each for each in forecasts if each.fits), key=lambda each: -each.cost.tokens_per_second)

@@ -1,0 +1,190 @@
+"""Times for a trace on a hardware profile: a pure function of the two.
+
+The host issues the trace's events in order; each stream works off what it was given; an event starts when its stream, what its stream
+waits for, and the host are there. Nothing is assumed about overlap: it follows from FSDP2's own streams, which the trace has.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from meshpar.forecast.hardware import Hardware
+from meshpar.forecast.trace import Collective, Event, Trace
+
+CAUSAL = 0.5
+"""Fused causal attention computes this part of the square that its operations are counted for."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """An event in time: seconds from the start of the step, on one lane (a stream, or a group's own queue)."""
+
+    lane: str
+    name: str
+    phase: str
+    scope: str
+    start: float
+    end: float
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """The step in time.
+
+    Attributes:
+        seconds: of the step.
+        computing: kind of work -> seconds on the main stream (``matmul``, ``attention``, ``memory``).
+        sending: (axis, kind) -> seconds of collectives, hidden behind computing or not.
+        exposed: axis -> seconds in which the main stream stood still for it.
+        idle: seconds in which it waited for the host.
+        tokens_per_second: of all ranks.
+        mfu: model FLOP utilisation: operations without recomputation, attention's whole square, over the peak (as PaLM and torchtitan
+            count).
+        spans: the timeline.
+        ends: for each event of the trace, when it ends.
+    """
+
+    seconds: float
+    computing: Mapping[str, float]
+    sending: Mapping[tuple[str, str], float]
+    exposed: Mapping[str, float]
+    idle: float
+    tokens_per_second: float
+    mfu: float
+    spans: tuple[Span, ...]
+    ends: tuple[float, ...]
+
+
+def cost(trace: Trace, hardware: Hardware) -> Cost:
+    """Return what one step of ``trace`` costs in time on ``hardware``."""
+    clock = _Clock(trace, hardware)
+    for phase, event in trace.events():
+        clock.step(phase, event)
+    seconds = max([clock.host, *clock.free.values()])
+    dtypes = [event.dtype for _, event in trace.events() if event.flops]
+    peak = hardware.flops(max(set(dtypes), key=dtypes.count)) if dtypes else 1.0
+    return Cost(
+        seconds=seconds,
+        computing=dict(clock.computing),
+        sending=dict(clock.sending),
+        exposed=dict(clock.exposed),
+        idle=clock.idle,
+        tokens_per_second=trace.tokens * trace.data_size / seconds,
+        mfu=trace.flops(recomputed=False) / seconds / peak,
+        spans=tuple(clock.spans),
+        ends=tuple(clock.ends),
+    )
+
+
+@final
+class _Clock:
+    def __init__(self, trace: Trace, hardware: Hardware) -> None:
+        self.hardware, self.compiled = hardware, trace.compiled
+        self.host, self.idle = 0.0, 0.0
+        self.free: dict[str, float] = defaultdict(float)
+        self.ends: list[float] = []
+        self.what: list[str] = []
+        self.computing: dict[str, float] = defaultdict(float)
+        self.sending: dict[tuple[str, str], float] = defaultdict(float)
+        self.exposed: dict[str, float] = defaultdict(float)
+        self.spans: list[Span] = []
+        self.busy_until = 0.0
+
+    def step(self, phase: str, event: Event) -> None:
+        if event.kind == "wait":
+            end = self._wait(event)
+        elif event.collective is not None:
+            end = self._send(phase, event, event.collective)
+        else:
+            end = self._compute(phase, event)
+        self.ends.append(end)
+        self.what.append("" if event.collective is None else event.collective.axis)
+
+    def _wait(self, event: Event) -> float:
+        until, free = self.ends[event.target], self.free[event.stream]
+        if event.stream == "compute" and until > max(free, self.host):
+            self.exposed[self.what[event.target] or "copies"] += until - max(free, self.host)
+        self.free[event.stream] = max(free, until)
+        return self.free[event.stream]
+
+    def _send(self, phase: str, event: Event, sent: Collective) -> float:
+        hardware = self.hardware
+        self.host += hardware.host
+        lane = f"{sent.axis} {sent.kind}" if event.kind == "async" else event.stream
+        queue = f"group {sent.axis}" if event.kind == "async" else event.stream
+        start = max(self.free[event.stream], self.free[queue], self.host)
+        took = sending_time(sent, hardware)
+        end = start + took
+        self.free[queue] = end
+        self.sending[sent.axis, sent.kind] += took
+        if event.kind == "collective" and event.stream == "compute":
+            self.exposed[sent.axis] += took
+        self.busy_until = max(self.busy_until, end)
+        self.spans.append(Span(lane=lane, name=f"{sent.kind} {sent.axis}", phase=phase, scope=event.scope, start=start, end=end))
+        return end
+
+    def _compute(self, phase: str, event: Event) -> float:
+        moved = event.fused if self.compiled and event.scope else event.moved
+        issued = not (self.compiled and event.scope and not event.flops and not moved)
+        if not event.flops and not event.moved:
+            return self.free[event.stream]
+        self.host += self.hardware.host if issued else 0.0
+        took, kind = computing_time(event, moved, self.hardware)
+        if took == 0.0:
+            return self.free[event.stream]
+        start = self.free[event.stream]
+        if self.host > start:
+            self.idle += self.host - start if event.stream == "compute" else 0.0
+            start = self.host
+        beside = max(0.0, min(start + took, self.busy_until) - start)
+        took += beside * self.hardware.contention
+        end = self.free[event.stream] = start + took
+        if event.stream == "compute":
+            self.computing[kind] += took
+        self.spans.append(Span(lane=event.stream, name=event.name, phase=phase, scope=event.scope, start=start, end=end))
+        return end
+
+
+def computing_time(event: Event, moved: int, hardware: Hardware) -> tuple[float, str]:
+    """Return the seconds of one operator and what bounds it; 0 for one that a compiler joined to others."""
+    memory = moved / (hardware.memory_bandwidth * hardware.memory_fraction)
+    if not event.flops:
+        return (memory + hardware.launch, "memory") if moved else (0.0, "memory")
+    speed = hardware.flops(event.dtype) * hardware.clock
+    if "attention" in event.name:
+        fraction = hardware.attention_backward if "backward" in event.name else hardware.attention_forward
+        return CAUSAL * event.flops / (speed * fraction) + hardware.launch, "attention"
+    fraction = hardware.matmul
+    for size in event.shape[1:]:
+        fraction *= size / (size + hardware.tile)
+    return max(event.flops / (speed * fraction), memory) + hardware.launch, "matmul"
+
+
+def sending_time(sent: Collective, hardware: Hardware) -> float:
+    """Return the seconds of one collective: ring bytes over the slowest link, and a latency that grows with the nodes."""
+    if sent.ranks <= 1:
+        return 0.0
+    inside, nodes = placement(sent, hardware)
+    # Without a switch a pair has its own wires and no others.
+    wires = 1.0 if hardware.switched or hardware.node == 1 else (inside - 1) / (hardware.node - 1)
+    within = hardware.node_bandwidth * hardware.node_fraction * wires
+    if nodes == 1:
+        bandwidth, latency = within, hardware.node_latency
+    else:
+        # The ranks of the group that share a node reach the network through a card each.
+        across = inside * hardware.network_bandwidth * hardware.network_fraction
+        bandwidth = min(within, across) if inside > 1 else across
+        latency = hardware.network_latency * (1 + 0.05 * nodes)
+    volume = sent.size * (sent.ranks - 1) / sent.ranks
+    return latency + volume * (2 if sent.kind == "all_reduce" else 1) / bandwidth
+
+
+def placement(sent: Collective, hardware: Hardware) -> tuple[int, int]:
+    """Return how many ranks of the group share a node, and on how many nodes it lies; ranks fill the nodes in order."""
+    inside = max(1, min(sent.ranks, hardware.node // sent.stride)) if sent.stride < hardware.node else 1
+    return inside, -(-sent.ranks // inside)

@@ -1,0 +1,164 @@
+"""A deep model's trace from those of two shallow ones, and a large micro-batch's from two small ones.
+
+Between ``d`` and ``d + p`` like blocks a step differs by one stretch of events in each pass over the model, and in amounts that grow by
+the same number with each block. Both are found by laying the two traces side by side; where they do not fit, nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from meshpar.errors import MeshparError
+from meshpar.forecast.trace import Collective, Event, Phase, Trace
+
+
+def deepened(shallow: Trace, deeper: Trace, depth: int) -> Trace:
+    """Return the trace of ``depth`` blocks, from two traces of fewer.
+
+    Raises:
+        MeshparError: the two do not differ by whole blocks, or ``depth`` is not reached by more of the same.
+    """
+    step = deeper.depth - shallow.depth
+    if step < 1 or depth < deeper.depth or (depth - shallow.depth) % step:
+        raise MeshparError(f"cannot tell {depth} blocks from probes of {shallow.depth} and {deeper.depth}")
+    times = (depth - shallow.depth) // step
+    phases, places = [], _Places()
+    for few, more in _pairs(shallow, deeper):
+        phases.append(Phase(name=more.name, events=_stretched(few.events, more.events, times, places)))
+    return replace(
+        deeper,
+        depth=depth,
+        held=_line(shallow.held, deeper.held, times),
+        exact=_line(shallow.exact, deeper.exact, times),
+        parameters=shallow.parameters + times * (deeper.parameters - shallow.parameters),
+        phases=tuple(phases),
+    )
+
+
+def widened(one: Trace, two: Trace, times: int) -> Trace:
+    """Return the trace of a micro-batch of ``times`` samples from those of one and of two.
+
+    Exact but for an allocator's rounding of small pieces.
+
+    Raises:
+        MeshparError: the two traces do different things.
+    """
+    phases = []
+    for first, second in _pairs(one, two):
+        if len(first.events) != len(second.events):
+            raise MeshparError(f"the {first.name} of one sample and of two differ in more than amounts; simulate the micro-batch itself")
+        phases.append(Phase(name=first.name, events=tuple(_grown(a, b, times - 1) for a, b in zip(first.events, second.events))))
+    return replace(one, tokens=one.tokens * times, held=_line(one.held, two.held, times - 1), phases=tuple(phases))
+
+
+class _Places:
+    """Where the events of the deeper probe stand in the trace that is made of it."""
+
+    def __init__(self) -> None:
+        self.old, self.new = 0, 0
+        self.of: list[int] = []
+
+
+def _pairs(one: Trace, other: Trace) -> list[tuple[Phase, Phase]]:
+    if [each.name for each in one.phases] != [each.name for each in other.phases]:
+        raise MeshparError("two probes ran different phases")
+    return list(zip(one.phases, other.phases))
+
+
+def _stretched(few: Sequence[Event], more: Sequence[Event], times: int, places: _Places) -> tuple[Event, ...]:
+    period = len(more) - len(few)
+    if period < 0:
+        raise MeshparError("more blocks ran fewer operators; replay the full depth")
+    cut = _cut(few, more, period) if period else len(few)
+    base, start = places.old, places.new
+    head = [_grown(a, b, times) for a, b in zip(few[:cut], more[:cut])]
+    body = list(more[cut : cut + period])
+    tail = [_grown(a, b, times) for a, b in zip(few[cut:], more[cut + period :])]
+    extra = (times - 1) * period if period else 0
+    # What others wait for in the stretch that repeats is its last repetition.
+    places.of += [start + at + (extra if at >= cut else 0) for at in range(len(more))]
+
+    def moved(event: Event, at: int, repetition: int) -> Event:
+        if event.kind != "wait":
+            return event
+        local, shift = event.target - base, repetition * period
+        if local >= cut - period and at < cut + period and repetition:
+            target = start + local + shift
+        elif 0 <= local < cut + period and at < cut + period:
+            target = start + local
+        else:
+            target = places.of[event.target]
+        return replace(event, target=target)
+
+    events = [moved(each, at, 0) for at, each in enumerate(head)]
+    for repetition in range(times if period else 0):
+        events += [moved(each, cut + at, repetition) for at, each in enumerate(body)]
+    events += [moved(each, cut + period + at, 0) for at, each in enumerate(tail)]
+    places.old, places.new = base + len(more), start + len(events)
+    return tuple(events)
+
+
+def _cut(few: Sequence[Event], more: Sequence[Event], period: int) -> int:
+    """Return where the stretch of ``period`` events stands in ``more`` that ``few`` has not: where the rest fits best."""
+    count = len(few)
+    alike_head = _misfits(zip(few, more))
+    alike_tail = _misfits(zip(reversed(few), reversed(more)))
+    best = min(range(count + 1), key=lambda cut: (alike_head[cut] + alike_tail[count - cut], cut))
+    if alike_head[best] + alike_tail[count - best] >= _IMPOSSIBLE:
+        raise MeshparError("two probes differ by more than whole blocks; replay the full depth")
+    return best
+
+
+_IMPOSSIBLE = 1 << 40
+
+
+def _misfits(pairs: Any) -> list[int]:
+    """Return, for each length, how many of the first pairs differ in amounts; a pair that differs in kind makes it impossible."""
+    total, counts = 0, [0]
+    for a, b in pairs:
+        if _kind(a) != _kind(b):
+            total += _IMPOSSIBLE
+        elif a.memory != b.memory or a.collective != b.collective or (a.flops, a.moved, a.shape) != (b.flops, b.moved, b.shape):
+            total += 1
+        counts.append(total)
+    return counts
+
+
+def _kind(event: Event) -> tuple[Any, ...]:
+    """Return what two events must share for one to be the other in a larger model."""
+    sent = event.collective
+    what = None if sent is None else (sent.kind, sent.axis, sent.dtype)
+    return event.kind, event.name, event.stream, event.recomputed, what, tuple(held_by for held_by, _ in event.memory), len(event.shape)
+
+
+def _grown(a: Event, b: Event, times: int) -> Event:
+    """Return ``a`` after ``times`` of the steps that make it ``b``."""
+    if _kind(a) != _kind(b):
+        raise MeshparError(f"two probes do different things: {a.name} and {b.name}; replay the full depth")
+    if a is b or (
+        a.memory == b.memory and a.flops == b.flops and a.moved == b.moved and a.fused == b.fused and a.collective == b.collective
+    ):
+        return replace(b, shape=_between(a.shape, b.shape, times)) if a.shape != b.shape else b
+    return replace(
+        b,
+        flops=a.flops + times * (b.flops - a.flops),
+        moved=a.moved + times * (b.moved - a.moved),
+        fused=a.fused + times * (b.fused - a.fused),
+        shape=_between(a.shape, b.shape, times),
+        memory=tuple((held_by, x + times * (y - x)) for (held_by, x), (_, y) in zip(a.memory, b.memory)),
+        collective=_larger(a.collective, b.collective, times),
+    )
+
+
+def _between(a: tuple[int, ...], b: tuple[int, ...], times: int) -> tuple[int, ...]:
+    return tuple(x + times * (y - x) for x, y in zip(a, b))
+
+
+def _larger(a: Collective | None, b: Collective | None, times: int) -> Collective | None:
+    return b if a is None or b is None else replace(b, size=a.size + times * (b.size - a.size))
+
+
+def _line(a: Mapping[str, int], b: Mapping[str, int], times: int) -> dict[str, int]:
+    return {name: a[name] + times * (b[name] - a[name]) for name in a}

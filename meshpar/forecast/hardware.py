@@ -1,0 +1,125 @@
+"""Hardware profiles: what a machine can do and what of it training reaches, as a small YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import final
+
+import yaml
+
+from meshpar.errors import MeshparError
+from meshpar.patterns import nearest
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One kind of accelerator and how many are wired together.
+
+    Attributes:
+        name: of the profile.
+        peak: dtype -> floating-point operations a second, dense, as the maker states them.
+        memory: bytes of device memory.
+        reserved: bytes of it that tensors cannot have: the driver's context, collectives' buffers, fragments.
+        memory_bandwidth: bytes a second of device memory, as stated.
+        matmul: fraction of ``peak`` that a large matrix product sustains at full power.
+        attention_forward, attention_backward: fractions of ``peak`` that fused attention sustains.
+        clock: part of the full-power card's clock that this card's power limit leaves under load; 1.0 for that one.
+        tile: elements of a matrix product's dim at which it reaches half of its fraction.
+        memory_fraction: fraction of ``memory_bandwidth`` that element-wise kernels reach.
+        node: accelerators in a node.
+        node_bandwidth: bytes a second that one sends to the others of its node (one direction), as stated.
+        switched: a switch joins the node, so that any two reach ``node_bandwidth``; otherwise each pair has its share of the wires.
+        node_fraction: fraction of it that collectives reach.
+        network_bandwidth: bytes a second that one sends to other nodes.
+        network_fraction: fraction of it that collectives reach.
+        node_latency, network_latency: seconds before a collective's first byte, and for each further node.
+        contention: by which fraction computing is slower while a collective runs beside it.
+        launch: seconds that the device needs between two kernels.
+        host: seconds that the host needs to issue an operator.
+        sources: where the numbers are from.
+    """
+
+    name: str
+    peak: Mapping[str, float]
+    memory: float
+    reserved: float
+    memory_bandwidth: float
+    matmul: float
+    attention_forward: float
+    attention_backward: float
+    clock: float = 1.0
+    tile: float
+    memory_fraction: float
+    node: int
+    node_bandwidth: float
+    switched: bool = True
+    node_fraction: float
+    network_bandwidth: float
+    network_fraction: float
+    node_latency: float
+    network_latency: float
+    contention: float
+    launch: float
+    host: float
+    sources: str = ""
+
+    @classmethod
+    def load(cls, source: str | Path) -> Hardware:
+        """Read a profile: the name of one that comes with meshpar, or a YAML file.
+
+        Raises:
+            MeshparError: there is none, or its fields are not these.
+        """
+        known = profiles()
+        path = known.get(str(source), Path(source))
+        if not path.is_file():
+            near = nearest(str(source), known) or sorted(known)
+            raise MeshparError(f"no hardware profile {source}; nearest: {', '.join(near)}; or give a YAML file with the fields of Hardware")
+        data = yaml.safe_load(path.read_text())
+        return cls.of(data, str(source))
+
+    @classmethod
+    def of(cls, data: object, where: str) -> Hardware:
+        """Return the profile that ``data`` describes; ``where`` is for messages."""
+        if not isinstance(data, Mapping):
+            raise MeshparError(f"{where} holds a {type(data).__name__}; expected the fields of Hardware")
+        names = {each.name for each in fields(cls)}
+        optional = {"clock", "switched", "sources"}
+        problems = [f"unknown field {name}" for name in data if name not in names]
+        problems += [f"missing field {name}" for name in sorted(names - optional - set(data))]
+        if problems:
+            raise MeshparError(f"hardware profile {where}: {'; '.join(problems)}")
+        values = {name: _number(name, value, where) for name, value in data.items()}
+        return cls(**values)  # type: ignore[arg-type]
+
+    def flops(self, dtype: str) -> float:
+        """Return the peak for ``dtype``; one that is not listed counts as float32."""
+        return self.peak.get(dtype, self.peak["float32"])
+
+
+def profiles() -> dict[str, Path]:
+    """Return the profiles that come with meshpar, by name."""
+    folder = Path(str(resources.files("meshpar.forecast") / "hardware"))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _number(name: str, value: object, where: str) -> object:
+    if name in ("name", "sources"):
+        return str(value)
+    if name == "switched":
+        return bool(value)
+    if name == "peak":
+        if not isinstance(value, Mapping) or "float32" not in value:
+            raise MeshparError(f"hardware profile {where}: peak maps dtypes to operations a second and has float32, got {value!r}")
+        return {str(dtype): _number(f"peak.{dtype}", number, where) for dtype, number in value.items()}
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise MeshparError(f"hardware profile {where}: {name} is {value!r}, expected a number") from None
+    if number < 0 or (number == 0 and name not in ("reserved", "contention", "launch", "host", "node_latency", "network_latency", "tile")):
+        raise MeshparError(f"hardware profile {where}: {name} is {value!r}, expected a positive number")
+    return int(number) if name == "node" else number

@@ -1,0 +1,134 @@
+"""A forecast as text and as JSON."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from meshpar.forecast.api import ERROR_RANGE, Forecast
+from meshpar.forecast.cost import placement, sending_time
+from meshpar.forecast.trace import Collective
+
+GIB = 1 << 30
+
+
+def text(forecast: Forecast, *, width: int = 118) -> str:
+    """Return the report of one forecast for a terminal."""
+    screen = Console(file=io.StringIO(), width=width, force_terminal=False)
+    screen.print(forecast.title, highlight=False)
+    screen.print(_verdict(forecast), highlight=False)
+    screen.print(_memory(forecast))
+    screen.print(_collectives(forecast))
+    screen.print(_time(forecast))
+    for each in forecast.lints:
+        price = f"{each.seconds * 1e3:,.1f} ms" if each.seconds else f"{each.size / GIB:,.2f} GiB"
+        screen.print(f"- {each.name} ({price}): {each.text}", highlight=False, markup=False)
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue()
+
+
+def as_data(forecast: Forecast) -> dict[str, Any]:
+    """Return the forecast as JSON-able data; sizes in bytes, times in seconds."""
+    trace, timed = forecast.trace, forecast.cost
+    return {
+        "title": forecast.title,
+        "mesh": dict(forecast.mesh.axes),
+        "world_size": forecast.world_size,
+        "hardware": forecast.hardware.name,
+        "batch": {"sequence": forecast.batch.sequence, "micro_batch": forecast.batch.micro_batch, "accumulate": forecast.batch.accumulate},
+        "replayed": forecast.replayed,
+        "parameters": trace.parameters,
+        "rank_bytes": dict(trace.exact),
+        "fits": forecast.fits,
+        "peak": {"bytes": forecast.memory.peak, "held": dict(forecast.memory.held), "event": forecast.memory.event},
+        "memory": {"bytes": forecast.hardware.memory, "reserved": forecast.hardware.reserved},
+        "collectives": rows(forecast),
+        "flops": {"all": trace.flops(), "without_recomputation": trace.flops(recomputed=False)},
+        "step": {
+            "seconds": timed.seconds,
+            "range": list(forecast.seconds),
+            "tokens_per_second": timed.tokens_per_second,
+            "tokens_per_second_per_rank": timed.tokens_per_second / forecast.world_size,
+            "mfu": timed.mfu,
+            "computing": dict(timed.computing),
+            "exposed": dict(timed.exposed),
+            "idle": timed.idle,
+        },
+        "lints": [{"name": each.name, "text": each.text, "seconds": each.seconds, "bytes": each.size} for each in forecast.lints],
+    }
+
+
+def rows(forecast: Forecast) -> list[dict[str, Any]]:
+    """Return like collectives joined: phase, kind, axis, how many, bytes of each, where, and their seconds together."""
+    counted = Counter(forecast.trace.collectives())
+    return [
+        {
+            "phase": phase,
+            "kind": sent.kind,
+            "axis": sent.axis,
+            "ranks": sent.ranks,
+            "count": count,
+            "bytes": sent.size,
+            "dtype": sent.dtype,
+            "where": _where(sent, forecast),
+            "seconds": count * sending_time(sent, forecast.hardware),
+        }
+        for (phase, sent), count in counted.items()
+    ]
+
+
+def _where(sent: Collective, forecast: Forecast) -> str:
+    inside, nodes = placement(sent, forecast.hardware)
+    return "in a node" if nodes == 1 else f"{nodes} nodes" if inside == 1 else f"{nodes} nodes of {inside}"
+
+
+def _verdict(forecast: Forecast) -> str:
+    room = (forecast.hardware.memory - forecast.hardware.reserved) / GIB
+    peak = forecast.memory.peak / GIB
+    verdict = "fits" if forecast.fits else "DOES NOT FIT"
+    how = "every block replayed" if forecast.replayed == "all" else "told from probes of a few blocks"
+    return f"peak {peak:.2f} GiB of {room:.1f} GiB that tensors can have: {verdict} ({how})"
+
+
+def _memory(forecast: Forecast) -> Table:
+    table = Table(title="Memory of the fullest rank at its peak", title_justify="left")
+    table.add_column("held by")
+    table.add_column("GiB", justify="right")
+    table.add_column("")
+    for name, size in sorted(forecast.memory.held.items(), key=lambda item: -item[1]):
+        if size >= 1e-4 * forecast.memory.peak:
+            table.add_row(name, f"{size / GIB:.3f}", "█" * round(50 * size / forecast.memory.peak))
+    return table
+
+
+def _collectives(forecast: Forecast) -> Table:
+    table = Table(title="Collectives of a step", title_justify="left")
+    for name in ("phase", "kind", "axis", "count", "MiB each", "dtype", "where", "ms together"):
+        table.add_column(name, justify="right" if name in ("count", "MiB each", "ms together") else "left")
+    for row in rows(forecast):
+        each = f"{row['bytes'] / 2**20:,.3f}" if row["bytes"] > 1024 else "< 0.001"
+        table.add_row(
+            row["phase"], row["kind"], f"{row['axis']}={row['ranks']}", f"{row['count']:,}", each, row["dtype"], row["where"],
+            f"{row['seconds'] * 1e3:,.2f}",
+        )  # fmt: skip
+    return table
+
+
+def _time(forecast: Forecast) -> Table:
+    timed = forecast.cost
+    least, most = forecast.seconds
+    table = Table(title="Time of a step", title_justify="left", show_header=False)
+    table.add_row("step", f"{timed.seconds * 1e3:,.1f} ms, {least * 1e3:,.1f} to {most * 1e3:,.1f} (± {ERROR_RANGE:.0%})")
+    table.add_row("tokens/s", f"{timed.tokens_per_second:,.0f}, {timed.tokens_per_second / forecast.world_size:,.0f} a rank")
+    table.add_row("MFU", f"{timed.mfu:.1%} ({forecast.trace.flops() / 1e12:,.2f} TFLOP a rank, recomputation included)")
+    for kind, seconds in timed.computing.items():
+        table.add_row(f"computing: {kind}", f"{seconds * 1e3:,.1f} ms")
+    for axis, seconds in timed.exposed.items():
+        table.add_row(f"standing still for {axis}", f"{seconds * 1e3:,.1f} ms")
+    if timed.idle > 0:
+        table.add_row("waiting for the host", f"{timed.idle * 1e3:,.1f} ms")
+    return table
