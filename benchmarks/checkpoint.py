@@ -160,8 +160,8 @@ def raw_write(path: Path, state: dict[str, Any]) -> None:
     with path.open("wb", buffering=0) as file:
         for tensor in state.values():
             memory = memory_of(tensor.detach())
-            for start in range(0, len(memory), 4 << 20):
-                write_all(file.fileno(), memory[start : start + (4 << 20)])
+            for start in range(0, len(memory), 1 << 20):
+                write_all(file.fileno(), memory[start : start + (1 << 20)])
         os.fsync(file.fileno())
 
 

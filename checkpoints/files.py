@@ -17,7 +17,7 @@ from meshpar.errors import CheckpointError
 from meshpar.views import Spans
 
 TILE_BYTES = 4 << 20  # of tensors that are rearranged
-BLOCK_BYTES = 2 << 20  # of bytes that go through as they are: larger ones leave the processor's cache
+BLOCK_BYTES = 1 << 20  # of bytes that go through as they are; from 2 MiB on the kernel hunts for huge pages, at several times the cost
 _LEAST_RUN_BYTES, _MOST_WASTE_BYTES = 1024, 8192  # a call costs as much as reading 8 KiB; shorter runs are read with what is between
 
 
