@@ -138,8 +138,9 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
     data, schedule = trainer.data, trainer.schedule
     parameters = sum(parameter.numel() for parameter in par.module.parameters())
     batch = data.global_batch
+    passes = "".join(f", {each.name}" for each in par.plan.passes)
     lines = [
-        f"{parameters:,} parameters on {par.spec or 'one process'} ({par.device.type}): {par.plan}",
+        f"{parameters:,} parameters on {str(par.spec) or 'one process'} ({par.device.type}){passes}",
         f"{data.samples.tokens.tokens:,} tokens, {data.steps_per_epoch:,} steps an epoch"  # type: ignore[attr-defined]
         f"; a step: {batch:,} sequences = {batch * recipe.data.sequence_length:,} tokens "
         f"({recipe.data.micro_batch} x {recipe.data.accumulate} micro-batches x {par.data_size} data ranks)",

@@ -32,13 +32,21 @@ device: cpu
 model: {dim: 32, layers: 2, heads: 2, hidden: 64, max_positions: 64, dropout: 0.0}
 data: {source: files, sequence_length: 64, micro_batch: 4, accumulate: 2, validation_fraction: 0.1}
 optimizer: {lr: 1e-3, eps: 1e-4}
-training: {steps: 40, log_every: 1, tensorboard: false}
+training: {steps: 40, log_every: 1, validate_steps: 2, tensorboard: false}
 """
 
 
 def text(lines: int = 4000) -> str:
     numbers = np.random.default_rng(0).integers(0, 50, size=(lines, 2)).tolist()
     return "".join(f"def add_{a}_{b}():\n    return {a} + {b}\n\n" for a, b in numbers)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
