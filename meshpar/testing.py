@@ -261,6 +261,7 @@ def assert_parity(
     tolerance: float = 1e-5,
     loss_sum: LossSum = token_loss_sum,
     max_norm: float = 1.0,
+    expected: Record | None = None,
 ) -> Parallelized:
     """Assert that training under a plan equals training in one process on the concatenated batches.
 
@@ -277,6 +278,7 @@ def assert_parity(
         tolerance: relative to each tensor's largest absolute value.
         loss_sum: the loss.
         max_norm: gradients are clipped to this norm, so that clipping is part of what must agree.
+        expected: what :func:`one_process` returned for the same model and steps, to hold several plans against it; None: runs it.
 
     Returns:
         The parallel module after training.
@@ -286,13 +288,14 @@ def assert_parity(
 
     Collective: every rank calls it.
     """
-    expected = train_steps(_alone(build, layout, seed), steps, loss_sum=loss_sum, max_norm=max_norm) if dist.get_rank() == 0 else None
+    if expected is None:
+        expected = one_process(build, steps, layout=layout, seed=seed, loss_sum=loss_sum, max_norm=max_norm)
     with torch.device("meta"):
         module = build()
     par = Plan(mesh, passes).apply(module, layout).materialize(seed=seed)
     got = train_steps(par, steps, loss_sum=loss_sum, max_norm=max_norm)
     verdict: list[str | None] = [None]
-    if expected is not None:
+    if dist.get_rank() == 0:
         try:
             assert_records_match(expected, got, tolerance)
         except AssertionError as error:
@@ -301,6 +304,21 @@ def assert_parity(
     if verdict[0] is not None:
         raise AssertionError(verdict[0])
     return par
+
+
+def one_process(
+    build: Callable[[], nn.Module],
+    steps: Sequence[Sequence[Any]],
+    *,
+    layout: ModelLayout | None = None,
+    seed: int = 0,
+    loss_sum: LossSum = token_loss_sum,
+    max_norm: float = 1.0,
+) -> Record:
+    """Return what training in one process leaves, on rank 0; an empty record on the others, which wait for nobody."""
+    if dist.get_rank() != 0:
+        return Record()
+    return train_steps(_alone(build, layout, seed), steps, loss_sum=loss_sum, max_norm=max_norm)
 
 
 def _alone(build: Callable[[], nn.Module], layout: ModelLayout | None, seed: int) -> Parallelized:
@@ -379,6 +397,7 @@ __all__ = (
     "assert_records_match",
     "launch",
     "on_ranks",
+    "one_process",
     "random_tokens",
     "token_loss_sum",
     "token_steps",
