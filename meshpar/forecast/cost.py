@@ -89,6 +89,7 @@ class _Clock:
         self.free: dict[str, float] = defaultdict(float)
         self.ends: list[float] = []
         self.what: list[str] = []
+        self.axis: dict[str, str] = defaultdict(str)
         self.computing: dict[str, float] = defaultdict(float)
         self.sending: dict[tuple[str, str], float] = defaultdict(float)
         self.exposed: dict[str, float] = defaultdict(float)
@@ -103,7 +104,10 @@ class _Clock:
         else:
             end = self._compute(phase, event)
         self.ends.append(end)
-        self.what.append("" if event.collective is None else event.collective.axis)
+        if event.collective is not None:
+            self.axis[event.stream] = event.collective.axis
+        # A copy after a collective, on its stream, is part of what it makes others wait for.
+        self.what.append(self.axis[event.stream] if event.stream != "compute" or event.collective is not None else "")
 
     def _wait(self, event: Event) -> float:
         until, free = self.ends[event.target], self.free[event.stream]

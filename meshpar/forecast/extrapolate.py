@@ -137,9 +137,7 @@ def _grown(a: Event, b: Event, times: int) -> Event:
     """Return ``a`` after ``times`` of the steps that make it ``b``."""
     if _kind(a) != _kind(b):
         raise MeshparError(f"two probes do different things: {a.name} and {b.name}; replay the full depth")
-    if a is b or (
-        a.memory == b.memory and a.flops == b.flops and a.moved == b.moved and a.fused == b.fused and a.collective == b.collective
-    ):
+    if (a.memory, a.flops, a.moved, a.fused, a.collective) == (b.memory, b.flops, b.moved, b.fused, b.collective):
         return replace(b, shape=_between(a.shape, b.shape, times)) if a.shape != b.shape else b
     return replace(
         b,

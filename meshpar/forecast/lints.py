@@ -111,8 +111,8 @@ def _logits(trace: Trace) -> Iterator[Lint]:
         if saved:
             yield Lint(
                 name="replicated logits",
-                text=f"every rank of tp holds all logits ({largest / 2**30:.2f} GiB gathered): TensorParallel(loss_parallel=True) keeps them "
-                "split over the vocabulary",
+                text=f"every rank of tp holds all logits ({largest / 2**30:.2f} GiB gathered): "
+                "TensorParallel(loss_parallel=True) keeps them split over the vocabulary",
                 size=saved,
             )
 

@@ -60,7 +60,9 @@ def simulate(jobs: Sequence[Job], *, workers: int = 1) -> list[Trace]:
     Raises:
         MeshparError: a plan that does not fit its model, a step that fails, or a model that cannot be sent to another process.
     """
-    share = max(1, min(workers, len(jobs)))
+    if not jobs:
+        return []
+    share = min(max(1, workers), len(jobs))
     with tempfile.TemporaryDirectory(prefix="meshpar-forecast-") as folder:
         running = [_start(jobs[number::share], Path(folder) / str(number)) for number in range(share)]
         results: list[Any] = [None] * len(jobs)

@@ -131,19 +131,21 @@ class Trace:
 
     def memory(self) -> Memory:
         """Return what is held over the step."""
-        now = dict.fromkeys(HELD, 0) | dict(self.held)
-        total = peak = sum(now.values())
-        at_peak, when, curve = dict(now), 0, [total]
+        total = peak = sum(self.held.values())
+        when, curve, changes, at_peak = 0, [total], [], 0
         for index, (_, event) in enumerate(self.events()):
             highest = total
-            for held_by, change in event.memory:
-                now[held_by] += change
-                total += change
+            for change in event.memory:
+                changes.append(change)
+                total += change[1]
                 highest = max(highest, total)
                 if total > peak:
-                    peak, at_peak, when = total, dict(now), index
+                    peak, when, at_peak = total, index, len(changes)
             curve.append(highest)
-        return Memory(peak=peak, held={name: size for name, size in at_peak.items() if size}, event=when, curve=tuple(curve), end=total)
+        held = dict.fromkeys(HELD, 0) | dict(self.held)
+        for held_by, amount in changes[:at_peak]:
+            held[held_by] += amount
+        return Memory(peak=peak, held={name: size for name, size in held.items() if size}, event=when, curve=tuple(curve), end=total)
 
     def to_json(self) -> str:
         """Return the trace as text; ``Trace.from_json`` reads it."""

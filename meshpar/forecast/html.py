@@ -1,0 +1,209 @@
+"""A forecast as one HTML file that needs no network: drawings are inline SVG, colours are the page's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from meshpar.forecast.api import ERROR_RANGE, Forecast
+from meshpar.forecast.report import GIB, rows
+from meshpar.forecast.search import Ranking
+from meshpar.forecast.trace import HELD
+
+_COLOURS = dict(
+    zip(
+        HELD,
+        ("#2f5d8a", "#4f8fc0", "#123a5e", "#8aa6bd", "#c9d3db", "#e0a030", "#5aa469", "#93c47d", "#b5544d", "#a89bb9"),
+        strict=True,
+    )
+)
+_LANES = {"compute": "#2f5d8a", "gather": "#e0a030", "gather-copy": "#f0cf8f", "reduce": "#b5544d", "replicate": "#8e5ea2"}
+_WIDTH, _POINTS = 1000, 700
+
+
+def page(forecasts: Sequence[Forecast], ranking: Ranking | None = None) -> str:
+    """Return the page: the first forecast in full, the memory of all side by side, and what a search found."""
+    first = forecasts[0]
+    parts = [
+        f"<h1>{escape(first.title)}</h1>",
+        _figures(first),
+        "<h2>Memory of the fullest rank at its peak</h2>",
+        _stacks(forecasts),
+        "<h2>Memory over the step</h2>",
+        _curve(first),
+        "<h2>Streams over the step</h2>",
+        _timeline(first),
+        "<h2>Mesh</h2>",
+        _mesh(first),
+        "<h2>Collectives of a step</h2>",
+        _collectives(first),
+        "<h2>What would help</h2>",
+        _lints(first),
+    ]
+    if ranking is not None:
+        parts += ["<h2>Settings that fit, fastest first</h2>", _ranking(ranking)]
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>meshpar plan</title><style>{_STYLE}</style>"
+    return f"{head}<body>{''.join(parts)}</body></html>"
+
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:1040px;margin:32px auto;padding:0 20px;color:#1d2a35;background:#fff}
+h1{font-size:19px;font-weight:600;margin:0 0 12px}h2{font-size:16px;margin:32px 0 8px}
+table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}td,th{padding:3px 14px 3px 0;text-align:left;
+border-bottom:1px solid #e3e8ec}td.n,th.n{text-align:right}.f{display:flex;gap:28px;flex-wrap:wrap}.f div{min-width:110px}
+.f b{display:block;font-size:22px;font-weight:600}.f span,small,.k{color:#5b6b78;font-size:13px}.bad{color:#b5544d}
+.k i{display:inline-block;width:11px;height:11px;margin:0 5px 0 14px;border-radius:2px;vertical-align:-1px}
+svg{display:block;max-width:100%;height:auto}text{font:12px system-ui,sans-serif;fill:#5b6b78}"""
+
+
+def _figures(forecast: Forecast) -> str:
+    timed, room = forecast.cost, forecast.hardware.memory - forecast.hardware.reserved
+    least, most = forecast.seconds
+    verdict = "fits" if forecast.fits else "<span class=bad>does not fit</span>"
+    figures = [
+        (f"{forecast.memory.peak / GIB:.2f} GiB", f"peak of {room / GIB:.1f} GiB, {verdict}"),
+        (_time(timed.seconds), f"step, {_time(least)} to {_time(most)} (± {ERROR_RANGE:.0%})"),
+        (f"{timed.tokens_per_second:,.0f}", f"tokens/s, {timed.tokens_per_second / forecast.world_size:,.0f} a rank"),
+        (f"{timed.mfu:.1%}", "MFU"),
+        (f"{forecast.trace.parameters / 1e9:,.2f} B", f"parameters, {forecast.trace.exact['parameters'] / GIB:.3f} GiB of them a rank"),
+    ]
+    return "<div class=f>" + "".join(f"<div><b>{value}</b><span>{label}</span></div>" for value, label in figures) + "</div>"
+
+
+def _stacks(forecasts: Sequence[Forecast]) -> str:
+    """Draw one bar for each plan, cut by what holds the memory."""
+    room = forecasts[0].hardware.memory - forecasts[0].hardware.reserved
+    most = max([room, *(each.memory.peak for each in forecasts)])
+    scale, drawn = 900 / most, []
+    for place, each in enumerate(forecasts):
+        top, left = place * 46, 0.0
+        said = f"{each.mesh}, {_time(each.cost.seconds)} a step, micro-batch {each.batch.micro_batch}"
+        drawn.append(f"<text x=0 y={top + 12}>{escape(said)}</text>")
+        for name in HELD:
+            size = each.memory.held.get(name, 0)
+            title = f"<title>{name}: {size / GIB:.2f} GiB</title>"
+            drawn.append(f"<rect x={left:.1f} y={top + 17} width={size * scale:.1f} height=20 fill={_COLOURS[name]}>{title}</rect>")
+            left += size * scale
+        drawn.append(f"<text x={left + 6:.1f} y={top + 32}>{each.memory.peak / GIB:.1f} GiB</text>")
+    height = len(forecasts) * 46
+    drawn.append(f'<line x1={room * scale:.1f} x2={room * scale:.1f} y1=0 y2={height} stroke="#b5544d" stroke-dasharray="4 3"/>')
+    keys = "".join(
+        f'<i style="background:{_COLOURS[name]}"></i>{name}' for name in HELD if any(each.memory.held.get(name) for each in forecasts)
+    )
+    return f"<svg viewBox='0 0 {_WIDTH} {height}'>{''.join(drawn)}</svg><div class=k>{keys}; dashed: what tensors can have</div>"
+
+
+def _curve(forecast: Forecast) -> str:
+    """Draw what is held over the step, the highest of each stretch of time, with the phases beneath."""
+    ends, curve = forecast.cost.ends, forecast.memory.curve[1:]
+    total, most = forecast.cost.seconds, forecast.memory.peak
+    highest = [0] * (_POINTS + 1)
+    issued = 0.0
+    for end, size in zip(ends, curve, strict=True):
+        issued = max(issued, end)
+        at = min(_POINTS, int(issued / total * _POINTS))
+        highest[at] = max(highest[at], size)
+    points, last = [f"0,{200 - 190 * forecast.memory.curve[0] / most:.1f}"], forecast.memory.curve[0]
+    for at, size in enumerate(highest):
+        last = size or last
+        points.append(f"{at * _WIDTH / _POINTS:.1f},{200 - 190 * last / most:.1f}")
+    area = f"<polygon points='0,200 {' '.join(points)} {_WIDTH},200' fill='#4f8fc0' fill-opacity=.35 stroke='#2f5d8a'/>"
+    phases = "".join(
+        f"<text x={start * _WIDTH / total:.0f} y=216>{name}</text><line x1={start * _WIDTH / total:.0f} x2={start * _WIDTH / total:.0f} "
+        'y1=0 y2=204 stroke="#c9d3db"/>'
+        for name, start in _phase_starts(forecast)
+        if name != "start"
+    )
+    return f"<svg viewBox='0 0 {_WIDTH} 222'>{area}{phases}<text x=4 y=14>{most / GIB:.2f} GiB</text></svg>"
+
+
+def _phase_starts(forecast: Forecast) -> Iterator[tuple[str, float]]:
+    first = 0
+    for phase in forecast.trace.phases:
+        yield phase.name, forecast.cost.ends[first - 1] if first else 0.0
+        first += len(phase.events)
+
+
+def _timeline(forecast: Forecast) -> str:
+    """Draw what each stream does; spans that touch and do the same are one."""
+    total = forecast.cost.seconds
+    lanes: dict[str, list[tuple[float, float, str]]] = {}
+    for span in forecast.cost.spans:
+        x, width = span.start * 880 / total, (span.end - span.start) * 880 / total
+        drawn = lanes.setdefault(span.lane, [])
+        if drawn and x - (drawn[-1][0] + drawn[-1][1]) < 0.4:
+            drawn[-1] = (drawn[-1][0], x + width - drawn[-1][0], drawn[-1][2])
+        else:
+            drawn.append((x, width, span.name))
+    parts = []
+    for place, (name, drawn) in enumerate(lanes.items()):
+        top, colour = place * 26, _LANES.get(name, "#5aa469")
+        parts.append(f"<text x=0 y={top + 15}>{escape(name)}</text>")
+        parts += [
+            f"<rect x={120 + x:.1f} y={top + 3} width={max(width, 0.3):.1f} height=17 fill={colour}><title>{escape(what)}</title></rect>"
+            for x, width, what in drawn
+        ]
+    exposed = ", ".join(f"{axis} {_time(seconds)}" for axis, seconds in forecast.cost.exposed.items() if seconds > 1e-6) or "nothing"
+    return f"<svg viewBox='0 0 {_WIDTH} {len(lanes) * 26}'>{''.join(parts)}</svg><small>computing stands still for: {exposed}</small>"
+
+
+def _mesh(forecast: Forecast) -> str:
+    """Draw the first nodes with their ranks, coloured by their place on the innermost data axis, tensor-parallel groups framed."""
+    axes, node = dict(forecast.mesh.axes), forecast.hardware.node
+    shown, tp, shards = min(forecast.world_size, 8 * node), axes.get("tp", 1), axes.get("dp_shard", 1)
+    parts = []
+    for rank in range(shown):
+        x, y = rank % node * 58 + 70, rank // node * 34
+        if rank % node == 0:
+            parts.append(f"<text x=0 y={y + 18}>node {rank // node}</text>")
+        shard = rank // tp % shards
+        colour = f"hsl({205 + 110 * (shard / max(1, shards - 1)):.0f} 45% {52 + 10 * (shard % 2)}%)"
+        parts.append(
+            f"<rect x={x} y={y + 2} width=52 height=24 rx=3 fill='{colour}'><title>{forecast.mesh.coordinates(rank)}</title></rect>"
+        )
+        parts.append(f"<text x={x + 26} y={y + 18} text-anchor=middle style='fill:#fff'>{rank}</text>")
+        if tp > 1 and rank % tp == 0:
+            parts.append(f"<rect x={x - 3} y={y} width={58 * min(tp, node) - 2} height=28 rx=5 fill=none stroke='#1d2a35'/>")
+    rest = f" The first {shown} of {forecast.world_size} ranks." if shown < forecast.world_size else ""
+    text = f"{escape(str(forecast.mesh))}. Colour: place on dp_shard; frame: one tensor-parallel group.{rest}"
+    return (
+        f"<svg viewBox='0 0 {70 + 58 * node} {-(-shown // node) * 34}' style='max-width:560px'>{''.join(parts)}</svg><small>{text}</small>"
+    )
+
+
+def _collectives(forecast: Forecast) -> str:
+    head = "<tr><th>phase<th>kind<th>axis<th class=n>count<th class=n>MiB each<th>dtype<th>where<th class=n>ms together</tr>"
+    body = "".join(
+        f"<tr><td>{row['phase']}<td>{row['kind']}<td>{row['axis']}={row['ranks']}<td class=n>{row['count']:,}"
+        f"<td class=n>{row['bytes'] / 2**20:,.3f}<td>{row['dtype']}<td>{row['where']}<td class=n>{row['seconds'] * 1e3:,.2f}</tr>"
+        for row in rows(forecast)
+    )
+    return f"<table>{head}{body}</table>"
+
+
+def _lints(forecast: Forecast) -> str:
+    if not forecast.lints:
+        return "<p>Nothing was found.</p>"
+    prices = [_time(each.seconds) if each.seconds else f"{each.size / GIB:.2f} GiB" for each in forecast.lints]
+    return (
+        "<ul>"
+        + "".join(f"<li><b>{each.name}</b>, {price}: {escape(each.text)}</li>" for each, price in zip(forecast.lints, prices))
+        + "</ul>"
+    )
+
+
+def _ranking(ranking: Ranking, shown: int = 20) -> str:
+    head = "<tr><th>settings<th class=n>tokens/s<th class=n>peak GiB</tr>"
+    body = "".join(
+        f"<tr><td>{escape(str(each.settings))}<td class=n>{each.tokens_per_second:,.0f}<td class=n>{each.peak / GIB:.1f}</tr>"
+        for each in ranking.fitting[:shown]
+    )
+    out = "".join(
+        f"<tr><td>{escape(str(each.settings))}<td>{escape(each.problem)}</tr>" for each in sorted(ranking.out, key=lambda e: e.peak)[:shown]
+    )
+    rest = f"<h2>Settings that do not ({len(ranking.out)}), the nearest to fitting first</h2><table>{out}</table>" if out else ""
+    return f"<table>{head}{body}</table>{rest}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,207 @@
+"""The forecast: closed forms, probes told to full depth, time as a pure function of trace and hardware, what a plan pays for."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshpar import ActivationCheckpoint, FullyShard, HybridShard, Plan, PlanError, TensorParallel
+from meshpar.errors import MeshparError
+from meshpar.forecast import Batch, Hardware, Trace, cost, forecast
+from meshpar.forecast.api import evaluated, probes
+from meshpar.forecast.cost import placement, sending_time
+from meshpar.forecast.extrapolate import deepened, widened
+from meshpar.forecast.hardware import profiles
+from meshpar.forecast.html import page
+from meshpar.forecast.lints import lints
+from meshpar.forecast.report import as_data, text
+from meshpar.forecast.simulate import Job, shallow, simulate
+from meshpar.forecast.trace import Collective, Event, Phase
+from meshpar.mesh import MeshSpec
+from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
+
+SMALL = TransformerConfig(vocab_size=512, dim=64, layers=5, heads=4, kv_heads=2, hidden=96, max_positions=64)
+SP = TensorParallel(sequence_parallel=True, loss_parallel=True)
+BF16 = {"param_dtype": torch.bfloat16}
+COUNTS = {"llama-8b": 8_030_261_248, "llama-70b": 70_553_706_496, "llama-405b": 405_853_388_800}
+
+
+def meta(build):
+    with torch.device("meta"):
+        return build()
+
+
+def transformer(config):
+    return meta(lambda: Transformer(config))
+
+
+def job(config, mesh, passes, **batch):
+    spec = MeshSpec(mesh)
+    return Job(plan=Plan(spec, passes), model=transformer(config), batch=Batch(**{"sequence": 64} | batch), world_size=spec.size)
+
+
+def bytes_of_a_rank(model, tp, shards):
+    """Float32 bytes of the first rank: tensor parallelism splits what its table says, FSDP splits dim 0 of the rest, rounding up."""
+    total = 0
+    for name, parameter in model.named_parameters():
+        rows, rest = parameter.shape[0], parameter.numel() // parameter.shape[0]
+        if name.endswith(("attn.o.weight", "mlp.down.weight")):
+            rest //= tp
+        elif "norm" not in name:
+            rows //= tp
+        total += -(-rows // shards) * rest * 4
+    return total
+
+
+@functools.cache
+def traces():
+    """Every simulation of this file, in one process."""
+    deep = {
+        "recomputed": job(SMALL, "dp_replicate=2,dp_shard=2,tp=2", [SP, ActivationCheckpoint(), HybridShard(**BF16)]),
+        "kept": job(SMALL, "dp_shard=4", [FullyShard(reshard_after_forward=False)], accumulate=2),
+    }
+    jobs = {}
+    for name, each in deep.items():
+        jobs |= {(name, depth): replace(each, model=shallow(each.model, each.model.meshpar_layout(), depth)) for depth in (2, 3)}
+        jobs[name, 5] = each
+    jobs |= {("wide", size): job(replace(SMALL, layers=2), "dp_shard=2", [FullyShard(**BF16)], micro_batch=size) for size in (1, 2, 5)}
+    jobs["alone"] = job(
+        replace(SMALL, layers=2), "tp=2", [TensorParallel(sequence_parallel=True, styles={"layers.*.attn": None, "layers.*.mlp": None})]
+    )
+    gpt2 = meta(lambda: GPT2(GPT2Config()))
+    jobs["gpt2"] = Job(plan=Plan("dp_shard=4", [FullyShard()]), model=gpt2, batch=Batch(sequence=64), world_size=4)
+    for name in COUNTS:
+        big = job(TransformerConfig.preset(name), "dp_shard=48,tp=8", [SP, ActivationCheckpoint(), FullyShard(**BF16)])
+        for place, probe in enumerate(probes(big, big.model.meshpar_layout())):
+            jobs[name, place] = probe
+    return dict(zip(jobs, simulate(list(jobs.values()), workers=2)))
+
+
+def test_gpt2_on_four_ranks_holds_the_closed_form():
+    exact = traces()["gpt2"].exact
+    model = meta(lambda: GPT2(GPT2Config()))
+    held = sum(-(-p.shape[0] // 4) * (p.numel() // p.shape[0]) * 4 for p in model.parameters())
+    assert traces()["gpt2"].parameters == 124_439_808
+    assert (exact["parameters"], exact["gradients"], exact["optimizer"]) == (held, held, 2 * held)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_llama_shapes_hold_the_closed_form(name):
+    few, more = traces()[name, 0], traces()[name, 1]
+    config = TransformerConfig.preset(name)
+    trace = deepened(few, more, config.layers)
+    held = bytes_of_a_rank(transformer(config), 8, 48)
+    assert trace.parameters == COUNTS[name]
+    assert (trace.exact["parameters"], trace.exact["gradients"], trace.exact["optimizer"]) == (held, held, 2 * held)
+
+
+def test_qwen3_experts_hold_the_closed_form():
+    from meshpar.models.huggingface import from_config
+
+    config = {
+        "model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "tie_word_embeddings": False,
+    }  # fmt: skip
+    layer = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128 + 2 * 128 + 2 * 2048 + 128 * 2048 + 128 * 3 * 2048 * 768
+    described = Plan("dp_shard=64", [FullyShard()]).describe(from_config(config), world_size=64)
+    assert described.parameters == 2 * 151_936 * 2048 + 48 * layer + 2048 == 30_532_122_624
+    assert described.parameter_bytes == 4 * described.parameters // 64
+
+
+@pytest.mark.parametrize("name", ["recomputed", "kept"])
+def test_probes_tell_the_full_depth_to_the_byte(name):
+    told, replayed = deepened(traces()[name, 2], traces()[name, 3], 5), traces()[name, 5]
+    assert told.collectives() == replayed.collectives()
+    assert (told.exact, told.held, told.parameters) == (replayed.exact, replayed.held, replayed.parameters)
+    assert told.flops() == replayed.flops()
+    one, other = told.memory(), replayed.memory()
+    assert (one.peak, one.held, one.end, len(one.curve)) == (other.peak, other.held, other.end, len(other.curve))
+    hardware = Hardware.load("h100")
+    assert cost(told, hardware).seconds == pytest.approx(cost(replayed, hardware).seconds, rel=1e-3)
+
+
+def test_one_sample_and_two_tell_five():
+    told, replayed = widened(traces()["wide", 1], traces()["wide", 2], 5), traces()["wide", 5]
+    assert told.collectives() == replayed.collectives() and told.flops() == replayed.flops()
+    assert told.memory().peak == pytest.approx(replayed.memory().peak, rel=1e-3)
+
+
+def test_a_trace_survives_json():
+    trace = traces()["recomputed", 3]
+    assert Trace.from_json(trace.to_json()) == trace
+
+
+def test_recomputation_and_full_attention_count_as_the_formula_says():
+    trace, config = traces()["recomputed", 5], SMALL
+    matrices = sum(p.numel() for n, p in transformer(config).named_parameters() if p.ndim == 2 and n != "embed.weight")
+    attention = 4 * 64 * 64 * config.dim * config.layers
+    forward = 2 * matrices * 64 + attention
+    assert trace.flops(recomputed=False) * 2 == 3 * forward + attention // 2  # flash attention's backward does five products for two
+    assert trace.flops() > trace.flops(recomputed=False)
+
+
+def test_overlapped_communication_costs_nothing_and_exposed_its_time():
+    sent = Collective(kind="all_gather", axis="dp_shard", ranks=16, stride=1, size=1 << 30, dtype="bfloat16")
+    work = Event(kind="compute", name="mm", flops=10**15, moved=1, shape=(1, 8192, 8192, 8192), dtype="bfloat16")
+    gather = Event(kind="collective", name="all_gather", stream="gather", collective=sent)
+    hardware, took = Hardware.load("h100"), sending_time(sent, Hardware.load("h100"))
+
+    def seconds(*events):
+        phases = (Phase(name="forward", events=events),)
+        empty = {"parameters": 0}
+        return cost(Trace(axes={}, depth=1, tokens=1, data_size=1, held={}, exact=empty, parameters=1, phases=phases), hardware)
+
+    alone = seconds(work).seconds
+    hidden = seconds(gather, work, Event(kind="wait", name="wait", target=0))
+    exposed = seconds(gather, Event(kind="wait", name="wait", target=0), work)
+    assert hidden.seconds == pytest.approx(alone, rel=1e-3) and sum(hidden.exposed.values()) == 0.0
+    assert exposed.seconds == pytest.approx(alone + took, rel=1e-3) and exposed.exposed["dp_shard"] == pytest.approx(took, rel=1e-2)
+
+
+def test_groups_lie_where_rank_order_puts_them():
+    hardware = Hardware.load("h100")
+    sent = Collective(kind="all_reduce", axis="x", ranks=8, stride=1, size=1, dtype="float32")
+    assert placement(sent, hardware) == (8, 1)
+    assert placement(replace(sent, stride=8), hardware) == (1, 8)
+    assert placement(replace(sent, ranks=16, stride=2), hardware) == (4, 4)
+
+
+def test_projections_that_prepare_their_own_input_are_told_with_their_cost():
+    found = {each.name: each for each in lints(traces()["alone"], cost(traces()["alone"], Hardware.load("h100")), Hardware.load("h100"))}
+    assert "5 all-gathers a block" in found["redundant tensor-parallel collectives"].text
+    assert found["redundant tensor-parallel collectives"].seconds > 0
+    good = traces()["recomputed", 3]
+    assert "redundant" not in " ".join(each.name for each in lints(good, cost(good, Hardware.load("h100")), Hardware.load("h100")))
+
+
+def test_reports_hold_the_same_figures():
+    each = job(SMALL, "dp_replicate=2,dp_shard=2,tp=2", [SP, ActivationCheckpoint(), HybridShard(**BF16)])
+    whole = evaluated(traces()["recomputed", 5], Hardware.load("h200"), each, "all")
+    data = json.loads(json.dumps(as_data(whole)))
+    assert data["peak"]["bytes"] == sum(data["peak"]["held"].values()) == whole.memory.peak
+    assert sum(row["count"] for row in data["collectives"]) == len(whole.trace.collectives())
+    assert "all_gather" in text(whole) and "standing still" in text(whole)
+    drawn = page([whole])
+    assert drawn.count("<svg") == 4 and "http" not in drawn.replace("http://www.w3.org", "")
+
+
+def test_every_profile_reads_and_a_wrong_one_says_what_is_wrong(tmp_path):
+    assert {"a100", "b200", "h100", "h200"} <= set(profiles())
+    assert all(math.isfinite(Hardware.load(name).flops("bfloat16")) for name in profiles())
+    wrong = tmp_path / "mine.yaml"
+    wrong.write_text("name: mine\nspeed: 3\n")
+    with pytest.raises(MeshparError, match=r"unknown field speed.*missing field attention_backward"):
+        Hardware.load(wrong)
+    with pytest.raises(MeshparError, match="nearest: h100"):
+        Hardware.load("h10")
+
+
+def test_a_plan_that_cannot_run_is_refused_before_anything_is_simulated():
+    with pytest.raises(PlanError, match="tp=3"):
+        forecast(Plan("tp=3", [TensorParallel()]), transformer(SMALL), Batch(sequence=64), hardware="h100")
