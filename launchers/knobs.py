@@ -60,6 +60,27 @@ def translate(name: str, options: Mapping[str, Any]) -> Translation:
     return result
 
 
+def trainer_options(words: Any, config: Any) -> dict[str, Any]:
+    """Return the options of the pass ``fsdp`` that a Trainer's ``fsdp: full_shard auto_wrap`` and ``fsdp_config: {...}`` mean.
+
+    Raises:
+        ValueError: a word or the config is none of Trainer's.
+    """
+    if config is not None and not isinstance(config, Mapping):
+        raise ValueError(f"fsdp_config is a mapping, got {config!r}")
+    options: dict[str, Any] = dict(config or {})
+    for word in words.split() if isinstance(words, str) else [words] if words is True else words or []:
+        if word is True or word in ("auto_wrap", ""):
+            continue
+        if word == "offload":
+            options["offload_params"] = True
+        elif str(word).upper() in _STRATEGIES:
+            options["sharding_strategy"] = str(word).upper()
+        else:
+            raise ValueError(f"fsdp: {word!r} is not known; there are {', '.join(map(str.lower, _STRATEGIES))}, offload, auto_wrap")
+    return options
+
+
 def _strategy(result: Translation, value: Any) -> None:
     text = _NUMBERED.get(value, "") if isinstance(value, int) else str(value).upper().rpartition(".")[2].lstrip("_")
     if text not in _STRATEGIES:

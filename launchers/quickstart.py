@@ -30,7 +30,7 @@ STEPS_A_MINUTE = 180
 TOLERANCE = 1e-4
 """Of the largest logit: two implementations of one model differ by rounding only."""
 
-_PROMPTS = ("    def __init__(self", "        self.name =", "        if not isinstance", "        raise")
+_PROMPTS = ("import os\nimport", "    def", "    def __init__(self", "        if not", "        raise")
 
 
 def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides: Sequence[str] = ()) -> int:
@@ -51,7 +51,7 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
     start = time.monotonic()
     tenth = max(2, round(STEPS_A_MINUTE * minutes / 10))
     common = [f"output={out}", f"data.cache={out / 'data'}", f"schedule.steps={10 * tenth}", f"checkpoint.every={3 * tenth}"]
-    common += [f"schedule.warmup_steps={tenth // 5}", *overrides]
+    common += [f"schedule.warmup_steps={2 * tenth}", *overrides]
     first = [*common, f"mesh={MESHES[mesh]}", f"training.steps={9 * tenth}"]
     second = [*common, f"mesh={OTHER_MESH}", f"data.micro_batch={OTHER_BATCH}", f"training.steps={10 * tenth}"]
 
@@ -70,7 +70,8 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
     _tell_difference(recipe, completer.model)
     _title("4  Complete lines of Python")
     for prompt in _PROMPTS:
-        print(f"  {prompt} ... {completer.complete(prompt, tokens=24).splitlines()[0]}")
+        rest = (completer.complete(prompt, tokens=24).splitlines() or [""])[0]
+        print(f"  {prompt.splitlines()[-1]:<24} ->  {prompt.splitlines()[-1]}{rest}")
     _title(f"Done in {(time.monotonic() - start) / 60:.1f} minutes")
     print(_farewell(out))
     return 0
@@ -119,8 +120,8 @@ def _farewell(out: Path) -> str:
         ("What to try next:", ""),
         (f"tensorboard --logdir {out / TENSORBOARD}", "the curves"),
         (f"meshpar generate {out / 'export'} 'def main('", "more of what it has learned"),
-        (f"meshpar train {out / 'recipe.yaml'} mesh=dp_replicate=2 training.steps=2000", "go on, on a third mesh"),
+        (f"meshpar train {out / 'recipe.yaml'} mesh=dp_replicate=2 passes=auto training.steps=1000", "go on, on a third mesh"),
         ("meshpar train quickstart data.source=files data.paths=[FOLDER] output=runs/mine", "your own text"),
         ("meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8", "what 512 ranks would hold"),
     ]
-    return "\n".join(f"  {what!s:<80} {why}".rstrip() for what, why in lines)
+    return "\n".join(f"  {what!s:<88} {why}".rstrip() for what, why in lines)

@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr
 
 from meshpar.errors import MeshError, RecipeError
 from meshpar.launchers.schema import Section, section_of, validate
-from meshpar.launchers.techniques import read_passes
+from meshpar.launchers.techniques import read_passes, take_trainer_keys
 from meshpar.launchers.yamlfile import Document, apply_overrides, read_document, to_yaml
 from meshpar.mesh import MeshSpec
 from meshpar.models.gpt2 import GPT2Config
@@ -260,6 +260,7 @@ def resolve(document: Document) -> Recipe:
     problems: list[str] = []
     if isinstance(data.get("model"), Mapping):
         data["model"] = {"kind": "transformer", **data["model"]}
+    take_trainer_keys(data, document, problems)
     data["mesh"] = data.get("mesh") or ""
     mesh = _read_mesh(data["mesh"], document, problems)
     passes, notes = read_passes(data.get("passes"), mesh, document, problems)

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshpar import registry
 from meshpar.errors import MeshparError
-from meshpar.launchers.knobs import translate
+from meshpar.launchers.knobs import trainer_options, translate
 from meshpar.launchers.schema import Section, build, section_of, validate
 from meshpar.launchers.yamlfile import Document, Place
 from meshpar.mesh import MeshSpec
@@ -52,6 +52,20 @@ def read_passes(raw: Any, mesh: MeshSpec | str | None, document: Document, probl
             written = {each: {}} if isinstance(each, str) else each
             passes += _checked(written, document, place, problems)
     return passes, notes
+
+
+def take_trainer_keys(data: dict[str, Any], document: Document, problems: list[str]) -> None:
+    """Turn the top-level ``fsdp`` and ``fsdp_config`` of a Trainer's YAML into a pass, the last of the list."""
+    words, config = data.pop("fsdp", None), data.pop("fsdp_config", None)
+    if words is None and config is None:
+        return
+    try:
+        options = trainer_options(words, config)
+    except ValueError as error:
+        problems.append(f"{document.where(('fsdp',))}: {error}")
+        return
+    passes = data.get("passes")
+    data["passes"] = [*(passes if isinstance(passes, list) else []), {"fsdp": options}]
 
 
 def default_passes(mesh: MeshSpec | str | None) -> list[Written]:

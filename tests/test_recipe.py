@@ -247,6 +247,19 @@ def test_an_old_name_without_a_counterpart_is_told_to_have_no_effect() -> None:
     assert note == "FullyShard.limit_all_gathers: has no effect: FSDP2 frees gathered parameters in stream order and needs no limit"
 
 
+def test_a_trainers_keys_become_the_last_pass() -> None:
+    recipe = read(
+        SMALL
+        + "fsdp: full_shard auto_wrap offload\nfsdp_config: {backward_prefetch: backward_post, transformer_layer_cls_to_wrap: [Layer]}\n",
+        "passes=[ActivationCheckpoint]",
+    )
+    expected = FullyShard(offload="cpu", prefetch_backward=0, blocks=("Layer",))
+    assert make_passes(recipe.passes) == [ActivationCheckpoint(), expected]
+    assert "fsdp.sharding_strategy: FULL_SHARD became FullyShard()" in recipe.notes
+    assert "fsdp: 'half_shard' is not known" in only(SMALL + "fsdp: half_shard\n")
+    assert make_passes(read(SMALL + "fsdp_config: {fsdp_sharding_strategy: 5}\n").passes) == [HybridShard(reshard_after_forward=False)]
+
+
 def test_gradient_checkpointing_becomes_a_pass_before_the_sharding() -> None:
     recipe = read(SMALL + "passes: [fsdp: {activation_checkpointing: true}]\n")
     assert make_passes(recipe.passes) == [ActivationCheckpoint(), FullyShard()]
