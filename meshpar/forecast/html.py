@@ -32,7 +32,9 @@ def page(forecasts: Sequence[Forecast], ranking: Ranking | None = None) -> str:
         "<h2>Memory over the step</h2>",
         _curve(first),
         "<h2>Streams over the step</h2>",
-        _timeline(first),
+        _timeline(first, 0.0, first.cost.seconds),
+        f"<small>computing stands still for: {_exposed(first)}. Below, a few blocks of backward:</small>",
+        _timeline(first, *_few_blocks(first)),
         "<h2>Mesh</h2>",
         _mesh(first),
         "<h2>Collectives of a step</h2>",
@@ -112,7 +114,7 @@ def _curve(forecast: Forecast) -> str:
         f"<text x={start * _WIDTH / total:.0f} y=216>{name}</text><line x1={start * _WIDTH / total:.0f} x2={start * _WIDTH / total:.0f} "
         'y1=0 y2=204 stroke="#c9d3db"/>'
         for name, start in _phase_starts(forecast)
-        if name != "start"
+        if name not in ("start", "optimizer")
     )
     return f"<svg viewBox='0 0 {_WIDTH} 222'>{area}{phases}<text x=4 y=14>{most / GIB:.2f} GiB</text></svg>"
 
@@ -124,13 +126,28 @@ def _phase_starts(forecast: Forecast) -> Iterator[tuple[str, float]]:
         first += len(phase.events)
 
 
-def _timeline(forecast: Forecast) -> str:
-    """Draw what each stream does; spans that touch and do the same are one."""
-    total = forecast.cost.seconds
-    lanes: dict[str, list[tuple[float, float, str]]] = {}
+def _few_blocks(forecast: Forecast) -> tuple[float, float]:
+    """Return a window of three blocks' backward, in the middle of it."""
+    backward = [span for span in forecast.cost.spans if span.phase == "backward"]
+    start, end = (backward[0].start, backward[-1].end) if backward else (0.0, forecast.cost.seconds)
+    middle, width = (start + end) / 2, 3 * (end - start) / max(3, forecast.trace.depth)
+    return middle - width / 2, middle + width / 2
+
+
+def _exposed(forecast: Forecast) -> str:
+    return ", ".join(f"{axis} {_time(seconds)}" for axis, seconds in forecast.cost.exposed.items() if seconds > 5e-5) or "nothing"
+
+
+def _timeline(forecast: Forecast, start: float, end: float) -> str:
+    """Draw what each stream does from ``start`` to ``end``; spans that touch are one."""
+    scale = 880 / (end - start)
+    lanes: dict[str, list[tuple[float, float, str]]] = {span.lane: [] for span in forecast.cost.spans}
     for span in forecast.cost.spans:
-        x, width = span.start * 880 / total, (span.end - span.start) * 880 / total
-        drawn = lanes.setdefault(span.lane, [])
+        if span.end <= start or span.start >= end:
+            continue
+        x = (max(span.start, start) - start) * scale
+        width = (min(span.end, end) - start) * scale - x
+        drawn = lanes[span.lane]
         if drawn and x - (drawn[-1][0] + drawn[-1][1]) < 0.4:
             drawn[-1] = (drawn[-1][0], x + width - drawn[-1][0], drawn[-1][2])
         else:
@@ -143,8 +160,7 @@ def _timeline(forecast: Forecast) -> str:
             f"<rect x={120 + x:.1f} y={top + 3} width={max(width, 0.3):.1f} height=17 fill={colour}><title>{escape(what)}</title></rect>"
             for x, width, what in drawn
         ]
-    exposed = ", ".join(f"{axis} {_time(seconds)}" for axis, seconds in forecast.cost.exposed.items() if seconds > 1e-6) or "nothing"
-    return f"<svg viewBox='0 0 {_WIDTH} {len(lanes) * 26}'>{''.join(parts)}</svg><small>computing stands still for: {exposed}</small>"
+    return f"<svg viewBox='0 0 {_WIDTH} {len(lanes) * 26 + 6}'>{''.join(parts)}</svg>"
 
 
 def _mesh(forecast: Forecast) -> str:
