@@ -5,15 +5,19 @@
 - ``collective_ops``: the collectives as operators that autograd functions and ``torch.compile`` can hold. Their Python wrappers are
   renamed between releases (torch 2.13 deprecates ``all_gather_tensor``, which 2.11 has alone); the operators keep their names. They go when
   the wrappers are public.
+- ``assert_async``: a check that does not wait for the device; private without a public form.
+- ``StridedShard``: how FSDP2 names its split of a dim that the tensor axis split before (pytorch/pytorch#126697).
 - ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664).
 """
 
 from __future__ import annotations
 
 import torch
+from torch import _assert_async as assert_async
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 collective_ops = torch.ops._c10d_functional
 
-__all__ = ["checkpoint", "collective_ops", "replicate"]
+__all__ = ["StridedShard", "assert_async", "checkpoint", "collective_ops", "replicate"]

@@ -7,6 +7,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from meshpar._torch import assert_async
+
 IGNORE_INDEX = -100
 
 
@@ -40,6 +42,8 @@ def _sharded_sum(logits: DTensor, labels_N: torch.Tensor, ignore_index: int) -> 
     local = logits.to_local()
     rows = -(-logits.shape[-1] // mesh.size())
     start = mesh.get_local_rank() * rows
+    valid = ((labels_N >= 0) & (labels_N < logits.shape[-1])) | (labels_N == ignore_index)
+    assert_async(valid.all(), "a label is outside of the vocabulary")
     return _VocabularyParallelLoss.apply(local.flatten(0, -2), labels_N, start, ignore_index, mesh.get_group())
 
 

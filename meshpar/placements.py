@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
+
+from meshpar._torch import StridedShard
 
 
 def shard_dim(placement: Placement) -> int | None:
     """Return the dim that a placement splits (``Shard`` and ``_StridedShard``, which is no subclass in every torch), else None."""
-    return placement.dim if placement.is_shard() or isinstance(placement, _StridedShard) else None  # type: ignore[attr-defined]
+    return placement.dim if placement.is_shard() or isinstance(placement, StridedShard) else None  # type: ignore[attr-defined]
 
 
 def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
@@ -32,7 +34,7 @@ def local_index(
     left, and says so by ``_StridedShard``: those placements are taken last.
     """
     starts, sizes = [0] * len(shape), list(shape)
-    order = sorted(range(len(placements)), key=lambda axis: isinstance(placements[axis], _StridedShard))
+    order = sorted(range(len(placements)), key=lambda axis: isinstance(placements[axis], StridedShard))
     for axis in order:
         dim = shard_dim(placements[axis])
         if dim is None:

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.loss import token_loss
-from meshpar.passes.styles import Colwise, Context, Region
+from meshpar.passes.context import Context
+from meshpar.passes.styles import Colwise, Region
 
 _OURS = {
     "colwise": "colwise",

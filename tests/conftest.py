@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from meshpar import testing
+from meshpar.testing import PRELOAD
 
 # Ranks are forked from a server; what it has loaded, no rank loads again.
-testing.PRELOAD += [
+PRELOAD += [
     "meshpar.models",
     "meshpar.checkpoints",
     "transformers",

@@ -16,7 +16,7 @@ from meshpar import ActivationCheckpoint, FullyShard, TensorParallel, patterns
 from meshpar.errors import LayoutError
 from meshpar.models.huggingface import from_config, layout_for
 from meshpar.models.huggingface_tensor import FullPositions, GPT2Attention, Head, TransformersStyle
-from meshpar.passes.styles import Context
+from meshpar.passes.context import Context
 from meshpar.testing import assert_parity, on_ranks, token_steps
 
 transformers = pytest.importorskip("transformers")

@@ -34,7 +34,7 @@ def on_meta(build):
 
 def alone(build, seed=0):
     """The whole weights of one process for a seed."""
-    from meshpar.testing import _alone
+    from meshpar.testing.parity import _alone
 
     return {name: whole(parameter) for name, parameter in _alone(build, None, seed).module.named_parameters()}
 

@@ -60,7 +60,7 @@ class ActivationCheckpoint:
             options["context_fn"] = _selective_contexts
         for place, (_, block) in enumerate(find_blocks(module, layout, self.blocks)):
             if place % self.every == 0:
-                _torch.checkpoint(block, preserve_rng_state=layout.dropout, **options)
+                _torch.checkpoint(block, preserve_rng_state=True, **options)
 
 
 def _selective_contexts() -> Any:

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
 from meshpar.passes.base import Stage, unmatched
-from meshpar.passes.styles import Context, Region, Style, parse
+from meshpar.passes.context import Context, Style
+from meshpar.passes.styles import Region, parse
 from meshpar.patterns import find_modules, matches
 
 __all__ = ["Style", "TensorParallel"]
@@ -60,6 +61,7 @@ class TensorParallel:
                 yield from style.problems(name, child, size)
         yield from self._head_problems(module, layout, size)
         yield from self._tie_problems(module, layout, table)
+        yield from _region_problems(module, table)
         if self.sequence_parallel and "sequence" not in table.values():
             yield "sequence_parallel needs the layout to say which modules run between regions ('sequence'); it names none: leave it off"
         if self.loss_parallel and not any(text == "head" or getattr(text, "gather", None) == "loss" for text in table.values()):
@@ -85,7 +87,7 @@ class TensorParallel:
             mesh=mesh["tp"],
             sequence_parallel=self.sequence_parallel,
             loss_parallel=self.loss_parallel,
-            dropout=layout.dropout,
+            dropout=layout.dropout or _draws(module),
             inputs=layout.hidden_inputs,
         )
         found = [
@@ -116,3 +118,21 @@ class TensorParallel:
             if inside and len(inside) < len(group):
                 missing = [name for name in group if name not in split]
                 yield f"{group[0]} is tied to {missing[0]}, but only {inside[0]} is split over tp; give both a style, or neither"
+
+
+def _draws(module: nn.Module) -> bool:
+    """Tell whether some dropout module draws random numbers, whatever the layout says."""
+    return any(getattr(child, "p", 0.0) > 0.0 for child in module.modules() if isinstance(child, nn.modules.dropout._DropoutNd))
+
+
+def _region_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield parameters inside a region that no style covers: each rank would know a part of their gradient and nobody would sum it."""
+    regions = [name for pattern, text in table.items() if text == "region" for name, _ in find_modules(module, pattern)]
+    styled = {name for pattern in table for name, _ in find_modules(module, pattern)} - set(regions)
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        outer = next((region for region in regions if owner == region or owner.startswith(region + ".")), None)
+        if outer is None or any(matches(pattern, name) for pattern in table):
+            continue
+        if not any(owner == each or owner.startswith(each + ".") for each in styled):
+            yield f"{name} stands in region {outer} without a style, so its gradient would be a part's; give {owner or name} 'grad_sum'"
