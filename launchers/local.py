@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ def launch_local(recipe: Recipe, ranks: int) -> int:
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             raise _first_error(Path(folder), codes) from None
         except SignalException as stop:
+            _end_ranks()
             if any(Path(folder).rglob("error.json")):
                 raise _first_error(Path(folder), {}) from None
             return 128 + int(stop.sigval)
@@ -75,7 +76,9 @@ def _set_environment(ranks: int) -> None:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
     # The launcher's own reports of a failure; what a rank raised is told once, by whoever called.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextmanager
@@ -86,6 +89,14 @@ def _signals_restored() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_ranks() -> None:
+    """End ranks that are left: the user was not willing to wait for them, or they did not stop in time."""
+    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        for rank in map(int, path.read_text(encoding="ascii").split()):
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
 
 
 def _first_error(folder: Path, exit_codes: dict[int, int]) -> MeshparError:
