@@ -30,7 +30,7 @@ STEPS_A_MINUTE = 180
 TOLERANCE = 1e-4
 """Of the largest logit: two implementations of one model differ by rounding only."""
 
-_PROMPTS = ("import os\nimport", "    def", "    def __init__(self", "        if not", "        raise")
+_PROMPTS = ("import os\nimport", "    def __init__", "        if not isinstance", "        raise")
 
 
 def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides: Sequence[str] = ()) -> int:
@@ -112,16 +112,18 @@ def _title(text: str) -> None:
 
 
 def _farewell(out: Path) -> str:
-    lines = [
+    places = [
         (out / CHECKPOINTS, "checkpoints; any mesh goes on from them"),
         (out / "export", "the model for transformers, with its tokenizer"),
         (out / METRICS, "every reported number"),
-        ("", ""),
-        ("What to try next:", ""),
-        (f"tensorboard --logdir {out / TENSORBOARD}", "the curves"),
-        (f"meshpar generate {out / 'export'} 'def main('", "more of what it has learned"),
-        (f"meshpar train {out / 'recipe.yaml'} mesh=dp_replicate=2 passes=auto training.steps=1000", "go on, on a third mesh"),
-        ("meshpar train quickstart data.source=files data.paths=[FOLDER] output=runs/mine", "your own text"),
-        ("meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8", "what 512 ranks would hold"),
     ]
-    return "\n".join(f"  {what!s:<88} {why}".rstrip() for what, why in lines)
+    commands = [
+        ("the curves", f"tensorboard --logdir {out / TENSORBOARD}"),
+        ("more of what it has learned", f"meshpar generate {out / 'export'} 'def main('"),
+        ("go on, on a third mesh", f"meshpar train {out / 'recipe.yaml'} mesh=dp_replicate=2 passes=auto training.steps=1000"),
+        ("your own text", "meshpar train quickstart data.source=files data.paths=[FOLDER] output=runs/mine"),
+        ("what each of 512 ranks would hold", "meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8"),
+    ]
+    width = max(len(str(place)) for place, _ in places)
+    lines = [f"  {place!s:<{width}}  {what}" for place, what in places]
+    return "\n".join([*lines, "", "What to try next:", *(f"  {command}    # {what}" for what, command in commands)])
