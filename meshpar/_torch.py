@@ -5,6 +5,7 @@
 - ``collective_ops``: the collectives as operators that autograd functions and ``torch.compile`` can hold. Their Python wrappers are
   renamed between releases (torch 2.13 deprecates ``all_gather_tensor``, which 2.11 has alone); the operators keep their names. They go when
   the wrappers are public.
+- ``drop_unreduced_gradients``: torch 2.13 has ``reset_iter_state`` for it, 2.11 nothing.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
 - ``StridedShard``: how FSDP2 names its split of a dim that the tensor axis split before (pytorch/pytorch#126697).
 - ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664).
@@ -12,12 +13,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import _assert_async as assert_async
+from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+
+def drop_unreduced_gradients(module: nn.Module) -> None:
+    """Forget the gradients that FSDP2 has accumulated without reducing them."""
+    for child in module.modules():
+        if not isinstance(child, FSDPModule):
+            continue
+        state: Any = child._get_fsdp_state()
+        # torch 2.13 allows a state several groups, where 2.11 has one.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for parameter in (each for group in groups if group is not None for each in group.fsdp_params):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
 
 collective_ops = torch.ops._c10d_functional
 
-__all__ = ["StridedShard", "assert_async", "checkpoint", "collective_ops", "replicate"]
+__all__ = ["StridedShard", "assert_async", "checkpoint", "collective_ops", "drop_unreduced_gradients", "replicate"]

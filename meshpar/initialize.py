@@ -18,18 +18,21 @@ from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.weights import WeightSource
 
 
+def without_memory(module: nn.Module) -> set[str]:
+    """Return the names of the parameters and buffers that are on the meta device, tied ones under every name."""
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name for name, tensor in tensors if tensor.is_meta}
+
+
 def allocate(module: nn.Module, device: torch.device, parameter_device: torch.device) -> None:
-    """Give meta parameters and buffers memory, uninitialised, and keep tied parameters tied (``to_empty`` alone unties them)."""
+    """Give meta parameters and buffers memory, uninitialised, leave the others alone, and keep tied parameters tied."""
     ties = tied_names(module)
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
                 child._buffers[name] = torch.empty_like(buffer, device=device)
-    if any(parameter.is_meta for parameter in module.parameters()):
-        buffers = [(child, dict(child._buffers)) for child in module.modules()]
-        module.to_empty(device=parameter_device)
-        for child, kept in buffers:
-            child._buffers.update(kept)
+    # What nn.Module.to_empty does, but for tensors that have their values.
+    module._apply(lambda tensor: torch.empty_like(tensor, device=parameter_device) if tensor.is_meta else tensor)
     retie(module, ties)
 
 
@@ -51,36 +54,40 @@ def retie(module: nn.Module, groups: list[tuple[str, ...]]) -> None:
 
 
 @torch.no_grad()
-def from_seed(module: nn.Module, layout: ModelLayout, seed: int, device: torch.device, *, fresh_buffers: bool) -> None:
-    """Fill every parameter, module by module, with what one process would have drawn, and keep this rank's part.
+def from_seed(module: nn.Module, layout: ModelLayout, seed: int, device: torch.device, missing: set[str]) -> None:
+    """Fill the tensors named in ``missing``, module by module, with what one process would have drawn, and keep this rank's part.
 
     Each module draws from a generator seeded by ``seed`` and the module's name, into whole tensors that live only until the rank's
     part is copied out: no more memory than the largest module, and no dependence on the mesh or on the order of modules.
     """
     done: set[int] = set()
     for name, child in module.named_modules():
-        own = {key: value for key, value in child._parameters.items() if value is not None and id(value) not in done}
-        if not own and not (fresh_buffers and _has_buffers(child)):
+        prefix = f"{name}." if name else ""
+        own = {
+            key: value
+            for key, value in child._parameters.items()
+            if value is not None and id(value) not in done and prefix + key in missing
+        }
+        buffers = {key for key in child._buffers if prefix + key in missing}
+        if not own and not buffers:
             continue
         done.update(map(id, own.values()))
-        with (
-            _whole_parameters(child, device) as whole,
-            torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_kind(device)),
-        ):
+        devices = [] if device.type == "cpu" else [device]
+        with _whole_parameters(child, device) as whole, torch.random.fork_rng(devices, device_type=_kind(device)):
             random.seed(device, random.mix(seed, zlib.crc32(name.encode())))
-            _run(name, child, layout, whole, fresh_buffers)
+            _run(name, child, layout, whole, buffers)
             for key, parameter in own.items():
                 local_tensor(parameter).copy_(whole[key][held_by_this_rank(parameter)])
 
 
 @torch.no_grad()
-def from_source(module: nn.Module, layout: ModelLayout, source: WeightSource, device: torch.device, *, fresh_buffers: bool) -> None:
+def from_source(module: nn.Module, layout: ModelLayout, source: WeightSource, device: torch.device, missing: set[str]) -> None:
     """Read every parameter and persistent buffer from ``source``, each rank its own part only.
 
     Raises:
         MeshparError: listing every name that is missing and every shape that differs, before anything is read.
     """
-    wanted: dict[str, Tensor] = dict(_state(module))
+    wanted: dict[str, Tensor] = dict(state(module))
     ties = {name: group for group in tied_names(module) for name in group}
     offered = source.shapes()
     if not set(wanted) & set(offered) or any(name not in offered and not set(ties.get(name, ())) & set(offered) for name in wanted):
@@ -98,15 +105,15 @@ def from_source(module: nn.Module, layout: ModelLayout, source: WeightSource, de
             chosen[name] = found
     if problems:
         raise MeshparError("these weights do not fit this model:\n  " + "\n  ".join(problems))
-    if fresh_buffers:
-        _rebuild_buffers(module, layout, device)
+    _rebuild_buffers(module, layout, device, missing)
     for name, found in chosen.items():
         index, out = held_by_this_rank(wanted[name]), local_tensor(wanted[name])
         if out.numel() or not out.ndim:
             source.read(found, index, out)
 
 
-def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and persistent buffers by name, tied ones once."""
     yield from module.named_parameters()
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
@@ -114,39 +121,49 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _rebuild_buffers(module: nn.Module, layout: ModelLayout, device: torch.device) -> None:
+def _rebuild_buffers(module: nn.Module, layout: ModelLayout, device: torch.device, missing: set[str]) -> None:
+    """Let modules fill those buffers in ``missing`` that no file holds."""
     for name, child in module.named_modules():
-        if _has_buffers(child):
+        prefix = f"{name}." if name else ""
+        buffers = {key for key in child._non_persistent_buffers_set if prefix + key in missing}
+        if buffers:
             with _whole_parameters(child, device) as whole:
-                _run(name, child, layout, whole, fresh_buffers=True, persistent_too=False)
+                _run(name, child, layout, whole, buffers)
 
 
-def _run(
-    name: str, child: nn.Module, layout: ModelLayout, whole: dict[str, Tensor], fresh_buffers: bool, persistent_too: bool = True
-) -> None:
-    """Initialise one module's own tensors and see that each was really written."""
-    init: Callable[[nn.Module], Any] | None = layout.init
-    versions = {key: (id(buffer), buffer._version) for key, buffer in child._buffers.items() if buffer is not None}
+def _run(name: str, child: nn.Module, layout: ModelLayout, whole: dict[str, Tensor], buffers: set[str]) -> None:
+    """Initialise one module's own tensors, and see that its parameters and ``buffers`` were really written."""
+    before = {key: (buffer, buffer._version) for key, buffer in child._buffers.items() if key in buffers and buffer is not None}
+    for tensor in whole.values():
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+    versions = {key: tensor._version for key, tensor in whole.items()}
+    init = layout.init or _own_init(child)
     if init is not None:
         init(child)
-    elif callable(getattr(child, "reset_parameters", None)):
-        child.reset_parameters()  # type: ignore[operator]
-    missed = [key for key, value in whole.items() if child._parameters[key] is value and value._version == 0]
-    if fresh_buffers:
-        missed += [
-            key
-            for key, buffer in child._buffers.items()
-            if buffer is not None
-            and versions.get(key) == (id(buffer), buffer._version)
-            and (persistent_too or key in child._non_persistent_buffers_set)
-        ]
+    missed = [key for key, tensor in whole.items() if child._parameters[key] is tensor and _untouched(tensor, versions[key])]
+    missed += [key for key, (buffer, version) in before.items() if child._buffers[key] is buffer and buffer._version == version]
     if missed:
         raise LayoutError(
             f"{name or class_name(child)} ({class_name(child)}) has no initialisation for {', '.join(missed)}; give the class a "
             "reset_parameters() that fills them, or pass ModelLayout(init=...), or build the model with weights instead of on meta"
         )
-    for key, value in whole.items():
-        whole[key] = child._parameters[key] if child._parameters[key] is not None else value  # type: ignore[assignment]
+    whole.update({key: value for key, value in child._parameters.items() if key in whole and value is not None})
+
+
+def _own_init(child: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """Return the module's own initialisation; torch's attention calls it ``_reset_parameters``."""
+    for method in ("reset_parameters", "_reset_parameters"):
+        if callable(getattr(child, method, None)):
+            return lambda module: getattr(module, method)()
+    return None
+
+
+def _untouched(tensor: Tensor, version: int) -> bool:
+    """Tell whether nobody wrote ``tensor``; a write through ``.data`` leaves its version as it was, but not its contents."""
+    if tensor._version != version:
+        return False
+    return not tensor.is_floating_point() or bool(tensor.isnan().all())
 
 
 @contextmanager
@@ -163,10 +180,6 @@ def _whole_parameters(child: nn.Module, device: torch.device) -> Iterator[dict[s
         yield whole
     finally:
         child._parameters.update(kept)
-
-
-def _has_buffers(child: nn.Module) -> bool:
-    return any(buffer is not None for buffer in child._buffers.values())
 
 
 def _kind(device: torch.device) -> str:

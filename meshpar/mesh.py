@@ -101,7 +101,10 @@ class MeshSpec:
                 f"of the other axes; change one of them or start a multiple of {known} ranks"
             )
         if open_axis is None and known != world_size:
-            raise MeshError(f"mesh {self} needs {known} ranks, got {world_size}; change one axis or set it to -1")
+            raise MeshError(
+                f"mesh {self} needs {known} ranks, got {world_size}; start {known} (torchrun --nproc-per-node), or change one axis, "
+                "or set it to -1"
+            )
         axes = {name: world_size // known if size == -1 else size for name, size in self.axes.items()}
         return MeshSpec(axes, ranks_per_node=self.ranks_per_node)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from meshpar import initialize
+from meshpar import _torch, initialize
 from meshpar.description import Description, describe
 from meshpar.errors import MeshparError
+from meshpar.guards import reshard
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes import random
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from meshpar.plan import Plan
 
 Batch = TypeVar("Batch")
+FIRST_STEPS = 2
 
 
 @final
@@ -45,12 +48,12 @@ class Parallelized:
     """
 
     def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, spec: MeshSpec, plan: Plan, layout: ModelLayout, device: torch.device, on_meta: bool
+        self, module: nn.Module, mesh: DeviceMesh, spec: MeshSpec, plan: Plan, layout: ModelLayout, device: torch.device
     ) -> None:
         self.module, self.mesh, self.spec, self.plan, self.layout, self.device = module, mesh, spec, plan, layout, device
         self.data_axes = tuple(axis for axis in spec.axes if any(axis in each.axes for each in plan.passes if each.stage == Stage.DATA))
-        self._fresh_buffers = on_meta
         self._place = spec.coordinates(dist.get_rank())
+        self._steps_checked = 0
 
     @property
     def data_size(self) -> int:
@@ -66,7 +69,7 @@ class Parallelized:
         return place
 
     def materialize(self, *, seed: int | None = None, weights: WeightSource | None = None) -> Parallelized:
-        """Give a module that was built on meta its memory and values, and return self.
+        """Give what was built on meta its memory and values, and return self. A part that had values keeps them under ``seed``.
 
         Args:
             seed: draw the initial weights; for a seed they are the same on every mesh, bit for bit (CPU and GPU draw different ones).
@@ -78,14 +81,17 @@ class Parallelized:
         """
         if (seed is None) == (weights is None):
             raise MeshparError(f"materialize takes either seed= or weights=, got seed={seed} and weights={weights}")
+        reshard(self.module)
+        missing = initialize.without_memory(self.module)
+        if seed is not None and not missing:
+            raise MeshparError("the module has its weights already, and a seed would replace them; build it on meta to draw new ones")
         offload = any(getattr(each, "offload", None) == "cpu" for each in self.plan.passes)
         initialize.allocate(self.module, self.device, torch.device("cpu") if offload else self.device)
         if weights is not None:
-            initialize.from_source(self.module, self.layout, weights, self.device, fresh_buffers=self._fresh_buffers)
+            initialize.from_source(self.module, self.layout, weights, self.device, missing)
         else:
             assert seed is not None
-            initialize.from_seed(self.module, self.layout, seed, self.device, fresh_buffers=self._fresh_buffers)
-        self._fresh_buffers = False
+            initialize.from_seed(self.module, self.layout, seed, self.device, missing)
         return self
 
     def manual_seed(self, seed: int) -> None:
@@ -116,6 +122,7 @@ class Parallelized:
                 if "dp_replicate" in self.data_axes and "dp_shard" in self.data_axes:
                     unit.set_requires_all_reduce(last)  # type: ignore[operator]
 
+        whole = False
         try:
             for batch in micro_batches:
                 if waiting:
@@ -124,8 +131,12 @@ class Parallelized:
                 waiting.append(batch)
             reduce(last=True)
             yield from waiting
+            whole = True
         finally:
             reduce(last=True)
+            if not whole:
+                # Unreduced gradients of a step that was left would be added to the next one's, where zero_grad does not see them.
+                _torch.drop_unreduced_gradients(self.module)
 
     def token_scale(self, tokens: int | Tensor) -> Tensor:
         """Return the factor that turns this rank's summed loss into its share of the mean over all tokens of all ranks.
@@ -166,6 +177,8 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
+        reshard(self.module)
+        self._check_gradients_agree()
         parts: dict[frozenset[str], list[Tensor]] = {}
         for parameter in self.module.parameters():
             if (grad := _whole_gradient(parameter)) is not None:
@@ -180,6 +193,27 @@ class Parallelized:
                 for device, together in _by_device(grads).items():
                     torch._foreach_mul_(together, scale.to(device))
         return norm
+
+    def _check_gradients_agree(self) -> None:
+        """See that all data ranks have gradients for the same parameters.
+
+        Where one lacks what another has, FSDP2 has joined gradients of different parameters without a word. Reading the answer waits for
+        the device, so an accelerator is asked in the first steps only.
+        """
+        if self.device.type != "cpu" and self._steps_checked >= FIRST_STEPS:
+            return
+        self._steps_checked += 1
+        trained = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        without = [name for name, parameter in trained if parameter.grad is None]
+        mark = zlib.crc32("\n".join(without).encode())
+        marks = torch.tensor([mark, -mark], dtype=torch.int64, device=self.device)
+        for axis in self.data_axes:
+            dist.all_reduce(marks, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
+        if int(marks[0]) != -int(marks[1]):
+            raise MeshparError(
+                f"data ranks have gradients for different parameters; here these have none: {', '.join(without[:6]) or '(all have one)'}; "
+                "let every rank use every parameter in each step, e.g. by adding 0 * parameter.sum() to the loss where one is skipped"
+            )
 
     def _join(self, powers: dict[frozenset[str], Tensor], norm_type: float) -> Tensor:
         """Join the powers of norms, keyed by the axes over which their gradients are split, axis by axis, innermost first."""
@@ -198,23 +232,26 @@ class Parallelized:
         return powers.get(frozenset(), torch.zeros((), device=self.device))
 
     def check_replicas(self) -> None:
-        """See that ranks which must hold the same parameters do, bit for bit, by a hash.
+        """See that ranks which must hold the same parameters and buffers do, bit for bit, by a hash.
 
         Raises:
             MeshparError: on every rank, naming the parameters and the ranks that differ.
 
         Collective: every rank calls it.
         """
-        tensors = {name: local_tensor(parameter) for name, parameter in self.module.named_parameters()}
+        reshard(self.module)
+        state = dict(initialize.state(self.module))
+        tensors = {name: local_tensor(tensor) for name, tensor in state.items()}
         groups = {}
-        for name, parameter in self.module.named_parameters():
-            split = sharded_axes(parameter)
-            places = [self.spec.coordinates(rank) for rank in range(self.spec.size)]
+        places = [self.spec.coordinates(rank) for rank in range(self.spec.size)]
+        for name, tensor in state.items():
+            split = sharded_axes(tensor)
             groups[name] = [hash(tuple(place[axis] for axis in split)) for place in places]
-        check_equal(tensors, groups, self.device, "parameters")
+        check_equal(tensors, groups, self.device, "parameters or buffers")
 
     def describe(self) -> Description:
         """Return what this rank holds: a table that prints itself, with bytes a rank by block and the totals."""
+        reshard(self.module)
         return describe(self.module, self.layout, str(self.plan))
 
     def __repr__(self) -> str:

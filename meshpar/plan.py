@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from meshpar import runtime
 from meshpar.errors import LayoutError, MeshError, MeshparError, PlanError
-from meshpar.explain import explain_errors
-from meshpar.initialize import tied_names
+from meshpar.guards import guard
+from meshpar.initialize import state, tied_names
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type
 from meshpar.parallelized import Parallelized
@@ -128,7 +128,7 @@ class Plan:
         kind = device_type or ("cpu" if dist.get_backend() in ("gloo", "fake") else default_device_type())
         device = runtime.device(kind)
         built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-        weights = {name: parameter for name, parameter in module.named_parameters() if not parameter.is_meta}
+        weights = {name: tensor for name, tensor in state(module) if not tensor.is_meta}
         world = [0] * dist.get_world_size()
         check_equal(weights, dict.fromkeys(weights, world), device, "the weights handed to apply")
         mesh = spec.build(kind)
@@ -136,8 +136,8 @@ class Plan:
         if not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
             module.to(device)
         if self.passes:
-            explain_errors(module, str(self))
-        return Parallelized(module, mesh, spec, self, layout, device, built_on_meta)
+            guard(module, str(self), splits_features=spec.axes.get("tp", 1) > 1)
+        return Parallelized(module, mesh, spec, self, layout, device)
 
     def _run_passes(self, module: nn.Module, layout: ModelLayout, mesh: Any) -> None:
         names, ties = [name for name, _ in module.named_parameters()], tied_names(module)
@@ -220,6 +220,13 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
             yield f"layout.tied names {absent[0]!r}, which the model does not have"
         elif len({id(parameters[name]) for name in group}) > 1:
             yield f"layout.tied says that {' and '.join(group)} are one tensor, but the model holds them apart; tie them or drop the entry"
+    data_axes = [axis for each in ready if each.stage == Stage.DATA for axis in each.axes if mesh.axes[axis] > 1]
+    for name, child in module.named_modules():
+        if data_axes and isinstance(child, nn.modules.batchnorm._BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
+            yield (
+                f"{name} ({type(child).__name__}) would take its statistics from one data rank's part of the batch; use "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a norm that does not look across the batch"
+            )
     yield from _unsharded_problems(ready, module, layout, mesh, parameters)
 
 

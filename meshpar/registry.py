@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -58,8 +59,10 @@ def plugin(group: str, name: str) -> Any:
 def layout_for(module: nn.Module) -> ModelLayout:
     """Return the layout that fits ``module``: its own ``meshpar_layout()``, else the first registered layout that knows it.
 
+    Where nobody describes it, its blocks are the outermost lists of like modules, and it has no tensor-parallel table.
+
     Raises:
-        LayoutError: nobody describes this module.
+        LayoutError: ``meshpar_layout()`` returns something else.
     """
     own = getattr(module, "meshpar_layout", None)
     if callable(own):
@@ -71,7 +74,18 @@ def layout_for(module: nn.Module) -> ModelLayout:
         layout = plugin("meshpar.layouts", name)(module)
         if layout is not None:
             return layout
-    raise LayoutError(
-        f"no layout describes {type(module).__name__}; pass layout=ModelLayout(blocks=('layers.*',)) to apply, "
-        "or give the class a meshpar_layout() method"
-    )
+    return ModelLayout(blocks=tuple(_repeated(module)))
+
+
+def _repeated(module: nn.Module) -> Iterator[str]:
+    """Yield a pattern for every outermost ModuleList or Sequential that holds several modules of one class with parameters."""
+    inside: list[str] = []
+    for name, child in module.named_modules():
+        if any(name.startswith(outer) for outer in inside):
+            continue
+        if not isinstance(child, nn.ModuleList | nn.Sequential) or not any(True for _ in child.parameters()):
+            continue
+        if len(child) > 1 and len({type(each) for each in child}) == 1:
+            prefix = f"{name}." if name else ""
+            inside.append(prefix)
+            yield f"{prefix}*"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -48,6 +49,7 @@ def check_equal(tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int
 
     Collective: every rank of the world calls it.
     """
+    _check_same_names(tensors, device, what)
     if not tensors:
         return
     mine = torch.stack([digest(tensor).to(device) for tensor in tensors.values()])
@@ -66,3 +68,17 @@ def check_equal(tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int
     if differing:
         shown = "\n  ".join(differing[:20]) + (f"\n  and {len(differing) - 20} more" if len(differing) > 20 else "")
         raise MeshparError(f"{what} differ between ranks that must hold the same:\n  {shown}")
+
+
+def _check_same_names(tensors: Mapping[str, Tensor], device: torch.device, what: str) -> None:
+    """See first that all ranks compare the same names, or they would wait for one another."""
+    known = "\n".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
+    mine = torch.tensor(list(hashlib.blake2b(known.encode(), digest_size=8).digest()), dtype=torch.int64, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    odd = [rank for rank, other in enumerate(every) if not torch.equal(other, every[0])]
+    if odd:
+        raise MeshparError(
+            f"{what} have other names or dtypes on ranks {odd} than on rank 0; build the same model on every rank, everywhere on the meta "
+            "device or everywhere with weights"
+        )

@@ -16,7 +16,7 @@ FLOORS = [
     {"mesh", "weights", "loss", "_torch", "placements"},
     {"layout"},
     {"passes"},
-    {"replicas", "initialize", "explain", "description", "registry", "runtime"},
+    {"replicas", "initialize", "guards", "description", "registry", "runtime"},
     {"parallelized"},
     {"plan"},
     {"testing", "forecast", "training"},

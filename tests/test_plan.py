@@ -22,6 +22,7 @@ from meshpar import (
     Replicate,
     Stage,
     TensorParallel,
+    registry,
     runtime,
 )
 from meshpar.models import Transformer, TransformerConfig
@@ -191,9 +192,12 @@ def test_an_object_that_is_no_pass():
     assert "is not a pass: it lacks name, stage, axes, problems, apply" in problems("dp_shard=8", [object()])[0]
 
 
-def test_a_module_that_nobody_describes():
-    with pytest.raises(PlanError, match="no layout describes Linear"):
-        Plan("dp_shard=8", [FullyShard()]).check(nn.Linear(2, 2), world_size=8)
+def test_a_module_that_nobody_describes_is_read_from_its_structure():
+    assert registry.layout_for(TwoLayers()).blocks == ("layers.*",)
+    assert registry.layout_for(nn.Linear(2, 2)).blocks == ()
+    assert Plan("dp_shard=8", [FullyShard()]).check(nn.Linear(2, 2), world_size=8)
+    assert "names none; give ModelLayout(blocks=...)" in only("dp_shard=8", [Compile(), FullyShard()], nn.Linear(2, 2))
+    assert "the layout has no table" in only("tp=8", [TensorParallel()], TwoLayers())
 
 
 def test_a_layout_method_of_the_wrong_kind():

@@ -281,3 +281,225 @@ def test_materialize_takes_one_of_seed_and_weights():
     par = Plan("dp_shard=2", [FullyShard()]).apply(on_meta(transformer))
     with pytest.raises(MeshparError, match="either seed= or weights="):
         par.materialize()
+
+
+def blocks_of(build, count=2):
+    return lambda: nn.Sequential(*(build() for _ in range(count)))
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return x + self.drop(torch.tanh(self.linear(x)))
+
+
+@on_ranks(2)
+def test_recomputation_replays_dropout_that_no_layout_mentions():
+    grads = []
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    for passes in ([FullyShard()], [ActivationCheckpoint(), FullyShard()]):
+        par = Plan("dp_shard=2", passes).apply(on_meta(blocks_of(Dropping))).materialize(seed=0)
+        par.manual_seed(3)
+        par.module(x).square().sum().backward()
+        grads.append([whole(parameter.grad) for parameter in par.module.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+
+
+class Choosing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return (self.a if dist.get_rank() == 0 else self.b)(x)
+
+
+@pytest.mark.parametrize("passes", [[FullyShard()], [Replicate()]], ids=["fsdp", "replicate"])
+def test_a_parameter_that_only_some_ranks_use_is_named(passes):
+    used_by_some(passes)
+
+
+@on_ranks(2)
+def used_by_some(passes):
+    par = Plan(f"{passes[0].axes[0]}=2", passes).apply(on_meta(Choosing), ModelLayout()).materialize(seed=0)
+    par.module(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(MeshparError, match=r"gradients for different parameters; here these have none: (a|b)\.weight"):
+        par.clip_grad_norm_(1.0)
+
+
+class Attending(nn.Module):
+    """A region with a second input, and by wish a parameter that no style covers."""
+
+    def __init__(self, bare=False):
+        super().__init__()
+        self.q, self.k, self.o = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        if bare:
+            self.temperature = nn.Parameter(torch.ones(1))
+
+    def forward(self, x, memory):
+        return self.o(torch.tanh(self.q(x)) * torch.tanh(self.k(memory)))
+
+
+class CrossAttention(nn.Module):
+    def __init__(self, bare=False):
+        super().__init__()
+        self.encode, self.attend = nn.Linear(8, 8), Attending(bare)
+
+    def forward(self, x):
+        return self.attend(x, self.encode(x))
+
+
+CROSS = ModelLayout(tensor={"attend": "region", "attend.q": "colwise", "attend.k": "colwise", "attend.o": "rowwise"})
+
+
+@on_ranks(2)
+def test_every_input_of_a_region_gets_its_whole_gradient():
+    grads = []
+    for mesh, passes in (("dp_replicate=2", [Replicate()]), ("tp=2", [TensorParallel()])):
+        par = Plan(mesh, passes).apply(on_meta(CrossAttention), CROSS).materialize(seed=0)
+        par.module(torch.ones(2, 3, 8)).square().sum().backward()
+        grads.append({name: whole(parameter.grad) for name, parameter in par.module.named_parameters()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-5, atol=1e-6)
+    with pytest.raises(MeshparError, match=r"attend.temperature stands in region attend without a style.*give attend 'grad_sum'"):
+        Plan("tp=2", [TensorParallel()]).check(CrossAttention(bare=True), CROSS)
+
+
+@on_ranks(2)
+def test_a_forward_without_gradients_leaves_nothing_stale():
+    tokens = random_tokens(VOCAB, 1, 8, seed=0)
+    for keep in (True, False):
+        results = []
+        for evaluate in (False, True):
+            par = Plan("dp_shard=2", [FullyShard(reshard_after_forward=keep)]).apply(on_meta(transformer)).materialize(seed=0)
+            optimizer = torch.optim.SGD(par.module.parameters(), lr=1.0)
+            token_loss_sum(par.module, tokens)[0].backward()
+            if evaluate:
+                with torch.no_grad():
+                    par.module(input_ids=tokens["input_ids"])
+            norm = par.clip_grad_norm_(0.1)
+            optimizer.step()
+            results.append((norm, token_loss_sum(par.module, tokens)[0].detach()))
+        assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+@on_ranks(2)
+def test_an_accumulation_that_is_left_leaves_nothing_behind():
+    for passes in ([FullyShard()], [Replicate()]):
+        par = Plan(f"{passes[0].axes[0]}=2", passes).apply(on_meta(transformer)).materialize(seed=0)
+        batches = [random_tokens(VOCAB, 1, 8, seed=n) for n in range(3)]
+
+        def gradient(par=par, batch=batches[0]):
+            token_loss_sum(par.module, batch)[0].backward()
+            grads = [whole(parameter.grad) for parameter in par.module.parameters()]
+            par.module.zero_grad()
+            return grads
+
+        expected = gradient()
+        for number, batch in enumerate(par.accumulate(batches)):
+            token_loss_sum(par.module, batch)[0].backward()
+            if number == 1:
+                break
+        par.module.zero_grad()
+        assert all(torch.equal(*pair) for pair in zip(gradient(), expected, strict=True))
+
+
+@on_ranks(2)
+def test_a_parallel_module_is_not_copied_nor_saved_by_halves():
+    import copy
+
+    for mesh, passes in (("tp=2", [TensorParallel()]), ("dp_replicate=2", [ActivationCheckpoint(), Replicate()])):
+        par = Plan(mesh, passes).apply(on_meta(lambda: huggingface("Llama"))).materialize(seed=0)
+        with pytest.raises((MeshparError, AssertionError)):
+            copy.deepcopy(par.module)
+        with pytest.raises(MeshparError, match="save_pretrained knows no shards"):
+            par.module.save_pretrained("nowhere")
+
+
+@on_ranks(2)
+def test_a_part_that_has_weights_keeps_them():
+    body = nn.Linear(4, 4)
+    body.weight.data.fill_(7.0)
+    module = nn.Sequential(body, on_meta(lambda: nn.Linear(4, 4)))
+    par = Plan("dp_shard=2", [FullyShard()]).apply(module).materialize(seed=0)
+    assert whole(par.module[0].weight).eq(7.0).all() and whole(par.module[1].weight).abs().max() < 1.0
+    with pytest.raises(MeshparError, match="has its weights already"):
+        par.materialize(seed=1)
+
+
+@on_ranks(2)
+def test_buffers_are_compared_and_batch_statistics_refused():
+    module = nn.Sequential(nn.Linear(4, 4))
+    module.register_buffer("scale", torch.full((2,), 1.0 + dist.get_rank()))
+    with pytest.raises(MeshparError, match=r"the weights handed to apply differ.*\n.*scale: rank 0 against"):
+        Plan("dp_shard=2", [FullyShard()]).apply(module, ModelLayout())
+    with pytest.raises(MeshparError, match=r"1 \(BatchNorm1d\) would take its statistics from one data rank's part"):
+        Plan("dp_shard=2", [FullyShard()]).check(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), ModelLayout())
+
+
+@on_ranks(2)
+def test_ranks_that_bring_different_modules_are_told_instead_of_waiting():
+    module = transformer() if dist.get_rank() == 0 else on_meta(transformer)
+    with pytest.raises(MeshparError, match=r"other names or dtypes on ranks \[1\] than on rank 0"):
+        Plan("dp_shard=2", [FullyShard()]).apply(module)
+
+
+@pytest.mark.parametrize("passes", [[FullyShard(param_dtype=torch.bfloat16)], [Replicate(param_dtype=torch.bfloat16)]], ids=["fsdp", "replicate"])
+def test_modules_kept_in_float32_compute_in_it(passes):
+    kept_in_float32(passes)
+
+
+@on_ranks(2)
+def kept_in_float32(passes):
+    layout = ModelLayout(blocks=("0",), fp32=("1",))
+    build = lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))  # noqa: E731
+    par = Plan(f"{passes[0].axes[0]}=2", passes).apply(on_meta(build), layout).materialize(seed=0)
+    seen = []
+    par.module[1].register_forward_hook(lambda module, args, out: seen.append(module.weight.dtype))
+    par.module[2].register_forward_hook(lambda module, args, out: seen.append(module.weight.dtype))
+    par.module(torch.ones(2, 4)).sum().backward()
+    assert seen == [torch.float32, torch.bfloat16]
+
+
+@on_ranks(2)
+def test_ids_outside_of_the_vocabulary_are_noticed():
+    par = Plan("tp=2", [TensorParallel(loss_parallel=True)]).apply(on_meta(transformer)).materialize(seed=0)
+    batch = random_tokens(VOCAB, 1, 8, seed=0)
+    with pytest.raises(RuntimeError, match="outside of the vocabulary"):
+        token_loss_sum(par.module, batch | {"labels": batch["labels"] + VOCAB})
+    with pytest.raises(RuntimeError, match="outside of the vocabulary"):
+        token_loss_sum(par.module, batch | {"input_ids": batch["input_ids"] + VOCAB})
+
+
+class Unusual(nn.Module):
+    """Weights written through .data, by a method that torch's attention uses too."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(4))
+
+    def _reset_parameters(self):
+        self.w.data.fill_(2.0)
+
+    def forward(self, x):
+        return x * self.w
+
+
+@on_ranks(2)
+def test_initialisation_through_data_counts_and_a_forward_before_it_is_refused():
+    par = Plan("dp_shard=2", [FullyShard()]).apply(on_meta(blocks_of(Unusual)))
+    with pytest.raises(MeshparError, match=r"0.w has no values yet; call par.materialize"):
+        par.module(torch.ones(4))
+    assert torch.equal(par.materialize(seed=0).module(torch.ones(4)), torch.full((4,), 4.0))
+
+
+def test_one_block_listed_twice_is_no_tie_across_units_and_scalars_are_named():
+    block = nn.Linear(4, 4)
+    assert Plan("dp_shard=2", [FullyShard()]).check(nn.Sequential(block, block), ModelLayout(blocks=("*",)), 2)
+    module = nn.Sequential(nn.Linear(4, 4))
+    module.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(MeshparError, match="scale is a scalar"):
+        Plan("dp_shard=2", [FullyShard()]).check(module, ModelLayout(), 2)

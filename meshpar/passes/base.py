@@ -66,8 +66,10 @@ def find_blocks(module: nn.Module, layout: ModelLayout, override: tuple[str, ...
     return sorted(found.items(), key=lambda item: -item[0].count("."))
 
 
-def block_problems(owner: str, module: nn.Module, layout: ModelLayout, override: tuple[str, ...] | None = None) -> Iterator[str]:
-    """Yield the patterns of blocks that match nothing; ``owner`` is the pass that asks."""
+def block_problems(
+    owner: str, module: nn.Module, layout: ModelLayout, override: tuple[str, ...] | None = None, *, required: bool = True
+) -> Iterator[str]:
+    """Yield the patterns of blocks that match nothing, and their absence where they are ``required``; ``owner`` is the pass that asks."""
     source = "layout block" if override is None else f"{owner}(blocks=...)"
     for pattern in override if override is not None else layout.blocks:
         found = _matching(module, pattern)
@@ -77,7 +79,7 @@ def block_problems(owner: str, module: nn.Module, layout: ModelLayout, override:
             if isinstance(child, nn.ModuleList | nn.ModuleDict):
                 kind = type(child).__name__
                 yield f"{source} {pattern!r} matches {name}, a {kind}, which is never called itself; name what is in it: '{name}.*'"
-    if override is None and not layout.blocks:
+    if required and override is None and not layout.blocks:
         yield f"{owner} works block by block and the layout names none; give ModelLayout(blocks=...) or {owner}(blocks=...)"
 
 

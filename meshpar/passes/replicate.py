@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar import _torch
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
-from meshpar.passes.base import Stage, block_problems, find_blocks
-from meshpar.passes.shard import Precision, cast_buffers
+from meshpar.passes.base import Stage, block_problems
+from meshpar.passes.shard import Precision, cast_buffers, unit_content_problems
 
 
 @final
@@ -30,12 +30,12 @@ class Replicate(Precision):
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from self.precision_problems(self.name)
-        yield from block_problems(self.name, module, layout)
+        yield from block_problems(self.name, module, layout, required=False)
+        yield from unit_content_problems([(name, unit) for unit, _, name in self.units(module, layout)], module)
         if mesh.axes.get("dp_shard", 1) > 1:
             yield "Replicate keeps whole copies and cannot stand beside dp_shard; use HybridShard() for copies of a sharded model"
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         cast_buffers(module, self.buffer_dtype)
-        for _, block in find_blocks(module, layout):
-            _torch.replicate(block, mesh=mesh["dp_replicate"], mp_policy=self.inner())
-        _torch.replicate(module, mesh=mesh["dp_replicate"], mp_policy=self.outer())
+        for unit, policy, _ in self.units(module, layout):
+            _torch.replicate(unit, mesh=mesh["dp_replicate"], mp_policy=policy)

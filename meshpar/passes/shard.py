@@ -47,6 +47,25 @@ class Precision:
         """Return the policy of the outermost unit, which alone casts the output."""
         return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, self.output_dtype, self.cast_forward_inputs)
 
+    def kept(self) -> MixedPrecisionPolicy:
+        """Return the policy of a module that computes in float32 among others that do not: its output goes back to their dtype."""
+        return MixedPrecisionPolicy(torch.float32, self.reduce_dtype, self.param_dtype, True)
+
+    def units(
+        self, module: nn.Module, layout: ModelLayout, blocks: tuple[str, ...] | None = None, min_params: int = 0
+    ) -> list[tuple[nn.Module, MixedPrecisionPolicy, str]]:
+        """Return (module, policy, name) of the units, innermost first; the last is the whole model with what no other unit holds."""
+        order = {name: place for place, (name, _) in enumerate(module.named_modules())}
+        found_blocks = find_blocks(module, layout, blocks)
+        large = {name: block for name, block in found_blocks if sum(p.numel() for p in block.parameters()) >= min_params}
+        single: dict[str, nn.Module] = {}
+        if self.param_dtype not in (None, torch.float32):
+            found = (pair for pattern in layout.fp32 for pair in find_modules(module, pattern))
+            single = {name: child for name, child in found if any(True for _ in child.parameters())}
+        chosen = {name: child for name, child in {**large, **single}.items() if child is not module}
+        inner = sorted(chosen.items(), key=lambda item: (-item[0].count("."), order[item[0]]))
+        return [*((child, self.kept() if name in single else self.inner(), name) for name, child in inner), (module, self.outer(), "")]
+
     def precision_problems(self, owner: str) -> Iterator[str]:
         """Yield the dtypes that are none."""
         for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
@@ -80,7 +99,7 @@ class _Sharding(Precision):
     def unit_problems(self, owner: str, module: nn.Module, layout: ModelLayout, shards: int) -> Iterator[str]:
         """Yield what is wrong with the units and the knobs, for a shard group of ``shards`` ranks."""
         yield from self.precision_problems(owner)
-        yield from block_problems(owner, module, layout, self.blocks)
+        yield from block_problems(owner, module, layout, self.blocks, required=False)
         keep = self.reshard_after_forward
         if not isinstance(keep, bool) and not (1 < keep < shards and shards % keep == 0):
             fits = [each for each in divisors(shards) if each < shards]
@@ -93,7 +112,8 @@ class _Sharding(Precision):
         for pattern in layout.fp32:
             if not any(find_modules(module, pattern)):
                 yield unmatched(f"layout.fp32 pattern {pattern!r}", pattern, module)
-        yield from _unit_content_problems(self._units(module, layout), module)
+        units = self.units(module, layout, self.blocks, self.min_params)
+        yield from unit_content_problems([(name, unit) for unit, _, name in units], module)
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
         return {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -103,32 +123,10 @@ class _Sharding(Precision):
         cast_buffers(module, self.buffer_dtype)
         common: dict[str, Any] = {"mesh": mesh, "offload_policy": self._offload_policy(mesh)}
         keep = self.reshard_after_forward
-        units: list[FSDPModule] = []
-        for _, unit in self._units(module, layout)[:-1]:
-            policy = MixedPrecisionPolicy() if self._is_fp32(unit, module, layout) else self.inner()
-            units.append(fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **common))
-        fully_shard(module, reshard_after_forward=keep if not isinstance(keep, bool) else False, mp_policy=self.outer(), **common)
+        *inner, (_, outer, _) = self.units(module, layout, self.blocks, self.min_params)
+        units = [fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **common) for unit, policy, _ in inner]
+        fully_shard(module, reshard_after_forward=keep if not isinstance(keep, bool) else False, mp_policy=outer, **common)
         self._prefetch(units)
-
-    def _units(self, module: nn.Module, layout: ModelLayout) -> list[tuple[str, nn.Module]]:
-        """Return the units, innermost first; the last is the whole model with what no other unit holds."""
-        named = dict(module.named_modules())
-        found = [
-            (name, block)
-            for name, block in find_blocks(module, layout, self.blocks)
-            if block is not module and sum(p.numel() for p in block.parameters()) >= max(1, self.min_params)
-        ]
-        if self.param_dtype not in (None, torch.float32):
-            single = {
-                name for pattern in layout.fp32 for name, child in find_modules(module, pattern) if any(True for _ in child.parameters())
-            }
-            found = sorted({**{name: named[name] for name in single}, **dict(found)}.items(), key=lambda item: -item[0].count("."))
-        order = {name: place for place, name in enumerate(named)}
-        found.sort(key=lambda item: (-item[0].count("."), order[item[0]]))
-        return [*found, ("", module)]
-
-    def _is_fp32(self, unit: nn.Module, module: nn.Module, layout: ModelLayout) -> bool:
-        return any(child is unit for pattern in layout.fp32 for _, child in find_modules(module, pattern))
 
     def _offload_policy(self, mesh: DeviceMesh) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if self.offload == "cpu" else OffloadPolicy()
@@ -196,8 +194,11 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
                 child._buffers[name] = buffer.to(dtype)
 
 
-def _unit_content_problems(units: list[tuple[str, nn.Module]], module: nn.Module) -> Iterator[str]:
-    """Yield units with several dtypes, and tied parameters that would land in two units."""
+def unit_content_problems(units: list[tuple[str, nn.Module]], module: nn.Module) -> Iterator[str]:
+    """Yield scalars, units with several dtypes, and tied parameters that would land in two units."""
+    for name, parameter in module.named_parameters():
+        if not parameter.ndim:
+            yield f"{name} is a scalar, which FSDP2 cannot split; make it a tensor of one element"
     unit_of: dict[int, str] = {}
     names: dict[int, str] = {id(parameter): name for name, parameter in module.named_parameters()}
     for unit_name, unit in units:
@@ -213,11 +214,15 @@ def _unit_content_problems(units: list[tuple[str, nn.Module]], module: nn.Module
 
 
 def _tied_problems(units: list[tuple[str, nn.Module]], module: nn.Module) -> Iterator[str]:
-    places: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        places.setdefault(id(parameter), []).append(name)
+    homes: dict[int, str] = {}
+    for title, unit in units:
+        for child in unit.modules():
+            homes.setdefault(id(child), title)
+    places: dict[int, dict[str, str]] = {}
+    for name, child in module.named_modules():
+        for leaf, parameter in child.named_parameters(recurse=False):
+            places.setdefault(id(parameter), {})[f"{name}.{leaf}" if name else leaf] = homes[id(child)]
     for group in places.values():
-        homes = {name: next(unit for unit, _ in units if unit == "" or name.startswith(unit + ".")) for name in group}
-        if len(set(homes.values())) > 1:
-            listed = ", ".join(f"{name} in {home or '(the outermost)'!r}" for name, home in homes.items())
+        if len(set(group.values())) > 1:
+            listed = ", ".join(f"{name} in {home or '(the outermost)'!r}" for name, home in group.items())
             yield f"tied parameters would land in two units: {listed}; take both out of the blocks, so that the outermost unit holds them"

@@ -54,8 +54,8 @@ class Region:
         inner = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            named = next((key for key in context.inputs if isinstance(kwargs.get(key), Tensor)), None)
-            first = 0 if args and isinstance(args[0], Tensor) else named
+            named: Any = next((key for key in context.inputs if isinstance(kwargs.get(key), Tensor)), None)
+            first: Any = 0 if args and isinstance(args[0], Tensor) else named
             if first is None:
                 wanted = " or ".join(context.inputs)
                 raise PlanError([f"{name} got no hidden states: expected a tensor first, or as {wanted}; name it in layout.hidden_inputs"])

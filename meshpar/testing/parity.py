@@ -183,7 +183,7 @@ def _alone(build: Callable[[], nn.Module], layout: ModelLayout | None, seed: int
         module = build()
     known = layout or layout_for(module)
     lonely = MeshSpec()
-    par = Parallelized(module, None, lonely, Plan(lonely), known, torch.device("cpu"), True)  # type: ignore[arg-type]
+    par = Parallelized(module, None, lonely, Plan(lonely), known, torch.device("cpu"))  # type: ignore[arg-type]
     return par.materialize(seed=seed)
 
 

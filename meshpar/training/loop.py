@@ -75,6 +75,9 @@ class Trainer:
             scaler: of the loss, for float16.
             flops_per_token: of training, for MFU.
         """
+        own = {id(parameter) for parameter in par.module.parameters()}
+        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise MeshparError("the optimizer holds parameters that the module no longer has; build it after plan.apply and materialize")
         self.par, self.objective, self.data, self.optimizer = par, objective, data, optimizer
         self.schedule, self.settings, self.validation = schedule, settings, validation
         self.checkpointer, self.reporters, self.scaler = checkpointer, tuple(reporters), scaler
