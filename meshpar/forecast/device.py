@@ -95,6 +95,26 @@ class _Nothing:
     def __exit__(self, *_: object) -> None: ...
 
 
+@final
+class _Generator:
+    """A random state that is never drawn from: operators have shapes here, no values."""
+
+    def get_state(self) -> torch.Tensor:
+        return torch.empty(16, dtype=torch.uint8, device="cpu")
+
+    def set_state(self, state: torch.Tensor) -> None: ...
+
+    def initial_seed(self) -> int:
+        return 0
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None: ...
+
+    def manual_seed(self, seed: int) -> None: ...
+
+
 def _module() -> Any:
     """Return the object that becomes ``torch.simgpu``."""
     from torch.utils.backend_registration import _DummyBackendModule
@@ -104,6 +124,7 @@ def _module() -> Any:
         Event = Event
         stream = staticmethod(_On)
         device = staticmethod(_Nothing)
+        default_generators: ClassVar[tuple[_Generator, ...]] = (_Generator(),)
 
         def current_stream(self, device: object = None) -> Any:
             return Stream.current
