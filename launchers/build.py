@@ -68,6 +68,13 @@ def vocab_size_of(recipe: Recipe) -> int:
     return data.vocab_size if data.tokenizer == "bpe" else load_tokenizer(str(data.tokenizer), eos=data.eos).vocab_size
 
 
+def build_shape(recipe: Recipe) -> nn.Module:
+    """Return the model on the meta device; the data is looked at only where the model takes its vocabulary from it."""
+    section: Any = recipe.model
+    own = section.kind != "transformer" or section.preset is not None or section.vocab_size is not None
+    return build_model(recipe, 0 if own else vocab_size_of(recipe))
+
+
 def build_model(recipe: Recipe, vocab_size: int) -> nn.Module:
     """Return the model on the meta device.
 
@@ -209,6 +216,17 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
         known = ", ".join(registry.names("meshpar.objectives"))
         problems.append(f"training.objective: no objective {recipe.training.objective!r} is installed; there are: {known}")
     return problems
+
+
+def machine_problems(recipe: Recipe, ranks: int) -> list[str]:
+    """Return what this machine lacks to run ``ranks`` ranks of a recipe."""
+    kind, here = device_type(recipe), default_device_type()
+    if kind == "cpu":
+        return []
+    if kind != here:
+        return [f"device: {kind} is not available on this machine, which has {here}; write device: {here}, or auto"]
+    devices = torch.accelerator.device_count()
+    return [f"{ranks} ranks want a {kind} device each, and this machine has {devices}; start fewer (--nproc)"] if ranks > devices else []
 
 
 def _source(recipe: Recipe, inputs: tuple[str, ...]) -> TextSource:

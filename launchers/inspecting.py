@@ -26,7 +26,7 @@ def describe_recipe(source: str, overrides: Sequence[str] = (), *, mesh: str | N
         MeshparError: what does not fit.
     """
     recipe = _recipe_or_shape(source, [*overrides, *([] if mesh is None else [f"mesh={mesh}"])])
-    model = build.build_model(recipe, build.vocab_size_of(recipe))
+    model = build.build_shape(recipe)
     ranks = build.world_size_of(recipe) if world_size is None else world_size
     return str(build.plan_of(recipe).describe(model, world_size=ranks))
 

@@ -40,7 +40,7 @@ def launch(recipe: Recipe, ranks: int, *, quiet: bool = False) -> int:
         PlanError, RecipeError: everything that does not fit, before any rank starts.
         MeshparError: what went wrong.
     """
-    _check(recipe, ranks)
+    _check(recipe, ranks, build.machine_problems(recipe, ranks))
     if not quiet:
         _show(recipe)
     return exit_code(run_job(recipe).stopped) if ranks == 1 else launch_local(recipe, ranks)
@@ -53,12 +53,12 @@ def exit_code(stopped: str | None) -> int:
 
 @record  # torchrun shows the error of the rank that failed first
 def _as_rank(recipe: Recipe) -> int:
-    _check(recipe, runtime.world_size())
+    _check(recipe, runtime.world_size(), [])
     return exit_code(run_job(recipe).stopped)
 
 
-def _check(recipe: Recipe, ranks: int) -> None:
-    problems = build.check_job(recipe, ranks)
+def _check(recipe: Recipe, ranks: int, found: Sequence[str]) -> None:
+    problems = [*found, *build.check_job(recipe, ranks)]
     if problems:
         raise PlanError(problems)
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from meshpar import CheckpointError, LaunchError, MeshparError
@@ -110,7 +111,15 @@ def test_describe_of_70b_on_512_ranks_is_right_to_the_byte() -> None:
 def test_describe_takes_recipes_and_names_shapes_it_does_not_know(recipe: str) -> None:
     assert "Transformer under dp_shard=4" in invoke("describe", recipe, "mesh=dp_shard=4").stdout
     assert "124,439,808 parameters" in invoke("describe", "gpt2", "--mesh", "dp_shard=4").stdout
+    assert "Transformer under dp_replicate=2,dp_shard=4,tp=8" in invoke("describe", "hsdp_tp").stdout  # its data lies elsewhere
     assert "shapes: tiny, 124m" in invoke("describe", "llama-80b").stderr
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_a_device_that_is_not_there_is_told_before_a_rank_starts(recipe: str) -> None:
+    done = invoke("train", recipe, "device=cuda")
+    assert done.exit_code == 1
+    assert "device: cuda is not available on this machine, which has cpu" in done.stderr
 
 
 def test_plugins_are_listed_with_their_packages() -> None:
