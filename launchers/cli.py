@@ -62,7 +62,10 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not print the recipe.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Train a recipe; inside torchrun or srun, as one rank of theirs."""
+    """Train a recipe.
+
+    Starts its own ranks on this machine; inside torchrun or srun it is one of theirs.
+    """
     from meshpar.launchers.train import train_recipe
 
     return train_recipe(recipe, overrides or [], nproc=nproc, quiet=quiet)
@@ -78,7 +81,10 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint's model as safetensors, with config and tokenizer, for transformers."""
+    """Export a checkpoint for transformers.
+
+    Safetensors with their index, config and tokenizer, streamed from file to file.
+    """
     from meshpar.launchers.exporting import export_run
 
     print(f"exported to {export_run(src, dst, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)}")
@@ -93,7 +99,10 @@ def describe(
     world_size: Ranks = None,
     debug: Debug = False,
 ) -> None:
-    """Print what each rank would hold, block by block, on any number of ranks; no device is needed."""
+    """Print what each rank would hold.
+
+    Block by block, with bytes, on any number of ranks; no device is needed.
+    """
     from meshpar.launchers.inspecting import describe_recipe
 
     print(describe_recipe(recipe, overrides or [], mesh=mesh, world_size=world_size))
@@ -102,7 +111,7 @@ def describe(
 @app.command()
 @_reported
 def check(recipe: RecipeArgument, overrides: Overrides = None, world_size: Ranks = None, debug: Debug = False) -> None:
-    """Find every problem of a recipe before anything runs."""
+    """Find every problem before anything runs."""
     from meshpar.launchers.inspecting import check_recipe
 
     print(check_recipe(recipe, overrides or [], world_size=world_size))
@@ -117,7 +126,10 @@ def quickstart(
     minutes: Annotated[float, typer.Option(help="About how long, on two CPU cores.")] = 3.0,
     debug: Debug = False,
 ) -> int:
-    """Train a small model on Python's own source, resume on another mesh, export it, load it with transformers."""
+    """See it all work, in about three minutes.
+
+    Trains a small model on Python's own source, resumes on another mesh, exports it and loads it with transformers.
+    """
     from meshpar.launchers.quickstart import quickstart as run
 
     return run(out, mesh=mesh, minutes=minutes, overrides=overrides or [])
@@ -132,7 +144,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0.0)] = 0.0,
     debug: Debug = False,
 ) -> None:
-    """Complete a text with an exported model, by transformers."""
+    """Complete a text with an exported model."""
     from meshpar.launchers.generating import Completer
 
     print(prompt + Completer(model).complete(prompt, tokens=tokens, temperature=temperature))
@@ -141,7 +153,7 @@ def generate(
 @app.command()
 @_reported
 def plugins(debug: Debug = False) -> None:
-    """List the installed passes, layouts, objectives and launchers."""
+    """List installed passes, layouts, objectives."""
     from meshpar.launchers.inspecting import list_plugins
 
     print(list_plugins())

@@ -30,7 +30,7 @@ STEPS_A_MINUTE = 180
 TOLERANCE = 1e-4
 """Of the largest logit: two implementations of one model differ by rounding only."""
 
-_PROMPTS = ("import os\nimport", "    def __init__", "        if not isinstance", "        raise")
+_PROMPTS = ("import os\nimport", "    def __init__(self", "        if not isinstance", "        raise")
 
 
 def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides: Sequence[str] = ()) -> int:
@@ -71,7 +71,7 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
     _title("4  Complete lines of Python")
     for prompt in _PROMPTS:
         rest = (completer.complete(prompt, tokens=24).splitlines() or [""])[0]
-        print(f"  {prompt.splitlines()[-1]:<24} ->  {prompt.splitlines()[-1]}{rest}")
+        print(f"  {prompt.splitlines()[-1]} »{rest}")
     _title(f"Done in {(time.monotonic() - start) / 60:.1f} minutes")
     print(_farewell(out))
     return 0

@@ -56,6 +56,9 @@ class Document:
         for size in range(len(place), 0, -1):
             if place[:size] in self.overrides:
                 return f"override {self.overrides[place[:size]]!r}: {dotted(place)}"
+        inside = [text for each, text in self.overrides.items() if each[: len(place)] == place]
+        if inside and place not in self.lines:
+            return f"override {inside[0]!r}: {dotted(place)}"
         line = next((self.lines[place[:size]] for size in range(len(place), 0, -1) if place[:size] in self.lines), None)
         return f"{self.name}{'' if line is None else f':{line}'}: {dotted(place)}"
 

@@ -38,7 +38,7 @@ def test_the_quickstart_trains_resumes_elsewhere_exports_and_completes(tmp_path:
     differ = re.search(r"loaded as LlamaForCausalLM; .* by at most (\S+)\n", told)
     assert differ is not None
     assert float(differ[1]) < 1e-4
-    assert len(re.findall(r"  .+ ->  .+", told)) == 4
+    assert len(re.findall(r"(?m)^  .+ ».*$", told)) == 4
     assert f"tensorboard --logdir {out / 'tensorboard'}" in told
     for name in ("checkpoints/latest", "tokenizer/tokenizer.json", "export/model.safetensors", "export/tokenizer.json", "recipe.yaml"):
         assert (out / name).exists(), name
