@@ -10,10 +10,11 @@ from typing import Literal, final
 from torch import nn
 
 from meshpar.errors import MeshparError
-from meshpar.forecast.cost import Cost, cost
+from meshpar.forecast.cost import ERROR_RANGE, Cost, cost
 from meshpar.forecast.extrapolate import deepened
 from meshpar.forecast.hardware import Hardware
 from meshpar.forecast.lints import Lint, lints
+from meshpar.forecast.report import text
 from meshpar.forecast.simulate import Job, like_blocks, shallow, simulate
 from meshpar.forecast.step import Batch, Loss, summed_token_loss
 from meshpar.forecast.trace import Memory, Trace
@@ -21,9 +22,6 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.plan import Plan
 from meshpar.registry import layout_for
-
-ERROR_RANGE = 0.15
-"""Of the step time: twice the largest leave-one-out error of ``benchmarks/forecast_accuracy.py`` (6.6%), whose runs are few."""
 
 _PROBES = 2
 """Blocks of the smaller of two probes: a first and a last one."""
@@ -69,8 +67,6 @@ class Forecast:
         return self.cost.seconds * (1 - ERROR_RANGE), self.cost.seconds * (1 + ERROR_RANGE)
 
     def __str__(self) -> str:
-        from meshpar.forecast.report import text
-
         return text(self)
 
 

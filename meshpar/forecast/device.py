@@ -154,7 +154,8 @@ _defined: list[Any] = []
 
 def install() -> None:
     """Register the device with torch, and let the fake process group serve it. Once a process; changes torch for good."""
-    from meshpar.forecast import kernels, private
+    import meshpar.forecast.kernels as kernels
+    import meshpar.forecast.private as private
 
     private.register_device(NAME, _module())
     _defined.extend(kernels.define())

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from meshpar.forecast.api import ERROR_RANGE, Forecast
+from meshpar.forecast.api import Forecast
+from meshpar.forecast.cost import ERROR_RANGE
 from meshpar.forecast.report import GIB, rows
 from meshpar.forecast.search import Ranking
 from meshpar.forecast.trace import HELD

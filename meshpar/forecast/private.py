@@ -7,7 +7,7 @@ Only the simulation's own process calls these, but for :func:`hidden_propagation
 - ``FakeTensorMode.avoid_device_init``: otherwise ``torch.tensor(x, device=...)`` would be made on the device that does not exist.
 - ``ShardingPropagator._propagate_tensor_meta_non_cached``: DTensor runs operators on fake tensors of the global size to learn shapes;
   nothing of that is allocated, so the recorder must not see it.
-- ``meshpar.passes.collectives._Regroup.forward`` (our own): it looks at the values of an index, which simulated tensors do not have.
+- Our own ``_Regroup.forward``, ``check_equal`` and ``_check_gradients_agree``: they look at values, which simulated tensors do not have.
 - ``SAC_IGNORED_OPS``: selective recomputation takes FSDP2's profiler marks, which run in recomputation only, for a difference in the model.
 - ``_chunk_with_empty``: FSDP2 makes a view for every rank's chunk and uses one; with thousands of ranks that takes minutes.
 """
@@ -26,11 +26,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import checkpoint
 
+import meshpar.plan as plan_module
 from meshpar import runtime
 from meshpar.mesh import MeshSpec
+from meshpar.parallelized import Parallelized
 from meshpar.passes.collectives import _all_to_all, _Regroup
 
-__all__ = ["FakeTensor", "fake_mode", "hidden_propagation", "register_device"]
+__all__ = ["FakeTensor", "fake_mode", "hidden_propagation", "register_device", "settle"]
 
 
 def register_device(name: str, module: Any) -> None:
@@ -47,12 +49,29 @@ def register_device(name: str, module: Any) -> None:
     _make_chunks_lazy()
     marks = torch.ops.profiler
     checkpoint.SAC_IGNORED_OPS |= {marks._record_function_enter_new.default, marks._record_function_exit._RecordFunction}
+    plan_module.check_equal = lambda *_: None  # type: ignore[assignment]
     _Regroup.forward = staticmethod(_regrouped)  # type: ignore[method-assign]
 
 
 def fake_mode() -> FakeTensorMode:
     """Return the mode under which tensors have shapes, dtypes and devices but no memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def settle(par: Parallelized, *, checks: bool) -> None:
+    """Let the ranks' comparison of their gradients send what it sends and look at nothing.
+
+    Args:
+        par: the model.
+        checks: whether this step has the comparison: on a CPU every one, on an accelerator the first ones only.
+    """
+
+    def compare() -> None:
+        marks = torch.empty(2, dtype=torch.int64, device=par.device)
+        for axis in par.data_axes if checks else ():
+            dist.all_reduce(marks, dist.ReduceOp.MAX, group=par.mesh.get_group(axis))
+
+    par._check_gradients_agree = compare  # type: ignore[method-assign]
 
 
 @contextmanager

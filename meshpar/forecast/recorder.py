@@ -18,8 +18,8 @@ from torch.distributed._tools.fake_collectives import CollectiveOp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import meshpar.forecast.operators as operators
 from meshpar.errors import MeshparError
-from meshpar.forecast import operators
 from meshpar.forecast.fusion import Fusion
 from meshpar.forecast.holders import Storage, holder
 from meshpar.forecast.private import FakeTensor, hidden_propagation

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from meshpar.forecast.api import ERROR_RANGE, Forecast
-from meshpar.forecast.cost import placement, sending_time
+from meshpar.forecast.cost import ERROR_RANGE, placement, sending_time
 from meshpar.forecast.trace import Collective
+
+if TYPE_CHECKING:
+    from meshpar.forecast.api import Forecast
 
 GIB = 1 << 30
 

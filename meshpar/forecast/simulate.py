@@ -149,16 +149,17 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
 
 def run(job: Job) -> Trace:
     """Simulate in this process, on which :func:`meshpar.forecast.device.install` was called. Only the worker does."""
-    from meshpar.forecast import device
-    from meshpar.forecast.private import fake_mode
+    import meshpar.forecast.device as device
+    import meshpar.forecast.private as private
     from meshpar.training.optimizer import AdamWSettings, build_adamw
 
     plan, compiled = _uncompiled(job.plan)
     # One thread: an error in a thread that autograd keeps for a device written in Python ends the process without a word.
     single = torch.autograd.set_multithreading_enabled(False)
-    with single, runtime.simulated(job.world_size, as_rank=job.rank), fake_mode(), kernels_of(job.device):
+    with single, runtime.simulated(job.world_size, as_rank=job.rank), private.fake_mode(), kernels_of(job.device):
         par = plan.apply(job.model, job.layout, device_type=device.NAME)
         initialize.allocate(par.module, par.device, torch.device("cpu") if _offloads(plan) else par.device)
+        private.settle(par, checks=job.device == "cpu")
         par.module.train()
         optimizer = build_adamw(par.module, AdamWSettings(fused=True))
         _fill_state(par.module, optimizer)

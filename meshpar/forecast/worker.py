@@ -12,7 +12,7 @@ from meshpar.errors import MeshparError
 
 def main(where: Path) -> None:
     """Run the jobs pickled at ``where``.jobs and leave the answer at ``where``.traces."""
-    from meshpar.forecast import device
+    import meshpar.forecast.device as device
     from meshpar.forecast.simulate import run
 
     jobs = pickle.loads(where.with_suffix(".jobs").read_bytes())
