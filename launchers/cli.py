@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from meshpar.launchers.checkpoint_commands import register
+from meshpar.launchers.plan_command import plan
 
 app = typer.Typer(
     name="meshpar", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -66,7 +67,8 @@ def train(
 
     Starts its own ranks on this machine; inside torchrun or srun it is one of theirs.
     """
-    from meshpar.launchers.train import train_recipe
+    with quick_imports():
+        from meshpar.launchers.train import train_recipe
 
     return train_recipe(recipe, overrides or [], nproc=nproc, quiet=quiet)
 
@@ -103,7 +105,8 @@ def describe(
 
     Block by block, with bytes, on any number of ranks; no device is needed.
     """
-    from meshpar.launchers.inspecting import describe_recipe
+    with quick_imports():
+        from meshpar.launchers.inspecting import describe_recipe
 
     print(describe_recipe(recipe, overrides or [], mesh=mesh, world_size=world_size))
 
@@ -112,7 +115,8 @@ def describe(
 @_reported
 def check(recipe: RecipeArgument, overrides: Overrides = None, world_size: Ranks = None, debug: Debug = False) -> None:
     """Find every problem before anything runs."""
-    from meshpar.launchers.inspecting import check_recipe
+    with quick_imports():
+        from meshpar.launchers.inspecting import check_recipe
 
     print(check_recipe(recipe, overrides or [], world_size=world_size))
 
@@ -130,7 +134,8 @@ def quickstart(
 
     Trains a small model on Python's own source, resumes on another mesh, exports it and loads it with transformers.
     """
-    from meshpar.launchers.quickstart import quickstart as run
+    with quick_imports():
+        from meshpar.launchers.quickstart import quickstart as run
 
     return run(out, mesh=mesh, minutes=minutes, overrides=overrides or [])
 
@@ -159,6 +164,7 @@ def plugins(debug: Debug = False) -> None:
     print(list_plugins())
 
 
+app.command()(_reported(plan))
 register(app, _reported)
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Mapping
@@ -44,7 +45,8 @@ def run_job(recipe: Recipe) -> Outcome:
         train, validation = build.batches(recipe, data, par)
         settings = build.settings_of(recipe)
         schedule = build.schedule_of(recipe, settings, train, par.data_size)
-        manager = CheckpointManager(recipe.folder / CHECKPOINTS, keep=recipe.checkpoint.keep, best=recipe.checkpoint.best)
+        saving = recipe.checkpoint
+        manager = CheckpointManager(recipe.folder / CHECKPOINTS, keep=saving.keep, best=saving.best, async_=saving.background)
         trainer = Trainer(
             par,
             build.objective_of(recipe),
@@ -57,16 +59,15 @@ def run_job(recipe: Recipe) -> Outcome:
             scaler=LossScaler() if build.wants_scaler(recipe) else None,
             flops_per_token=flops_per_token(par.module),
         )
-        come_from = _resume(recipe, manager, par, optimizer, trainer)
-        if runtime.is_main():
-            _begin_folder(recipe, data)
-            trainer.reporters = _reporters(recipe, settings.total_steps(train.steps_per_epoch), trainer.step)
-            _tell(recipe, par, trainer, come_from)
-        try:
+        with manager, contextlib.ExitStack() as stack:
+            come_from = _resume(recipe, manager, par, optimizer, trainer)
+            if runtime.is_main():
+                _begin_folder(recipe, data)
+                trainer.reporters = _reporters(recipe, settings.total_steps(train.steps_per_epoch), trainer.step)
+                for reporter in trainer.reporters:
+                    stack.callback(reporter.close)
+                _tell(recipe, par, trainer, come_from)
             return trainer.run()
-        finally:
-            for reporter in trainer.reporters:
-                reporter.close()
 
 
 @final
@@ -79,7 +80,8 @@ class Saver:
     def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> object:
         """Save and commit. Collective."""
         metrics: Mapping[str, float] = {name: value for name, value in extra["metrics"].items() if math.isfinite(value)}
-        return self._manager.save(step, par, optimizer, extra, metrics)
+        # A step that is there already is a damaged one, which the run went back behind.
+        return self._manager.save(step, par, optimizer, extra, metrics, replace=True)
 
 
 def _parallelize(recipe: Recipe, data: build.Data, kind: str) -> Parallelized:
@@ -104,7 +106,8 @@ def _resume(recipe: Recipe, manager: CheckpointManager, par: Parallelized, optim
         source, step = _elsewhere(Path(wanted).expanduser())
     if step is None:
         return ""
-    restored = source.restore(par, optimizer, step)
+    # Only what was found by itself may be another than the newest; a step that was asked for is that or an error.
+    restored = source.restore(par, optimizer, None if source is manager else step, fallback=source is manager)
     trainer.load_state_dict(restored.extra)
     return f"{restored.folder}{'' if restored.same_mesh else ', saved on another mesh'}"
 

@@ -166,13 +166,15 @@ class CheckpointSection(Section):
         every: steps between two, ``epoch``, or None: at the end only.
         keep: how many of the newest stay; None: all.
         best: a metric (``val/loss``; ``+name`` for the highest) whose best step stays as well.
-        resume: ``auto`` goes on from the newest in the output folder where there is one; ``never`` refuses a folder that holds any;
+        background: write beside training; the optimizer is held back only while the state is copied.
+        resume: ``auto`` goes on from the newest undamaged one in the output folder; ``never`` refuses a folder that holds any;
             a path (a step or a run) is gone on from where the output folder holds none.
     """
 
     every: Every = None
     keep: Count | None = 3
     best: str | None = None
+    background: bool = False
     resume: str = "auto"
 
 
