@@ -13,6 +13,7 @@ import typer
 
 from meshpar.launchers.checkpoint_commands import register
 from meshpar.launchers.plan_command import plan
+from meshpar.launchers.startup import quick_imports
 
 app = typer.Typer(
     name="meshpar", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,

@@ -10,10 +10,13 @@ import time
 import traceback
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+from meshpar.launchers.startup import quick_imports
 
-from meshpar.launchers.job import run_job
-from meshpar.launchers.recipe import load_recipe
+with quick_imports():
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+    from meshpar.launchers.job import run_job
+    from meshpar.launchers.recipe import load_recipe
 
 _SET_DEATH_SIGNAL = 1  # linux/prctl.h: PR_SET_PDEATHSIG
 

@@ -62,16 +62,24 @@ def command(folder: Path, output: str, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "meshpar.launchers.cli", "train", str(folder / "job.yaml"), *more, "--quiet"]
 
 
+def start(folder: Path, output: str, *overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(command(folder, output, *overrides), stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    _, told = process.communicate(timeout=100)
+    assert process.returncode == 0, told
+    return told
+
+
 def run(folder: Path, output: str, *overrides: str) -> str:
-    done = subprocess.run(command(folder, output, *overrides), capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    return finish(start(folder, output, *overrides))
 
 
 @contextlib.contextmanager
 def running(folder: Path, output: str, *overrides: str, until_step: int) -> Iterator[subprocess.Popen[str]]:
     """Start a run in a session of its own and wait until it reports a step."""
-    process = subprocess.Popen(command(folder, output, *overrides), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = start(folder, output, *overrides)
     try:
         assert process.stderr is not None
         seen = ""
@@ -121,8 +129,9 @@ def weights(folder: Path, output: str) -> dict[str, torch.Tensor]:
     return load_file(exported / "model.safetensors")
 
 
+@pytest.mark.timeout(300)
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder: Path) -> None:
-    run(folder, "whole")
+    whole = start(folder, "whole")  # beside the rest, to save time
     with running(folder, "stopped", until_step=5) as process:
         told = stop(process)
     assert "asked to stop (SIGTERM)" in told
@@ -130,15 +139,17 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder: Path) -> N
     (step,) = sorted((folder / "stopped" / "checkpoints").glob("step-*"))
     assert 5 <= int(step.name.removeprefix("step-")) < STEPS
     subprocess.run(["cp", "-r", folder / "stopped", folder / "moved"], check=True)
+    moved = start(folder, "moved", "mesh=tp=2", "data.micro_batch=8")
     kill_launcher(folder, "stopped", until_step=int(step.name.removeprefix("step-")) + 3)
     assert "going on after step" in run(folder, "stopped")
+    finish(whole)
+    assert "saved on another mesh" in finish(moved)
     expected, got = weights(folder, "whole"), weights(folder, "stopped")
     assert sorted(expected) == sorted(got)
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     lines = [json.loads(line) for line in (folder / "stopped" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, STEPS + 1))
 
-    assert "saved on another mesh" in run(folder, "moved", "mesh=tp=2", "data.micro_batch=8")
     got = weights(folder, "moved")
     for name, tensor in expected.items():
         assert float((tensor - got[name]).abs().max()) <= 1e-5 * float(tensor.abs().max()), name
