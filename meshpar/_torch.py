@@ -5,6 +5,7 @@
 - ``collective_ops``: the collectives as operators that autograd functions and ``torch.compile`` can hold. Their Python wrappers are
   renamed between releases (torch 2.13 deprecates ``all_gather_tensor``, which 2.11 has alone); the operators keep their names. They go when
   the wrappers are public.
+- ``ignore_profiler_marks``: torch's own list of operators to ignore lacks them; it goes when the list has them.
 - ``drop_unreduced_gradients``: torch 2.13 has ``reset_iter_state`` for it, 2.11 nothing.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
 - ``StridedShard``: how FSDP2 names its split of a dim that the tensor axis split before (pytorch/pytorch#126697).
@@ -16,12 +17,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import _assert_async as assert_async
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+
+def ignore_profiler_marks() -> None:
+    """Let selective recomputation pass over profiler marks, which FSDP2 makes in a recomputation and not in the forward it repeats."""
+    torch.utils.checkpoint.SAC_IGNORED_OPS |= {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
 
 
 def drop_unreduced_gradients(module: nn.Module) -> None:
@@ -40,4 +50,4 @@ def drop_unreduced_gradients(module: nn.Module) -> None:
 
 collective_ops = torch.ops._c10d_functional
 
-__all__ = ["StridedShard", "assert_async", "checkpoint", "collective_ops", "drop_unreduced_gradients", "replicate"]
+__all__ = ["StridedShard", "assert_async", "checkpoint", "collective_ops", "drop_unreduced_gradients", "ignore_profiler_marks", "replicate"]

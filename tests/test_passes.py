@@ -53,6 +53,36 @@ def test_compiled_sequence_parallel():
 
 
 @on_ranks(2)
+def test_selective_recomputation_in_mixed_precision():
+    grads = []
+    for passes in ([], [ActivationCheckpoint(mode="selective")], [ActivationCheckpoint(policy=save_products)]):
+        plan = Plan("dp_shard=2", [*passes, FullyShard(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)])
+        par = plan.apply(on_meta(transformer)).materialize(seed=0)
+        token_loss_sum(par.module, random_tokens(VOCAB, 2, 16, seed=0))[0].backward()
+        grads.append([local_tensor(parameter.grad) for parameter in par.module.parameters()])
+    assert all(torch.equal(mine, plain) for some in grads[1:] for mine, plain in zip(some, grads[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "passes"),
+    [
+        ("dp_replicate=2", [Compile(backend="aot_eager"), Replicate()]),
+        ("dp_replicate=2,dp_shard=1", [Compile(backend="aot_eager"), HybridShard()]),
+        ("tp=2", [TensorParallel(), Compile(backend="aot_eager")]),
+        ("dp_shard=1,tp=2", [SEQUENCE, ActivationCheckpoint(), Compile(backend="aot_eager"), FullyShard()]),
+    ],
+    ids=["replicate", "hsdp", "tp", "everything"],
+)
+def test_compiled_plans(mesh, passes):
+    compiled(mesh, passes)
+
+
+@on_ranks(2, timeout_s=170)
+def compiled(mesh, passes):
+    assert_parity(transformer, mesh, passes, token_steps(VOCAB, parts=2))
+
+
+@on_ranks(2)
 def test_selective_recomputation_under_tp():
     assert_parity(transformer, "tp=2", [TensorParallel(), ActivationCheckpoint(mode="selective")], token_steps(VOCAB, parts=2))
 

@@ -54,6 +54,7 @@ class ActivationCheckpoint:
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         options: dict[str, Any] = {}
+        _torch.ignore_profiler_marks()
         if self.policy is not None:
             options["context_fn"] = partial(create_selective_checkpoint_contexts, self.policy)
         elif self.mode == "selective":
