@@ -8,7 +8,6 @@ Only the simulation's own process calls these, but for :func:`hidden_propagation
 - ``ShardingPropagator._propagate_tensor_meta_non_cached``: DTensor runs operators on fake tensors of the global size to learn shapes;
   nothing of that is allocated, so the recorder must not see it.
 - Our own ``_Regroup.forward``, ``check_equal`` and ``_check_gradients_agree``: they look at values, which simulated tensors do not have.
-- ``SAC_IGNORED_OPS``: selective recomputation takes FSDP2's profiler marks, which run in recomputation only, for a difference in the model.
 - ``_chunk_with_empty``: FSDP2 makes a view for every rank's chunk and uses one; with thousands of ranks that takes minutes.
 """
 
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import checkpoint
 
 import meshpar.plan as plan_module
 from meshpar import runtime
@@ -47,8 +45,6 @@ def register_device(name: str, module: Any) -> None:
     _outside_fake_mode(DeviceMesh, "__init__", "__getitem__", "_flatten", "_concatenate")
     _outside_fake_mode(MeshSpec, "build")
     _make_chunks_lazy()
-    marks = torch.ops.profiler
-    checkpoint.SAC_IGNORED_OPS |= {marks._record_function_enter_new.default, marks._record_function_exit._RecordFunction}
     plan_module.check_equal = lambda *_: None  # type: ignore[assignment]
     _Regroup.forward = staticmethod(_regrouped)  # type: ignore[method-assign]
 
