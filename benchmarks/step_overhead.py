@@ -60,7 +60,9 @@ def by_hand(plan: str) -> nn.Module:
             table[f"{prefix}.attn"] = PrepareModuleInput(
                 input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None), use_local_output=False
             )
-            table[f"{prefix}.mlp"] = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=False)
+            table[f"{prefix}.mlp"] = PrepareModuleInput(
+                input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=False
+            )
             table |= {f"{prefix}.attn.{name}": ColwiseParallel() for name in "qkv"} | {f"{prefix}.attn.o": RowwiseParallel()}
             table |= {f"{prefix}.mlp.{name}": ColwiseParallel() for name in ("gate", "up")} | {f"{prefix}.mlp.down": RowwiseParallel()}
         parallelize_module(module, mesh, table)
@@ -146,7 +148,8 @@ def main() -> None:
                 launch("step_overhead", "rank", 2, (plan, options.steps, folder), timeout_s=600)
                 result = json.loads((Path(folder) / "result.json").read_text())
             ratios.append(result["ours"] / result["theirs"])
-            print(f"{plan} round {number + 1}: meshpar {result['ours'] * 1e3:.1f} ms, by hand {result['theirs'] * 1e3:.1f} ms, ratio {ratios[-1]:.3f}")
+            ours, theirs = result["ours"] * 1e3, result["theirs"] * 1e3
+            print(f"{plan} round {number + 1}: meshpar {ours:.1f} ms, by hand {theirs:.1f} ms, ratio {ratios[-1]:.3f}")
         print(f"{plan}: ratio of medians {statistics.median(ratios):.3f} (lowest {min(ratios):.3f}, highest {max(ratios):.3f})")
 
 

@@ -56,7 +56,7 @@ def test_it_takes_part_in_order_and_checks(stranger):
         Plan("ep=5,dp_shard=2", [FullyShard(), copies]).check(transformer(), world_size=10)
     assert len(caught.value.problems) == 2
     assert "write ExpertCopies -> FullyShard" in str(caught.value) and "at most ep=4, got 5" in str(caught.value)
-    with pytest.raises(PlanError, match="axis 'ep' .size 2. is claimed by no pass"):
+    with pytest.raises(PlanError, match=r"axis 'ep' .size 2. is claimed by no pass"):
         Plan("ep=2,dp_shard=2", [FullyShard()]).check(transformer(), world_size=4)
     with pytest.raises(PlanError, match="ExpertCopies needs axis 'ep', which the mesh"):
         Plan("dp_shard=4", [copies, FullyShard()]).check(transformer(), world_size=4)
