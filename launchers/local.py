@@ -62,7 +62,7 @@ def launch_local(recipe: Recipe, ranks: int) -> int:
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             raise _first_error(Path(folder), codes) from None
         except SignalException as stop:
-            _end_ranks()
+            _end_ranks(path)
             if any(Path(folder).rglob("error.json")):
                 raise _first_error(Path(folder), {}) from None
             return 128 + int(stop.sigval)
@@ -91,12 +91,13 @@ def _signals_restored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_ranks() -> None:
+def _end_ranks(recipe: Path) -> None:
     """End ranks that are left: the user was not willing to wait for them, or they did not stop in time."""
     for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-        for rank in map(int, path.read_text(encoding="ascii").split()):
-            with suppress(ProcessLookupError):
-                os.kill(rank, signal.SIGKILL)
+        for child in map(int, path.read_text(encoding="ascii").split()):
+            with suppress(OSError):  # it may be gone by now
+                if os.fsencode(recipe) in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+                    os.kill(child, signal.SIGKILL)
 
 
 def _first_error(folder: Path, exit_codes: dict[int, int]) -> MeshparError:
