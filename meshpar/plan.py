@@ -50,7 +50,7 @@ class Plan:
         object.__setattr__(self, "passes", tuple(passes))
 
     def __str__(self) -> str:
-        return f"{self.mesh or 'one process'} [{' -> '.join(map(_title, self.passes))}]"
+        return f"{str(self.mesh) or 'one process'} [{' -> '.join(map(_title, self.passes))}]"
 
     def resolve(self, world_size: int) -> MeshSpec:
         """Return the mesh with its sizes worked out for ``world_size`` ranks and the launcher's topology.
