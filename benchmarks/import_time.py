@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 CODE = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
 
@@ -20,7 +21,7 @@ def seconds(statement: str) -> float:
 
 def command(arguments: list[str]) -> float:
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", *arguments], capture_output=True, check=True)
+    subprocess.run([str(Path(sys.executable).parent / "meshpar"), *arguments], capture_output=True, check=True)
     return time.perf_counter() - start
 
 
@@ -32,7 +33,7 @@ def main() -> None:
     for _ in range(repeats):
         # Within one process, so that the noise of loading torch itself cancels.
         after.append(seconds("import torch; start = time.perf_counter(); import meshpar"))
-        help_.append(command(["meshpar.launchers", "--help"]))
+        help_.append(command(["--help"]))
     print(f"import meshpar over import torch: {statistics.median(after) * 1e3:.1f} ms (median of {repeats})")
     print(f"meshpar --help: {statistics.median(help_) * 1e3:.0f} ms (median of {repeats})")
 
