@@ -2,8 +2,8 @@
 
     python benchmarks/forecast_accuracy.py PUBLISHED.csv [--fit]
 
-The constants in meshpar/forecast/hardware/*.yaml that are not data-sheet numbers were fitted to these rows, all Hopper profiles sharing
-them (their meaning: meshpar.forecast.hardware.Hardware). Leave-one-out fits them again without the row that is predicted.
+The constants in meshpar/forecasting/profiles/*.yaml that are not data-sheet numbers were fitted to these rows, all Hopper profiles sharing
+them (their meaning: meshpar.forecasting.hardware.Hardware). Leave-one-out fits them again without the row that is predicted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from meshpar import ActivationCheckpoint, Compile, FullyShard, Plan, TensorParallel
-from meshpar.forecast import Batch, Hardware, Trace, cost
-from meshpar.forecast.api import probes
-from meshpar.forecast.extrapolate import deepened
-from meshpar.forecast.simulate import Job, simulate
+from meshpar.forecasting import Batch, Hardware, Trace, cost
+from meshpar.forecasting.api import probes
+from meshpar.forecasting.extrapolate import deepened
+from meshpar.forecasting.simulate import Job, simulate
 from meshpar.mesh import MeshSpec
 from meshpar.models import Transformer, TransformerConfig
 

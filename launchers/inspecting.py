@@ -25,7 +25,7 @@ def describe_recipe(source: str, overrides: Sequence[str] = (), *, mesh: str | N
     Raises:
         MeshparError: what does not fit.
     """
-    recipe = _recipe_or_shape(source, [*overrides, *([] if mesh is None else [f"mesh={mesh}"])])
+    recipe = recipe_or_shape(source, [*overrides, *([] if mesh is None else [f"mesh={mesh}"])])
     model = build.build_shape(recipe)
     ranks = build.world_size_of(recipe) if world_size is None else world_size
     return str(build.plan_of(recipe).describe(model, world_size=ranks))
@@ -56,7 +56,12 @@ def list_plugins() -> str:
     return "\n".join(lines)
 
 
-def _recipe_or_shape(source: str, overrides: Sequence[str]) -> Recipe:
+def recipe_or_shape(source: str, overrides: Sequence[str]) -> Recipe:
+    """Return the recipe, or one of a shape by its name.
+
+    Raises:
+        RecipeError: it is neither, or has faults.
+    """
     if source in PRESETS or (source == "gpt2" and source not in shipped()):
         model = {"kind": "gpt2"} if source == "gpt2" else {"preset": source}
         document = Document(source, {"name": source, "model": model, "training": {"steps": 1}})

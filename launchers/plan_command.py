@@ -27,25 +27,25 @@ def plan(
     """Forecast memory, collectives and step time of a recipe on any number of accelerators; none is needed."""
     from dataclasses import replace
 
-    from meshpar.forecast.hardware import Hardware
+    from meshpar.forecasting.hardware import Hardware
 
     profile = Hardware.load(hardware)
     if gpus_per_node is not None:
         profile = replace(profile, node=gpus_per_node)
     forecasts, ranking = _forecasts(recipe, overrides or [], profile, nodes * profile.node, search=search, full=full)
     if ranking is not None:
-        from meshpar.forecast.search import ranking_text
+        from meshpar.forecasting.search import ranking_text
 
         print(ranking_text(ranking))
     for each in forecasts[:1]:
         print(each)
     if html is not None:
-        from meshpar.forecast.html import page
+        from meshpar.forecasting.html import page
 
         html.write_text(page(forecasts, ranking), encoding="utf-8")
         print(f"report: {html}")
     if json_file is not None:
-        from meshpar.forecast.report import as_data
+        from meshpar.forecasting.report import as_data
 
         json_file.write_text(json.dumps([as_data(each) for each in forecasts], indent=1), encoding="utf-8")
         print(f"data: {json_file}")
@@ -54,14 +54,14 @@ def plan(
 def _forecasts(source: str, overrides: Sequence[str], profile: Any, ranks: int, *, search: bool, full: bool) -> tuple[Sequence[Any], Any]:
     """Return the forecasts to report, the best first, and the ranking of a search."""
     from meshpar.errors import MeshparError
-    from meshpar.forecast.api import forecast
-    from meshpar.forecast.search import search as search_plans
-    from meshpar.forecast.step import Batch
+    from meshpar.forecasting.api import forecast
+    from meshpar.forecasting.search import search as search_plans
+    from meshpar.forecasting.step import Batch
     from meshpar.launchers import build
-    from meshpar.launchers.inspecting import _recipe_or_shape
+    from meshpar.launchers.inspecting import recipe_or_shape
     from meshpar.registry import layout_for
 
-    recipe = _recipe_or_shape(source, overrides)
+    recipe = recipe_or_shape(source, overrides)
     model = build.build_model(recipe, build.vocab_size_of(recipe))
     data = recipe.data
     batch = Batch(sequence=data.sequence_length, micro_batch=data.micro_batch, accumulate=data.accumulate)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshpar.errors import CheckpointError, LaunchError, LayoutError, MeshError, MeshparError, ParallelError, PlanError, RecipeError
+    from meshpar.forecasting.api import forecast
     from meshpar.layout import ModelLayout
     from meshpar.loss import token_loss
     from meshpar.mesh import MeshSpec
@@ -46,11 +47,13 @@ __all__ = [
     "WeightSource",
     "__version__",
     "distributed",
+    "forecast",
     "token_loss",
 ]
 
 _PASSES = ("ActivationCheckpoint", "Compile", "FullyShard", "HybridShard", "Pass", "Replicate", "Stage", "TensorParallel")
 _HOMES = {
+    "forecast": "forecasting.api",
     "ModelLayout": "layout",
     "token_loss": "loss",
     "MeshSpec": "mesh",

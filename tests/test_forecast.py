@@ -10,19 +10,20 @@ from dataclasses import replace
 import pytest
 import torch
 
+import meshpar
 from meshpar import ActivationCheckpoint, FullyShard, HybridShard, Plan, PlanError, TensorParallel
 from meshpar.errors import MeshparError
-from meshpar.forecast import Batch, Hardware, Trace, cost, forecast
-from meshpar.forecast.api import evaluated, probes
-from meshpar.forecast.cost import placement, sending_time
-from meshpar.forecast.extrapolate import deepened, widened
-from meshpar.forecast.feedback import feedback
-from meshpar.forecast.hardware import profiles
-from meshpar.forecast.html import page
-from meshpar.forecast.lints import lints
-from meshpar.forecast.report import as_data, text
-from meshpar.forecast.simulate import Job, shallow, simulate
-from meshpar.forecast.trace import Collective, Event, Phase
+from meshpar.forecasting import Batch, Hardware, Trace, cost, forecast
+from meshpar.forecasting.api import evaluated, probes
+from meshpar.forecasting.cost import placement, sending_time
+from meshpar.forecasting.extrapolate import deepened, widened
+from meshpar.forecasting.feedback import feedback
+from meshpar.forecasting.hardware import profiles
+from meshpar.forecasting.html import page
+from meshpar.forecasting.lints import lints
+from meshpar.forecasting.report import as_data, text
+from meshpar.forecasting.simulate import Job, shallow, simulate
+from meshpar.forecasting.trace import Collective, Event, Phase
 from meshpar.mesh import MeshSpec
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 
@@ -82,6 +83,16 @@ def traces():
         for place, probe in enumerate(probes(big, big.model.meshpar_layout())):
             jobs[name, place] = probe
     return dict(zip(jobs, simulate(list(jobs.values()), workers=2)))
+
+
+def test_a_batch_of_tensors_forecasts_like_its_shape():
+    ids = torch.zeros(2, 64, dtype=torch.int64)
+    plan, model = Plan("dp_shard=2", [FullyShard()]), transformer(replace(SMALL, layers=2))
+    given = meshpar.forecast(plan, model, {"input_ids": ids, "labels": ids}, hardware="h100")
+    assert given.batch == Batch(sequence=64, micro_batch=2)
+    assert given.trace.parameters == sum(each.numel() for each in model.parameters())
+    with pytest.raises(MeshparError, match=r"needs input_ids of \(batch, length\), got none"):
+        meshpar.forecast(plan, model, {"pixels": ids}, hardware="h100")
 
 
 def test_gpt2_on_four_ranks_holds_the_closed_form():

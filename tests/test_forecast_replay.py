@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from meshpar import ActivationCheckpoint, FullyShard, HybridShard, Plan, Replicate, TensorParallel
-from meshpar.forecast.simulate import Job, simulate
-from meshpar.forecast.step import Batch, record_step
-from meshpar.forecast.trace import Trace
+from meshpar.forecasting.simulate import Job, simulate
+from meshpar.forecasting.step import Batch, record_step
+from meshpar.forecasting.trace import Trace
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.testing import launch
 from meshpar.training.optimizer import AdamWSettings, build_adamw

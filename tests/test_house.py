@@ -19,7 +19,7 @@ FLOORS = [
     {"replicas", "initialize", "guards", "description", "registry", "runtime"},
     {"parallelized"},
     {"plan"},
-    {"testing", "forecast", "training"},
+    {"testing", "forecasting", "training"},
     {"models", "checkpoints"},
     {"launchers"},
 ]
@@ -104,7 +104,7 @@ def test_there_are_no_cycles():
 def test_the_core_needs_torch_alone():
     foreign = []
     for path, name in sources():
-        if name.startswith("meshpar.") and part_of(name) in {"training", "forecast", "models", "checkpoints", "launchers"}:
+        if name.startswith("meshpar.") and part_of(name) in {"training", "forecasting", "models", "checkpoints", "launchers"}:
             continue
         foreign += [f"{name} imports {target}" for target in imports(path, name) if target.split(".")[0] in EXTRAS]
     assert not foreign

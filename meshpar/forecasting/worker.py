@@ -12,8 +12,8 @@ from meshpar.errors import MeshparError
 
 def main(where: Path) -> None:
     """Run the jobs pickled at ``where``.jobs and leave the answer at ``where``.traces."""
-    import meshpar.forecast.device as device
-    from meshpar.forecast.simulate import run
+    import meshpar.forecasting.device as device
+    from meshpar.forecasting.simulate import run
 
     jobs = pickle.loads(where.with_suffix(".jobs").read_bytes())
     device.install()

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from meshpar.errors import MeshparError, PlanError
-from meshpar.forecast.api import Forecast, evaluated, probes
-from meshpar.forecast.cost import cost
-from meshpar.forecast.extrapolate import deepened, widened
-from meshpar.forecast.hardware import Hardware
-from meshpar.forecast.simulate import Job, like_blocks, simulate
-from meshpar.forecast.step import Batch
-from meshpar.forecast.trace import Collective, Event, Phase, Trace
+from meshpar.forecasting.api import Forecast, evaluated, probes
+from meshpar.forecasting.cost import cost
+from meshpar.forecasting.extrapolate import deepened, widened
+from meshpar.forecasting.hardware import Hardware
+from meshpar.forecasting.simulate import Job, like_blocks, simulate
+from meshpar.forecasting.step import Batch
+from meshpar.forecasting.trace import Collective, Event, Phase, Trace
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes import ActivationCheckpoint, Compile, FullyShard, HybridShard, Pass, TensorParallel

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from meshpar.forecast.hardware import Hardware
-from meshpar.forecast.trace import Collective, Event, Trace
+from meshpar.forecasting.hardware import Hardware
+from meshpar.forecasting.trace import Collective, Event, Trace
 
 ERROR_RANGE = 0.15
 """Of the step time: twice the largest leave-one-out error of ``benchmarks/forecast_accuracy.py`` (6.6%), whose runs are few."""

@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from meshpar.forecast.operators import stored_bytes
+from meshpar.forecasting.operators import stored_bytes
 
 
 @final

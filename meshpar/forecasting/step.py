@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from meshpar.errors import MeshparError
-from meshpar.forecast.recorder import Recorder
-from meshpar.forecast.trace import HELD, Trace
+from meshpar.forecasting.recorder import Recorder
+from meshpar.forecasting.trace import HELD, Trace
 from meshpar.loss import token_loss
 from meshpar.parallelized import Parallelized
 from meshpar.passes.base import find_blocks
@@ -41,6 +41,21 @@ class Batch:
         for name in ("sequence", "micro_batch", "accumulate"):
             if getattr(self, name) < 1:
                 raise MeshparError(f"Batch({name}={getattr(self, name)}) must be 1 or more")
+
+    @classmethod
+    def of(cls, batch: Batch | Mapping[str, Tensor]) -> Batch:
+        """Return the shape of a batch; a mapping is one micro-batch with ``input_ids`` (B, L), as a model takes it.
+
+        Raises:
+            MeshparError: the mapping has no such tensor.
+        """
+        if isinstance(batch, Batch):
+            return batch
+        ids = batch.get("input_ids")
+        if ids is None or ids.dim() != 2:
+            got = "none" if ids is None else f"one of {tuple(ids.shape)}"
+            raise MeshparError(f"a batch to forecast needs input_ids of (batch, length), got {got}; or give Batch(sequence=...)")
+        return cls(sequence=ids.shape[1], micro_batch=ids.shape[0])
 
     @property
     def tokens(self) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from meshpar.forecast.api import Forecast
-from meshpar.forecast.cost import ERROR_RANGE
-from meshpar.forecast.report import GIB, rows
-from meshpar.forecast.search import Ranking
-from meshpar.forecast.trace import HELD
+from meshpar.forecasting.api import Forecast
+from meshpar.forecasting.cost import ERROR_RANGE
+from meshpar.forecasting.report import GIB, rows
+from meshpar.forecasting.search import Ranking
+from meshpar.forecasting.trace import HELD
 
 _COLOURS = dict(
     zip(

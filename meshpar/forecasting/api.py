@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshpar.errors import MeshparError
-from meshpar.forecast.cost import ERROR_RANGE, Cost, cost
-from meshpar.forecast.extrapolate import deepened
-from meshpar.forecast.hardware import Hardware
-from meshpar.forecast.lints import Lint, lints
-from meshpar.forecast.report import text
-from meshpar.forecast.simulate import Job, like_blocks, shallow, simulate
-from meshpar.forecast.step import Batch, Loss, summed_token_loss
-from meshpar.forecast.trace import Memory, Trace
+from meshpar.forecasting.cost import ERROR_RANGE, Cost, cost
+from meshpar.forecasting.extrapolate import deepened
+from meshpar.forecasting.hardware import Hardware
+from meshpar.forecasting.lints import Lint, lints
+from meshpar.forecasting.report import text
+from meshpar.forecasting.simulate import Job, like_blocks, shallow, simulate
+from meshpar.forecasting.step import Batch, Loss, summed_token_loss
+from meshpar.forecasting.trace import Memory, Trace
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.plan import Plan
@@ -73,7 +73,7 @@ class Forecast:
 def forecast(
     plan: Plan,
     model: nn.Module,
-    batch: Batch,
+    batch: Batch | Mapping[str, Tensor],
     *,
     hardware: Hardware | str | Path,
     world_size: int | None = None,
@@ -88,7 +88,7 @@ def forecast(
     Args:
         plan: as it will run.
         model: on the meta device; it is not touched.
-        batch: of a data rank.
+        batch: of a data rank; a dict of tensors stands for one micro-batch of its shape.
         hardware: a profile, the name of one (``"h100"``) or its YAML file.
         world_size: number of ranks; None: the mesh's, where it says.
         layout: the model's description; None asks the module.
@@ -106,7 +106,7 @@ def forecast(
     if size is None:
         raise MeshparError(f"mesh {plan.mesh!r} does not say how many ranks there are; give world_size=")
     spec = plan.check(model, known, size)
-    job = Job(plan=Plan(spec, plan.passes), model=model, layout=layout, batch=batch, world_size=size, loss=loss)
+    job = Job(plan=Plan(spec, plan.passes), model=model, layout=layout, batch=Batch.of(batch), world_size=size, loss=loss)
     trace, replayed = trace_of(job, known, depth)
     return evaluated(trace, profile, job, replayed)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshpar.errors import MeshparError
-from meshpar.forecast.trace import Collective, Event, Phase, Trace
+from meshpar.forecasting.trace import Collective, Event, Phase, Trace
 
 
 def deepened(shallow: Trace, deeper: Trace, depth: int) -> Trace:

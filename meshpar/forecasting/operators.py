@@ -107,7 +107,7 @@ def stored_bytes(tensor: Tensor) -> int:
 
 
 def sent(func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[int, torch.dtype | None]:
-    """Return bytes and dtype of a collective, counted as :class:`meshpar.forecast.trace.Collective` says."""
+    """Return bytes and dtype of a collective, counted as :class:`meshpar.forecasting.trace.Collective` says."""
     kind = COLLECTIVES[func]
     if kind == "barrier":
         return 0, None

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
-from meshpar.forecast.cost import Cost, placement, sending_time
-from meshpar.forecast.hardware import Hardware
-from meshpar.forecast.trace import Collective, Trace
+from meshpar.forecasting.cost import Cost, placement, sending_time
+from meshpar.forecasting.hardware import Hardware
+from meshpar.forecasting.trace import Collective, Trace
 
 _SMALLEST = 0.005
 """Part of the step, or of the device's memory, below which nothing is said."""

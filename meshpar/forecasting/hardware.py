@@ -103,7 +103,7 @@ class Hardware:
 
 def profiles() -> dict[str, Path]:
     """Return the profiles that come with meshpar, by name."""
-    folder = Path(str(resources.files("meshpar.forecast") / "hardware"))
+    folder = Path(str(resources.files("meshpar.forecasting") / "profiles"))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 

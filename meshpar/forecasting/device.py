@@ -154,8 +154,8 @@ _defined: list[Any] = []
 
 def install() -> None:
     """Register the device with torch, and let the fake process group serve it. Once a process; changes torch for good."""
-    import meshpar.forecast.kernels as kernels
-    import meshpar.forecast.private as private
+    import meshpar.forecasting.kernels as kernels
+    import meshpar.forecasting.private as private
 
     private.register_device(NAME, _module())
     _defined.extend(kernels.define())

@@ -18,12 +18,12 @@ from torch.distributed._tools.fake_collectives import CollectiveOp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import meshpar.forecast.operators as operators
+import meshpar.forecasting.operators as operators
 from meshpar.errors import MeshparError
-from meshpar.forecast.fusion import Fusion
-from meshpar.forecast.holders import Storage, holder
-from meshpar.forecast.private import FakeTensor, hidden_propagation
-from meshpar.forecast.trace import Collective, Event, Phase
+from meshpar.forecasting.fusion import Fusion
+from meshpar.forecasting.holders import Storage, holder
+from meshpar.forecasting.private import FakeTensor, hidden_propagation
+from meshpar.forecasting.trace import Collective, Event, Phase
 
 _PLAIN = {Tensor, nn.Parameter, nn.Buffer, FakeTensor}
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from meshpar.forecast.cost import ERROR_RANGE, placement, sending_time
-from meshpar.forecast.trace import Collective
+from meshpar.forecasting.cost import ERROR_RANGE, placement, sending_time
+from meshpar.forecasting.trace import Collective
 
 if TYPE_CHECKING:
-    from meshpar.forecast.api import Forecast
+    from meshpar.forecasting.api import Forecast
 
 GIB = 1 << 30
 

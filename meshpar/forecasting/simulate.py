@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from meshpar import initialize, runtime
 from meshpar.errors import MeshparError
-from meshpar.forecast.kernels import kernels_of
-from meshpar.forecast.recorder import Recorder
-from meshpar.forecast.step import Batch, Loss, axis_groups, record_step, summed_token_loss
-from meshpar.forecast.trace import Trace
+from meshpar.forecasting.kernels import kernels_of
+from meshpar.forecasting.recorder import Recorder
+from meshpar.forecasting.step import Batch, Loss, axis_groups, record_step, summed_token_loss
+from meshpar.forecasting.trace import Trace
 from meshpar.layout import ModelLayout
 from meshpar.plan import Plan
 
@@ -85,7 +85,7 @@ def _start(jobs: Sequence[Job], where: Path) -> tuple[subprocess.Popen[bytes], P
             f"the forecast runs in a process of its own, to which this plan or model cannot be sent: {error}; define classes and functions "
             "at the top of a module, and build the model on the meta device"
         ) from error
-    command = [sys.executable, "-m", "meshpar.forecast.worker", str(where)]
+    command = [sys.executable, "-m", "meshpar.forecasting.worker", str(where)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=where.with_suffix(".err").open("wb")), where
 
 
@@ -148,9 +148,9 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
 
 
 def run(job: Job) -> Trace:
-    """Simulate in this process, on which :func:`meshpar.forecast.device.install` was called. Only the worker does."""
-    import meshpar.forecast.device as device
-    import meshpar.forecast.private as private
+    """Simulate in this process, on which :func:`meshpar.forecasting.device.install` was called. Only the worker does."""
+    import meshpar.forecasting.device as device
+    import meshpar.forecasting.private as private
     from meshpar.training.optimizer import AdamWSettings, build_adamw
 
     plan, compiled = _uncompiled(job.plan)
