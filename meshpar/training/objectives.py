@@ -1,33 +1,40 @@
 """What is trained: an objective turns a model and a batch into a loss, summed over what it counts.
 
-Objectives are plugins (entry-point group ``meshpar.objectives``): an object with the two methods of :class:`Objective`.
+Objectives are plugins (entry-point group ``meshpar.objectives``): an object with the two methods of :class:`Objective`, or a class (a
+dataclass where it has options, which a recipe then writes) that makes one. Two more members are asked for where they exist: ``examples``,
+what a batch is made of (:data:`EXAMPLES`; packed text where it is absent), and ``unit``, what is counted, for the console.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from meshpar.errors import MeshparError
 from meshpar.loss import IGNORE_INDEX, token_loss
+
+Loss = tuple[torch.Tensor, int | torch.Tensor, Mapping[str, torch.Tensor]]
+
+EXAMPLES = ("tokens", "pairs", "labels")
+"""Packed text; texts with target texts; texts with labels."""
 
 
 class Objective(Protocol):
     """The training signal. Losses are sums, so that they add up over micro-batches and ranks before one division."""
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return how many tokens of this batch the loss counts; the batch may still be on the CPU, and nothing is computed."""
+        """Return how many tokens (or examples) of this batch the loss counts; it may be on the CPU, and nothing is computed."""
 
-    def loss(
-        self, model: nn.Module, batch: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, int | torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Return the loss summed over the counted tokens (a scalar), their number, and more sums to report by name.
+    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
+        """Return the loss summed over what counts (a scalar), its number, and more sums to report by name.
 
-        Every reported sum is divided by the number of tokens of all ranks and micro-batches.
+        Every reported sum is divided by the number of all ranks and micro-batches.
         """
 
 
@@ -38,17 +45,74 @@ class CausalLM:
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Return how many labels count."""
-        return int((batch["labels"] != IGNORE_INDEX).sum())
+        return counted(batch)
 
-    def loss(
-        self, model: nn.Module, batch: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, int | torch.Tensor, Mapping[str, torch.Tensor]]:
+    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
         """Return the summed cross entropy in float32, of plain or vocabulary-sharded logits."""
-        output = model(input_ids=batch["input_ids"])
-        logits = getattr(output, "logits", None)
-        if logits is None:
-            raise MeshparError(
-                f"CausalLM needs a model whose output has .logits (B, L, V); {type(model).__name__} gave {type(output).__name__}"
-            )
         labels = batch["labels"]
+        logits = logits_of(self, model, model(input_ids=batch["input_ids"]), "(B, L, V)")
         return token_loss(logits, labels, reduction="sum"), (labels != IGNORE_INDEX).sum(), {}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Seq2Seq:
+    """Write a target text for an input text, with an encoder and a decoder.
+
+    A batch: ``input_ids`` and ``attention_mask`` (B, S) for the encoder; ``decoder_input_ids`` (B, T), the target behind the start
+    token; ``labels`` (B, T), the target, -100 where none counts.
+    """
+
+    examples: ClassVar[str] = "pairs"
+
+    def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Return how many labels count."""
+        return counted(batch)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
+        """Return the cross entropy summed over the targets' tokens, in float32."""
+        labels = batch["labels"]
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
+        logits = logits_of(self, model, model(**inputs), "(B, T, V)")
+        return token_loss(logits, labels, reduction="sum"), (labels != IGNORE_INDEX).sum(), {}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SequenceClassification:
+    """Choose a text's class: ``input_ids`` and ``attention_mask`` (B, L), ``labels`` (B) in the number of classes, -100: not counted."""
+
+    examples: ClassVar[str] = "labels"
+    unit: ClassVar[str] = "examples"
+
+    def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Return how many examples count."""
+        return counted(batch)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
+        """Return the cross entropy summed over the examples, in float32, and how many are right as ``accuracy``."""
+        labels = batch["labels"]
+        output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        logits = whole_logits(logits_of(self, model, output, "(B, classes)")).float()
+        loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        return loss, (labels != IGNORE_INDEX).sum(), {"accuracy": (logits.detach().argmax(-1) == labels).sum()}
+
+
+def counted(batch: Mapping[str, torch.Tensor]) -> int:
+    """Return how many labels of a batch count."""
+    return int((batch["labels"] != IGNORE_INDEX).sum())
+
+
+def logits_of(objective: object, model: nn.Module, output: Any, shape: str) -> torch.Tensor:
+    """Return ``output.logits``; raises MeshparError for a model that gives none."""
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        raise MeshparError(
+            f"{type(objective).__name__} needs a model whose output has .logits {shape}; {type(model).__name__} gave {type(output).__name__}"
+        )
+    return logits
+
+
+def whole_logits(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits that every rank of the vocabulary's axis has whole. Collective over that axis where they are sharded."""
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits

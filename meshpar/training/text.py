@@ -76,7 +76,7 @@ class TextSource:
 
 def _expand(text: str) -> list[Path]:
     if text == STDLIB:
-        return _standard_library()
+        return standard_library()
     path = Path(text).expanduser()
     if path.is_dir():
         return sorted(each for each in path.rglob("*") if each.suffix in _TEXT_SUFFIXES and each.is_file())
@@ -85,9 +85,14 @@ def _expand(text: str) -> list[Path]:
     return sorted(Path(each) for each in glob.glob(str(path), recursive=True) if Path(each).is_file())
 
 
-def _standard_library() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
+def standard_library_root() -> Path:
+    """Return the folder of the standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def standard_library() -> list[Path]:
+    """Return the files of the standard library's source, without its tests and code tables, sorted."""
+    root, found = standard_library_root(), []
     for path in root.rglob("*.py"):
         folders = path.relative_to(root).parts[:-1]
         # config-3.x-platform holds a file that is made for this machine alone

@@ -48,6 +48,24 @@ class TextTokenizer:
         """Return the ids of every text, on all cores."""
         return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    def encode_inputs(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
+        """Return the ids of texts that a model reads whole, with the special tokens that the tokenizer itself puts around them.
+
+        Args:
+            texts: to encode.
+            begin: where the tokenizer puts none: whether ``eos`` stands before the text, for a model that reads the first position,
+                or after it.
+        """
+        if self.fast.num_special_tokens_to_add(False):
+            return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=True)]
+        return [[self.eos_id, *ids] if begin else [*ids, self.eos_id] for ids in self.encode_batch(texts)]
+
+    @property
+    def pad_id(self) -> int:
+        """The id that fills a batch's shorter rows; ``eos_id`` where the tokenizer has none of its own."""
+        found = None if self._folder is None else self.fast.token_to_id(_configured(self._folder, "pad_token") or "")
+        return self.eos_id if found is None else found
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``, without special tokens."""
         return self.fast.decode(list(ids))
@@ -131,9 +149,13 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None) -> TextTokeniz
 
 
 def _configured_eos(folder: Path) -> str | None:
+    return _configured(folder, "eos_token")
+
+
+def _configured(folder: Path, kind: str) -> str | None:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
-            token: Any = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
+            token: Any = json.loads((folder / name).read_text(encoding="utf-8")).get(kind)
             if token is not None:
                 return token["content"] if isinstance(token, dict) else str(token)
     return None

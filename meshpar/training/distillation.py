@@ -1,0 +1,147 @@
+"""Knowledge distillation: a student learns from the logits, and if wanted the hidden states, of a frozen teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import nn
+
+from meshpar.errors import MeshparError, RecipeError
+from meshpar.loss import IGNORE_INDEX, token_loss
+from meshpar.mesh import MeshSpec
+from meshpar.passes import Stage
+from meshpar.plan import Plan
+from meshpar.training.objectives import Loss, counted, logits_of, whole_logits
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distillation:
+    """Learn the next token from the text and from a teacher's distribution (Hinton, Vinyals and Dean, arXiv 1503.02531).
+
+    The loss of a token is ``(1 - weight) * cross entropy + weight * temperature**2 * KL(teacher || student)``, both distributions at
+    the temperature, plus ``hidden_weight`` times the mean squared difference of the last hidden states.
+
+    Attributes:
+        teacher: the frozen model, see :func:`freeze`; it may be parallel by a plan of its own, over the same ranks.
+        temperature: softens both distributions.
+        weight: of the teacher, in 0 to 1.
+        hidden_weight: of the hidden states; both models must have the same width and return ``hidden_states`` when asked to.
+    """
+
+    examples: ClassVar[str] = "tokens"
+
+    teacher: nn.Module
+    temperature: float = 2.0
+    weight: float = 0.5
+    hidden_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.temperature > 0 and 0 <= self.weight <= 1 and self.hidden_weight >= 0):
+            given = f"got {self.temperature}, {self.weight}, {self.hidden_weight}"
+            raise RecipeError(f"expected temperature above 0, weight in 0 to 1 and hidden_weight from 0; {given}")
+        trained = [name for name, parameter in self.teacher.named_parameters() if parameter.requires_grad]
+        if trained or self.teacher.training:
+            why = f"{trained[0]} wants a gradient" if trained else "it is in training mode"
+            raise MeshparError(f"the teacher is not frozen: {why}; call freeze(teacher) before plan.apply")
+
+    def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Return how many labels count."""
+        return counted(batch)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
+        """Return the summed loss; its parts are reported as ``cross_entropy``, ``kl`` and ``hidden``."""
+        more = {"output_hidden_states": True} if self.hidden_weight else {}
+        with torch.no_grad():
+            taught = self.teacher(input_ids=batch["input_ids"], **more)
+        output, labels = model(input_ids=batch["input_ids"], **more), batch["labels"]
+        student, teacher = (logits_of(self, each, got, "(B, L, V)") for each, got in ((model, output), (self.teacher, taught)))
+        if student.shape != teacher.shape:
+            raise MeshparError(
+                f"the teacher's logits have shape {tuple(teacher.shape)} and the student's {tuple(student.shape)}; they need one vocabulary"
+            )
+        counts = labels != IGNORE_INDEX
+        parts = {
+            "cross_entropy": token_loss(student, labels, reduction="sum"),
+            "kl": divergence(whole_logits(student), whole_logits(teacher), counts, self.temperature),
+        }
+        loss = (1 - self.weight) * parts["cross_entropy"] + self.weight * self.temperature**2 * parts["kl"]
+        if self.hidden_weight:
+            parts["hidden"] = _difference(_hidden(model, output), _hidden(self.teacher, taught), counts)
+            loss = loss + self.hidden_weight * parts["hidden"]
+        return loss, counts.sum(), parts
+
+
+def divergence(student_BLV: torch.Tensor, teacher_BLV: torch.Tensor, counts_BL: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return KL(teacher || student) at ``temperature``, in float32, summed over the positions that count."""
+    log_student_BLV, log_teacher_BLV = ((logits.float() / temperature).log_softmax(-1) for logits in (student_BLV, teacher_BLV))
+    kl_BL = (log_teacher_BLV.exp() * (log_teacher_BLV - log_student_BLV)).sum(-1)
+    return (kl_BL * counts_BL).sum()
+
+
+def freeze(teacher: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Make ``teacher`` want no gradients, in evaluation mode and, if given, in ``dtype``; call it before ``plan.apply``."""
+    teacher.requires_grad_(False)
+    if dtype is not None:
+        teacher.to(dtype)
+    return teacher.eval()
+
+
+def teacher_problems(plan: Plan, teacher: nn.Module, student_plan: Plan, world_size: int) -> Iterator[str]:
+    """Yield why a teacher cannot stand beside a student: ranks that work on one batch for the teacher must have one batch.
+
+    Args:
+        plan: the teacher's.
+        teacher: the teacher, on the meta device.
+        student_plan: whose data axes say which rank sees which batch.
+        world_size: number of ranks.
+    """
+    spec = plan.check(teacher, world_size=world_size)
+    seen = student_plan.resolve(world_size)
+    for group in _together(spec, _data_axes(plan, spec)):
+        batches = {_data_place(seen, rank, _data_axes(student_plan, seen)) for rank in group}
+        if len(batches) > 1:
+            yield (
+                f"the teacher's mesh {spec} lets ranks {group} work on one batch, but the student's mesh {seen} gives them {len(batches)} "
+                "different ones; shard the teacher over data axes there (dp_shard), or give the student the same tp"
+            )
+            return
+
+
+def _data_axes(plan: Plan, spec: MeshSpec) -> tuple[str, ...]:
+    claimed = {axis for each in plan.passes if each.stage == Stage.DATA for axis in each.axes}
+    return tuple(axis for axis in spec.axes if axis in claimed)
+
+
+def _data_place(spec: MeshSpec, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    place = spec.coordinates(rank)
+    return tuple(place[axis] for axis in axes)
+
+
+def _together(spec: MeshSpec, data_axes: tuple[str, ...]) -> list[list[int]]:
+    """Return the groups of ranks that work on one batch."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(spec.size):
+        groups.setdefault(_data_place(spec, rank, data_axes), []).append(rank)
+    return list(groups.values())
+
+
+def _hidden(model: nn.Module, output: Any) -> torch.Tensor:
+    states = getattr(output, "hidden_states", None)
+    if not states:
+        raise MeshparError(f"hidden_weight needs a model that returns hidden_states when asked to; {type(model).__name__} does not: set it to 0")
+    return states[-1]
+
+
+def _difference(student_BLD: torch.Tensor, teacher_BLD: torch.Tensor, counts_BL: torch.Tensor) -> torch.Tensor:
+    if student_BLD.shape != teacher_BLD.shape or student_BLD.shape[:2] != counts_BL.shape:
+        shapes = f"{tuple(student_BLD.shape)} and {tuple(teacher_BLD.shape)}"
+        raise MeshparError(
+            f"hidden states of student and teacher have shapes {shapes}, at {tuple(counts_BL.shape)} tokens; hidden_weight needs one width, "
+            "and states that are not split along the sequence: set it to 0"
+        )
+    squares_BL = (student_BLD.float() - teacher_BLD.float()).square().mean(-1)
+    return (squares_BL * counts_BL).sum()

@@ -1,0 +1,115 @@
+"""Batches of examples, padded to the longest of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from meshpar.errors import RecipeError
+from meshpar.training.data import FILLER, IGNORE, Batch
+from meshpar.training.examples import ExampleFile
+from meshpar.training.extras import need
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_MULTIPLE = 8
+"""Rows are padded to a multiple of so many, so that few shapes occur."""
+
+
+@final
+class _Rows:
+    """The ids of a file's inputs or outputs, cut to a length."""
+
+    def __init__(self, file: ExampleFile, name: str, length: int) -> None:
+        if length < 1:
+            raise RecipeError(f"a text has at least one token, got length {length}")
+        self.file, self.name, self.length = file, name, length
+        self._mapped: tuple[np.ndarray, np.ndarray] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_mapped": None}  # a worker maps the files itself
+
+    def ids(self, index: int) -> np.ndarray:
+        """Return a row; a filler has none."""
+        if self._mapped is None:
+            self._mapped = self.file.column(self.name)
+        ids, ends = self._mapped
+        if index == FILLER:
+            return ids[:0]
+        start = int(ends[index - 1]) if index else 0
+        return ids[start : min(int(ends[index]), start + self.length)]
+
+
+def padded(rows: Sequence[np.ndarray], fill: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids (B, L) filled up with ``fill``, and where they are real (B, L), both int64; L: the longest row's, rounded up.
+
+    An empty row shows one position, for attention that sees nothing is not a number.
+    """
+    numpy = need("numpy")
+    longest = max(1, *(row.size for row in rows)) if len(rows) > 1 else max(1, rows[0].size)
+    width = min(length, -(-longest // _MULTIPLE) * _MULTIPLE)
+    ids = numpy.full((len(rows), width), fill, dtype=numpy.int64)
+    real = numpy.zeros((len(rows), width), dtype=numpy.int64)
+    for place, row in enumerate(rows):
+        ids[place, : row.size] = row
+        real[place, : max(1, row.size)] = 1
+    return torch.from_numpy(ids), torch.from_numpy(real)
+
+
+@final
+class PairedExamples:
+    """Input and target texts, for an encoder and a decoder; see :class:`meshpar.training.objectives.Seq2Seq` for the batch."""
+
+    def __init__(self, file: ExampleFile, *, length: int, target_length: int, start_id: int) -> None:
+        """Draw from ``file``.
+
+        Args:
+            file: with target texts.
+            length: of an input, in tokens; what is longer is cut.
+            target_length: of a target, with its end; what is longer is cut.
+            start_id: what the decoder reads first.
+        """
+        self.file, self.start_id = file, start_id
+        self._inputs, self._targets = _Rows(file, "input", length), _Rows(file, "output", target_length)
+        self.fingerprint = f"{file.fingerprint}/{length}/{target_length}"
+
+    def __len__(self) -> int:
+        return self.file.count
+
+    def __str__(self) -> str:
+        return f"{len(self):,} pairs"
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        fill = self.file.pad_id
+        inputs, real = padded([self._inputs.ids(index) for index in indices], fill, self._inputs.length)
+        targets = [self._targets.ids(index) for index in indices]
+        labels, _ = padded(targets, IGNORE, self._targets.length)
+        behind = torch.full_like(labels, fill)
+        behind[:, 0] = self.start_id
+        behind[:, 1:] = torch.where(labels[:, :-1] == IGNORE, fill, labels[:, :-1])
+        return {"input_ids": inputs, "attention_mask": real, "decoder_input_ids": behind, "labels": labels}
+
+
+@final
+class LabelledExamples:
+    """Texts with a class; see :class:`meshpar.training.objectives.SequenceClassification` for the batch."""
+
+    def __init__(self, file: ExampleFile, *, length: int) -> None:
+        """Draw from ``file``, whose inputs are cut to ``length`` tokens."""
+        self.file = file
+        self._inputs, self._labels = _Rows(file, "input", length), _Rows(file, "output", 1)
+        self.fingerprint = f"{file.fingerprint}/{length}"
+
+    def __len__(self) -> int:
+        return self.file.count
+
+    def __str__(self) -> str:
+        return f"{len(self):,} examples of {len(self.file.classes)} classes"
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        inputs, real = padded([self._inputs.ids(index) for index in indices], self.file.pad_id, self._inputs.length)
+        labels = [int(self._labels.ids(index)[0]) if index != FILLER else IGNORE for index in indices]
+        return {"input_ids": inputs, "attention_mask": real, "labels": torch.tensor(labels)}

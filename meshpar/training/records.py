@@ -1,0 +1,144 @@
+"""Texts with targets or labels: JSON lines of one's own, or two real tasks over the source of Python's standard library."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, final
+
+from meshpar.errors import RecipeError
+from meshpar.training.text import STDLIB, TextSource, standard_library, standard_library_root
+
+Record = tuple[str, str]
+"""An input text, and a target text or a label."""
+
+_FORMAT = 1
+_SENTENCE = re.compile(r"(.+?[.!?])(?:\s|$)", re.DOTALL)
+_LEAST_WORDS, _MOST_WORDS = 3, 24
+_CLASSES, _LEAST_LINE = 12, 20
+_NO_CODE = "pydoc_data"  # the text of pydoc's help pages
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordSource:
+    """Records in an order that is the same on every rank, no two alike.
+
+    Attributes:
+        inputs: ``.jsonl`` files, folders and globs; or ``stdlib`` alone.
+        kind: ``pairs``: of ``stdlib`` the source of every documented function with the first sentence of its docstring; ``labels``:
+            of ``stdlib`` lines of code with the module or package that they stand in, the largest twelve.
+        field: the key of the input text in a line of JSON.
+        output_field: the key of the target text or of the label (text, a whole number, true or false).
+    """
+
+    inputs: tuple[str, ...]
+    kind: Literal["pairs", "labels"]
+    field: str = "text"
+    output_field: str = "target"
+
+    def records(self) -> Iterator[Record]:
+        """Yield every record once.
+
+        Raises:
+            RecipeError: a file is not JSON lines with both fields.
+        """
+        seen: set[bytes] = set()
+        for record in self._all():
+            digest = hashlib.blake2b("\0".join(record).encode(), digest_size=16).digest()
+            if digest not in seen and record[0].strip():
+                seen.add(digest)
+                yield record
+
+    def documents(self) -> Iterator[str]:
+        """Yield the texts, inputs and targets, from which a tokenizer learns."""
+        for text, output in self.records():
+            yield text
+            if self.kind == "pairs":
+                yield output
+
+    def fingerprint(self) -> str:
+        """Return a hash that changes when a file's name, size or time, or how it is read, changes."""
+        files = TextSource(inputs=self.inputs).fingerprint()
+        return hashlib.sha256(f"{_FORMAT}\0{self.kind}\0{self.field}\0{self.output_field}\0{files}".encode()).hexdigest()
+
+    def files(self) -> list[Path]:
+        """Return the files; raises RecipeError where an input names none."""
+        return TextSource(inputs=self.inputs).files()
+
+    def _all(self) -> Iterator[Record]:
+        if self.inputs == (STDLIB,):
+            yield from documented_functions() if self.kind == "pairs" else lines_of_modules()
+            return
+        for path in self.files():
+            if path.suffix == ".jsonl":
+                yield from self._json_lines(path)
+
+    def _json_lines(self, path: Path) -> Iterator[Record]:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    entry = json.loads(line)
+                except ValueError as error:
+                    raise RecipeError(f"{path}:{number} is not JSON: {error}") from error
+                keys = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+                text, output = (entry.get(key) if isinstance(entry, dict) else None for key in (self.field, self.output_field))
+                if not isinstance(text, str):
+                    raise RecipeError(f"{path}:{number} has no text under {self.field!r}; it has {keys}; name the key with data.field")
+                if not isinstance(output, str if self.kind == "pairs" else (str, int)):
+                    wanted, name = ("text", "target_field") if self.kind == "pairs" else ("label", "label_field")
+                    raise RecipeError(f"{path}:{number} has no {wanted} under {self.output_field!r}; it has {keys}; name it with data.{name}")
+                yield text, str(output)
+
+
+def documented_functions() -> Iterator[Record]:
+    """Yield the source of every documented function of the standard library, without its docstring, and the docstring's first sentence."""
+    for path in standard_library():
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines(keepends=True)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and len(node.body) > 1:
+                sentence = first_sentence(ast.get_docstring(node) or "")
+                if sentence:
+                    yield _without_docstring(node, lines), sentence
+
+
+def first_sentence(docstring: str) -> str:
+    """Return the first sentence of a docstring on one line, empty where it is none of usual length."""
+    paragraph = " ".join(docstring.split("\n\n")[0].split())
+    found = _SENTENCE.match(paragraph)
+    sentence = found[1] if found else paragraph
+    return sentence if _LEAST_WORDS <= len(sentence.split()) <= _MOST_WORDS else ""
+
+
+def lines_of_modules() -> Iterator[Record]:
+    """Yield lines of code of the largest modules and packages of the standard library, each with the module's name.
+
+    A line that stands in several modules tells nothing and is left out.
+    """
+    root, homes = standard_library_root(), dict[str, set[str]]()
+    for path in standard_library():
+        module = path.relative_to(root).parts[0].removesuffix(".py")
+        for line in path.read_text(encoding="utf-8").splitlines():
+            text = line.strip()
+            if len(text) >= _LEAST_LINE and not text.startswith("#") and module != _NO_CODE:
+                homes.setdefault(text, set()).add(module)
+    only = {text: next(iter(modules)) for text, modules in homes.items() if len(modules) == 1}
+    counts = Counter(only.values())
+    largest = sorted(counts, key=lambda module: (-counts[module], module))[:_CLASSES]
+    yield from ((text, module) for text, module in only.items() if module in largest)
+
+
+def _without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
+    first, second = node.body[0], node.body[1]
+    body = lines[node.lineno - 1 : first.lineno - 1] + lines[min(first.end_lineno or 0, second.lineno - 1) : node.end_lineno]
+    margin = " " * node.col_offset
+    return "".join(line.removeprefix(margin) for line in body).rstrip()
