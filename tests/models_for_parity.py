@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 
 VOCAB = 96
@@ -28,3 +33,30 @@ def huggingface_gpt2(**options):
 
     sizes = dict(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False, **options))
+
+
+class MaskedAttention(nn.Module):
+    """Attention under a mask that is built in memory, as in many hand-written models."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        mask = torch.ones(x.shape[1], x.shape[1], device=x.device, dtype=torch.bool).tril()
+        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+class Masked(nn.Module):
+    def __init__(self, vocab=VOCAB, dim=32, layers=2, heads=4):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(MaskedAttention(dim, heads) for _ in range(layers))
+        self.head = nn.Linear(dim, vocab)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return SimpleNamespace(logits=self.head(x))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from models_for_parity import Masked
 
 import meshpar
 from meshpar import ActivationCheckpoint, FullyShard, HybridShard, Plan, PlanError, TensorParallel
@@ -76,6 +79,9 @@ def traces():
     jobs["alone"] = job(
         replace(SMALL, layers=2), "tp=2", [TensorParallel(sequence_parallel=True, styles={"layers.*.attn": None, "layers.*.mlp": None})]
     )
+    jobs["logits"] = job(replace(SMALL, vocab_size=2048), "tp=2", [TensorParallel(sequence_parallel=True)])
+    jobs["padded"] = job(replace(SMALL, layers=2), "dp_shard=48", [FullyShard(**BF16)])
+    jobs["masked"] = Job(plan=Plan("dp_shard=2", [FullyShard(**BF16)]), model=meta(Masked), batch=Batch(sequence=2048), world_size=2)
     gpt2 = meta(lambda: GPT2(GPT2Config()))
     jobs["gpt2"] = Job(plan=Plan("dp_shard=4", [FullyShard()]), model=gpt2, batch=Batch(sequence=64), world_size=4)
     for name in COUNTS:
@@ -185,12 +191,47 @@ def test_groups_lie_where_rank_order_puts_them():
     assert placement(replace(sent, ranks=16, stride=2), hardware) == (4, 4)
 
 
+def found(name):
+    """The lints of a trace by name, on a card small enough for these models to matter."""
+    small = replace(Hardware.load("h100"), memory=2e7)
+    return {each.name: each for each in lints(traces()[name], cost(traces()[name], small), small)}
+
+
 def test_projections_that_prepare_their_own_input_are_told_with_their_cost():
-    found = {each.name: each for each in lints(traces()["alone"], cost(traces()["alone"], Hardware.load("h100")), Hardware.load("h100"))}
-    assert "5 all-gathers a block" in found["redundant tensor-parallel collectives"].text
-    assert found["redundant tensor-parallel collectives"].seconds > 0
-    good = traces()["recomputed", 3]
-    assert "redundant" not in " ".join(each.name for each in lints(good, cost(good, Hardware.load("h100")), Hardware.load("h100")))
+    lint = found("alone")["redundant tensor-parallel collectives"]
+    assert "5 all-gathers a block" in lint.text and lint.seconds > 0
+    assert "redundant tensor-parallel collectives" not in found(("recomputed", 3))
+
+
+def test_padding_is_told_with_its_part_of_what_is_gathered():
+    lint = found("padded")["padding"]
+    held, real = 48 * bytes_of_a_rank(transformer(replace(SMALL, layers=2)), 1, 48), 4 * traces()["padded"].parameters
+    assert lint.text.startswith(f"{held / real - 1:.0%} of what dp_shard=48 gathers is padding")
+    assert lint.size == (held - real) // 48 and lint.seconds > 0
+    assert "padding" not in found(("recomputed", 3)) and "padding" not in found(("kept", 3))
+
+
+def test_logits_that_every_rank_holds_are_told_with_what_splitting_them_saves():
+    lint = found("logits")["replicated logits"]
+    assert lint.size == traces()["logits"].memory().held["logits and loss"] // 2 >= 64 * 2048 * 4
+    assert "loss_parallel=True" in lint.text and "replicated logits" not in found(("recomputed", 3))
+
+
+def test_attention_that_is_not_flash_is_told_with_the_scores_it_holds():
+    lint = found(("kept", 3))["attention is not flash"]
+    assert "plain attention" in lint.text and lint.seconds > 0 and lint.size >= 4 * 64 * 64 * SMALL.heads
+    assert "attention is not flash" not in found(("recomputed", 3))
+
+
+def test_a_mask_built_in_memory_is_told_with_its_bytes():
+    lint = found("masked")["materialised mask"]
+    assert "2048 x 2048" in lint.text and lint.size >= 2048 * 2048
+    assert "materialised mask" not in found(("kept", 3))
+
+
+def test_communication_that_computing_waits_for_is_told_by_axis():
+    lint = found(("recomputed", 3))["exposed communication"]
+    assert lint.seconds in cost(traces()["recomputed", 3], replace(Hardware.load("h100"), memory=2e7)).exposed.values()
 
 
 def test_reports_hold_the_same_figures():
@@ -227,3 +268,32 @@ def test_every_profile_reads_and_a_wrong_one_says_what_is_wrong(tmp_path):
 def test_a_plan_that_cannot_run_is_refused_before_anything_is_simulated():
     with pytest.raises(PlanError, match="tp=3"):
         forecast(Plan("tp=3", [TensorParallel()]), transformer(SMALL), Batch(sequence=64), hardware="h100")
+
+
+def test_a_model_that_a_script_defines_is_forecast(tmp_path):
+    script = tmp_path / "mine.py"
+    body = """
+import torch, meshpar
+from torch import nn
+class Mine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+def loss(model, input_ids, labels):
+    return model(input_ids[..., None].float().expand(-1, -1, 32)).sum()
+def main():
+    with torch.device("meta"):
+        model = Mine()
+    print(meshpar.forecast(meshpar.Plan("dp_shard=2", [meshpar.FullyShard()]), model, meshpar.forecasting.Batch(sequence=8), hardware="h100",
+                           loss=loss).trace.parameters)
+"""
+    script.write_text(body + 'if __name__ == "__main__":\n    main()\n')
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [str(3 * (32 * 32 + 32))], done.stderr
+    script.write_text(body + "main()\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode and 'under if __name__ == "__main__"' in done.stderr

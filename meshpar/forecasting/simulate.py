@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -26,6 +27,10 @@ from meshpar.plan import Plan
 
 ALLOCATOR_ROUNDING = 512
 """Bytes to which torch's CUDA allocator rounds every request."""
+
+
+_inside = False
+"""Whether this process is a simulation's."""
 
 
 @final
@@ -78,8 +83,13 @@ def simulate(jobs: Sequence[Job], *, workers: int = 1) -> list[Trace]:
 
 
 def _start(jobs: Sequence[Job], where: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    if _inside:
+        raise MeshparError(
+            "the forecast imports the script that defines this model, and the script asks for a forecast as it is imported; "
+            'put what it does under if __name__ == "__main__":'
+        )
     try:
-        where.with_suffix(".jobs").write_bytes(pickle.dumps(list(jobs)))
+        where.with_suffix(".jobs").write_bytes(pickle.dumps((_preparation(jobs), pickle.dumps(list(jobs)))))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise MeshparError(
             f"the forecast runs in a process of its own, to which this plan or model cannot be sent: {error}; define classes and functions "
@@ -87,6 +97,24 @@ def _start(jobs: Sequence[Job], where: Path) -> tuple[subprocess.Popen[bytes], P
         ) from error
     command = [sys.executable, "-m", "meshpar.forecasting.worker", str(where)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=where.with_suffix(".err").open("wb")), where
+
+
+def _preparation(jobs: Sequence[Job]) -> dict[str, Any]:
+    """Return what lets another process import what the jobs are made of, as multiprocessing's spawn does it."""
+    data = {key: value for key, value in spawn.get_preparation_data("forecast").items() if key != "authkey"}
+    kinds = {kind for job in jobs for kind in (job.loss, *map(type, job.plan.passes), *map(type, job.model.modules()))}
+    if all(kind.__module__ != "__main__" for kind in kinds):  # then nothing needs the script itself, and it need not be guarded
+        data = {key: value for key, value in data.items() if not key.startswith("init_main")}
+    return data
+
+
+def read_jobs(where: Path) -> list[Job]:
+    """Return the jobs that were sent to this process. Only the worker calls it."""
+    global _inside
+    _inside = True
+    preparation, jobs = pickle.loads(where.with_suffix(".jobs").read_bytes())
+    spawn.prepare(preparation)
+    return pickle.loads(jobs)
 
 
 def _collect(process: subprocess.Popen[bytes], where: Path) -> list[Trace]:

@@ -13,12 +13,12 @@ from meshpar.errors import MeshparError
 def main(where: Path) -> None:
     """Run the jobs pickled at ``where``.jobs and leave the answer at ``where``.traces."""
     import meshpar.forecasting.device as device
-    from meshpar.forecasting.simulate import run
+    from meshpar.forecasting.simulate import read_jobs, run
 
-    jobs = pickle.loads(where.with_suffix(".jobs").read_bytes())
-    device.install()
     answer: object
     try:
+        jobs = read_jobs(where)
+        device.install()
         answer = [run(job) for job in jobs]
     except MeshparError as error:
         answer = error
