@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshpar.launchers.checkpoint_commands import register
+from meshpar.launchers import checkpoint_commands, launch_commands
 from meshpar.launchers.plan_command import plan
 from meshpar.launchers.startup import quick_imports
 
@@ -166,7 +166,8 @@ def plugins(debug: Debug = False) -> None:
 
 
 app.command()(_reported(plan))
-register(app, _reported)
+checkpoint_commands.register(app, _reported)
+launch_commands.register(app, _reported)
 
 if __name__ == "__main__":
     main()

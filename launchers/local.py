@@ -1,36 +1,114 @@
-"""Start the ranks of a job on this machine, with torch's elastic launcher, and tell how it ended."""
+"""Start the ranks of this machine with torch's elastic agent, in this process, and tell how they ended."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, final
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from meshpar import errors
-from meshpar.errors import LaunchError, MeshparError
+from meshpar.errors import LaunchError
+from meshpar.launchers.failures import first_error, recorded
+from meshpar.launchers.rank_logs import Shown, folder_for, log_file
 from meshpar.launchers.recipe import Recipe
 
 SHUTDOWN_S = 600
 """Seconds that ranks have to write a checkpoint after a signal, before they are killed."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+MEETING_S = 900
+"""Seconds that agents of different nodes wait for each other."""
+
+_LAST_CALL_S = 15  # what an elastic job that has its least nodes waits for more
+_OTHERS_S = 1.0  # what a node gives the others to write their errors, to name the first
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_STOPPED = {128 + each for each in _SIGNALS}  # what ranks end with that one of them was asked to stop
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """How many ranks run here, and with which other nodes.
+
+    Attributes:
+        ranks: on this node.
+        nodes: of the job, at most.
+        least_nodes: of an elastic job, which goes on with what is left of its nodes; otherwise the same as ``nodes``.
+        node_rank: this node's place, from 0: ranks are numbered in this order. None in an elastic job, where they are not.
+        head: ``host:port`` on node 0 where the nodes meet; empty for one node.
+        restarts: how often the ranks are started again after a failure. Nodes that are no elastic job have no common restart: there
+            it is 0, and the engine starts the whole job again.
+        run_id: equal on all nodes, another for every start of the job.
+    """
+
+    ranks: int
+    nodes: int = 1
+    least_nodes: int = 1
+    node_rank: int | None = None
+    head: str = ""
+    restarts: int = 0
+    run_id: str = ""
+
+    def __post_init__(self) -> None:
+        if self.nodes == 1:
+            return
+        if not self.head:
+            raise LaunchError(f"{self.nodes} nodes need a place to meet: --head HOST:PORT, a port of node 0 that is free")
+        if ":" not in self.head or not self.head.rpartition(":")[2].isdigit():
+            raise LaunchError(f"--head is {self.head!r}; expected HOST:PORT, a port of node 0 that is free")
+        if self.elastic:
+            return
+        if self.node_rank is None or not 0 <= self.node_rank < self.nodes:
+            wanted = f"--node-rank from 0 to {self.nodes - 1}"
+            raise LaunchError(f"node rank is {self.node_rank}; each of {self.nodes} nodes needs its own, {wanted}")
+        if self.restarts:
+            raise LaunchError(
+                "restarts inside a job of several nodes need --nodes MIN:MAX (elastic); without it the engine starts the job again"
+            )
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the job goes on with fewer nodes."""
+        return self.least_nodes < self.nodes
 
 
 def launch_local(recipe: Recipe, ranks: int) -> int:
-    """Run a job on ``ranks`` processes of this machine.
+    """Run a recipe on ``ranks`` processes of this machine, see :func:`launch_recipe`."""
+    return launch_recipe(recipe, Placement(ranks=ranks))
 
-    SIGTERM and SIGINT (Ctrl-C) are passed on to the ranks, which write a checkpoint and stop; nothing is left running.
+
+def launch_recipe(recipe: Recipe, placement: Placement, logs: Path | None = None) -> int:
+    """Run a recipe's ranks on this node.
+
+    Raises:
+        MeshparError: see :func:`launch`.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshpar-") as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(recipe.to_yaml(), encoding="utf-8")
+        return launch(["recipe", str(path)], placement, logs or recipe.folder / "logs", sys.stderr)
+
+
+def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextIO) -> int:
+    """Run this node's ranks until they end.
+
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 are passed on to the ranks, which write a checkpoint and stop; nothing is left running.
+
+    Args:
+        work: what :mod:`meshpar.launchers.worker` takes.
+        placement: how many, and where.
+        logs: every start of the job has a folder in it, with one file a rank.
+        console: is shown what rank 0 writes.
 
     Returns:
         The exit code: 0, or 128 + the signal that stopped it.
@@ -39,42 +117,67 @@ def launch_local(recipe: Recipe, ranks: int) -> int:
         MeshparError: the first failing rank's error, as it was raised there.
         LaunchError: a rank failed otherwise; with its traceback.
     """
-    with tempfile.TemporaryDirectory(prefix="meshpar-") as folder, _signals_restored():
-        path = Path(folder) / "recipe.yaml"
-        path.write_text(recipe.to_yaml(), encoding="utf-8")
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            run_id=Path(folder).name,
-            local_addr="localhost",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle=",".join(each.name for each in _SIGNALS),
-            shutdown_timeout=SHUTDOWN_S,
-        )
-        _set_environment(ranks)
+    logs = folder_for(logs, placement.run_id).absolute()
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="meshpar-") as folder, _signals_restored(), ExitStack() as stack:
+        config = _config(placement, folder)
+        terminal = console.isatty() and placement.nodes == 1
+        _set_environment(placement, terminal)
+        if not terminal and not placement.node_rank:
+            stack.enter_context(Shown(log_file(logs, 0), console))
         try:
-            elastic_launch(config, sys.executable)("-m", "meshpar.launchers.worker", str(path))
+            elastic_launch(config, sys.executable)("-m", "meshpar.launchers.worker", str(logs), *work)
         except ChildFailedError as failed:
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            raise _first_error(Path(folder), codes) from None
+            if set(codes.values()) <= _STOPPED:
+                return max(codes.values())
+            if placement.nodes > 1:
+                time.sleep(_OTHERS_S)
+            raise first_error(logs, codes) from None
         except SignalException as stop:
-            _end_ranks(path)
-            if any(Path(folder).rglob("error.json")):
-                raise _first_error(Path(folder), {}) from None
+            _end_ranks(logs)
+            if recorded(logs):
+                raise first_error(logs, {}) from None
             return 128 + int(stop.sigval)
     return 0
 
 
-def _set_environment(ranks: int) -> None:
+def _config(placement: Placement, folder: str) -> LaunchConfig:
+    """Return the agent's settings; ``folder`` is for its own files."""
+    meeting: dict[str, Any]
+    if placement.nodes == 1:
+        meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+    elif placement.elastic:
+        configs = {"join_timeout": MEETING_S, "last_call_timeout": _LAST_CALL_S}
+        if placement.node_rank is not None:
+            configs["is_host"] = int(placement.node_rank == 0)
+        meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": placement.head, "rdzv_configs": configs}
+    else:
+        # c10d's rendezvous sorts host names as text; the static one keeps the order of the nodes, which is the mesh's.
+        configs = {"rank": placement.node_rank or 0, "timeout": MEETING_S}
+        meeting = {"rdzv_backend": "static", "rdzv_endpoint": placement.head, "rdzv_configs": configs}
+    return LaunchConfig(
+        min_nodes=placement.least_nodes if placement.elastic else placement.nodes,
+        max_nodes=placement.nodes,
+        nproc_per_node=placement.ranks,
+        run_id=placement.run_id or Path(folder).name,
+        max_restarts=placement.restarts,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+        signals_to_handle=",".join(each.name for each in _SIGNALS),
+        shutdown_timeout=SHUTDOWN_S,
+        **meeting,
+    )
+
+
+def _set_environment(placement: Placement, terminal: bool) -> None:
     """Set what the ranks inherit."""
-    # Without it, every restart of workers fails in gloo's connectFullMesh (torch 2.13).
+    # "Gloo connectFullMesh failed": with torch 2.13's default, a restart meets in the store of the ranks that failed, finds their
+    # addresses there and dies of it, every time. With this, each start makes a store of its own.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // placement.ranks)))
+    os.environ["MESHPAR_TERMINAL"] = str(int(terminal))
+    os.environ["MESHPAR_ELASTIC"] = str(int(placement.elastic))
     # The launcher's own reports of a failure; what a rank raised is told once, by whoever called.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
@@ -91,33 +194,14 @@ def _signals_restored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_ranks(recipe: Path) -> None:
-    """End ranks that are left: the user was not willing to wait for them, or they did not stop in time."""
+def _end_ranks(mark: Path) -> None:
+    """End ranks that are left: the user was not willing to wait for them, or they did not stop in time.
+
+    Args:
+        mark: a path that stands in their command line and no other's.
+    """
     for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         for child in map(int, path.read_text(encoding="ascii").split()):
             with suppress(OSError):  # it may be gone by now
-                if os.fsencode(recipe) in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+                if os.fsencode(mark) in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
                     os.kill(child, signal.SIGKILL)
-
-
-def _first_error(folder: Path, exit_codes: dict[int, int]) -> MeshparError:
-    """Return what ended the job: a rank that was killed, or the error that a rank wrote first; the others' come of it."""
-    killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM}
-    if killed:
-        rank, number = next(iter(sorted(killed.items())))
-        out_of_memory = "; the kernel does this to a process when memory runs out" if number == signal.SIGKILL else ""
-        return LaunchError(f"rank {rank} was ended by {signal.Signals(number).name}{out_of_memory}")
-    found = {path.parent.name: json.loads(path.read_text(encoding="utf-8"))["message"] for path in folder.rglob("error.json")}
-    if not found:
-        return LaunchError(f"ranks ended without a word, exit codes {exit_codes}; their output above may say why")
-    rank_text, first = min(found.items(), key=lambda item: item[1]["extraInfo"]["seconds"])
-    return _as_raised(rank_text, first)
-
-
-def _as_raised(rank: str, told: dict[str, Any]) -> MeshparError:
-    kind = getattr(errors, told["kind"], None)
-    if told["kind"] == "PlanError":
-        return MeshparError(told["message"])
-    if isinstance(kind, type) and issubclass(kind, MeshparError):
-        return kind(told["message"])
-    return LaunchError(f"rank {rank} failed with {told['kind']}: {told['message']}\n{told['extraInfo']['py_callstack']}".rstrip())

@@ -27,8 +27,8 @@ def train_recipe(source: str, overrides: Sequence[str] = (), *, nproc: int | Non
         if nproc is not None:
             raise RecipeError("--nproc starts ranks, but this process is a rank already; give the number to torchrun or srun")
         if runtime.is_main() and not quiet:
-            _show(recipe)
-        return _as_rank(recipe) or 0
+            show(recipe)
+        return run_as_rank(recipe) or 0
     ranks = build.world_size_of(recipe) if nproc is None else nproc
     return launch(recipe, ranks, quiet=quiet)
 
@@ -40,30 +40,33 @@ def launch(recipe: Recipe, ranks: int, *, quiet: bool = False) -> int:
         PlanError, RecipeError: everything that does not fit, before any rank starts.
         MeshparError: what went wrong.
     """
-    _check(recipe, ranks, build.machine_problems(recipe, ranks))
+    check(recipe, ranks, build.machine_problems(recipe, ranks))
     if not quiet:
-        _show(recipe)
+        show(recipe)
     return exit_code(run_job(recipe).stopped) if ranks == 1 else launch_local(recipe, ranks)
 
 
 def exit_code(stopped: str | None) -> int:
     """Return 0 for a complete run, and 128 + the signal's number for one that was asked to stop."""
-    return 0 if stopped is None else 128 + {"SIGINT": 2, "SIGTERM": 15}.get(stopped, 15)
+    return 0 if stopped is None else 128 + {"SIGINT": 2, "SIGUSR1": 10, "SIGTERM": 15}.get(stopped, 15)
 
 
 @record  # torchrun shows the error of the rank that failed first
-def _as_rank(recipe: Recipe) -> int:
-    _check(recipe, runtime.world_size(), [])
+def run_as_rank(recipe: Recipe) -> int:
+    """Check and run a recipe in a process that another launcher made a rank, and return the exit code."""
+    check(recipe, runtime.world_size(), [])
     return exit_code(run_job(recipe).stopped)
 
 
-def _check(recipe: Recipe, ranks: int, found: Sequence[str]) -> None:
+def check(recipe: Recipe, ranks: int, found: Sequence[str]) -> None:
+    """Raise PlanError with ``found`` and with what is wrong with a recipe on ``ranks`` ranks."""
     problems = [*found, *build.check_job(recipe, ranks)]
     if problems:
         raise PlanError(problems)
 
 
-def _show(recipe: Recipe) -> None:
+def show(recipe: Recipe) -> None:
+    """Print what is about to run, as resolved."""
     print(recipe.to_yaml(), file=sys.stderr)
     for note in recipe.notes:
         print(f"note: {note}", file=sys.stderr)

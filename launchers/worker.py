@@ -1,49 +1,66 @@
-"""One rank of a job that :mod:`meshpar.launchers.local` started: ``python -m meshpar.launchers.worker RECIPE``."""
+"""One rank that :mod:`meshpar.launchers.local` started: ``python -m meshpar.launchers.worker LOGS recipe|script|module WHAT [ARGS]``."""
 
 from __future__ import annotations
 
+import builtins
 import ctypes
-import json
+import os
+import runpy
 import signal
 import sys
-import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
+from meshpar.launchers.failures import error_file, record
+from meshpar.launchers.rank_logs import redirect
 from meshpar.launchers.startup import quick_imports
-
-with quick_imports():
-    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
-
-    from meshpar.launchers.job import run_job
-    from meshpar.launchers.recipe import load_recipe
 
 _SET_DEATH_SIGNAL = 1  # linux/prctl.h: PR_SET_PDEATHSIG
 
 
-class Reporter(ErrorHandler):
-    """Writes an error to the launcher's file, with a time that tells which rank's came first."""
-
-    def record_exception(self, e: BaseException) -> None:
-        """Write the error that is being handled."""
-        path = self._get_error_file_path()
-        if path is not None:
-            more = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time())), "seconds": time.time()}
-            Path(path).write_text(
-                json.dumps({"message": {"message": str(e), "kind": type(e).__name__, "extraInfo": more}}), encoding="utf-8"
-            )
-
-
 def main() -> int:
-    """Run the job; an error goes to the launcher, which shows the first one of all ranks and no other."""
-    reporter = Reporter()
-    reporter.initialize()
+    """Run the work; an error goes to the launcher, which shows the first one of all ranks and no other."""
+    logs, kind, what, *arguments = sys.argv[1:]
+    folder, rank = Path(logs), int(os.environ["RANK"])
+    if rank or os.environ.get("MESHPAR_TERMINAL") != "1":
+        redirect(folder, rank)
+    error_file(folder, rank).unlink(missing_ok=True)  # of the start before this one
     _end_with_launcher()
     try:
-        run_job(load_recipe(sys.argv[1]))
+        return run_recipe(what) if kind == "recipe" else run_code(kind, what, arguments)
     except Exception as error:  # noqa: BLE001  whatever ended this rank is handed to the launcher
-        reporter.record_exception(error)
+        record(folder, rank, error, hide=__file__)
+        if rank:  # the launcher shows rank 0's log, and the error itself once
+            traceback.print_exc()
         return 1
+
+
+def run_recipe(path: str) -> int:
+    """Train a recipe as one rank."""
+    with quick_imports():
+        from meshpar.launchers.elastic import fitted
+        from meshpar.launchers.job import run_job
+        from meshpar.launchers.recipe import load_recipe
+        from meshpar.launchers.train import exit_code
+
+    return exit_code(run_job(fitted(load_recipe(path), int(os.environ["WORLD_SIZE"]))).stopped)
+
+
+def run_code(kind: str, what: str, arguments: Sequence[str]) -> int:
+    """Run a script or a module as ``python WHAT ARGS`` does: as ``__main__``, whose file processes that it spawns load again."""
+    sys.argv = [what, *arguments]
+    if kind == "module":
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return 0
+    sys.path[0] = str(Path(what).resolve().parent)
+    main_module = ModuleType("__main__")
+    main_module.__dict__.update(__file__=what, __builtins__=builtins)
+    code = compile(Path(what).read_bytes(), what, "exec")
+    sys.modules["__main__"] = main_module
+    exec(code, main_module.__dict__)
     return 0
 
 

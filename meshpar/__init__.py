@@ -9,7 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshpar.errors import CheckpointError, LaunchError, LayoutError, MeshError, MeshparError, ParallelError, PlanError, RecipeError
+    from meshpar.errors import (
+        CheckpointError,
+        LaunchError,
+        LayoutError,
+        MeshError,
+        MeshparError,
+        ParallelError,
+        PlanError,
+        PreflightError,
+        RecipeError,
+    )
     from meshpar.forecasting.api import forecast
     from meshpar.layout import ModelLayout
     from meshpar.loss import token_loss
@@ -39,6 +49,7 @@ __all__ = [
     "Pass",
     "Plan",
     "PlanError",
+    "PreflightError",
     "RecipeError",
     "Replicate",
     "Stage",

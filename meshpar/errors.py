@@ -47,3 +47,7 @@ class RecipeError(MeshparError, ValueError):
 
 class LaunchError(MeshparError):
     """A job that cannot be started or has failed."""
+
+
+class PreflightError(LaunchError):
+    """A machine that does not fit the job: what the doctor found before training."""

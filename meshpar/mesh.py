@@ -108,6 +108,27 @@ class MeshSpec:
         axes = {name: world_size // known if size == -1 else size for name, size in self.axes.items()}
         return MeshSpec(axes, ranks_per_node=self.ranks_per_node)
 
+    def shrunk(self, world_size: int) -> MeshSpec:
+        """Return this mesh on fewer (or more) ranks: the data axes give way, ``tp``, ``cp`` and ``pp`` stay.
+
+        Shards stay as they are where they fit, and replicas take what is left.
+
+        Raises:
+            MeshError: the ranks are not a multiple of the axes that stay, or there is no data axis to give way.
+        """
+        data = [name for name in ("dp_replicate", "dp_shard") if name in self.axes]
+        stay = {name: size for name, size in self.axes.items() if name not in data}
+        known = math.prod(stay.values())
+        if world_size < 1 or world_size % known or (not data and world_size != known):
+            kept = ",".join(f"{name}={size}" for name, size in stay.items())
+            raise MeshError(f"mesh {self} cannot run on {world_size} ranks: {kept or 'what is no data axis'} needs a multiple of {known}")
+        rest = world_size // known
+        sizes = {data[0]: rest} if len(data) == 1 else {}
+        if len(data) == 2:
+            shards = max(each for each in range(1, rest + 1) if rest % each == 0 and each <= self.axes["dp_shard"])
+            sizes = {"dp_replicate": rest // shards, "dp_shard": shards}
+        return MeshSpec({name: sizes.get(name, size) for name, size in self.axes.items()}, ranks_per_node=self.ranks_per_node)
+
     def spans_nodes(self, axis: str) -> bool:
         """Tell whether some group of ``axis`` has ranks on more than one node; False where the topology is not known."""
         if self.ranks_per_node is None:

@@ -6,9 +6,11 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from meshpar import CheckpointError, LaunchError, MeshparError
 from meshpar.launchers import slurm
 from meshpar.launchers.cli import app
 from meshpar.launchers.exporting import bytes_of
-from meshpar.launchers.local import _first_error
+from meshpar.launchers.failures import Failure, first_error
 from meshpar.launchers.train import exit_code
 from meshpar.models import TransformerConfig
 
@@ -146,30 +148,28 @@ def test_a_stopped_run_ends_with_128_and_the_signal() -> None:
 
 
 def write_error(folder: Path, rank: int, kind: str, message: str, seconds: float) -> None:
-    path = folder / "attempt_0" / str(rank) / "error.json"
-    path.parent.mkdir(parents=True)
-    more = {"py_callstack": f"Traceback of {rank}", "timestamp": str(int(seconds)), "seconds": seconds}
-    path.write_text(json.dumps({"message": {"message": message, "kind": kind, "extraInfo": more}}))
+    failure = Failure(rank=rank, host=socket.gethostname(), kind=kind, message=message, trace=f"Traceback of {rank}", seconds=seconds)
+    (folder / f"rank-{rank}.error.json").write_text(json.dumps(asdict(failure)))
 
 
 def test_the_error_that_came_first_is_the_one_shown(tmp_path: Path) -> None:
     write_error(tmp_path, 0, "RuntimeError", "Connection closed by peer", 100.9)
     write_error(tmp_path, 1, "CheckpointError", "the disk is full", 100.2)
-    error = _first_error(tmp_path, {0: 1, 1: 1})
+    error = first_error(tmp_path, {0: 1, 1: 1})
     assert type(error) is CheckpointError
     assert str(error) == "the disk is full"
 
 
 def test_an_error_that_is_not_ours_comes_with_rank_and_traceback(tmp_path: Path) -> None:
     write_error(tmp_path, 3, "ZeroDivisionError", "division by zero", 1.0)
-    error = _first_error(tmp_path, {3: 1})
+    error = first_error(tmp_path, {3: 1})
     assert type(error) is LaunchError
     assert str(error) == "rank 3 failed with ZeroDivisionError: division by zero\nTraceback of 3"
 
 
 def test_a_killed_rank_is_the_cause_of_what_the_others_say(tmp_path: Path) -> None:
     write_error(tmp_path, 0, "RuntimeError", "Connection closed by peer", 1.0)
-    assert "rank 1 was ended by SIGKILL; the kernel" in str(_first_error(tmp_path, {0: 1, 1: -signal.SIGKILL}))
+    assert "rank 1 was ended by SIGKILL; the kernel" in str(first_error(tmp_path, {0: 1, 1: -signal.SIGKILL}))
 
 
 SRUN = {

@@ -11,13 +11,13 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last: SLURM, before the time limit
 _SAME_S = 1.0  # one Ctrl-C may arrive twice: from the terminal and from the launcher that passes it on
 
 
 @final
 class StopRequest:
-    """Turn SIGTERM and SIGINT into a request that the ranks agree on; a second SIGINT interrupts at once.
+    """Turn SIGTERM, SIGINT and SIGUSR1 into a request that the ranks agree on; a second SIGINT interrupts at once.
 
     A context manager. Collective: every rank enters it. The ranks' flags are joined by a small all-reduce of CPU memory on a
     group of its own, which runs beside the next step: agreement comes one step after the request, and nothing waits for it.

@@ -1,0 +1,123 @@
+"""What ranks leave behind when they fail, and which of them failed first."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+from meshpar import errors
+from meshpar.errors import LaunchError, LayoutError, MeshError, MeshparError, PlanError, PreflightError, RecipeError
+
+NO_USE = 78
+"""The exit code of what another start would not heal (sysexits.h: EX_CONFIG): a recipe, a plan, a machine that fails preflight."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One rank's error.
+
+    Attributes:
+        rank, host: where.
+        kind: the exception's class.
+        message: its text.
+        trace: its traceback; empty where the message says it all.
+        problems: of a PlanError.
+        seconds: when, since the epoch; clocks of hosts may differ.
+    """
+
+    rank: int
+    host: str
+    kind: str
+    message: str
+    trace: str = ""
+    problems: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+def record(logs: Path, rank: int, error: BaseException, *, hide: str = "") -> None:
+    """Write a rank's error to the folder of logs; outermost frames in the file ``hide`` are left out of the traceback."""
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == hide:
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    problems = error.problems if isinstance(error, PlanError) else ()
+    _write(
+        logs,
+        Failure(
+            rank=rank,
+            host=socket.gethostname(),
+            kind=type(error).__name__,
+            message=str(error),
+            trace="" if isinstance(error, MeshparError) else text,
+            problems=problems,
+            seconds=time.time(),
+        ),
+    )
+
+
+def record_stall(logs: Path, rank: int, message: str) -> None:
+    """Write that the watchdog ended a rank, and why."""
+    _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message, seconds=time.time()))
+
+
+def _write(logs: Path, failure: Failure) -> None:
+    path = error_file(logs, failure.rank)
+    temporary = path.with_suffix(".tmp")  # others may look at any moment
+    temporary.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    temporary.replace(path)
+
+
+def error_file(logs: Path, rank: int) -> Path:
+    """Return where a rank's error is."""
+    return logs / f"rank-{rank}.error.json"
+
+
+def recorded(logs: Path) -> list[Failure]:
+    """Return what ranks wrote, the earliest first."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank-*.error.json")]
+    return sorted((Failure(**{**each, "problems": tuple(each["problems"])}) for each in found), key=lambda failure: failure.seconds)
+
+
+def first_error(logs: Path, exit_codes: Mapping[int, int]) -> MeshparError:
+    """Return what ended the job: a rank that was killed, or the error that a rank wrote first; the others' come of it.
+
+    Args:
+        logs: the folder of the ranks' logs, which hosts may share.
+        exit_codes: of this host's failed ranks.
+    """
+    killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM}
+    if killed:
+        rank, number = next(iter(sorted(killed.items())))
+        out_of_memory = "; the kernel does this to a process when memory runs out" if number == signal.SIGKILL else ""
+        return LaunchError(f"rank {rank} was ended by {signal.Signals(number).name}{out_of_memory}")
+    found = recorded(logs)
+    if not found:
+        return LaunchError(f"ranks ended without a word, exit codes {dict(exit_codes)}; their logs in {logs} may say why")
+    first = found[0]
+    if first.host != socket.gethostname() and exit_codes:
+        there = error_file(logs, first.rank)
+        return LaunchError(f"rank {first.rank} on {first.host} failed first; its error is told there, and in {there}")
+    return _as_raised(first)
+
+
+def exit_code(error: MeshparError) -> int:
+    """Return what a launcher's process ends with after an error."""
+    return NO_USE if isinstance(error, RecipeError | PlanError | MeshError | LayoutError | PreflightError) else 1
+
+
+def _as_raised(failure: Failure) -> MeshparError:
+    kind = getattr(errors, failure.kind, None)
+    if kind is PlanError:
+        return PlanError(failure.problems)
+    if isinstance(kind, type) and issubclass(kind, MeshparError):
+        return kind(failure.message)
+    return LaunchError(f"rank {failure.rank} failed with {failure.kind}: {failure.message}\n{failure.trace}".rstrip())

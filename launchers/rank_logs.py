@@ -1,0 +1,68 @@
+"""One log file a rank, with what it writes to standard output and error; rank 0's is shown as it grows."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TextIO, final
+
+_EVERY_S = 0.1
+
+
+def log_file(logs: Path, rank: int) -> Path:
+    """Return where a rank's log is."""
+    return logs / f"rank-{rank}.log"
+
+
+def redirect(logs: Path, rank: int) -> None:
+    """Send what this process writes, down to C's own writes, to its log; several starts of a rank follow each other in it."""
+    logs.mkdir(parents=True, exist_ok=True)
+    with log_file(logs, rank).open("ab") as file:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  it was made for what the process began with
+
+
+@final
+class Shown:
+    """Copy a file to a stream as it grows; a context manager, whose end copies the rest."""
+
+    def __init__(self, path: Path, to: TextIO) -> None:
+        self._path, self._to = path, to
+        self._position = path.stat().st_size if path.exists() else 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="meshpar-log", daemon=True)
+
+    def __enter__(self) -> Shown:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._end.wait(_EVERY_S):
+            self._copy()
+        self._copy()
+
+    def _copy(self) -> None:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            text = file.read()
+        self._position += len(text)
+        if text:
+            self._to.write(text.decode("utf-8", errors="replace"))
+            self._to.flush()
+
+
+def folder_for(root: Path, run_id: str) -> Path:
+    """Return the folder of one start's logs; without an id it is named by the time."""
+    return root / (run_id or time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}")
