@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from torch import nn
 
-from meshpar import runtime
+from meshpar import registry, runtime
 from meshpar.checkpoints import CheckpointManager, Safetensors
 from meshpar.errors import RecipeError
 from meshpar.launchers import build
@@ -47,9 +48,10 @@ def run_job(recipe: Recipe) -> Outcome:
         schedule = build.schedule_of(recipe, settings, train, par.data_size)
         saving = recipe.checkpoint
         manager = CheckpointManager(recipe.folder / CHECKPOINTS, keep=saving.keep, best=saving.best, async_=saving.background)
+        objective = build.objective_of(recipe, _teacher(recipe, data, kind))
         trainer = Trainer(
             par,
-            build.objective_of(recipe),
+            objective,
             train,
             optimizer,
             schedule,
@@ -86,12 +88,21 @@ class Saver:
 
 def _parallelize(recipe: Recipe, data: build.Data, kind: str) -> Parallelized:
     """Return the model on the mesh, with its first weights."""
-    model = build.build_model(recipe, data.tokens.train.vocab_size)
-    par = build.plan_of(recipe).apply(model, device_type=kind)
-    weights = recipe.model.weights
-    if weights is not None:
-        return par.materialize(weights=Safetensors(weights.expanduser()))
-    return par.materialize(seed=recipe.seed)
+    model = build.build_model(recipe, data.vocab_size, data.facts)
+    return _with_weights(build.plan_of(recipe).apply(model, device_type=kind), recipe.model.weights, recipe.seed)
+
+
+def _teacher(recipe: Recipe, data: build.Data, kind: str) -> nn.Module | None:
+    """Return the frozen teacher, sharded by its own plan over the same ranks; None where the recipe has none."""
+    if recipe.teacher is None:
+        return None
+    model = build.build_teacher(recipe, data.vocab_size, data.facts)
+    par = build.teacher_plan_of(recipe).apply(model, device_type=kind)
+    return _with_weights(par, recipe.teacher.model.weights, recipe.seed).module
+
+
+def _with_weights(par: Parallelized, weights: Path | None, seed: int) -> Parallelized:
+    return par.materialize(seed=seed) if weights is None else par.materialize(weights=Safetensors(weights.expanduser()))
 
 
 def _resume(recipe: Recipe, manager: CheckpointManager, par: Parallelized, optimizer: torch.optim.Optimizer, trainer: Trainer) -> str:
@@ -133,7 +144,13 @@ def _begin_folder(recipe: Recipe, data: build.Data) -> None:
 
 def _reporters(recipe: Recipe, steps: int, step: int) -> tuple[Reporter, ...]:
     board = [TensorBoard(recipe.folder / TENSORBOARD, step=step)] if recipe.training.tensorboard else []
-    return (Console(steps, step=step), JsonLines(recipe.folder / METRICS, step=step), *board)
+    unit = getattr(registry.plugin("meshpar.objectives", recipe.training.objective), "unit", "tok")
+    return (Console(steps, step=step, unit=unit), JsonLines(recipe.folder / METRICS, step=step), *board)
+
+
+def _sequences(recipe: Recipe, batch: int) -> str:
+    packed = build.examples_of(recipe) == "tokens"
+    return f"sequences = {batch * recipe.data.sequence_length:,} tokens" if packed else "examples"
 
 
 def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -> None:
@@ -144,8 +161,7 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
     passes = "".join(f", {each.name}" for each in par.plan.passes)
     lines = [
         f"{parameters:,} parameters on {str(par.spec) or 'one process'} ({par.device.type}){passes}",
-        f"{data.samples.tokens.tokens:,} tokens, {data.steps_per_epoch:,} steps an epoch"  # type: ignore[attr-defined]
-        f"; a step: {batch:,} sequences = {batch * recipe.data.sequence_length:,} tokens "
+        f"{data.samples}, {data.steps_per_epoch:,} steps an epoch; a step: {batch:,} {_sequences(recipe, batch)} "
         f"({recipe.data.micro_batch} x {recipe.data.accumulate} micro-batches x {par.data_size} data ranks)",
         f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over {schedule.steps:,} steps",
     ]

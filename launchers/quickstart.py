@@ -102,7 +102,7 @@ def _logits(recipe: Recipe, exported: Any) -> tuple[torch.Tensor, torch.Tensor]:
     ids = PackedTokens(held_out, recipe.data.sequence_length).__getitems__([0])["input_ids"]
     alone = recipe.model_copy(update={"mesh": "", "passes": ()})
     with runtime.distributed("cpu"), torch.no_grad():
-        par = build.plan_of(alone).apply(build.build_model(alone, data.tokens.train.vocab_size)).materialize(seed=0)
+        par = build.plan_of(alone).apply(build.build_model(alone, data.vocab_size)).materialize(seed=0)
         CheckpointManager(recipe.folder / CHECKPOINTS).restore(par)
         return par.module.eval()(input_ids=ids).logits, exported(input_ids=ids).logits
 

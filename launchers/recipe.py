@@ -9,173 +9,25 @@ from typing import Annotated, Any, Literal, Self, final
 
 from pydantic import Field, PrivateAttr
 
+from meshpar import registry
 from meshpar.errors import MeshError, RecipeError
-from meshpar.launchers.schema import Section, section_of, validate
+from meshpar.launchers.objective import OBJECTIVES, option_problems, wants_teacher
+from meshpar.launchers.schema import Section, validate
+from meshpar.launchers.sections import (
+    CheckpointSection,
+    DataSection,
+    Model,
+    OptimizerSection,
+    ScheduleSection,
+    TeacherSection,
+    TrainingSection,
+)
 from meshpar.launchers.techniques import read_passes, take_trainer_keys
-from meshpar.launchers.yamlfile import Document, apply_overrides, read_document, to_yaml
+from meshpar.launchers.yamlfile import Document, Place, apply_overrides, read_document, to_yaml
 from meshpar.mesh import MeshSpec
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import RopeScaling, TransformerConfig
 from meshpar.patterns import nearest
-
-Count = Annotated[int, Field(ge=1)]
-Every = Count | Literal["epoch"] | None
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-_TransformerFields: Any = section_of(TransformerConfig)
-_GPT2Fields: Any = section_of(GPT2Config)
-
-
-@final
-class TransformerSection(_TransformerFields):
-    """A :class:`meshpar.models.Transformer`: the fields of its config, from a ``preset`` where one is named."""
-
-    kind: Literal["transformer"] = "transformer"
-    preset: str | None = None
-    weights: Path | None = None
-
-
-@final
-class GPT2Section(_GPT2Fields):
-    """A :class:`meshpar.models.GPT2`: the fields of its config; the defaults are the 124M model."""
-
-    kind: Literal["gpt2"] = "gpt2"
-    weights: Path | None = None
-
-
-@final
-class HuggingFaceSection(Section):
-    """A causal language model of transformers.
-
-    Attributes:
-        config: the contents of a ``config.json``, or the folder that holds one; nothing is downloaded.
-        weights: a folder of safetensors to start from; None: drawn from the seed.
-    """
-
-    kind: Literal["huggingface"] = "huggingface"
-    config: dict[str, Any] | str
-    weights: Path | None = None
-
-
-@final
-class DataSection(Section):
-    """What is read, and how it becomes batches.
-
-    Attributes:
-        source: ``stdlib`` (the source of Python's standard library), ``files`` (text), ``jsonl``, or ``tokens`` (a ``.bin`` and its
-            ``.json``).
-        paths: files, folders and globs; one token file for ``tokens``.
-        field: the key of the text in a line of JSON.
-        separator: text that divides a file into documents; None: a file is one document.
-        tokenizer: ``bytes``, ``bpe`` (trained on the text) or a folder with a ``tokenizer.json``; None: ``bytes`` for text, none for
-            tokens.
-        vocab_size: of a trained BPE.
-        eos: the token that ends a document, where the tokenizer's folder does not say.
-        sequence_length: tokens of a sample.
-        micro_batch: samples of a data rank in one forward pass.
-        accumulate: micro-batches in a step.
-        shuffle: whether an epoch's order is drawn from the seed.
-        validation_fraction: part of the documents that is kept for validation.
-        validation_paths: text (or a token file) of its own to validate on.
-        workers: processes that read ahead; 0: the training process itself.
-        pin_memory: copy batches to page-locked memory; None: where there is an accelerator.
-        persistent_workers: keep the workers from one epoch to the next.
-        prefetch: batches that each worker keeps ready.
-        cache: where tokenizers and tokens are kept.
-    """
-
-    source: Literal["stdlib", "files", "jsonl", "tokens"] = "stdlib"
-    paths: tuple[str, ...] = ()
-    field: str = "text"
-    separator: str | None = None
-    tokenizer: str | None = None
-    vocab_size: Annotated[int, Field(ge=257)] = 4096
-    eos: str | None = None
-    sequence_length: Count = 256
-    micro_batch: Count = 8
-    accumulate: Count = 1
-    shuffle: bool = True
-    validation_fraction: Fraction = 0.0
-    validation_paths: tuple[str, ...] = ()
-    workers: Annotated[int, Field(ge=0)] = 0
-    pin_memory: bool | None = None
-    persistent_workers: bool = True
-    prefetch: Count = 2
-    cache: str = "~/.cache/meshpar"
-
-
-@final
-class OptimizerSection(Section):
-    """AdamW; ``lr`` is the peak that the schedule reaches."""
-
-    name: Literal["adamw"] = "adamw"
-    lr: Annotated[float, Field(gt=0)] = 3e-4
-    scale_lr: Literal["none", "linear", "sqrt"] = "none"
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    fused: bool | None = None
-
-
-@final
-class ScheduleSection(Section):
-    """The learning rate over the run, see :class:`meshpar.training.schedule.Schedule`.
-
-    Attributes:
-        steps: the length that it is laid out for, where the run stops before or goes on after; None: the run's.
-    """
-
-    name: Literal["constant", "linear", "cosine", "step", "wsd"] = "cosine"
-    steps: Count | None = None
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    step_every: Count = 1
-    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
-
-
-@final
-class TrainingSection(Section):
-    """How long, and what how often, see :class:`meshpar.training.settings.TrainSettings`.
-
-    Attributes:
-        objective: a plugin of the group ``meshpar.objectives``.
-        loss_scaling: for float16; None: where a pass computes in float16.
-        tensorboard: write TensorBoard scalars.
-    """
-
-    objective: str = "causal_lm"
-    steps: Count | None = None
-    epochs: Count | None = None
-    clip: Annotated[float, Field(gt=0)] | None = 1.0
-    log_every: Count = 10
-    validate_every: Every = None
-    validate_steps: Count | None = None
-    check_replicas_every: Count | None = None
-    nonfinite: Literal["raise", "skip"] = "raise"
-    reduce_each: bool = False
-    loss_scaling: bool | None = None
-    tensorboard: bool = True
-
-
-@final
-class CheckpointSection(Section):
-    """When checkpoints are written, which stay, and what a run starts from.
-
-    Attributes:
-        every: steps between two, ``epoch``, or None: at the end only.
-        keep: how many of the newest stay; None: all.
-        best: a metric (``val/loss``; ``+name`` for the highest) whose best step stays as well.
-        background: write beside training; the optimizer is held back only while the state is copied.
-        resume: ``auto`` goes on from the newest undamaged one in the output folder; ``never`` refuses a folder that holds any;
-            a path (a step or a run) is gone on from where the output folder holds none.
-    """
-
-    every: Every = None
-    keep: Count | None = 3
-    best: str | None = None
-    background: bool = False
-    resume: str = "auto"
 
 
 @final
@@ -189,6 +41,7 @@ class Recipe(Section):
         output: the run's folder.
         mesh: axes and sizes; empty: one process.
         passes: name -> options, in their order; None: those that the mesh's axes call for.
+        teacher: of a distillation.
         notes: what became of names that are not meshpar's own.
     """
 
@@ -198,7 +51,8 @@ class Recipe(Section):
     output: str = ""
     mesh: str = ""
     passes: tuple[dict[str, dict[str, Any]], ...] = ()
-    model: Annotated[TransformerSection | GPT2Section | HuggingFaceSection, Field(discriminator="kind")]
+    model: Model
+    teacher: TeacherSection | None = None
     data: DataSection = DataSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
@@ -224,8 +78,19 @@ class Recipe(Section):
     def to_yaml(self) -> str:
         """Return the recipe as resolved: reading this text gives the same recipe."""
         data = self.model_dump(mode="json")
-        data["model"] = {"kind": self.model.kind} | (data["model"] if self.model.kind == "huggingface" else _written(data["model"]))
+        data["model"] = _model_text(self.model)
+        if self.teacher is None:
+            del data["teacher"]
+        else:
+            data["teacher"] = {**_written(data["teacher"]), "model": _model_text(self.teacher.model)}
         return to_yaml(data)
+
+
+def _model_text(section: Any) -> dict[str, Any]:
+    fields = section.model_dump(mode="json")
+    if section.kind == "huggingface":
+        return {name: value for name, value in fields.items() if value is not None}
+    return {"kind": section.kind} | _written(fields)
 
 
 def _written(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,13 +125,11 @@ def resolve(document: Document) -> Recipe:
     """Return the recipe of a document, or raise RecipeError with every problem."""
     data = dict(document.data)
     problems: list[str] = []
-    if isinstance(data.get("model"), Mapping):
-        data["model"] = {"kind": "transformer", **data["model"]}
-    take_trainer_keys(data, document, problems)
-    data["mesh"] = data.get("mesh") or ""
-    mesh = _read_mesh(data["mesh"], document, problems)
-    passes, notes = read_passes(data.get("passes"), mesh, document, problems)
-    data["passes"] = passes
+    notes = _read_plan(data, document, problems)
+    if isinstance(data.get("teacher"), Mapping):
+        data["teacher"] = dict(data["teacher"])
+        data["teacher"].setdefault("mesh", data["mesh"])
+        notes += [f"teacher.{note}" for note in _read_plan(data["teacher"], document, problems, ("teacher",))]
     data["name"] = data.get("name") or Path(document.name).stem
     data["output"] = data.get("output") or f"runs/{data['name']}"
     found = validate(Recipe, data, document)
@@ -292,7 +155,18 @@ def _find(source: str | Path) -> Document:
     return read_document(Path(source))
 
 
-def _read_mesh(text: Any, document: Document, problems: list[str]) -> MeshSpec | str | None:
+def _read_plan(data: dict[str, Any], document: Document, problems: list[str], at: Place = ()) -> list[str]:
+    """Put model, mesh and passes of a mapping in the form that the recipe has, and return what is to be told about old names."""
+    if isinstance(data.get("model"), Mapping):
+        data["model"] = {"kind": "transformer", **data["model"]}
+    take_trainer_keys(data, document, problems, at)
+    data["mesh"] = data.get("mesh") or ""
+    mesh = _read_mesh(data["mesh"], document, problems, at)
+    data["passes"], notes = read_passes(data.get("passes"), mesh, document, problems, at)
+    return notes
+
+
+def _read_mesh(text: Any, document: Document, problems: list[str], at: Place) -> MeshSpec | str | None:
     if not isinstance(text, str):
         return None  # the section's own type says what is wrong
     if text.strip().startswith("auto"):
@@ -300,7 +174,7 @@ def _read_mesh(text: Any, document: Document, problems: list[str]) -> MeshSpec |
     try:
         return MeshSpec(text)
     except MeshError as error:
-        problems.append(f"{document.where(('mesh',))}: {error}")
+        problems.append(f"{document.where((*at, 'mesh'))}: {error}")
         return None
 
 
@@ -324,6 +198,7 @@ def _conflicts(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         for path in data.paths:
             if Path(path).suffix not in ("", ".jsonl") and not Path(path).expanduser().is_dir():
                 yield ("data", "paths"), f"JSON lines are files ending in .jsonl, got {path!r}"
+    yield from _objective_problems(recipe)
     if data.validation_paths and data.validation_fraction:
         yield ("data", "validation_fraction"), "validation is text of its own (validation_paths) or a part of this text, not both"
     if training.validate_every is not None and not data.validation_paths and not data.validation_fraction:
@@ -331,7 +206,27 @@ def _conflicts(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     length = recipe.schedule.steps or training.steps
     if length is not None and recipe.schedule.warmup_steps > length:
         yield ("schedule", "warmup_steps"), f"{recipe.schedule.warmup_steps} steps of warm-up do not fit in {length} steps"
+    if recipe.schedule.warmup_steps and recipe.schedule.warmup_ratio:
+        yield ("schedule", "warmup_ratio"), "the warm-up is told in steps (warmup_steps) or as a part of the run, not both"
     yield from ((("model",), text) for text in _model_problems(recipe.model))
+    if recipe.teacher is not None:
+        yield from ((("teacher", "model"), text) for text in _model_problems(recipe.teacher.model))
+
+
+def _objective_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    training, data = recipe.training, recipe.data
+    if training.objective not in registry.names(OBJECTIVES):
+        return  # told by build.check_job, with what is installed
+    factory = registry.plugin(OBJECTIVES, training.objective)
+    yield from ((("training", "objective_options"), text) for text in option_problems(factory, training.objective_options))
+    if wants_teacher(factory) != (recipe.teacher is not None):
+        words = "needs a teacher: give it a model and its weights" if recipe.teacher is None else "has no use for a teacher"
+        yield ("teacher",), f"the objective {training.objective} {words}"
+    if getattr(factory, "examples", "tokens") != "tokens" and data.source not in ("stdlib", "jsonl"):
+        yield (
+            ("data", "source"),
+            f"the objective {training.objective} learns from stdlib or jsonl, which hold two fields, got {data.source!r}",
+        )
 
 
 def _model_problems(section: Any) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, cast, get_args, get_origin
 import torch
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, ValidationError, create_model
 from pydantic_core import ErrorDetails
+from torch import nn
 
 from meshpar.launchers.yamlfile import Document, Place
 from meshpar.patterns import nearest
@@ -55,7 +56,7 @@ Dtype = Annotated[torch.dtype, PlainValidator(parse_dtype), PlainSerializer(lamb
 def section_of(cls: type) -> type[Section]:
     """Return the section whose fields are those of a dataclass; all are optional, and None means the dataclass's default.
 
-    Fields that hold functions are left out: a recipe cannot write them.
+    Fields that hold functions or modules are left out: a recipe cannot write them.
     """
     hints = typing.get_type_hints(cls)
     fields: dict[str, Any] = {}
@@ -65,14 +66,14 @@ def section_of(cls: type) -> type[Section]:
     return create_model(cls.__name__, __base__=Section, **fields)
 
 
-def build(cls: Callable[..., Any], section: Section) -> Any:
-    """Return the dataclass object of a section made by :func:`section_of`."""
+def build(cls: Callable[..., Any], section: Section, **given: Any) -> Any:
+    """Return the dataclass object of a section made by :func:`section_of`, with the fields in ``given`` that a recipe cannot write."""
     hints = typing.get_type_hints(cls)
     values = {}
     for name, value in section.given().items():
         inner = next((each for each in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(each)), None)
         values[name] = build(cast(Any, inner), value) if inner is not None and isinstance(value, Section) else value
-    return cls(**values)
+    return cls(**values, **given)
 
 
 def validate(model: type[Section], data: Any, document: Document, place: Place = ()) -> Section | list[str]:
@@ -113,7 +114,7 @@ def _words(hint: Any) -> Iterator[str]:
 
 
 def _takes_functions(hint: Any) -> bool:
-    return get_origin(hint) is Callable or any(_takes_functions(each) for each in get_args(hint))
+    return get_origin(hint) is Callable or hint is nn.Module or any(_takes_functions(each) for each in get_args(hint))
 
 
 def _adapted(hint: Any) -> Any:

@@ -20,7 +20,9 @@ Written = dict[str, dict[str, Any]]
 """A pass as a resolved recipe writes it: ``{"FullyShard": {"offload": "cpu"}}``."""
 
 
-def read_passes(raw: Any, mesh: MeshSpec | str | None, document: Document, problems: list[str]) -> tuple[list[Written], list[str]]:
+def read_passes(
+    raw: Any, mesh: MeshSpec | str | None, document: Document, problems: list[str], at: Place = ()
+) -> tuple[list[Written], list[str]]:
     """Return the passes of a recipe, resolved, and what is to be told about old names; what is wrong goes to ``problems``.
 
     Args:
@@ -28,18 +30,19 @@ def read_passes(raw: Any, mesh: MeshSpec | str | None, document: Document, probl
         mesh: the mesh, None where it cannot be read.
         document: for messages.
         problems: takes one line for each fault.
+        at: where in the document the list stands.
     """
     if raw in (None, "auto"):
         return default_passes(mesh), []
     if not isinstance(raw, list):
         problems.append(
-            f"{document.where(('passes',))}: expected a list of passes (- FullyShard, or - FullyShard: {{offload: cpu}}), got {raw!r}"
+            f"{document.where((*at, 'passes'))}: expected a list of passes (- FullyShard, or - FullyShard: {{offload: cpu}}), got {raw!r}"
         )
         return [], []
     passes: list[Written] = []
     notes: list[str] = []
     for number, item in enumerate(raw):
-        place: Place = ("passes", number)
+        place: Place = (*at, "passes", number)
         name, options = next(iter(item.items())) if isinstance(item, Mapping) and len(item) == 1 else (item, {})
         if not isinstance(name, str) or not (options is None or isinstance(options, Mapping)):
             problems.append(f"{document.where(place)}: expected a pass's name, or one name with its options, got {item!r}")
@@ -54,7 +57,7 @@ def read_passes(raw: Any, mesh: MeshSpec | str | None, document: Document, probl
     return passes, notes
 
 
-def take_trainer_keys(data: dict[str, Any], document: Document, problems: list[str]) -> None:
+def take_trainer_keys(data: dict[str, Any], document: Document, problems: list[str], at: Place = ()) -> None:
     """Turn the top-level ``fsdp`` and ``fsdp_config`` of a Trainer's YAML into a pass, the last of the list."""
     words, config = data.pop("fsdp", None), data.pop("fsdp_config", None)
     if words is None and config is None:
@@ -62,7 +65,7 @@ def take_trainer_keys(data: dict[str, Any], document: Document, problems: list[s
     try:
         options = trainer_options(words, config)
     except ValueError as error:
-        problems.append(f"{document.where(('fsdp',))}: {error}")
+        problems.append(f"{document.where((*at, 'fsdp'))}: {error}")
         return
     passes = data.get("passes")
     data["passes"] = [*(passes if isinstance(passes, list) else []), {"fsdp": options}]

@@ -235,7 +235,7 @@ def test_the_loss_falls_and_is_validated(group: None, tmp_path: Path) -> None:
     par, records = parallel(), Records()
     validation = Batches(samples, micro_batch=4, seed=None)
     run = trainer(par, samples, steps=None, epochs=5, validation=validation, validate_every="epoch", log_every=7, reporters=[records])
-    before = run.validate()
+    before = run.validate()["loss"]
     outcome = run.run()
     held = [record for record in records.records if "val/loss" in record]
     # 42 samples, 4 a step: 11 steps an epoch; the last step of the run is validated once
@@ -254,7 +254,7 @@ def test_validation_is_the_mean_over_all_tokens(group: None, tmp_path: Path) -> 
     with torch.no_grad():
         logits = par.module(input_ids=batch["input_ids"]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-    assert run.validate() == run.validate() == pytest.approx(float(expected), rel=1e-5)
+    assert run.validate() == run.validate() == {"loss": pytest.approx(float(expected), rel=1e-5)}
 
 
 def resumed(par: Parallelized, saved: tuple[Any, Any, dict[str, Any]], samples: PackedTokens, **more: Any) -> Trainer:

@@ -12,10 +12,12 @@ from meshpar.training.metrics import Record
 
 _SHOWN = (
     ("train/loss", "loss {:.4f}"),
+    ("train/accuracy", "accuracy {:.1%}"),
     ("val/loss", "val {:.4f}"),
+    ("val/accuracy", "accuracy {:.1%}"),
     ("lr", "lr {:.2e}"),
     ("grad_norm", "norm {:.3g}"),
-    ("tokens_per_second", "{:,.0f} tok/s"),
+    ("tokens_per_second", "{:,.0f} {unit}/s"),
     ("mfu", "mfu {:.1%}"),
     ("memory_gib", "{:.2f} GiB"),
 )
@@ -25,15 +27,16 @@ _SHOWN = (
 class Console:
     """Show a run's records with the time that is left."""
 
-    def __init__(self, steps: int, *, step: int = 0, file: TextIO | None = None) -> None:
+    def __init__(self, steps: int, *, step: int = 0, file: TextIO | None = None, unit: str = "tok") -> None:
         """Begin.
 
         Args:
             steps: of the whole run.
             step: done already.
             file: where to; None: standard error.
+            unit: what is counted a second.
         """
-        self._file = file or sys.stderr
+        self._file, self._unit = file or sys.stderr, unit
         self._steps, self._first = steps, step
         self._start = time.monotonic()
         self._progress: Any = None
@@ -66,7 +69,7 @@ class Console:
             self._progress.stop()
 
     def _text(self, record: Record) -> str:
-        return "  ".join(form.format(record[name]) for name, form in _SHOWN if name in record)
+        return "  ".join(form.format(record[name], unit=self._unit) for name, form in _SHOWN if name in record)
 
     def _left(self, step: int) -> str:
         done = step - self._first

@@ -30,7 +30,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Samples(Protocol):
-    """What :class:`Batches` draws from: collated by the data itself, so that a batch costs one call."""
+    """What :class:`Batches` draws from: collated by the data itself, so that a batch costs one call. ``str()`` tells how much it is."""
 
     fingerprint: str
 
@@ -58,6 +58,9 @@ class PackedTokens:
 
     def __len__(self) -> int:
         return max(0, -(-(self.tokens.tokens - 1) // self.length))
+
+    def __str__(self) -> str:
+        return f"{self.tokens.tokens:,} tokens"
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_ids": None}  # a worker maps the file itself

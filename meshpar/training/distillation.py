@@ -132,7 +132,9 @@ def _together(spec: MeshSpec, data_axes: tuple[str, ...]) -> list[list[int]]:
 def _hidden(model: nn.Module, output: Any) -> torch.Tensor:
     states = getattr(output, "hidden_states", None)
     if not states:
-        raise MeshparError(f"hidden_weight needs a model that returns hidden_states when asked to; {type(model).__name__} does not: set it to 0")
+        raise MeshparError(
+            f"hidden_weight needs a model that returns hidden_states when asked to; {type(model).__name__} does not: set it to 0"
+        )
     return states[-1]
 
 
@@ -140,8 +142,8 @@ def _difference(student_BLD: torch.Tensor, teacher_BLD: torch.Tensor, counts_BL:
     if student_BLD.shape != teacher_BLD.shape or student_BLD.shape[:2] != counts_BL.shape:
         shapes = f"{tuple(student_BLD.shape)} and {tuple(teacher_BLD.shape)}"
         raise MeshparError(
-            f"hidden states of student and teacher have shapes {shapes}, at {tuple(counts_BL.shape)} tokens; hidden_weight needs one width, "
-            "and states that are not split along the sequence: set it to 0"
+            f"hidden states of student and teacher have shapes {shapes}, at {tuple(counts_BL.shape)} tokens; hidden_weight needs one "
+            "width, and states that are not split along the sequence: set it to 0"
         )
     squares_BL = (student_BLD.float() - teacher_BLD.float()).square().mean(-1)
     return (squares_BL * counts_BL).sum()

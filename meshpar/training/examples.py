@@ -103,9 +103,7 @@ def prepare_examples(
         Path(cache) / f"examples-{key}", lambda made: _write_all(made, source, validation, tokenizer, validation_fraction, seed)
     )
     held = (folder / "validation").is_dir()
-    return ExampleSplit(
-        train=ExampleFile.open(folder / "train"), validation=ExampleFile.open(folder / "validation") if held else None
-    )
+    return ExampleSplit(train=ExampleFile.open(folder / "train"), validation=ExampleFile.open(folder / "validation") if held else None)
 
 
 def _write_all(

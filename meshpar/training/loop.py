@@ -141,19 +141,26 @@ class Trainer:
                     break
         return Outcome(steps=self.step, stopped=stopped, values=dict(self._values))
 
-    def validate(self) -> float:
-        """Return the mean loss over the tokens of the validation data. Collective: every rank calls it."""
+    def validate(self) -> dict[str, float]:
+        """Return the means over what counts in the validation data: ``loss``, and what else the objective reports.
+
+        Collective: every rank calls it.
+        """
         assert self.validation is not None
-        module, total, tokens = self.par.module, torch.zeros((), device=self.par.device), 0
+        module, tokens = self.par.module, 0
+        totals: dict[str, torch.Tensor] = {}
         module.eval()
         self.validation.restart()
         with torch.no_grad(), self._meter.paused():
             for batch in _flat(islice(self.validation.one_epoch(), self.settings.validate_steps)):
-                loss_sum, _, _ = self.objective.loss(module, self._on_device(batch))
-                total, tokens = total + loss_sum, tokens + self.objective.tokens(batch)
-            sums = self.par.data_sum(torch.stack([total.float(), torch.tensor(float(tokens), device=total.device)])).tolist()
+                loss_sum, _, more = self.objective.loss(module, self._on_device(batch))
+                tokens += self.objective.tokens(batch)
+                for name, value in {"loss": loss_sum, **more}.items():
+                    totals[name] = totals.get(name, 0) + value.float()
+            count = torch.tensor(float(tokens), device=self.par.device)
+            *sums, counted = self.par.data_sum(torch.stack([*totals.values(), count])).tolist()
         module.train()
-        return sums[0] / sums[1] if sums[1] else math.nan
+        return {name: value / counted if counted else math.nan for name, value in zip(totals, sums, strict=True)}
 
     def _train_step(self, micro_batches: list[Batch]) -> None:
         par, optimizer = self.par, self.optimizer
@@ -219,7 +226,7 @@ class Trainer:
                 self.par.check_replicas()
         # validation first: a checkpoint tells how good it is
         if self.validation is not None and (last or self._due(settings.validate_every, epoch_ended)):
-            self._publish({"step": self.step, "val/loss": self.validate()})
+            self._publish({"step": self.step} | {f"val/{name}": value for name, value in self.validate().items()})
         if last or self._due(settings.checkpoint_every, epoch_ended):
             self._save()
 

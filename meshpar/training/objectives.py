@@ -108,7 +108,8 @@ def logits_of(objective: object, model: nn.Module, output: Any, shape: str) -> t
     logits = getattr(output, "logits", None)
     if logits is None:
         raise MeshparError(
-            f"{type(objective).__name__} needs a model whose output has .logits {shape}; {type(model).__name__} gave {type(output).__name__}"
+            f"{type(objective).__name__} needs a model whose output has .logits {shape}; "
+            f"{type(model).__name__} gave {type(output).__name__}"
         )
     return logits
 

@@ -49,7 +49,7 @@ def padded(rows: Sequence[np.ndarray], fill: int, length: int) -> tuple[torch.Te
     An empty row shows one position, for attention that sees nothing is not a number.
     """
     numpy = need("numpy")
-    longest = max(1, *(row.size for row in rows)) if len(rows) > 1 else max(1, rows[0].size)
+    longest = max(1, *(row.size for row in rows))
     width = min(length, -(-longest // _MULTIPLE) * _MULTIPLE)
     ids = numpy.full((len(rows), width), fill, dtype=numpy.int64)
     real = numpy.zeros((len(rows), width), dtype=numpy.int64)

@@ -95,7 +95,9 @@ class RecordSource:
                     raise RecipeError(f"{path}:{number} has no text under {self.field!r}; it has {keys}; name the key with data.field")
                 if not isinstance(output, str if self.kind == "pairs" else (str, int)):
                     wanted, name = ("text", "target_field") if self.kind == "pairs" else ("label", "label_field")
-                    raise RecipeError(f"{path}:{number} has no {wanted} under {self.output_field!r}; it has {keys}; name it with data.{name}")
+                    raise RecipeError(
+                        f"{path}:{number} has no {wanted} under {self.output_field!r}; it has {keys}; name it with data.{name}"
+                    )
                 yield text, str(output)
 
 

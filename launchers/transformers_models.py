@@ -1,0 +1,77 @@
+"""transformers' models for an objective: the head that it needs, and the ids and classes that the data knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from meshpar.errors import RecipeError
+
+_HEADS = {
+    "causal_lm": "AutoModelForCausalLM",
+    "seq2seq_lm": "AutoModelForSeq2SeqLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+}
+HEAD_OF = {"tokens": "causal_lm", "pairs": "seq2seq_lm", "labels": "sequence_classification"}
+"""What an objective's examples are -> the head that it needs."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFacts:
+    """What a model takes from its data.
+
+    Attributes:
+        eos_id: the end of a text; None where it is not known yet.
+        pad_id: what fills short rows.
+        classes: the names of labels.
+    """
+
+    eos_id: int | None = None
+    pad_id: int | None = None
+    classes: tuple[str, ...] = ()
+
+
+def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFacts) -> nn.Module:
+    """Build a model of transformers on the meta device, in float32, for training.
+
+    Args:
+        source: the contents of a ``config.json``, or the folder that holds one; nothing is downloaded.
+        head: ``causal_lm``, ``seq2seq_lm`` or ``sequence_classification``.
+        facts: of the data. A config that is written out gets the ids that it does not name, and any config the classes.
+
+    Raises:
+        RecipeError: transformers is not installed, or has no such head for this kind of model.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise RecipeError("a Hugging Face model needs transformers; install it with: pip install 'meshpar[transformers]'") from error
+    if isinstance(source, Mapping):
+        values = {**_ids(head, facts), **source}
+        kind = values.pop("model_type")
+        try:
+            config = transformers.AutoConfig.for_model(kind, **values)
+        except ValueError as error:
+            raise RecipeError(f"model.config: {str(error).splitlines()[0]}") from error
+    else:
+        config = transformers.AutoConfig.from_pretrained(str(Path(source).expanduser()), local_files_only=True)
+    if head == "sequence_classification" and facts.classes:
+        config.id2label = dict(enumerate(facts.classes))
+        config.label2id = {name: number for number, name in enumerate(facts.classes)}
+    config.use_cache = False
+    with torch.device("meta"):
+        try:
+            return getattr(transformers, _HEADS[head]).from_config(config, dtype=torch.float32)
+        except ValueError as error:
+            raise RecipeError(f"transformers has no {head} for model_type {config.model_type!r}: {str(error).splitlines()[0]}") from error
+
+
+def _ids(head: str, facts: DataFacts) -> dict[str, Any]:
+    ids = {} if facts.eos_id is None else {"eos_token_id": facts.eos_id, "pad_token_id": facts.pad_id}
+    return ids | ({"decoder_start_token_id": facts.pad_id or 0} if head == "seq2seq_lm" else {})
