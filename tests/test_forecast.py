@@ -133,6 +133,20 @@ def test_qwen3_experts_hold_the_closed_form():
     assert described.parameter_bytes == 4 * described.parameters // 64
 
 
+def test_a_step_of_experts_counts_the_chosen_ones():
+    from meshpar.models.huggingface import from_config
+
+    config = {
+        "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    }  # fmt: skip
+    found = meshpar.forecast(Plan("dp_shard=8", [FullyShard(**BF16)]), from_config(config), Batch(sequence=256), hardware="h100")
+    products = [event for _, event in found.trace.events() if event.name == "_grouped_mm"]
+    assert sum(event.flops for event in products) == 3 * (3 * 2 * 256 * 2 * 3 * 64 * 32)  # backward is two products for each forward
+    kinds = {event.name for _, event in found.trace.events() if "scaled_dot_product" in event.name}
+    assert kinds == {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
+
+
 @pytest.mark.parametrize("name", ["recomputed", "kept"])
 def test_probes_tell_the_full_depth_to_the_byte(name):
     told, replayed = deepened(traces()[name, 2], traces()[name, 3], 5), traces()[name, 5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,12 +27,20 @@ def kernels_of(target: str) -> Iterator[None]:
     """
     # Not a TorchFunctionMode: torch 2.13's autograd threads of a device written in Python abort under one.
     attention, norm = F.scaled_dot_product_attention, F.rms_norm
+    masks = sys.modules.get("transformers.masking_utils")  # whose models are in the job, if it is there
+    packed = getattr(masks, "find_packed_sequence_indices", None)
     F.scaled_dot_product_attention = partial(_attend, target)
     if target == "cuda":
         F.rms_norm = partial(_normalised, norm)
+    if packed is not None:
+        # It looks into position_ids for packed samples, and where values cannot be read it supposes some, whose mask flash attention cannot
+        # take. A forecast's samples are whole.
+        setattr(masks, packed.__name__, lambda position_ids: None)
     try:
         yield
     finally:
+        if packed is not None:
+            setattr(masks, packed.__name__, packed)
         F.scaled_dot_product_attention, F.rms_norm = attention, norm
 
 

@@ -54,12 +54,17 @@ def moves_nothing(func: Any) -> bool:
     return "empty" in func._schema.name.rpartition("::")[2]
 
 
-def matrix_shape(func: Any, args: Sequence[Any]) -> tuple[int, ...]:
+def matrix_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     """Return (batch, m, k, n) of a matrix product, (batch x heads, queries, keys, channels) of attention, () of anything else."""
     if func in _PRODUCTS:
         left, right = (args[place].shape for place in _PRODUCTS[func])
         batch = left[0] if len(left) == 3 else 1
         return (batch, left[-2], left[-1], right[-1])
+    if func is aten._grouped_mm.default:  # a product for each expert; one dim of each side or of both is divided among the experts
+        left, right, experts = args[0].shape, args[1].shape, (args[2] if len(args) > 2 else kwargs["offs"]).shape[0]
+        rows = left[-2] // experts if len(left) == 2 and len(right) == 3 else left[-2]
+        inner = left[-1] // experts if len(left) == 2 and len(right) == 2 else left[-1]
+        return (experts, rows, inner, right[-1] // experts if len(left) == 3 and len(right) == 2 else right[-1])
     if is_attention(func):
         first = 1 if "backward" in func._schema.name else 0
         query, key = args[first].shape, args[first + 1].shape

@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):
         fresh = [each for each in outputs if each.device.type != "meta" and self._watch(each)]
         if operators.is_view(func) and not fresh:
             return
-        shape = operators.matrix_shape(func, args)
+        shape = operators.matrix_shape(func, args, kwargs)
         moved = operators.moved_bytes(func, args, kwargs, outputs)
         if shape or func.namespace == "fsdp" or not self.scope:
             self._fuse()
