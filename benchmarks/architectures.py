@@ -1,0 +1,391 @@
+"""Every architecture of transformers under every plan, against one process: loss, gradients, export.
+
+    python benchmarks/architectures.py                          the whole matrix, resumed from its JSON
+    python benchmarks/architectures.py --only llama,qwen3_moe   some of it
+    python benchmarks/architectures.py --family seq2seq         one family: causal, seq2seq, masked, classifier
+    python benchmarks/architectures.py --table                  write docs/architectures.md from the JSON
+
+A tiny random model of each architecture (``tiny.py``) runs a forward and a backward in float32 on gloo ranks, on rows that the data ranks
+share out, and in one process on all rows. Exact: the loss and every gradient agree to ``TOLERANCE`` of the tensor's largest value. Four
+processes serve all architectures; one that fails alone or hangs is killed with its peers, which is recorded, and the next begin anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+RESULTS = HERE / "results" / "architectures.json"
+TABLE = HERE.parent / "docs" / "architectures.md"
+TOLERANCE = 1e-4
+FLOOR = 1e-3  # of the model's largest gradient: what is zero by theory holds rounding noise only
+TIMEOUT_S = 60.0
+
+# name -> (mesh, ranks); the ranks 0 and 1 and the ranks 2 and 3 run a plan of two ranks each at the same time
+PLANS: dict[str, tuple[str, int]] = {
+    "FSDP 2": ("dp_shard=2", 2),
+    "TP 2": ("tp=2", 2),
+    "HSDP 2x2": ("dp_replicate=2,dp_shard=2", 4),
+    "FSDP 2 x TP 2": ("dp_shard=2,tp=2", 4),
+}
+ROUNDS = ((("FSDP 2", (0, 1)), ("TP 2", (2, 3))), (("HSDP 2x2", (0, 1, 2, 3)),), (("FSDP 2 x TP 2", (0, 1, 2, 3)),))
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "meshpar", "meshpar.checkpoints"]
+ALONE = "one process"
+
+
+def cases(family: str | None = None) -> list[tuple[str, str]]:
+    """Return (model type, task) of everything that the installed transformers maps to a language model."""
+    from transformers.models.auto import modeling_auto
+
+    names = {
+        "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "classifier": {"bert": "", "distilbert": "", "roberta": "", "deberta-v2": "", "llama": "", "qwen3": "", "t5": "", "gpt2": ""},
+    }
+    return [(name, task) for task, known in names.items() if family in (None, task) for name in sorted(known)]
+
+
+# ------------------------------------------------------------------------------------------------------------------ in a rank
+
+
+def serve(connection: Any, place: int) -> None:
+    """Run what the parent asks for until it hangs up."""
+    import warnings
+
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    state: dict[str, Any] = {}
+    while True:
+        try:
+            command = connection.recv()
+        except EOFError:
+            return
+        began = time.monotonic()
+        try:
+            answer = _answer(state, command)
+        except Exception as error:  # noqa: BLE001  what goes wrong is the result
+            answer = {"verdict": "crashed", "why": _where(error), "trace": traceback.format_exc()[-3000:]}
+        connection.send(answer | {"seconds": round(time.monotonic() - began, 2)})
+
+
+def _where(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def _answer(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any]:
+    if state.get("case") != command["case"]:
+        state.clear()
+        state["case"] = command["case"]
+        _prepare(state, *command["case"])
+    if command["plan"] == ALONE:
+        return {"verdict": "exact", "parameters": state["parameters"], "tp_plan": state["tp_plan"], "class": state["class"]}
+    return _under_plan(state, command)
+
+
+def _prepare(state: dict[str, Any], model_type: str, task: str) -> None:
+    """Build the model and run it alone."""
+    import copy
+
+    import tiny
+
+    model = tiny.tiny_model(model_type, task)
+    state["batch"] = tiny.tiny_batch(task)
+    state["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    if state["parameters"] > 4_000_000:
+        raise ValueError(f"the tiny model has {state['parameters']} parameters; its config needs rules in tiny.py")
+    state["tp_plan"] = bool(getattr(model, "tp_plan", None))
+    state["class"] = type(model).__name__
+    state["model"] = model
+    alone = copy.deepcopy(model)
+    total, count = loss_sum(alone, state["batch"], list(range(len(state["batch"]["input_ids"]))))
+    (total / count).backward()
+    state["loss"] = float(total.detach() / count)
+    state["gradients"] = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    if not any(bool(grad.abs().max() > 0) for grad in state["gradients"].values()):
+        raise ValueError("every gradient is zero")
+
+
+def loss_sum(model: Any, batch: dict[str, Any], rows: list[int]) -> tuple[Any, int]:
+    """Return the summed cross entropy of the model's logits for those ``rows``, against labels that a row's number decides."""
+    import torch
+
+    from meshpar.loss import token_loss
+
+    output = model(**{name: value[rows] for name, value in batch.items()})
+    logits = output.logits if hasattr(output, "logits") else output.prediction_logits
+    per_row = logits.reshape(len(rows), -1, logits.shape[-1])
+    labels = []
+    for row in rows:
+        generator = torch.Generator().manual_seed(100 + row)
+        label = torch.randint(logits.shape[-1], per_row.shape[1:2], generator=generator)
+        if len(label) > 1:
+            label[torch.arange(len(label)) % (row + 3) == 1] = -100  # so that rows count different numbers of tokens
+        labels.append(label)
+    stacked = torch.stack(labels)
+    return token_loss(per_row, stacked, reduction="sum"), int((stacked != -100).sum())
+
+
+def _under_plan(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any]:
+    import copy
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from meshpar.errors import PlanError
+
+    ranks = command["ranks"]
+    store = dist.FileStore(command["store"], ranks)
+    dist.init_process_group("gloo", store=store, rank=command["rank"], world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S - 10))
+    try:
+        try:
+            par = _plan(command["plan"]).apply(copy.deepcopy(state["model"]))
+        except PlanError as error:
+            return {"verdict": "refused", "why": "; ".join(error.problems)}
+        return _compare(state, par) | (_exported(state, par, command["folder"]) if command["export"] else {})
+    finally:
+        dist.destroy_process_group()
+
+
+def _plan(name: str) -> Any:
+    from meshpar import FullyShard, HybridShard, Plan, TensorParallel
+
+    mesh, _ = PLANS[name]
+    shard = HybridShard() if "dp_replicate" in mesh else FullyShard()
+    return Plan(mesh, [*([TensorParallel()] if "tp" in mesh else []), *([shard] if "dp_shard" in mesh else [])])
+
+
+def _compare(state: dict[str, Any], par: Any) -> dict[str, Any]:
+    import torch
+
+    from meshpar.testing.parity import whole
+
+    rows = [row for row in range(len(state["batch"]["input_ids"])) if row % par.data_size == par.data_rank]
+    total, count = loss_sum(par.module, state["batch"], rows)
+    scaled = total * par.token_scale(count)
+    scaled.backward()
+    loss = float(par.data_sum(scaled.detach().clone()) / par.data_size)
+    worst, where, wrong = abs(loss - state["loss"]) / max(abs(state["loss"]), 1e-6), "loss", []
+    expected = state["gradients"]
+    typical = max(float(grad.abs().max()) for grad in expected.values())
+    for name, parameter in par.module.named_parameters():
+        got = torch.zeros(parameter.shape) if parameter.grad is None else whole(parameter.grad)
+        want = expected.get(name, torch.zeros(()))
+        scale = max(float(want.abs().max()), FLOOR * typical)
+        off = float((got - want).abs().max()) / scale
+        if not off <= TOLERANCE:
+            wrong.append((off, name))
+        if not off <= worst:
+            worst, where = off, name
+    if not worst <= TOLERANCE:
+        names = ", ".join(f"{name} {off:.1e}" for off, name in sorted(wrong, reverse=True)[:6])
+        return {"verdict": "wrong", "why": f"{where} off by {worst:.1e}; {len(wrong)} of {len(expected)}: {names}", "worst": worst}
+    return {"verdict": "exact", "worst": worst}
+
+
+def _exported(state: dict[str, Any], par: Any, folder: str) -> dict[str, Any]:
+    """Export the model, load the export with transformers and compare every tensor that its state dict has."""
+    import torch
+    import torch.distributed as dist
+
+    from meshpar.checkpoints import export_module
+
+    target = Path(folder) / "export"
+    try:
+        export_module(par, target)
+        answer: dict[str, Any] = {"export": "exact"}
+        if dist.get_rank() == 0:
+            kind = type(state["model"])
+            loaded, report = kind.from_pretrained(target, output_loading_info=True, dtype=torch.float32)
+            problems = {key: sorted(value)[:4] for key, value in report.items() if value}
+            want, have = state["model"].state_dict(), loaded.state_dict()
+            differ = [name for name in want if name not in have or not torch.equal(want[name], have[name])]
+            if differ or problems:
+                answer = {"export": f"wrong: {len(differ)} tensors differ: {', '.join(differ[:4])} {problems or ''}"}
+        dist.barrier()
+    except Exception as error:  # noqa: BLE001  what goes wrong is the result
+        answer = {"export": f"crashed: {_where(error)}", "trace": traceback.format_exc()[-3000:]}
+    return answer
+
+
+# ---------------------------------------------------------------------------------------------------------------- the parent
+
+
+class Pool:
+    """Four processes that keep transformers loaded."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._started: list[tuple[Any, Any]] = []
+
+    def ask(self, commands: dict[int, dict[str, Any]], timeout_s: float) -> dict[int, dict[str, Any]]:
+        """Send each process its command; return the answers, and begin anew with fresh processes where one does not answer."""
+        self._start()
+        for place, command in commands.items():
+            self._started[place][1].send(command)
+        answers: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(answers) < len(commands):
+            waiting = {self._started[place][1]: place for place in commands if place not in answers}
+            for connection in (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+                place = waiting[connection]  # type: ignore[index]
+                try:
+                    answers[place] = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    answers[place] = {"verdict": "crashed", "why": "the process ended"}
+                if answers[place]["verdict"] == "crashed":
+                    deadline = min(deadline, time.monotonic() + 2)  # its peers may wait for it
+            if not ready:
+                break
+        if len(answers) < len(commands) or any(each.get("why") == "the process ended" for each in answers.values()):
+            self.close()
+        return answers
+
+    def _start(self) -> None:
+        if self._started:
+            return
+        for place in range(4):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=serve, args=(theirs, place), daemon=True)
+            process.start()
+            theirs.close()
+            self._started.append((process, ours))
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, connection in self._started:
+            process.kill()
+            process.join()
+            connection.close()
+        self._started = []
+
+
+def measure(pool: Pool, case: tuple[str, str]) -> dict[str, Any]:
+    """Return plan -> result for one architecture."""
+    began = time.monotonic()
+    command = {"case": case, "plan": ALONE}
+    alone = _joined(pool.ask({0: command}, TIMEOUT_S), 1)
+    results: dict[str, Any] = {ALONE: alone}
+    if alone["verdict"] == "exact":
+        for together in ROUNDS:
+            results |= _round(pool, case, together)
+    return {"plans": results, "seconds": round(time.monotonic() - began, 1)}
+
+
+def _round(pool: Pool, case: tuple[str, str], together: Any) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="architectures-") as folder:
+        commands = {}
+        for plan, places in together:
+            store = f"{folder}/{plan.replace(' ', '')}"
+            for rank, place in enumerate(places):
+                common = {"case": case, "plan": plan, "rank": rank, "ranks": len(places), "store": store, "folder": folder}
+                commands[place] = common | {"export": plan in ("FSDP 2", "FSDP 2 x TP 2")}
+        answers = pool.ask(commands, TIMEOUT_S)
+        return {
+            plan: _joined({place: answers[place] for place in places if place in answers}, len(places)) for plan, places in together
+        }
+
+
+def _joined(answers: dict[int, dict[str, Any]], count: int) -> dict[str, Any]:
+    """Return the result of a plan from its ranks' answers: the leader's, or the first crash."""
+    crash = next((each for each in answers.values() if each["verdict"] == "crashed"), None)
+    if crash is not None:
+        return crash
+    if len(answers) < count:
+        return {"verdict": "hung", "why": f"{count - len(answers)} of {count} ranks gave no answer in {TIMEOUT_S:.0f} s"}
+    if len({each["verdict"] == "refused" for each in answers.values()}) > 1:
+        return {"verdict": "wrong", "why": "some ranks refuse, others run"}
+    return next(iter(answers.values()))
+
+
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="model types, comma separated")
+    parser.add_argument("--family", choices=["causal", "seq2seq", "masked", "classifier"])
+    parser.add_argument("--again", action="store_true", help="measure again what is in the JSON")
+    parser.add_argument("--failed", action="store_true", help="measure again what was wrong, crashed or hung")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many seconds")
+    parser.add_argument("--table", action="store_true", help="write the table from the JSON, and measure nothing")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    known: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {"versions": versions(), "cases": {}}
+    if not options.table:
+        _measure_all(options, known)
+    if options.table or not options.only:
+        write_table(known)
+
+
+def _measure_all(options: argparse.Namespace, known: dict[str, Any]) -> None:
+    only = set(filter(None, options.only.split(",")))
+    todo = [case for case in cases(options.family) if not only or case[0] in only]
+    pool, deadline = Pool(), time.monotonic() + options.seconds
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        for name, task in todo:
+            key = f"{name}/{task}"
+            before = known["cases"].get(key)
+            if before and not options.again and not (options.failed and _failed(before)):
+                continue
+            if time.monotonic() > deadline:
+                break
+            known["cases"][key] = measure(pool, (name, task))
+            options.json.write_text(json.dumps(known, indent=1))
+            _tell(key, known["cases"][key])
+    finally:
+        pool.close()
+
+
+def _failed(result: dict[str, Any]) -> bool:
+    return any(each["verdict"] in ("wrong", "crashed", "hung") or each.get("export", "exact") != "exact" for each in result["plans"].values())
+
+
+def _tell(key: str, result: dict[str, Any]) -> None:
+    print(f"{key} ({result['seconds']} s)", flush=True)
+    for plan, each in result["plans"].items():
+        export = each.get("export", "")
+        print(f"    {plan}: {each['verdict']} {each.get('why', '')[:400]}{' | export ' + export if export not in ('', 'exact') else ''}", flush=True)
+
+
+def write_table(known: dict[str, Any]) -> None:
+    """Write the table and its summary."""
+    TABLE.write_text("\n".join(_table(known)) + "\n")
+    print(f"wrote {TABLE}")
+
+
+def _table(known: dict[str, Any]) -> list[str]:
+    counts: dict[str, Counter[str]] = {plan: Counter() for plan in (ALONE, *PLANS)}
+    lines = []
+    for key, result in sorted(known["cases"].items()):
+        plans = result["plans"]
+        for plan, each in plans.items():
+            counts[plan][each["verdict"]] += 1
+        lines.append("| " + " | ".join([key, *(plans.get(plan, {}).get("verdict", "-") for plan in (ALONE, *PLANS))]) + " |")
+    summary = [f"- {plan}: " + ", ".join(f"{number} {verdict}" for verdict, number in count.most_common()) for plan, count in counts.items()]
+    head = ["# Architectures", "", *summary, "", "| " + " | ".join(["architecture", ALONE, *PLANS]) + " |", "|" + " --- |" * (2 + len(PLANS))]
+    return head + lines
+
+
+if __name__ == "__main__":
+    main()
