@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, final
 
 ALIASES = ("fsdp", "FSDP", "FullyShardedDataParallel")
@@ -48,16 +50,31 @@ def translate(name: str, options: Mapping[str, Any]) -> Translation:
         result.options = dict(options)
         return result
     written = {key.removeprefix("fsdp_") if isinstance(key, str) else key: value for key, value in options.items()}
+    if "sharding_strategy" not in written and str(written.get("reshard_after_forward")).upper() in _STRATEGIES:
+        written["sharding_strategy"] = written.pop("reshard_after_forward")  # accelerate's second name for it under FSDP1
     if "sharding_strategy" in written:
         _strategy(result, written.pop("sharding_strategy"))
     for key, value in written.items():
-        if key in _NO_EFFECT:
-            result.notes.append(f"{key}: has no effect: {_NO_EFFECT[key]}")
+        if key in _REFUSED and value not in (None, False, "", {}, []):
+            result.problems[key] = f"{value!r} is refused: {_REFUSED[key]}"
+        elif key in _NO_EFFECT or key in _REFUSED:
+            result.notes.append(f"{key}: has no effect: {_NO_EFFECT.get(key, 'this value asks for nothing')}")
         elif key in _KNOBS:
             _apply(result, key, value)
+        elif key == "reshard_after_forward" and name in ALIASES:
+            _apply(result, key, {"true": True, "false": False}.get(str(value).lower(), value))
         else:
             result.options[key] = value
     return result
+
+
+def strategy_of(options: Mapping[str, Any]) -> str:
+    """Return the sharding strategy that options in old names say, empty where they say none."""
+    written = {str(key).removeprefix("fsdp_"): value for key, value in options.items()}
+    value = written.get("sharding_strategy")
+    if value is None and str(written.get("reshard_after_forward")).upper() in _STRATEGIES:
+        value = written["reshard_after_forward"]
+    return _strategy_name(value) if value is not None else ""
 
 
 def trainer_options(words: Any, config: Any) -> dict[str, Any]:
@@ -66,8 +83,10 @@ def trainer_options(words: Any, config: Any) -> dict[str, Any]:
     Raises:
         ValueError: a word or the config is none of Trainer's.
     """
+    if isinstance(config, str) and Path(config).expanduser().is_file():
+        config = json.loads(Path(config).expanduser().read_text(encoding="utf-8"))
     if config is not None and not isinstance(config, Mapping):
-        raise ValueError(f"fsdp_config is a mapping, got {config!r}")
+        raise ValueError(f"fsdp_config is a mapping or a JSON file, got {config!r}")
     options: dict[str, Any] = dict(config or {})
     for word in words.split() if isinstance(words, str) else [words] if words is True else words or []:
         if word is True or word in ("auto_wrap", ""):
@@ -81,8 +100,13 @@ def trainer_options(words: Any, config: Any) -> dict[str, Any]:
     return options
 
 
+def _strategy_name(value: Any) -> str:
+    number = value if isinstance(value, int) else int(value) if isinstance(value, str) and value.isdigit() else None
+    return _NUMBERED.get(number, "") if number is not None else str(value).upper().rpartition(".")[2].lstrip("_")
+
+
 def _strategy(result: Translation, value: Any) -> None:
-    text = _NUMBERED.get(value, "") if isinstance(value, int) else str(value).upper().rpartition(".")[2].lstrip("_")
+    text = _strategy_name(value)
     if text not in _STRATEGIES:
         result.problems["sharding_strategy"] = f"expected one of {', '.join(_STRATEGIES)}, got {value!r}"
         return
@@ -93,7 +117,7 @@ def _strategy(result: Translation, value: Any) -> None:
 
 def _apply(result: Translation, key: str, value: Any) -> None:
     try:
-        options, note = _KNOBS[key](value)
+        options, note = _KNOBS[key](value) if key in _KNOBS else ({key: value}, "")
     except ValueError as error:
         result.problems[key] = str(error)
         return
@@ -118,6 +142,18 @@ _NO_EFFECT = {
     "cpu_ram_efficient_loading": "models are built on the meta device, and each rank reads its own part of the weights",
     "keep_low_precision_grads": "gradients are kept in the parameters' dtype",
     "version": "it is always FSDP2",
+    "state_dict_config": "checkpoints are sharded and written as they lie; export streams one copy",
+    "optim_state_dict_config": "checkpoints are sharded and written as they lie",
+    "param_init_fn": "models are built on the meta device and filled by their own initialisation, or from weights",
+}
+
+_REFUSED = {
+    "ignored_modules": "FSDP2 reduces no gradients of what it ignores; freeze the modules, or leave them out of blocks",
+    "activation_checkpointing_offload": "saved activations stay on the device; offload: cpu moves parameters and optimizer state",
+    "xla": "TPUs are not supported",
+    "xla_fsdp_v2": "TPUs are not supported",
+    "xla_fsdp_settings": "TPUs are not supported",
+    "xla_fsdp_grad_ckpt": "TPUs are not supported",
 }
 
 
@@ -154,8 +190,10 @@ def _precision(value: Any) -> tuple[dict[str, Any], str]:
 
 
 def _wrap_policy(value: Any) -> tuple[dict[str, Any], str]:
+    if str(value).upper() == "NO_WRAP":
+        return {"blocks": []}, "became blocks=[]: the whole model is one unit"
     if str(value).upper() not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
-        raise ValueError(f"expected TRANSFORMER_BASED_WRAP or SIZE_BASED_WRAP, got {value!r}; units come from the model's layout")
+        raise ValueError(f"expected TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP, got {value!r}; units come from the model's layout")
     return {}, "is the default: units are the model's blocks (blocks and min_params change them)"
 
 
@@ -201,6 +239,7 @@ _KNOBS: Mapping[str, Callable[[Any], tuple[dict[str, Any], str]]] = {
     "mixed_precision_policy": _precision,
     "auto_wrap_policy": _wrap_policy,
     "transformer_layer_cls_to_wrap": _classes,
+    "transformer_cls_names_to_wrap": _classes,
     "min_num_params": _min_params,
     "state_dict_type": _state_dict_type,
     "activation_checkpointing": _recompute,

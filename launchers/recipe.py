@@ -11,6 +11,7 @@ from pydantic import Field, PrivateAttr
 
 from meshpar import registry
 from meshpar.errors import MeshError, RecipeError
+from meshpar.launchers.foreign_recipe import take_foreign_keys
 from meshpar.launchers.objective import OBJECTIVES, option_problems, wants_teacher
 from meshpar.launchers.schema import Section, validate
 from meshpar.launchers.sections import (
@@ -22,7 +23,7 @@ from meshpar.launchers.sections import (
     TeacherSection,
     TrainingSection,
 )
-from meshpar.launchers.techniques import read_passes, take_trainer_keys
+from meshpar.launchers.techniques import read_passes
 from meshpar.launchers.yamlfile import Document, Place, apply_overrides, read_document, to_yaml
 from meshpar.mesh import MeshSpec
 from meshpar.models.gpt2 import GPT2Config
@@ -38,6 +39,8 @@ class Recipe(Section):
         name: of the run.
         seed: of initial weights, order of the data and dropout.
         device: ``auto``: the accelerator where there is one.
+        preflight: whether the doctor looks at the machines before training, and whether what it finds ends the job.
+        watchdog: seconds without any progress after which ranks say where they are, and the job ends; None: never.
         output: the run's folder.
         mesh: axes and sizes; empty: one process.
         passes: name -> options, in their order; None: those that the mesh's axes call for.
@@ -48,6 +51,8 @@ class Recipe(Section):
     name: str
     seed: Annotated[int, Field(ge=0)] = 0
     device: Literal["auto", "cpu", "cuda", "xpu", "hpu", "mps"] = "auto"
+    preflight: Literal["off", "warn", "fail"] = "off"
+    watchdog: Annotated[float, Field(gt=0)] | None = 600.0
     output: str = ""
     mesh: str = ""
     passes: tuple[dict[str, dict[str, Any]], ...] = ()
@@ -159,11 +164,11 @@ def _read_plan(data: dict[str, Any], document: Document, problems: list[str], at
     """Put model, mesh and passes of a mapping in the form that the recipe has, and return what is to be told about old names."""
     if isinstance(data.get("model"), Mapping):
         data["model"] = {"kind": "transformer", **data["model"]}
-    take_trainer_keys(data, document, problems, at)
+    notes = take_foreign_keys(data, document, problems, at)
     data["mesh"] = data.get("mesh") or ""
     mesh = _read_mesh(data["mesh"], document, problems, at)
-    data["passes"], notes = read_passes(data.get("passes"), mesh, document, problems, at)
-    return notes
+    data["passes"], more = read_passes(data.get("passes"), mesh, document, problems, at)
+    return [*notes, *more]
 
 
 def _read_mesh(text: Any, document: Document, problems: list[str], at: Place) -> MeshSpec | str | None:

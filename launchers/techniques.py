@@ -8,12 +8,14 @@ from typing import Any
 
 from meshpar import registry
 from meshpar.errors import MeshparError
-from meshpar.launchers.knobs import trainer_options, translate
+from meshpar.launchers.knobs import SHARDING, translate
 from meshpar.launchers.schema import Section, build, section_of, validate
 from meshpar.launchers.yamlfile import Document, Place
 from meshpar.mesh import MeshSpec
 from meshpar.passes import Pass
 from meshpar.patterns import nearest
+
+__all__ = ["GROUP", "SHARDING", "Written", "default_passes", "make_passes", "read_passes"]
 
 GROUP = "meshpar.passes"
 Written = dict[str, dict[str, Any]]
@@ -57,24 +59,12 @@ def read_passes(
     return passes, notes
 
 
-def take_trainer_keys(data: dict[str, Any], document: Document, problems: list[str], at: Place = ()) -> None:
-    """Turn the top-level ``fsdp`` and ``fsdp_config`` of a Trainer's YAML into a pass, the last of the list."""
-    words, config = data.pop("fsdp", None), data.pop("fsdp_config", None)
-    if words is None and config is None:
-        return
-    try:
-        options = trainer_options(words, config)
-    except ValueError as error:
-        problems.append(f"{document.where((*at, 'fsdp'))}: {error}")
-        return
-    passes = data.get("passes")
-    data["passes"] = [*(passes if isinstance(passes, list) else []), {"fsdp": options}]
-
-
 def default_passes(mesh: MeshSpec | str | None) -> list[Written]:
     """Return the passes that a mesh's axes call for."""
     if mesh is None:
         return []
+    if isinstance(mesh, str) and not mesh.startswith("auto"):
+        mesh = MeshSpec(mesh)
     axes = {"dp_replicate", "dp_shard", *(["tp"] if "tp" in str(mesh) else [])} if isinstance(mesh, str) else set(mesh.axes)
     names = ["TensorParallel"] if "tp" in axes else []
     if "dp_shard" in axes:
