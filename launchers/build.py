@@ -12,7 +12,7 @@ from meshpar import registry
 from meshpar.errors import LayoutError, PlanError, RecipeError
 from meshpar.launchers.datasets import Data, batches, data_problems, examples_of, prepare_data, vocab_size_of
 from meshpar.launchers.objective import OBJECTIVES, make_objective
-from meshpar.launchers.recipe import Recipe, model_config
+from meshpar.launchers.recipe import Recipe, folder_problems, model_config
 from meshpar.launchers.techniques import make_passes
 from meshpar.launchers.transformers_models import HEAD_OF, DataFacts, build_transformers
 from meshpar.mesh import MeshSpec, default_device_type
@@ -163,7 +163,9 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
     problems += data_problems(recipe)
     try:
         plan_of(recipe).check(build_model(recipe, vocab_size), world_size=world_size)
-        if recipe.teacher is not None:
+        missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
+        problems += [f"teacher.model.{text}; train and export the teacher first" for text in missing]
+        if recipe.teacher is not None and not missing:
             problems += teacher_problems(teacher_plan_of(recipe), build_teacher(recipe, vocab_size), plan_of(recipe), world_size)
     except PlanError as error:
         problems += error.problems

@@ -62,6 +62,9 @@ def train(
     overrides: Overrides = None,
     nproc: Annotated[int | None, typer.Option(help="Ranks on this machine; default: what the mesh says.", min=1)] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not print the recipe.")] = False,
+    nodes: Annotated[int, typer.Option(help="Try it as so many nodes, all on this machine, with --nproc ranks each.", min=1)] = 1,
+    find_batch_size: Annotated[bool, typer.Option("--find-batch-size", help="First try the largest micro-batch that fits.")] = False,
+    memory: Annotated[str | None, typer.Option(help="What a rank may use while that is tried: 4GiB; on a CPU it must be said.")] = None,
     debug: Debug = False,
 ) -> int:
     """Train a recipe.
@@ -69,9 +72,12 @@ def train(
     Starts its own ranks on this machine; inside torchrun or srun it is one of theirs.
     """
     with quick_imports():
+        from meshpar.launchers.exporting import bytes_of
         from meshpar.launchers.train import train_recipe
 
-    return train_recipe(recipe, overrides or [], nproc=nproc, quiet=quiet)
+    limit = None if memory is None else bytes_of(memory)
+    options: Any = {"nproc": nproc, "quiet": quiet, "nodes": nodes, "find_batch": find_batch_size, "memory": limit}
+    return train_recipe(recipe, overrides or [], **options)
 
 
 @app.command()
@@ -80,6 +86,7 @@ def export(
     src: Annotated[Path, typer.Argument(help="A run's folder, its checkpoints, or one step.")],
     dst: Annotated[Path, typer.Argument(help="The folder to make.")],
     dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat16, float16; default: as saved.")] = None,
+    best: Annotated[str | None, typer.Option(help="Export the step where this metric is lowest: val/loss; +name: highest.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of one file: 500MB, 5GB, 2GiB.")] = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     debug: Debug = False,
@@ -90,7 +97,7 @@ def export(
     """
     from meshpar.launchers.exporting import export_run
 
-    print(f"exported to {export_run(src, dst, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)}")
+    print(f"exported to {export_run(src, dst, dtype=dtype, best=best, max_shard_size=max_shard_size, overwrite=overwrite)}")
 
 
 @app.command()

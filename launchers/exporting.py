@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from meshpar.checkpoints import export_safetensors
+from meshpar.checkpoints import CheckpointManager, export_safetensors
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.steps import open_step
 from meshpar.errors import CheckpointError
@@ -20,20 +20,24 @@ from meshpar.training.tokenizer import load_tokenizer
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
 
-def export_run(src: Path, dst: Path, *, dtype: str | None = None, max_shard_size: str = "5GB", overwrite: bool = False) -> Path:
+def export_run(
+    src: Path, dst: Path, *, dtype: str | None = None, best: str | None = None, max_shard_size: str = "5GB", overwrite: bool = False
+) -> Path:
     """Export a checkpoint, with the tokenizer that lies in its run's folder.
 
     Args:
         src: a run's folder, its checkpoints, or one step.
         dst: the folder to make.
         dtype: of the weights, as text; None: as saved.
+        best: a metric: the step where it is lowest (``+name``: highest) of those that are there; None: the newest.
         max_shard_size: of one file: ``5GB``, ``500MiB``, or bytes.
         overwrite: replace what is there.
 
     Raises:
         CheckpointError: there is no such checkpoint, or an option cannot be read.
     """
-    folder = open_step(src / CHECKPOINTS if (src / CHECKPOINTS).is_dir() else src)
+    source = src / CHECKPOINTS if (src / CHECKPOINTS).is_dir() else src
+    folder = open_step(source if best is None else _best(source, best))
     tokenizer = folder.parent.parent / TOKENIZER
     config = dict(read_manifest(folder).config)
     if not tokenizer.is_dir():
@@ -46,6 +50,15 @@ def export_run(src: Path, dst: Path, *, dtype: str | None = None, max_shard_size
         raise CheckpointError(f"--dtype: {error}") from error
     with _progress() as told:
         return export_safetensors(folder, dst, kind, bytes_of(max_shard_size), tokenizer, told, config=config, overwrite=overwrite)
+
+
+def _best(root: Path, metric: str) -> Path:
+    step = CheckpointManager(root, best=metric).best()
+    if step is None:
+        raise CheckpointError(
+            f"no step in {root} has the metric {metric.removeprefix('+')!r}; `meshpar checkpoints ls` shows what they have"
+        )
+    return root / f"step-{step:08d}"
 
 
 def bytes_of(text: str) -> int:

@@ -148,4 +148,4 @@ def truth(value: Any) -> bool:
 
 
 def _plain(value: Any) -> str:
-    return {True: "true", False: "false", None: "nothing"}.get(value, str(value)) if not isinstance(value, list | dict) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -16,7 +16,9 @@ from meshpar import registry, runtime
 from meshpar.checkpoints import CheckpointManager, Safetensors
 from meshpar.errors import RecipeError
 from meshpar.launchers import build
+from meshpar.launchers.feedback import forecast_feedback
 from meshpar.launchers.recipe import Recipe
+from meshpar.launchers.watching import watched
 from meshpar.parallelized import Parallelized
 from meshpar.training.console import Console
 from meshpar.training.loop import Trainer
@@ -65,11 +67,13 @@ def run_job(recipe: Recipe) -> Outcome:
             come_from = _resume(recipe, manager, par, optimizer, trainer)
             if runtime.is_main():
                 _begin_folder(recipe, data)
-                trainer.reporters = _reporters(recipe, settings.total_steps(train.steps_per_epoch), trainer.step)
+                reporters = _reporters(recipe, settings.total_steps(train.steps_per_epoch), trainer.step)
+                trainer.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
                 for reporter in trainer.reporters:
                     stack.callback(reporter.close)
                 _tell(recipe, par, trainer, come_from)
-            return trainer.run()
+            with watched(recipe.watchdog, lambda: trainer.step):
+                return trainer.run()
 
 
 @final

@@ -213,9 +213,10 @@ def _conflicts(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("schedule", "warmup_steps"), f"{recipe.schedule.warmup_steps} steps of warm-up do not fit in {length} steps"
     if recipe.schedule.warmup_steps and recipe.schedule.warmup_ratio:
         yield ("schedule", "warmup_ratio"), "the warm-up is told in steps (warmup_steps) or as a part of the run, not both"
-    yield from ((("model",), text) for text in _model_problems(recipe.model))
-    if recipe.teacher is not None:
-        yield from ((("teacher", "model"), text) for text in _model_problems(recipe.teacher.model))
+    # The folders of a teacher may be made by a run before; whether they are there is seen when the job is checked.
+    for name, section in (("model", recipe.model), *([] if recipe.teacher is None else [("teacher.model", recipe.teacher.model)])):
+        files = folder_problems(section) if name == "model" else ()
+        yield from ((tuple(name.split(".")), text) for text in (*files, *_model_problems(section)))
 
 
 def _objective_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -234,14 +235,19 @@ def _objective_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
         )
 
 
-def _model_problems(section: Any) -> Iterator[str]:
+def folder_problems(section: Any) -> Iterator[str]:
+    """Yield the folders of a model's section that are not there."""
     if section.weights is not None and not section.weights.expanduser().exists():
         yield f"weights: {section.weights} does not exist"
+    folder = section.config if section.kind == "huggingface" and isinstance(section.config, str) else None
+    if folder is not None and not (Path(folder).expanduser() / "config.json").is_file():
+        yield f"config: no config.json in {folder}"
+
+
+def _model_problems(section: Any) -> Iterator[str]:
     try:
         if section.kind != "huggingface":
             model_config(section, vocab_size=512)
-        elif isinstance(section.config, str) and not (Path(section.config).expanduser() / "config.json").is_file():
-            yield f"config: no config.json in {section.config}"
         elif isinstance(section.config, dict) and "model_type" not in section.config:
             yield "config: a config.json names its model_type, such as llama, qwen3 or gpt2"
     except ValueError as error:

@@ -166,6 +166,7 @@ class TrainingSection(Section):
         objective_options: its options.
         loss_scaling: for float16; None: where a pass computes in float16.
         tensorboard: write TensorBoard scalars.
+        forecast: make the job's forecast beside its first steps and say how they compare, on hardware with a profile.
     """
 
     objective: str = "causal_lm"
@@ -181,6 +182,7 @@ class TrainingSection(Section):
     reduce_each: bool = False
     loss_scaling: bool | None = None
     tensorboard: bool = True
+    forecast: bool = True
 
 
 @final

@@ -10,13 +10,33 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from meshpar import runtime
 from meshpar.errors import PlanError, RecipeError
 from meshpar.launchers import build, slurm
+from meshpar.launchers.batch_size import find_batch_size
 from meshpar.launchers.job import run_job
 from meshpar.launchers.local import launch_local
+from meshpar.launchers.nodes_here import launch_nodes_here
 from meshpar.launchers.recipe import Recipe, load_recipe
 
 
-def train_recipe(source: str, overrides: Sequence[str] = (), *, nproc: int | None = None, quiet: bool = False) -> int:
+def train_recipe(
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    nproc: int | None = None,
+    quiet: bool = False,
+    nodes: int = 1,
+    find_batch: bool = False,
+    memory: int | None = None,
+) -> int:
     """Train a recipe and return the exit code; see :func:`meshpar.launchers.local.launch_local`.
+
+    Args:
+        source: a file, or the name of a recipe that comes with meshpar.
+        overrides: of its fields.
+        nproc: ranks on this machine, or on each of ``nodes``.
+        quiet: do not print the recipe.
+        nodes: try the recipe as a job of so many nodes, all of them on this machine.
+        find_batch: look for the largest micro-batch first.
+        memory: bytes that a rank may use, for that.
 
     Raises:
         MeshparError: what is wrong with the recipe, or went wrong.
@@ -30,6 +50,11 @@ def train_recipe(source: str, overrides: Sequence[str] = (), *, nproc: int | Non
             show(recipe)
         return run_as_rank(recipe) or 0
     ranks = build.world_size_of(recipe) if nproc is None else nproc
+    if find_batch:
+        recipe = find_batch_size(recipe, lambda each: launch_local(each, ranks), memory)
+    if nodes > 1:
+        check(recipe, ranks * nodes, [])
+        return launch_nodes_here(recipe, nodes, ranks)
     return launch(recipe, ranks, quiet=quiet)
 
 

@@ -15,6 +15,7 @@ _SHOWN = (
     ("train/accuracy", "accuracy {:.1%}"),
     ("val/loss", "val {:.4f}"),
     ("val/accuracy", "accuracy {:.1%}"),
+    ("val/cross_entropy", "cross entropy {:.4f}"),
     ("lr", "lr {:.2e}"),
     ("grad_norm", "norm {:.3g}"),
     ("tokens_per_second", "{:,.0f} {unit}/s"),
