@@ -42,7 +42,9 @@ class ForecastFeedback:
         self._forecast: Any = None
         self._failure = ""
         self._reports = 0
-        self._thread: threading.Thread | None = threading.Thread(target=self._run, args=(runtime.world_size(),), daemon=True)
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._run, args=(runtime.world_size(),), name="forecast", daemon=True
+        )
         self._thread.start()
 
     def report(self, record: Record) -> None:

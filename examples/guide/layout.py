@@ -1,0 +1,43 @@
+"""A layout of one's own: what the guide's model tells the passes, so that it can be split over ``tp`` too."""
+
+import sys
+
+import torch
+from model import Model
+
+from meshpar import FullyShard, ModelLayout, TensorParallel
+from meshpar.testing import assert_parity, launch, token_steps
+
+LAYOUT = ModelLayout(
+    blocks=("blocks.*",),
+    tensor={
+        "embed": "vocab",
+        "blocks.*.norm1": "sequence",
+        "blocks.*.norm2": "sequence",
+        "blocks.*.qkv": "packed_colwise:3",
+        "blocks.*.out": "rowwise",
+        "blocks.*.up": "colwise",
+        "blocks.*.down": "rowwise",
+        "norm": "sequence",
+        "head": "head",
+    },
+    heads={"blocks.*.qkv": 4},
+)
+
+
+def loss_sum(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Return the summed loss and how many tokens it counts."""
+    from meshpar import token_loss
+
+    labels = batch["labels"]
+    return token_loss(model(batch["input_ids"]), labels, reduction="sum"), int((labels != -100).sum())
+
+
+def check() -> None:
+    """Train under the plan and in one process, and compare every loss, gradient and weight."""
+    assert_parity(Model, "dp_shard=2,tp=2", [TensorParallel(), FullyShard()], token_steps(64), layout=LAYOUT, loss_sum=loss_sum)
+
+
+if __name__ == "__main__":
+    launch("layout", "check", 4)
+    print("FSDP x TP on 4 ranks equals one process", file=sys.stdout)

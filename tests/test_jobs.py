@@ -1,0 +1,158 @@
+"""The recipes of the five jobs in short form, by name, on small data of a user's own; the long forms are in docs/jobs.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshpar import PlanError
+from meshpar.launchers.exporting import export_run
+from meshpar.launchers.recipe import Recipe, load_recipe
+from meshpar.launchers.train import train_recipe
+from meshpar.training.text import standard_library_root
+
+transformers = pytest.importorskip("transformers")
+
+WORDS = ["Return", "Close", "Open", "Read", "Write", "Send", "the", "a", "this", "file", "socket", "name", "value", "queue", "lock"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("jobs")
+    root = standard_library_root()
+    (folder / "text.txt").write_text("\n\n".join((root / name).read_text() for name in ("queue.py", "shlex.py")))
+    rows = []
+    for number in range(120):
+        verb, noun = WORDS[number % 6], WORDS[9 + number % 6]
+        source = textwrap.dedent(f"def {verb.lower()}_{noun}(self, x{number}):\n    return self.{noun}.{verb.lower()}(x{number})")
+        rows.append(
+            {"code": source, "doc": f"{verb} the {noun}.", "kind": ["plain", "odd", "rare"][0 if number % 4 else 1 + number % 3 % 2]}
+        )
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def train(home: Path, name: str, *overrides: str, ranks: int = 2, **options: Any) -> Recipe:
+    """Train a recipe that comes with meshpar, by name, and return it as it ran."""
+    given = [f"output={home / name}", f"data.cache={home / 'cache'}", "training.tensorboard=false", "training.log_every=1", *overrides]
+    given = [each.replace("output=", "output_dir=") for each in given] if "distillation" in name else given
+    given = [each for each in given if "distillation" not in name or not each.startswith(("training.tensorboard", "training.log_every"))]
+    assert train_recipe(name, given, nproc=ranks, quiet=True, **options) == 0
+    return load_recipe(name, given)
+
+
+def text(home: Path) -> list[str]:
+    return [
+        "data.source=files",
+        f"data.paths=[{home / 'text.txt'}]",
+        "data.tokenizer=bytes",
+        "data.sequence_length=32",
+        "data.micro_batch=2",
+    ]
+
+
+def records(recipe: Recipe) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def values(recipe: Recipe, name: str) -> list[float]:
+    return [record[name] for record in records(recipe) if record.get(name) is not None]
+
+
+def test_gpt2_is_trained_gone_on_with_and_exported(home: Path) -> None:
+    more = [*text(home), "model.n_layer=2", "model.n_embd=32", "schedule.steps=6", "training.validate_every=3"]
+    train(home, "gpt2_small", *more, "training.steps=3", "mesh=''", "passes=[]", "data.micro_batch=4", ranks=1)
+    recipe = train(home, "gpt2_small", *more, "training.steps=6")
+    losses = values(recipe, "train/loss")
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    export = export_run(recipe.folder, home / "gpt2-export", best="val/loss")
+    model = transformers.AutoModelForCausalLM.from_pretrained(export)
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    assert list((recipe.folder / "checkpoints").glob("step-00000003"))
+
+
+def test_t5_summarises_and_its_best_step_is_exported(home: Path) -> None:
+    rows = ["data.source=jsonl", f"data.paths=[{home / 'rows.jsonl'}]", "data.field=code", "data.target_field=doc", "data.tokenizer=bytes"]
+    small = ["model.config.vocab_size=320", "model.config.d_model=32", "model.config.d_kv=8", "model.config.d_ff=48"]
+    more = ["training.epochs=3", "data.validation_fraction=0.2", "data.target_length=40", "data.micro_batch=4", "optimizer.lr=1e-2"]
+    recipe = train(home, "t5_summarisation", *rows, *small, *more, "model.config.num_layers=2")
+    losses = values(recipe, "val/loss")
+    assert len(losses) == 3 and min(losses) < losses[0]
+    steps = [int(record["step"]) for record in records(recipe) if "val/loss" in record]
+    best = steps[losses.index(min(losses))]
+    export = export_run(recipe.folder, home / "t5-export", best="val/loss")
+    newest = export_run(recipe.folder / "checkpoints" / f"step-{best:08d}", home / "t5-same")
+    assert (export / "model.safetensors").read_bytes() == (newest / "model.safetensors").read_bytes()
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(export).eval()
+    assert model.shared.weight is model.encoder.embed_tokens.weight is model.decoder.embed_tokens.weight
+    tokenizer = transformers.AutoTokenizer.from_pretrained(export)
+    made = model.generate(**tokenizer("def open_file(self): pass", return_tensors="pt"), max_new_tokens=8)
+    assert made.shape[0] == 1 and int(made[0, 0]) == model.config.decoder_start_token_id
+
+
+def test_bert_goes_on_in_mid_epoch_on_another_mesh_as_if_it_had_not_stopped(home: Path) -> None:
+    rows = ["data.source=jsonl", f"data.paths=[{home / 'rows.jsonl'}]", "data.field=code", "data.label_field=kind", "data.tokenizer=bytes"]
+    more = [*rows, "data.micro_batch=2", "data.validation_fraction=0.2", "training.epochs=null", "training.validate_every=4"]
+    more += ["model.config.hidden_dropout_prob=0", "model.config.attention_probs_dropout_prob=0", "model.config.hidden_size=32"]
+    more += ["schedule.steps=8", "schedule.step_every=3", "optimizer.eps=1e-3"]
+    alone = ["mesh=''", "passes=[]", "data.micro_batch=4"]
+    whole = train(home, "bert_classification", *more, *alone, "training.steps=8", f"output={home / 'bert-whole'}", ranks=1)
+    train(home, "bert_classification", *more, *alone, "training.steps=4", ranks=1)
+    recipe = train(home, "bert_classification", *more, "training.steps=8")
+    assert recipe.mesh == "dp_replicate=2" and recipe.data.accumulate == 2
+    assert values(recipe, "train/loss") == pytest.approx(values(whole, "train/loss"), rel=1e-4)
+    assert values(recipe, "val/accuracy")[-1] == pytest.approx(values(whole, "val/accuracy")[-1])
+    rates = values(recipe, "lr")
+    assert rates[1] == pytest.approx(1e-3) and rates[-1] == pytest.approx(1e-3 * 0.3**2)  # StepLR
+    export = export_run(recipe.folder, home / "bert-export", best="+val/accuracy")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(export)
+    assert model.config.id2label == {0: "odd", 1: "plain", 2: "rare"}
+
+
+def test_a_student_learns_from_a_frozen_teacher_both_sharded_from_a_trainers_file(home: Path) -> None:
+    data = text(home)
+    config = "model.config={model_type: qwen3_moe, vocab_size: 320, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, "
+    config += "num_key_value_heads: 1, head_dim: 16, moe_intermediate_size: 16, intermediate_size: 32, num_experts: 4, "
+    config += "num_experts_per_tok: 2, max_position_embeddings: 64, tie_word_embeddings: true}"
+    teacher = train(home, "qwen3_moe_teacher", *data, config, "training.steps=3", "training.validate_every=3", "mesh=''", ranks=1)
+    folder = export_run(teacher.folder, teacher.folder / "export")
+    taught = ["teacher.model.config", "teacher.model.weights"]
+    student = [each for each in data if not each.startswith("data.micro")] + [f"{each}={folder}" for each in taught] + [config]
+    missing = [each.replace(str(folder), str(home / "nowhere")) for each in student]
+    with pytest.raises(PlanError, match=r"teacher\.model\.weights: .*nowhere does not exist; train and export the teacher first"):
+        train_recipe("qwen3_moe_distillation", missing, nproc=2, quiet=True)
+    steps = ["max_steps=4", "logging_steps=1", "eval_steps=2", "save_steps=2", "per_device_train_batch_size=2"]
+    recipe = train(home, "qwen3_moe_distillation", *student, *steps)
+    assert [next(iter(each)) for each in recipe.passes] == ["FullyShard"] and recipe.teacher is not None
+    assert len(values(recipe, "val/kl")) == 2
+    parts = zip(*(values(recipe, f"val/{name}") for name in ("loss", "cross_entropy", "kl")))
+    for loss, cross_entropy, kl in parts:
+        assert loss == pytest.approx(0.3 * cross_entropy + 0.7 * 4.0 * kl, rel=1e-5)
+    assert values(recipe, "train/loss")[-1] < values(recipe, "train/loss")[0]
+    exported = transformers.AutoModelForCausalLM.from_pretrained(export_run(recipe.folder, home / "student"))
+    assert type(exported).__name__ == "Qwen3MoeForCausalLM"
+
+
+def test_two_nodes_from_one_command(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    more = [*text(home), "model.dim=32", "model.layers=2", "model.hidden=48", "training.steps=3", "training.validate_every=3"]
+    recipe = train(home, "hybrid_two_nodes", *more, "data.micro_batch=1", nodes=2)
+    assert re.search(r"parameters on dp_replicate=2,dp_shard=2 \(cpu\), HybridShard", capfd.readouterr().err)
+    whole = ["mesh=''", "passes=[]", "data.micro_batch=4", f"output={home / 'hybrid-alone'}"]
+    alone = train(home, "hybrid_two_nodes", *more, *whole, ranks=1)
+    assert values(recipe, "train/loss") == pytest.approx(values(alone, "train/loss"), rel=1e-5)
+    assert values(recipe, "val/loss") == pytest.approx(values(alone, "val/loss"), rel=1e-5)

@@ -1,0 +1,170 @@
+"""What `meshpar train` does around a run: the largest micro-batch, the forecast beside the first steps, the objective's options."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import meshpar.forecasting.api
+from meshpar import LaunchError, MeshparError, RecipeError
+from meshpar.launchers import feedback
+from meshpar.launchers.batch_size import find_batch_size
+from meshpar.launchers.objective import make_objective
+from meshpar.launchers.recipe import Recipe, load_recipe
+
+
+def recipe(tmp_path: Path, *overrides: str) -> Recipe:
+    return load_recipe("quickstart", [f"output={tmp_path}", "data.micro_batch=6", "data.accumulate=4", *overrides])
+
+
+def machine(gib_a_sample: float, limit: float = float("inf")) -> Any:
+    """A run that needs memory by its micro-batch, and dies where that is more than ``limit`` GiB."""
+    tried = []
+
+    def run(recipe: Recipe) -> int:
+        size = recipe.data.micro_batch
+        tried.append(size)
+        assert recipe.data.accumulate == 1 and recipe.training.steps == 3 and recipe.checkpoint.best is None
+        if size * gib_a_sample > limit:
+            raise LaunchError("rank 0 failed with OutOfMemoryError: CUDA out of memory")
+        recipe.folder.mkdir(exist_ok=True)
+        (recipe.folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "memory_gib": size * gib_a_sample}) + "\n")
+        return 0
+
+    return run, tried
+
+
+def test_the_largest_micro_batch_keeps_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, tried = machine(1.0)
+    found = find_batch_size(recipe(tmp_path), run, 9 << 30)
+    assert (found.data.micro_batch, found.data.accumulate) == (8, 3)
+    assert len(tried) <= 4 and 8 in tried
+    told = capsys.readouterr().err
+    assert "12: 12.00 GiB a rank, too much" in told
+    assert "found: data.micro_batch=8 data.accumulate=3, 24 samples of a data rank in a step as before" in told
+    assert found.training == recipe(tmp_path).training
+
+
+def test_an_accelerator_is_tried_until_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshpar.launchers.build.device_type", lambda recipe: "cuda")
+    run, _ = machine(1.0, limit=5.0)
+    assert find_batch_size(recipe(tmp_path), run, None).data.micro_batch == 4
+
+
+def test_where_nothing_fits_or_nothing_is_said(tmp_path: Path) -> None:
+    run, _ = machine(3.0)
+    with pytest.raises(RecipeError, match="not even a micro-batch of 1 fits; shard more"):
+        find_batch_size(recipe(tmp_path), run, 1 << 30)
+    with pytest.raises(RecipeError, match="on a CPU needs --memory 4GiB"):
+        find_batch_size(recipe(tmp_path), run, None)
+
+    def broken(recipe: Recipe) -> int:
+        raise LaunchError("rank 0 failed with KeyError: 'x'")
+
+    with pytest.raises(LaunchError, match="KeyError"):
+        find_batch_size(recipe(tmp_path), broken, 1 << 30)
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def report(self, record: Any) -> None: ...
+    def close(self) -> None: ...
+
+
+RECORD = {"step": 1, "tokens_per_second": 1000.0, "memory_gib": 2.0}
+
+
+def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forecast: Any, records: int = 4) -> list[str]:
+    monkeypatch.setattr(meshpar.forecasting.api, "forecast", forecast)
+    console = Notes()
+    reporter = feedback.ForecastFeedback(recipe(tmp_path), "h100", console)
+    deadline = time.monotonic() + 20
+    while any(each.is_alive() and each.name == "forecast" for each in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for _ in range(records):
+        reporter.report(RECORD)
+    reporter.close()
+    return console.notes
+
+
+def made(seconds: float, peak_gib: float) -> Any:
+    return SimpleNamespace(
+        trace=SimpleNamespace(data_size=2),
+        batch=SimpleNamespace(tokens=500),
+        cost=SimpleNamespace(seconds=seconds),
+        memory=SimpleNamespace(peak=int(peak_gib * 2**30)),
+        hardware=SimpleNamespace(name="h100"),
+    )
+
+
+def test_forecast_and_fact_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = reported(tmp_path, monkeypatch, lambda *_, **__: made(1.0, 2.0))
+    assert notes == [
+        "forecast: step: forecast 1,000.0 ms, measured 1,000.0 ms (+0.0%)",
+        "forecast: peak memory: forecast 2.00 GiB, measured 2.00 GiB (+0.0%)",
+    ]
+
+
+def test_where_they_part_there_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = reported(tmp_path, monkeypatch, lambda *_, **__: made(0.25, 1.0))
+    assert [note.split(":")[0] for note in notes] == ["forecast", "forecast", "warning", "warning"]
+
+
+def test_a_forecast_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise MeshparError("no such model\nmore")
+
+    assert reported(tmp_path, monkeypatch, fails) == ["no forecast to compare with: no such model"]
+    assert reported(tmp_path, monkeypatch, fails, records=2) == []  # the first steps are not warm
+
+
+def test_a_cpu_and_other_objectives_are_not_forecast(tmp_path: Path) -> None:
+    assert feedback.forecast_feedback(recipe(tmp_path), torch.device("cpu"), Notes()) == []
+
+
+def test_profiles_are_found_by_the_devices_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert feedback.profile_of(torch.device("cuda", 0)) == "h200"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 4090")
+    assert feedback.profile_of(torch.device("cuda", 0)) is None
+    off = recipe(tmp_path, "training.forecast=false")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert feedback.forecast_feedback(off, torch.device("cuda", 0), Notes()) == []
+
+
+def test_options_of_an_objective_are_checked() -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe("qwen3_moe_distillation", ["training.objective_options={temprature: 2, weight: high}"])
+    assert "temprature: unknown key; nearest: temperature" in str(raised.value)
+    assert "weight: expected a number or nothing, got 'high'" in str(raised.value)
+    with pytest.raises(RecipeError, match="training.objective_options: x: unknown key"):
+        load_recipe("quickstart", ["training.objective_options={x: 1}"])
+    with pytest.raises(RecipeError, match="causal_lm has no use for a teacher"):
+        load_recipe("quickstart", ["teacher={model: {dim: 32, heads: 2}}"])
+    with pytest.raises(RecipeError, match="distillation needs a teacher: give it a model and its weights"):
+        load_recipe("quickstart", ["training.objective=distillation"])
+    assert make_objective("seq2seq", {}).examples == "pairs"
+
+
+def test_a_model_must_suit_its_objective(tmp_path: Path) -> None:
+    from meshpar.launchers import build
+
+    wrong = recipe(tmp_path, "training.objective=seq2seq")
+    assert any("for the objective seq2seq write kind: huggingface" in line for line in build.check_job(wrong, 2))
+    with pytest.raises(RecipeError, match="the objective seq2seq learns from stdlib or jsonl"):
+        recipe(tmp_path, "training.objective=seq2seq", "data.source=files", "data.paths=[a.txt]")
+    pytest.importorskip("transformers")
+    strange = recipe(tmp_path, "training.objective=seq2seq", "model={kind: huggingface, config: {model_type: qwen3}}")
+    assert any("transformers has no seq2seq_lm for model_type 'qwen3'" in line for line in build.check_job(strange, 2))
