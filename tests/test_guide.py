@@ -1,0 +1,77 @@
+"""The guide: its examples run, before and after say the same, and the errors that it explains are in the source."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshpar.launchers.inspecting import check_recipe
+from meshpar.testing import on_ranks
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples" / "guide"
+GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+
+
+def example(name):
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+def shown_after(command):
+    """The losses that the guide shows under a command."""
+    text = GUIDE[GUIDE.index(f"$ {command}\n") :].partition("\n$ ")[0].partition("```")[0]
+    return [float(number) for number in re.findall(r"loss ([\d.]+)", text)]
+
+
+@on_ranks(2)
+def test_before_and_after_say_the_same_on_two_ranks():
+    for before, mesh in (("before_ddp", "dp_replicate=2"), ("before_fsdp1", "dp_shard=2")):
+        expected = shown_after(f"torchrun --nproc-per-node 2 {before}.py")
+        assert len(expected) == 3
+        assert example(before).main() == pytest.approx(expected, abs=2e-5)
+        assert example("after").main(mesh) == pytest.approx(expected, abs=2e-5)
+        assert shown_after(f"torchrun --nproc-per-node 2 after.py {mesh}") == expected
+
+
+def test_before_and_after_say_the_same_in_one_process():
+    expected = shown_after("python before_one.py")
+    assert example("before_one").main() == pytest.approx(expected, abs=2e-5)
+    assert example("after").main() == pytest.approx(expected, abs=2e-5)
+
+
+@on_ranks(4)
+def test_the_layout_of_the_guide_proves_itself():
+    example("layout").check()
+
+
+def test_the_pass_of_the_guide(capsys):
+    example("own_pass").main()
+    told = capsys.readouterr().out
+    assert told.strip() in GUIDE
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("trainer.yaml", 2), ("accelerate.yaml", None)])
+def test_foreign_files_are_translated_as_the_guide_shows(name, ranks, monkeypatch):
+    monkeypatch.chdir(EXAMPLES)
+    assert check_recipe(name, world_size=ranks) in GUIDE
+
+
+def test_the_errors_of_the_guide_are_in_the_source():
+    paths = [path for folder in ("meshpar", "models", "checkpoints", "launchers") for path in (ROOT / folder).rglob("*.py")]
+    # adjacent pieces of one text, joined
+    source = "\n".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8")) for path in paths)
+    rows = re.findall(r"^\| `(.+?)` \|", GUIDE[GUIDE.index("## What each error means") :], re.MULTILINE)
+    assert len(rows) > 25
+    missing = [piece.strip() for row in rows for piece in row.split("…") if piece.strip() not in source]
+    assert missing == []
