@@ -65,8 +65,8 @@ def record(logs: Path, rank: int, error: BaseException, *, hide: str = "") -> No
 
 
 def record_stall(logs: Path, rank: int, message: str) -> None:
-    """Write that the watchdog ended a rank, and why."""
-    _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message, seconds=time.time()))
+    """Write that the watchdog ended a rank, and why; it stands before a rank that was killed, for the watchdog did that, too."""
+    _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message, seconds=-1.0))
 
 
 def _write(logs: Path, failure: Failure) -> None:
@@ -74,6 +74,15 @@ def _write(logs: Path, failure: Failure) -> None:
     temporary = path.with_suffix(".tmp")  # others may look at any moment
     temporary.write_text(json.dumps(asdict(failure)), encoding="utf-8")
     temporary.replace(path)
+
+
+def record_kills(logs: Path, exit_codes: Mapping[int, int]) -> None:
+    """Write which ranks were ended by a signal: what the others say comes of it, so that it stands before them."""
+    for rank, code in exit_codes.items():
+        if code < 0 and code != -signal.SIGTERM:
+            out_of_memory = "; the kernel does this to a process when memory runs out" if code == -signal.SIGKILL else ""
+            message = f"rank {rank} was ended by {signal.Signals(-code).name}{out_of_memory}"
+            _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message))
 
 
 def error_file(logs: Path, rank: int) -> Path:
@@ -84,21 +93,20 @@ def error_file(logs: Path, rank: int) -> Path:
 def recorded(logs: Path) -> list[Failure]:
     """Return what ranks wrote, the earliest first."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank-*.error.json")]
-    return sorted((Failure(**{**each, "problems": tuple(each["problems"])}) for each in found), key=lambda failure: failure.seconds)
+    return sorted(
+        (Failure(**{**each, "problems": tuple(each["problems"])}) for each in found), key=lambda failure: (failure.seconds, failure.rank)
+    )
 
 
 def first_error(logs: Path, exit_codes: Mapping[int, int]) -> MeshparError:
     """Return what ended the job: a rank that was killed, or the error that a rank wrote first; the others' come of it.
 
+    Where that was on another host, the error only says so, and is told there.
+
     Args:
         logs: the folder of the ranks' logs, which hosts may share.
         exit_codes: of this host's failed ranks.
     """
-    killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM}
-    if killed:
-        rank, number = next(iter(sorted(killed.items())))
-        out_of_memory = "; the kernel does this to a process when memory runs out" if number == signal.SIGKILL else ""
-        return LaunchError(f"rank {rank} was ended by {signal.Signals(number).name}{out_of_memory}")
     found = recorded(logs)
     if not found:
         return LaunchError(f"ranks ended without a word, exit codes {dict(exit_codes)}; their logs in {logs} may say why")

@@ -18,18 +18,20 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from meshpar.errors import LaunchError
-from meshpar.launchers.failures import first_error, recorded
+from meshpar.errors import LaunchError, MeshparError
+from meshpar.launchers.failures import NO_USE, exit_code, first_error, record_kills, recorded
 from meshpar.launchers.rank_logs import Shown, folder_for, log_file
 from meshpar.launchers.recipe import Recipe
 
 SHUTDOWN_S = 600
 """Seconds that ranks have to write a checkpoint after a signal, before they are killed."""
 
+COMPLETE, NO_RESTART = "complete", "no-restart"
+"""Files in a start's folder of logs: the job is done; another start would fail as this one."""
+
 MEETING_S = 900
 """Seconds that agents of different nodes wait for each other."""
 
-_LAST_CALL_S = 15  # what an elastic job that has its least nodes waits for more
 _OTHERS_S = 1.0  # what a node gives the others to write their errors, to name the first
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _STOPPED = {128 + each for each in _SIGNALS}  # what ranks end with that one of them was asked to stop
@@ -49,6 +51,7 @@ class Placement:
         restarts: how often the ranks are started again after a failure. Nodes that are no elastic job have no common restart: there
             it is 0, and the engine starts the whole job again.
         run_id: equal on all nodes, another for every start of the job.
+        rejoin_s: of an elastic job: seconds after which a silent node is lost, and so many again in which others may join.
     """
 
     ranks: int
@@ -58,6 +61,7 @@ class Placement:
     head: str = ""
     restarts: int = 0
     run_id: str = ""
+    rejoin_s: int = 15
 
     def __post_init__(self) -> None:
         if self.nodes == 1:
@@ -128,18 +132,29 @@ def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextI
         try:
             elastic_launch(config, sys.executable)("-m", "meshpar.launchers.worker", str(logs), *work)
         except ChildFailedError as failed:
+            _ignore_signals()
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             if set(codes.values()) <= _STOPPED:
                 return max(codes.values())
+            record_kills(logs, codes)
             if placement.nodes > 1:
                 time.sleep(_OTHERS_S)
-            raise first_error(logs, codes) from None
+            raise _noted(first_error(logs, codes), logs) from None
         except SignalException as stop:
+            _ignore_signals()
             _end_ranks(logs)
             if recorded(logs):
-                raise first_error(logs, {}) from None
+                raise _noted(first_error(logs, {}), logs) from None
             return 128 + int(stop.sigval)
+    (logs / COMPLETE).touch()
     return 0
+
+
+def _noted(error: MeshparError, logs: Path) -> MeshparError:
+    """Leave a file for the engine where another start is of no use: of several nodes' exit codes it may see another one."""
+    if exit_code(error) == NO_USE:
+        (logs / NO_RESTART).touch()
+    return error
 
 
 def _config(placement: Placement, folder: str) -> LaunchConfig:
@@ -148,7 +163,12 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
     if placement.nodes == 1:
         meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
     elif placement.elastic:
-        configs = {"join_timeout": MEETING_S, "last_call_timeout": _LAST_CALL_S}
+        configs = {
+            "join_timeout": MEETING_S,
+            "last_call_timeout": placement.rejoin_s,
+            "keep_alive_interval": -(-placement.rejoin_s // 3),
+            "keep_alive_max_attempt": 3,
+        }
         if placement.node_rank is not None:
             configs["is_host"] = int(placement.node_rank == 0)
         meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": placement.head, "rdzv_configs": configs}
@@ -192,6 +212,12 @@ def _signals_restored() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    """The ranks are gone; an engine that ends the job now must not cut off what is told about it."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _end_ranks(mark: Path) -> None:

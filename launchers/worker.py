@@ -27,6 +27,7 @@ def main() -> int:
     if rank or os.environ.get("MESHPAR_TERMINAL") != "1":
         redirect(folder, rank)
     error_file(folder, rank).unlink(missing_ok=True)  # of the start before this one
+    os.environ["MESHPAR_LOGS"] = logs  # for the watchdog's word
     _end_with_launcher()
     try:
         return run_recipe(what) if kind == "recipe" else run_code(kind, what, arguments)
@@ -45,7 +46,13 @@ def run_recipe(path: str) -> int:
         from meshpar.launchers.recipe import load_recipe
         from meshpar.launchers.train import exit_code
 
-    return exit_code(run_job(fitted(load_recipe(path), int(os.environ["WORLD_SIZE"]))).stopped)
+    recipe = load_recipe(path)
+    known = len(recipe.notes)
+    recipe = fitted(recipe, int(os.environ["WORLD_SIZE"]))
+    if os.environ["RANK"] == "0":
+        for note in recipe.notes[known:]:
+            print(f"note: {note}", file=sys.stderr)
+    return exit_code(run_job(recipe).stopped)
 
 
 def run_code(kind: str, what: str, arguments: Sequence[str]) -> int:

@@ -10,13 +10,18 @@
 - ``assert_async``: a check that does not wait for the device; private without a public form.
 - ``StridedShard``: how FSDP2 names its split of a dim that the tensor axis split before (pytorch/pytorch#126697).
 - ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664).
+- ``collective_counts``, ``last_collectives``: which process groups there are, their numbers of collectives, and the flight recorder
+  (gloo's in memory since torch 2.13); private without a public form.
 """
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import _assert_async as assert_async
 from torch import nn
@@ -51,3 +56,34 @@ def drop_unreduced_gradients(module: nn.Module) -> None:
 collective_ops = torch.ops._c10d_functional
 
 __all__ = ["StridedShard", "assert_async", "checkpoint", "collective_ops", "drop_unreduced_gradients", "ignore_profiler_marks", "replicate"]
+
+
+def collective_counts() -> dict[str, int]:
+    """Return how many collectives each process group of this rank has begun; groups are named by their axis and ranks."""
+    if not dist.is_initialized():
+        return {}
+    found = {}
+    group: Any
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # a backend without numbers (fake, mpi)
+            found[_group_name(group)] = group._get_sequence_number_for_group()
+    return found
+
+
+def last_collectives() -> dict[str, tuple[int, str]]:
+    """Return the number and the name (with the line that called it, where it is known) of each group's last collective."""
+    counts = collective_counts()
+    names = {group.group_name: _group_name(group) for group in list(dist.distributed_c10d._world.pg_map)} if counts else {}
+    last = {name: (number, "a collective") for name, number in counts.items()}
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    for entry in json.loads(dump()).get("entries", []) if dump is not None else []:
+        name = names.get(entry["process_group"][0])
+        if name is not None and not entry.get("is_p2p") and entry["collective_seq_id"] == counts[name]:
+            last[name] = (counts[name], entry["profiling_name"])
+    return last
+
+
+def _group_name(group: Any) -> str:
+    ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+    said = group.group_desc.removeprefix("mesh_") if group.group_desc not in ("", "undefined") else f"group {group.group_name}"
+    return f"{said} (ranks {ranks})"

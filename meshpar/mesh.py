@@ -137,6 +137,14 @@ class MeshSpec:
         inner = math.prod(self.axes[name] for name in names[names.index(axis) :])
         return self.axes[axis] > 1 and (inner > self.ranks_per_node or self.ranks_per_node % inner != 0)
 
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """Return the ranks of each group of an axis of a resolved spec, in the order of their first ranks."""
+        names = list(self.axes)
+        size = self.axes[axis]
+        stride = math.prod(self.axes[name] for name in names[names.index(axis) + 1 :])
+        firsts = [rank for rank in range(self.size) if rank // stride % size == 0]
+        return [tuple(range(first, first + size * stride, stride)) for first in firsts]
+
     def build(self, device_type: str) -> DeviceMesh:
         """Return the DeviceMesh of a resolved spec; rank order is row-major over the axes.
 

@@ -101,10 +101,44 @@ def _open_group(here: torch.device, timeout_s: float) -> None:
     if not launched():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
+    _need_address()
+    dist.init_process_group(backend, timeout=timeout)
+
+
+def _need_address() -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise LaunchError(f"RANK and WORLD_SIZE are set but {missing} are not; start the job with torchrun, or set them")
-    dist.init_process_group(backend, timeout=timeout)
+
+
+def meeting_store(name: str, *, timeout_s: float) -> dist.Store:
+    """Return a connection of its own to the store where the launcher's ranks meet; keys are apart from others' and from other starts'.
+
+    Args:
+        name: of what it is for, equal on all ranks.
+        timeout_s: bound in seconds on connecting and on waiting for a key.
+
+    Raises:
+        LaunchError: this is no rank of a launcher.
+        DistError: nobody answers there in time.
+    """
+    if not launched():
+        raise LaunchError("there is no launcher whose ranks could meet; start with meshpar run, torchrun or srun")
+    _need_address()
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        _number("MASTER_PORT", 0),
+        is_master=rank() == 0 and not dist.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,  # the group that is opened next shares the server
+    )
+    return dist.PrefixStore(f"meshpar/{name}/{_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def settings(*prefixes: str) -> dict[str, str]:
+    """Return the environment's settings whose names begin with one of ``prefixes``."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from meshpar import CheckpointError, LaunchError, MeshparError
 from meshpar.launchers import slurm
 from meshpar.launchers.cli import app
 from meshpar.launchers.exporting import bytes_of
-from meshpar.launchers.failures import Failure, first_error
+from meshpar.launchers.failures import Failure, first_error, record_kills
 from meshpar.launchers.train import exit_code
 from meshpar.models import TransformerConfig
 
@@ -169,6 +169,7 @@ def test_an_error_that_is_not_ours_comes_with_rank_and_traceback(tmp_path: Path)
 
 def test_a_killed_rank_is_the_cause_of_what_the_others_say(tmp_path: Path) -> None:
     write_error(tmp_path, 0, "RuntimeError", "Connection closed by peer", 1.0)
+    record_kills(tmp_path, {0: 1, 1: -signal.SIGKILL})
     assert "rank 1 was ended by SIGKILL; the kernel" in str(first_error(tmp_path, {0: 1, 1: -signal.SIGKILL}))
 
 

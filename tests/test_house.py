@@ -13,11 +13,11 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"meshpar": "meshpar", "models": "meshpar.models", "checkpoints": "meshpar.checkpoints", "launchers": "meshpar.launchers"}
 FLOORS = [
     {"errors", "patterns", "views"},
-    {"mesh", "weights", "loss", "_torch", "placements"},
+    {"mesh", "drawing", "weights", "loss", "_torch", "placements"},
     {"layout"},
     {"passes"},
-    {"replicas", "initialize", "guards", "description", "registry", "runtime"},
-    {"parallelized"},
+    {"replicas", "initialize", "guards", "description", "registry", "runtime", "watchdog"},
+    {"parallelized", "chunked"},
     {"plan"},
     {"testing", "forecasting", "training"},
     {"models", "checkpoints"},

@@ -1,0 +1,1 @@
+"""What is wrong with the machines, found before training does."""

@@ -1,0 +1,209 @@
+"""What the facts of all ranks say: findings, each with what, where and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from meshpar.launchers.doctor.facts import INTERFACES
+
+Facts = Mapping[str, Any]
+Found = Sequence[Facts]
+
+GIB = 2**30
+CLOCK_S = 2.0
+SHM = 1 * GIB
+OPEN_FILES = 4096
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that is wrong.
+
+    Attributes:
+        what: is wrong.
+        where: on which ranks and hosts.
+        do: what helps.
+    """
+
+    what: str
+    where: str
+    do: str
+
+    def __str__(self) -> str:
+        return f"{self.what}\n    where: {self.where}\n    do:    {self.do}"
+
+
+def all_findings(found: Found) -> list[Finding]:
+    """Return what is wrong with the machines themselves; ``found`` has each rank's facts, in the order of ranks."""
+    checks: tuple[Callable[[Found], Iterator[Finding]], ...] = (
+        _versions, _devices, _settings, _interfaces, _names, _infiniband, _clocks, _limits, _shm,
+    )  # fmt: skip
+    return [finding for check in checks for finding in check(found)]
+
+
+def hosts_of(found: Found) -> list[str]:
+    """Return the hosts, in the order of their first ranks."""
+    return list(dict.fromkeys(each["host"] for each in found))
+
+
+def ranks_text(found: Found) -> str:
+    """Return ``ranks 0, 1 (n1), 2 (n2)``, shortened where there are many."""
+    by_host: dict[str, list[int]] = {}
+    for each in found:
+        by_host.setdefault(each["host"], []).append(each["rank"])
+    parts = [f"{_numbers(ranks)} ({host})" for host, ranks in by_host.items()]
+    more = f" and {len(parts) - 8} hosts more" if len(parts) > 8 else ""
+    return f"rank{'s' if len(found) > 1 else ''} {', '.join(parts[:8])}{more}"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:8]))}, ..."
+
+
+def _groups(found: Found, of: Callable[[Facts], Any]) -> dict[Any, list[Facts]]:
+    groups: dict[Any, list[Facts]] = {}
+    for each in found:
+        groups.setdefault(of(each), []).append(each)
+    return groups
+
+
+def _differ(found: Found, of: Callable[[Facts], Any]) -> str:
+    """Return ``X on ranks ...; Y on ranks ...``; empty where all are equal."""
+    groups = _groups(found, of)
+    return "" if len(groups) < 2 else "; ".join(f"{value} on {ranks_text(members)}" for value, members in groups.items())
+
+
+def _versions(found: Found) -> Iterator[Finding]:
+    for name in sorted({name for each in found for name in each["versions"]}):
+        where = _differ(found, lambda each, name=name: each["versions"].get(name, "none"))
+        if where:
+            yield Finding(what=f"versions of {name} differ", where=where, do=f"install the same {name} on every node")
+
+
+def _devices(found: Found) -> Iterator[Finding]:
+    where = _differ(found, lambda each: each["device"]["kind"])
+    if where:
+        yield Finding(what="devices differ", where=where, do="use nodes of one kind: the slowest device sets the pace")
+    for (host, device), members in _groups(found, lambda each: (each["host"], each["device"]["id"])).items():
+        if device is not None and len(members) > 1:
+            yield Finding(
+                what=f"{len(members)} ranks share one device of {host}",
+                where=ranks_text(members),
+                do="give each rank its own: as many ranks as devices (--nproc), and no CUDA_VISIBLE_DEVICES that hides some",
+            )
+
+
+def _settings(found: Found) -> Iterator[Finding]:
+    for name in sorted({name for each in found for name in each["settings"]}):
+        where = _differ(found, lambda each, name=name: each["settings"].get(name, "unset"))
+        if where:
+            yield Finding(what=f"{name} differs between ranks", where=where, do="set it alike on every node, or on none")
+
+
+def _interfaces(found: Found) -> Iterator[Finding]:
+    several = len(hosts_of(found)) > 1
+    for name in INTERFACES:
+        for (host, value), members in _groups(found, lambda each, name=name: (each["host"], each["settings"].get(name))).items():
+            if value is None:
+                continue
+            there = members[0]["interfaces"]
+            chosen = {each: fact for each, fact in there.items() if _chosen(value, each)}
+            known = ", ".join(sorted(there))
+            outward = ", ".join(sorted(each for each, fact in there.items() if not fact["loopback"])) or "none here"
+            if not chosen:
+                yield Finding(what=f"{name}={value} names no interface", where=f"{host}, which has {known}", do="name one of these")
+            elif several and all(fact["loopback"] for fact in chosen.values()):
+                yield Finding(
+                    what=f"{name}={value} is the loopback interface, which reaches no other host",
+                    where=host,
+                    do=f"name one that does: {outward}",
+                )
+            elif not any(fact["up"] and fact["address"] for fact in chosen.values()):
+                yield Finding(what=f"{name}={value} is down or has no address", where=host, do=f"bring it up, or name another of {known}")
+
+
+def _chosen(value: str, interface: str) -> bool:
+    """Tell whether NCCL (and, for a plain name, gloo) means an interface: ``eth`` is a prefix, ``=eth0`` exact, ``^lo`` all but."""
+    names = value.lstrip("^=").split(",")
+    if value.startswith("^"):
+        return not any(interface.startswith(name) for name in names)
+    return any(interface == name if value.startswith("=") else interface.startswith(name) for name in names)
+
+
+def _names(found: Found) -> Iterator[Finding]:
+    if len(hosts_of(found)) < 2:
+        return
+    for host, members in _groups(found, lambda each: each["host"]).items():
+        first = members[0]
+        if first["address"] is None and "GLOO_SOCKET_IFNAME" not in first["settings"]:
+            yield Finding(
+                what="the host's own name has no address", where=host, do="add it to DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME"
+            )
+        elif (first["address"] or "").startswith("127.") and "GLOO_SOCKET_IFNAME" not in first["settings"]:
+            yield Finding(
+                what=f"the host's own name means {first['address']}, which gloo would tell the others",
+                where=host,
+                do="set GLOO_SOCKET_IFNAME to the interface of the network, or take the name off 127.x in /etc/hosts",
+            )
+
+
+def _infiniband(found: Found) -> Iterator[Finding]:
+    first = [members[0] for members in _groups(found, lambda each: each["host"]).values()]
+    where = _differ(first, lambda each: ", ".join(f"{port['port']} {port['rate']}" for port in each["infiniband"]) or "no port")
+    if where:
+        yield Finding(what="InfiniBand ports differ between hosts", where=where, do="use nodes wired alike; the slowest link sets the pace")
+    for each in first:
+        down = [port["port"] for port in each["infiniband"] if "ACTIVE" not in port["state"]]
+        if down:
+            yield Finding(
+                what=f"InfiniBand ports that are not active: {', '.join(down)}",
+                where=each["host"],
+                do="see to cables and subnet manager (ibstat), or leave them out with NCCL_IB_HCA",
+            )
+
+
+def _clocks(found: Found) -> Iterator[Finding]:
+    times = sorted(each["clock"] for each in found if "clock" in each)
+    if times and times[-1] - times[0] > CLOCK_S:
+        middle = times[len(times) // 2]
+        off = [each for each in found if abs(each["clock"] - middle) > CLOCK_S / 2]
+        yield Finding(
+            what=f"clocks are {times[-1] - times[0]:.1f} s apart",
+            where="; ".join(f"{each['host']} {each['clock'] - middle:+.1f} s" for each in _one_a_host(off)),
+            do="let chrony or ntpd run: logs of different hosts cannot be put in order, and locks on shared file systems go wrong",
+        )
+
+
+def _one_a_host(found: Found) -> list[Facts]:
+    return list({each["host"]: each for each in found}.values())
+
+
+def _limits(found: Found) -> Iterator[Finding]:
+    low = [each for each in _one_a_host(found) if each["infiniband"] and each["locked_memory"] not in (-1, 2**64 - 1)]
+    if low:
+        yield Finding(
+            what="locked memory is bounded, which InfiniBand's registrations exceed",
+            where="; ".join(f"{each['host']}: {each['locked_memory'] / GIB:.2f} GiB" for each in low),
+            do="set it unlimited: ulimit -l unlimited (limits.conf, or LimitMEMLOCK of slurmd's unit)",
+        )
+    few = [each for each in _one_a_host(found) if 0 < each["open_files"] < OPEN_FILES and len(found) > 16]
+    if few:
+        yield Finding(
+            what="few open files are allowed; each peer needs some",
+            where="; ".join(f"{each['host']}: {each['open_files']}" for each in few),
+            do=f"ulimit -n {16 * OPEN_FILES}",
+        )
+
+
+def _shm(found: Found) -> Iterator[Finding]:
+    low = [each for each in _one_a_host(found) if each["shm"] is None or each["shm"]["free"] < SHM]
+    if low:
+        sizes = [f"{each['host']}: {0 if each['shm'] is None else each['shm']['free'] / GIB:.2f} GiB free" for each in low]
+        yield Finding(
+            what="little room in /dev/shm, which NCCL and data workers use",
+            where="; ".join(sizes),
+            do="give the container more (docker --shm-size=16g; Kubernetes: an emptyDir of medium Memory), or clean it",
+        )

@@ -1,0 +1,174 @@
+"""The examination: facts of all ranks, clocks, connections between hosts, the checkpoint folder; then the mesh's speed."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from meshpar import runtime
+from meshpar.launchers.doctor.checks import GIB, Facts, Finding, all_findings, hosts_of, ranks_text
+from meshpar.launchers.doctor.facts import collect
+from meshpar.launchers.doctor.measure import AxisSpeed, PairSpeed
+from meshpar.launchers.doctor.meeting import Meeting
+
+CONNECT_S = 3.0
+_NEIGHBOURS = 8  # hosts that each host connects to, at most
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder:
+    """Where checkpoints go, and how many bytes of room they want (0: not known)."""
+
+    path: Path
+    bytes: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        facts: of each rank.
+        findings: what is wrong.
+        notes: what is no fault and worth knowing.
+        speeds, pairs: of the mesh's axes; empty where nothing was measured.
+    """
+
+    facts: tuple[Facts, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+    speeds: tuple[AxisSpeed, ...] = ()
+    pairs: tuple[PairSpeed, ...] = ()
+
+
+def examine(meeting: Meeting, device: torch.device, folder: Folder | None) -> Report:
+    """Look at all machines, without a collective: every wait is bounded. Every rank calls it.
+
+    Raises:
+        PreflightError: ranks that did not come.
+    """
+    facts = meeting.gather("facts", collect(device))
+    firsts = {each["host"]: each["rank"] for each in reversed(facts)}
+    speaks = meeting.rank in firsts.values()
+    token = None if folder is None or meeting.rank else _leave_token(folder.path)
+    with ExitStack() as stack:
+        place = _listen(stack) if speaks else None
+        met = meeting.gather("met", {"time": time.time(), "listens": place, "token": token})
+        for each, other in zip(facts, met):
+            each["clock"] = other["time"]
+        own = {
+            "unreached": _unreached(meeting.rank, firsts, met) if speaks else [],
+            "folder": _looked(folder.path, met[0]["token"]) if folder is not None and speaks else None,
+        }
+        seen = meeting.gather("seen", own)
+    if token is not None:
+        (folder.path / token["name"]).unlink(missing_ok=True)  # type: ignore[union-attr]
+    findings = all_findings(facts)
+    findings += _connection_findings(facts, seen)
+    if folder is not None:
+        findings += _folder_findings(facts, folder, met[0]["token"], [each["folder"] for each in seen])
+    return Report(facts=tuple(facts), findings=tuple(findings))
+
+
+def _listen(stack: ExitStack) -> list[Any]:
+    """Open a port for the others to try, at the address by which this host reaches rank 0's."""
+    server = stack.enter_context(socket.create_server(("", 0), backlog=64))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        head = runtime.settings("MASTER_")
+        with suppress(OSError):  # it stays 127.0.0.1, which the others then cannot reach and say so
+            asking.connect((head["MASTER_ADDR"], int(head["MASTER_PORT"])))
+        address = asking.getsockname()[0]
+    return [address if address != "0.0.0.0" else "127.0.0.1", server.getsockname()[1]]
+
+
+def _unreached(rank: int, firsts: dict[str, int], met: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """Return the hosts that this one cannot connect to, with the reason."""
+    others = list(firsts.items())
+    mine = next(place for place, (_, first) in enumerate(others) if first == rank)
+    ring = (others[mine + 1 :] + others[:mine])[:_NEIGHBOURS]
+    failed = []
+    for host, first in ring:
+        address, port = met[first]["listens"]
+        try:
+            socket.create_connection((address, port), timeout=CONNECT_S).close()
+        except OSError as error:
+            failed.append([host, f"{address}:{port}", str(error)])
+    return failed
+
+
+def _connection_findings(facts: Sequence[Facts], seen: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    failed = [(each["host"], *other) for each, told in zip(facts, seen) for other in told["unreached"]]
+    if failed:
+        yield Finding(
+            what="hosts that cannot connect to each other",
+            where="; ".join(f"{here} to {there} at {address}: {why}" for here, there, address, why in failed[:8]),
+            do="open all ports between the nodes (collectives use ones that the system chooses), and see to routes and names",
+        )
+
+
+def _leave_token(path: Path) -> dict[str, str]:
+    """Write a file that the other hosts look for; an error is told instead."""
+    name = f".doctor-{uuid.uuid4().hex[:12]}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(name, encoding="utf-8")
+    except OSError as error:
+        return {"name": name, "error": str(error)}
+    return {"name": name}
+
+
+def _looked(path: Path, token: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"shared": (path / token["name"]).exists(), "error": None, "free": None}
+    own = path / f"{token['name']}-{socket.gethostname()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        own.write_text("", encoding="utf-8")
+        own.unlink()
+        found["free"] = shutil.disk_usage(path).free
+    except OSError as error:
+        found["error"] = str(error)
+    return found
+
+
+def _folder_findings(
+    facts: Sequence[Facts], folder: Folder, token: dict[str, str], seen: Sequence[dict[str, Any] | None]
+) -> Iterator[Finding]:
+    looked = [(each["host"], look) for each, look in zip(facts, seen) if look is not None]
+    failed = [(host, look["error"]) for host, look in looked if look["error"]]
+    if failed:
+        yield Finding(
+            what=f"the checkpoint folder {folder.path} cannot be written",
+            where="; ".join(f"{host}: {error}" for host, error in failed),
+            do="mount it there, or give its owner and mode, or choose another output",
+        )
+    apart = [host for host, look in looked if not look["shared"] and not look["error"]]
+    if apart and "error" not in token:
+        yield Finding(
+            what=f"the checkpoint folder {folder.path} is not shared: a file of {facts[0]['host']} is not there",
+            where=", ".join(apart),
+            do="put the output on a file system that all nodes mount; otherwise no checkpoint can be restored",
+        )
+    low = [(host, look["free"]) for host, look in looked if look["free"] is not None and look["free"] < folder.bytes]
+    if low:
+        yield Finding(
+            what=f"no room for the checkpoints, which take about {folder.bytes / GIB:.1f} GiB",
+            where="; ".join(f"{host}: {free / GIB:.1f} GiB free in {folder.path}" for host, free in low),
+            do="make room, keep fewer (checkpoint.keep), or choose another output",
+        )
+
+
+def summary(facts: Sequence[Facts]) -> str:
+    """Return one line on who is there."""
+    hosts = hosts_of(facts)
+    return f"{len(facts)} ranks on {len(hosts)} host{'s' if len(hosts) > 1 else ''}: {ranks_text(facts)}"

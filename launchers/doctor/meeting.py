@@ -1,0 +1,99 @@
+"""Ranks that meet through the launcher's store, with a bound: who does not come is named."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch.distributed as dist
+
+from meshpar import runtime
+from meshpar.errors import PreflightError
+
+_TOLD_S = 10.0  # in which rank 0's word reaches the others
+
+
+@final
+class Meeting:
+    """Exchanges plain data between all ranks; every call is made by every rank, in the same order."""
+
+    def __init__(self, wait_s: float, name: str = "doctor") -> None:
+        """Connect.
+
+        Args:
+            wait_s: seconds in which every rank must come.
+            name: of what the ranks meet for.
+
+        Raises:
+            PreflightError: rank 0 does not answer.
+        """
+        self.rank, self.world = runtime.rank(), runtime.world_size()
+        self._wait_s, self._hosts = wait_s, dict[int, str]()
+        try:
+            self._store = runtime.meeting_store(name, timeout_s=wait_s)
+        except dist.DistError as error:
+            where = runtime.settings("MASTER_")
+            raise PreflightError(
+                f"rank 0 does not answer at {where.get('MASTER_ADDR')}:{where.get('MASTER_PORT')} within {wait_s:.0f} s; see whether "
+                f"its node runs, whether its name means the same address here, and whether the port is open ({_first_line(error)})"
+            ) from error
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Return every rank's value, in the order of ranks.
+
+        Raises:
+            PreflightError: naming the ranks that did not come; on every rank that did.
+        """
+        self._store.set(f"{name}/{self.rank}", json.dumps(value))
+        if self.rank == 0:
+            found = self._collect(name)
+            missing = [rank for rank in range(self.world) if rank not in found]
+            self._store.set(f"{name}/all", json.dumps({"found": [found.get(rank) for rank in range(self.world)], "missing": missing}))
+        told = self._told(name)
+        if told["missing"]:
+            raise PreflightError(missing_text(told["missing"], told["found"], self._wait_s))
+        return list(told["found"])
+
+    def _collect(self, name: str) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + self._wait_s
+        while len(found) < self.world and time.monotonic() < deadline:
+            for rank in set(range(self.world)) - set(found):
+                if self._store.check([f"{name}/{rank}"]):
+                    found[rank] = json.loads(self._store.get(f"{name}/{rank}"))
+            time.sleep(0.01)
+        return found
+
+    def _told(self, name: str) -> dict[str, Any]:
+        deadline = time.monotonic() + self._wait_s + _TOLD_S
+        while True:
+            try:
+                told: dict[str, Any] = json.loads(self._store.get(f"{name}/all"))
+                return told
+            except dist.DistError as error:
+                if time.monotonic() > deadline:
+                    raise PreflightError(
+                        f"rank 0 came and has gone: it said nothing for {self._wait_s:.0f} s ({_first_line(error)})"
+                    ) from error
+
+
+def missing_text(missing: Sequence[int], found: Sequence[Mapping[str, Any] | None], wait_s: float) -> str:
+    """Return which ranks did not come, on which nodes they should be, and what to look at."""
+    came = [each for each in found if isinstance(each, Mapping)]
+    per_node = next((each["ranks_per_node"] for each in came if each.get("ranks_per_node")), None)
+    hosts = {each["rank"] // per_node: each["host"] for each in came} if per_node and came and "host" in came[0] else {}
+    places = []
+    for rank in missing:
+        node = rank // per_node if per_node else None
+        where = "" if node is None else f" (on {hosts[node]})" if node in hosts else f" (on node {node}, of which no rank came)"
+        places.append(f"{rank}{where}")
+    return (
+        f"ranks that did not come within {wait_s:.0f} s: {', '.join(places)}; see whether their nodes run, what their logs say, "
+        "and whether they reach rank 0's port"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -1,0 +1,119 @@
+"""One rank of an examination: ``python -m meshpar.launchers.doctor.rank mesh=auto folder=runs``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from meshpar import runtime
+from meshpar.launchers.doctor.checks import Finding
+from meshpar.launchers.doctor.examine import Folder, Report, examine
+from meshpar.launchers.doctor.measure import measure
+from meshpar.launchers.doctor.meeting import Meeting
+from meshpar.launchers.doctor.placement import placement_findings, price_of_sharding, spans
+from meshpar.launchers.doctor.profile import measured_profile
+from meshpar.launchers.doctor.report import rate_text, report_text
+from meshpar.launchers.watching import watched
+from meshpar.mesh import MeshSpec, default_device_type
+
+WAIT_S = 60.0
+"""Seconds in which all ranks must have come."""
+
+MEASURE_S = 60.0
+"""Seconds without progress after which measuring is given up, and those that hold it up are named."""
+
+UNEVEN = 2.0
+"""How many times slower than the axis inside it an axis that spans hosts may be before that is a finding of its own."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Examine and let rank 0 print the report; the exit code is 1 where there are findings, unless a launcher wants a file for them.
+
+    Args:
+        arguments: ``mesh=TEXT``, ``wait=SECONDS``, ``folder=PATH`` (checkpoints), ``profile=PATH`` (hardware profile to write).
+    """
+    given = dict(each.split("=", 1) for each in arguments)
+    spec = mesh_of(given.get("mesh", "auto"))
+    folder = Folder(path=Path(given["folder"])) if "folder" in given else None
+    kind = default_device_type()
+    report = look(spec, kind, folder, wait_s=float(given.get("wait", WAIT_S)))
+    if runtime.is_main():
+        print(report_text(report, spec), flush=True)
+    if "profile" in given:
+        with runtime.distributed(kind) as device:
+            text = measured_profile(report, device)
+        if runtime.is_main():
+            Path(given["profile"]).write_text(text, encoding="utf-8")
+            print(f"profile: {given['profile']}")
+    wanted = os.environ.get("MESHPAR_FINDINGS")
+    if report.findings and wanted is not None:
+        Path(wanted).touch()
+    return 1 if report.findings and wanted is None else 0
+
+
+def mesh_of(text: str) -> MeshSpec:
+    """Return the mesh that is meant: ``auto`` is shards inside a node and replicas across."""
+    world = runtime.world_size()
+    if text in ("", "auto"):
+        return MeshSpec.auto(world, runtime.ranks_per_node() or world)
+    return MeshSpec(text, ranks_per_node=runtime.ranks_per_node()).resolve(world)
+
+
+def look(spec: MeshSpec, kind: str, folder: Folder | None, *, wait_s: float = WAIT_S) -> Report:
+    """Examine the machines, and measure the mesh where they can reach each other. Every rank calls it, outside a process group.
+
+    Raises:
+        PreflightError: ranks that did not come.
+    """
+    device = runtime.device(kind)
+    report = examined(spec, device, folder, wait_s=wait_s)
+    if any("cannot connect" in each.what or "interface" in each.what for each in report.findings):
+        return replace(report, notes=(*report.notes, "nothing was measured: the ranks cannot talk to each other"))
+    with runtime.distributed(kind, timeout_s=MEASURE_S * 2):
+        return measured(report, spec, device)
+
+
+def examined(spec: MeshSpec, device: torch.device, folder: Folder | None, *, wait_s: float = WAIT_S, name: str = "doctor") -> Report:
+    """Return what is wrong with the machines and with the mesh's place on them; nothing is measured.
+
+    Raises:
+        PreflightError: ranks that did not come.
+    """
+    report = examine(Meeting(wait_s, name), device, folder)
+    hosts = [each["host"] for each in report.facts]
+    price = price_of_sharding(spec, hosts)
+    findings = (*report.findings, *placement_findings(spec, hosts))
+    return replace(report, findings=findings, notes=() if price is None else (price,))
+
+
+def measured(report: Report, spec: MeshSpec, device: torch.device) -> Report:
+    """Return the report with what the mesh's axes reach. Collective: every rank calls it."""
+    with watched(MEASURE_S, lambda: 0):
+        speeds, pairs = measure(spec.build(device.type), device)
+    report = replace(report, speeds=tuple(speeds), pairs=tuple(pairs))
+    return replace(report, findings=(*report.findings, *_speed_findings(report, spec)))
+
+
+def _speed_findings(report: Report, spec: MeshSpec) -> Iterator[Finding]:
+    """Yield an axis inside a host that is slower than one across hosts: it goes another way than it seems."""
+    hosts = [each["host"] for each in report.facts]
+    gathers = {each.axis: each for each in report.speeds if each.operation == "all_gather"}
+    across = {span.axis: span for span in spans(spec, hosts) if span.most > 1}
+    fastest_across = max((gathers[axis].bus for axis in across), default=0.0)
+    for axis, speed in gathers.items():
+        if axis not in across and fastest_across > UNEVEN * speed.bus:
+            yield Finding(
+                what=f"axis {axis}, inside hosts, reaches {rate_text(speed.bus)}, and between hosts there are {rate_text(fastest_across)}",
+                where=f"every group of {axis}; the slowest decides",
+                do="see whether peer access or shared memory is off (NCCL_P2P_DISABLE, NCCL_SHM_DISABLE), or a link is down "
+                "(nvidia-smi topo -m)",
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Where a job runs: each target renders a file that its engine takes, and knows how to hand it over."""

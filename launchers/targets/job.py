@@ -1,0 +1,146 @@
+"""A job as data, and what a target makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import string
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from meshpar.errors import LaunchError
+from meshpar.mesh import MeshSpec
+from meshpar.patterns import nearest
+
+RECIPE, MESH, COMMAND = "recipe.resolved.yaml", "mesh.json", "command.txt"
+"""What is written beside the job file."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to run, and on what.
+
+    Attributes:
+        name: of the run.
+        folder: the run's folder, absolute; everything is rendered into it.
+        recipe: the resolved recipe's text.
+        mesh: resolved, with ranks in the order of the nodes.
+        nodes: of the job.
+        gpus_per_node: accelerators of a node; 0: the job runs on CPUs.
+        ranks_per_node: of a node.
+        elastic: the job goes on with fewer nodes.
+        command: the ``meshpar launch`` that made it, and that makes it again.
+    """
+
+    name: str
+    folder: Path
+    recipe: str
+    mesh: MeshSpec
+    nodes: int
+    gpus_per_node: int
+    ranks_per_node: int
+    elastic: bool
+    command: tuple[str, ...]
+
+    def mesh_json(self) -> str:
+        """Return the mesh: its axes, and for each rank its node, its place there and its coordinates."""
+        ranks = [
+            {"rank": rank, "node": rank // self.ranks_per_node, "local_rank": rank % self.ranks_per_node, **self.mesh.coordinates(rank)}
+            for rank in range(self.mesh.size)
+        ]
+        rows = ",\n  ".join(json.dumps(each) for each in ranks)
+        head = {"mesh": str(self.mesh), "axes": dict(self.mesh.axes), "nodes": self.nodes, "ranks_per_node": self.ranks_per_node}
+        return f'{json.dumps(head)[:-1]}, "ranks": [\n  {rows}\n]}}\n'
+
+    def files(self) -> dict[str, str]:
+        """Return what every target has beside its job file."""
+        return {RECIPE: self.recipe, MESH: self.mesh_json(), COMMAND: shlex.join(self.command) + "\n"}
+
+
+class Target(Protocol):
+    """A plugin of ``meshpar.launchers``: a dataclass whose fields are the target's options (text, whole numbers, true or false)."""
+
+    def render(self, job: Job) -> Mapping[str, str]:
+        """Return the files, name -> text; the first is the job file."""
+
+    def submit(self, path: Path) -> Sequence[str]:
+        """Return the command that hands the job file over."""
+
+
+def make_target(name: str, cls: Any, options: Sequence[str]) -> Target:
+    """Return the target with its options.
+
+    Args:
+        name: of the plugin.
+        cls: the plugin, a dataclass.
+        options: ``partition=gpu``.
+
+    Raises:
+        LaunchError: with every option that does not fit.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    problems = []
+    for text in options:
+        key, equals, value = text.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or key not in fields:
+            near = nearest(key, fields) or sorted(fields)
+            problems.append(f"{text!r}: {name} has no such option; nearest: {', '.join(near)}, written KEY=VALUE")
+            continue
+        try:
+            values[key] = _read(hints[key], value)
+        except ValueError as error:
+            problems.append(f"{text!r}: {error}")
+    if problems:
+        raise LaunchError("\n  ".join(["options that do not fit:", *problems]))
+    made: Target = cls(**values)
+    return made
+
+
+def _read(hint: Any, text: str) -> object:
+    if hint is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError("expected true or false")
+        return text.lower() == "true"
+    if hint is int:
+        if not text.isdigit():
+            raise ValueError("expected a whole number")
+        return int(text)
+    return text
+
+
+class _Template(string.Template):
+    """Text with ``@{name}``: the dollars are the shell's."""
+
+    delimiter = "@"
+
+
+def fill(template: str, values: Mapping[str, object]) -> str:
+    """Return the text of a template of this package. Lines whose only content is an empty value are dropped."""
+    text = (resources.files("meshpar.launchers.targets") / template).read_text(encoding="utf-8")
+    kept = [line for line in text.splitlines() if not _is_empty(line, values)]
+    return _Template("\n".join(kept)).substitute({name: str(value) for name, value in values.items()}) + "\n"
+
+
+def _is_empty(line: str, values: Mapping[str, object]) -> bool:
+    alone = re.fullmatch(r"\s*@\{(\w+)\}\s*", line)
+    return alone is not None and not str(values[alone[1]])
+
+
+def indented(text: str, spaces: int) -> str:
+    """Return text with every line but the first indented."""
+    return text.rstrip().replace("\n", "\n" + " " * spaces)
+
+
+def dns_label(name: str) -> str:
+    """Return a name that Kubernetes takes: lower case, digits and dashes, at most 50 characters (pods add an index)."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50].rstrip("-") or "job"

@@ -1,0 +1,90 @@
+"""sbatch: one task a node, each an elastic agent; restarts by requeue."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from meshpar.launchers.failures import NO_USE
+from meshpar.launchers.local import COMPLETE, NO_RESTART
+from meshpar.launchers.targets.job import RECIPE, Job, fill
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slurm:
+    """A batch script.
+
+    Attributes:
+        time: the limit, as SLURM writes it; empty: the partition's.
+        partition, account, qos, constraint, reservation: as sbatch's; empty: the cluster's own.
+        gres: of a node, instead of ``--gpus-per-node``.
+        cpus_per_task: CPUs of a node for the job; 0: all of a node taken for it alone (``--exclusive``).
+        signal_s: seconds before the limit at which the job writes a checkpoint and is queued again.
+        max_requeues: how often a job that failed or ran out of time is queued again.
+        restarts: of an elastic job's ranks, inside one start.
+        rejoin_s: of an elastic job: seconds after which a silent node is lost, and so many again in which others may join.
+        meshpar: the command on the nodes; empty: this environment's.
+        setup: a line of shell before anything else, such as ``module load cuda``.
+    """
+
+    time: str = ""
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    reservation: str = ""
+    gres: str = ""
+    cpus_per_task: int = 0
+    signal_s: int = 300
+    max_requeues: int = 10
+    restarts: int = 10
+    rejoin_s: int = 15
+    meshpar: str = ""
+    setup: str = ""
+
+    def render(self, job: Job) -> Mapping[str, str]:
+        """Return the batch script and what lies beside it."""
+        names = ("time", "partition", "account", "qos", "constraint", "reservation", "gres")
+        given = {name: getattr(self, name) for name in names if getattr(self, name)}
+        if self.cpus_per_task:
+            given["cpus-per-task"] = self.cpus_per_task
+        if job.gpus_per_node and not self.gres:
+            given["gpus-per-node"] = job.gpus_per_node
+        lines = [f"#SBATCH --{name}={value}" for name, value in given.items()]
+        lines += [] if self.cpus_per_task else ["#SBATCH --exclusive"]
+        lines += ["#SBATCH --no-kill  # a lost node does not end the job"] if job.elastic else []
+        values = {
+            "name": job.name,
+            "command": shlex.join(job.command),
+            "mesh": job.mesh,
+            "folder": shlex.quote(str(job.folder)),
+            "folder_as_is": job.folder,
+            "cwd": Path.cwd(),
+            "nodes": job.nodes,
+            "options": "\n".join(lines),
+            "signal": f"B:USR1@{self.signal_s}",
+            "setup": self.setup,
+            "max_requeues": self.max_requeues,
+            "cpus": f"--cpus-per-task={self.cpus_per_task} " if self.cpus_per_task else "",
+            "on_failure": "--kill-on-bad-exit=0 --no-kill" if job.elastic else "--kill-on-bad-exit=1",
+            "placement": self._placement(job),
+            "recipe": shlex.quote(str(job.folder / RECIPE)),
+            "meshpar": self.meshpar or shlex.quote(str(Path(sys.executable).parent / "meshpar")),
+            "no_use": NO_USE,
+            "no_restart": NO_RESTART,
+            "complete": COMPLETE,
+        }
+        return {"job.sbatch": fill("job.sbatch", values), **job.files()}
+
+    def _placement(self, job: Job) -> str:
+        nodes = f"1:{job.nodes} --restarts={self.restarts} --rejoin-s={self.rejoin_s}" if job.elastic else str(job.nodes)
+        return f"--nodes={nodes} --nproc={job.ranks_per_node}"
+
+    def submit(self, path: Path) -> Sequence[str]:
+        """Return sbatch's command."""
+        return ["sbatch", str(path)]

@@ -1,0 +1,168 @@
+"""Rendered batch scripts on a real SLURM: two nodes, two ranks each. Skipped, with the reason, where it cannot run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from slurm_lab import Slurm
+
+from meshpar.testing.hosts import Hosts, Unavailable
+
+STEPS = 60
+RECIPE = """\
+name: job
+mesh: dp_replicate=2,dp_shard=2
+device: cpu
+model: {dim: 32, layers: 2, heads: 2, hidden: 64, max_positions: 64, dropout: 0.0}
+data: {source: files, paths: [text.md], cache: cache, sequence_length: 64, micro_batch: 2, accumulate: 2}
+optimizer: {lr: 1e-3, eps: 1e-4}
+training: {steps: 60, log_every: 1, tensorboard: false}
+checkpoint: {every: 5}
+"""
+MESHPAR = [sys.executable, "-m", "meshpar.launchers.cli"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("jobs")
+    docs = sorted(Path(__file__).parent.parent.glob("docs/*.md"))
+    (made / "text.md").write_text("\n\n".join(path.read_text() for path in docs))
+    (made / "job.yaml").write_text(RECIPE)
+    return made
+
+
+@pytest.fixture(scope="module")
+def slurm(folder: Path) -> Iterator[Slurm]:
+    try:
+        with Hosts(4) as hosts, Slurm(hosts, folder / "slurm") as cluster:
+            yield cluster
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[float]:
+    """The losses of one process on the same text."""
+    alone = ["mesh=", "data.micro_batch=8", "output=alone"]
+    subprocess.run([*MESHPAR, "train", "job.yaml", *alone, "--quiet"], cwd=folder, check=True, capture_output=True)
+    return losses(folder, "alone")
+
+
+def losses(folder: Path, output: str) -> list[float]:
+    lines = [json.loads(line) for line in (folder / output / "metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+    return [found[step] for step in sorted(found)]
+
+
+def submit(slurm: Slurm, folder: Path, output: str, *more: str) -> str:
+    options = ["--nodes", "2", "--gpus-per-node", "0", "--nproc", "2", "-o", "cpus_per_task=2", *more]
+    command = [*MESHPAR, "launch", "slurm", "job.yaml", f"output={output}", *options, "--submit"]
+    done = subprocess.run(command, cwd=folder, env=slurm.environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"Submitted batch job (\d+)", done.stdout)
+    assert found, done.stdout
+    return found[1]
+
+
+def until(true: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def step_of(folder: Path, output: str) -> int:
+    path = folder / output / "metrics.jsonl"
+    return path.read_text().count("train/loss") if path.exists() else 0
+
+
+def told(folder: Path, output: str) -> str:
+    return "".join(path.read_text() for path in (folder / output / "logs").glob("slurm-*.out"))
+
+
+def rank_processes(folder: Path, output: str) -> list[int]:
+    """The ranks of a job: workers whose logs lie in its folder."""
+    mark = os.fsencode(folder / output / "logs")
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"meshpar.launchers.worker" in words and any(word.startswith(mark) for word in words):
+            found.append(int(path.parent.name))
+    return found
+
+
+def assert_losses(folder: Path, output: str, expected: list[float]) -> None:
+    got = losses(folder, output)
+    assert len(got) == STEPS
+    worst = max(abs(a - b) for a, b in zip(got, expected, strict=True))
+    assert worst <= 1e-5, f"losses differ by {worst}"
+
+
+def test_hybrid_sharding_on_two_nodes_trains_as_one_process_does(slurm: Slurm, folder: Path, expected: list[float]) -> None:
+    job = submit(slurm, folder, "whole", "--mesh", "auto")
+    slurm.wait(job)
+    assert_losses(folder, "whole", expected)
+    ranks = json.loads((folder / "whole" / "mesh.json").read_text())["ranks"]
+    assert [(each["node"], each["dp_replicate"], each["dp_shard"]) for each in ranks] == [(0, 0, 0), (0, 0, 1), (1, 1, 0), (1, 1, 1)]
+    assert sorted(path.name for path in (folder / "whole" / "logs" / f"{job}-0").glob("*.log")) == [f"rank-{n}.log" for n in range(4)]
+
+
+@pytest.fixture(scope="module")
+def disturbed(slurm: Slurm, folder: Path) -> dict[str, str]:
+    """Jobs that each met with something; they go on at the same time."""
+    elastic = submit(slurm, folder, "elastic", "--elastic", "-o", "rejoin_s=3", "-o", "partition=spare")
+    until(lambda: step_of(folder, "elastic") >= 12)
+    slurm.hosts.kill("n4")
+    killed = submit(slurm, folder, "killed")
+    until(lambda: step_of(folder, "killed") >= 12)
+    os.kill(max(rank_processes(folder, "killed")), signal.SIGKILL)
+    limited = submit(slurm, folder, "limited")
+    until(lambda: step_of(folder, "limited") >= 7)
+    slurm.call("scancel", "--batch", "--signal=USR1", limited)  # as SLURM does it at --signal=B:USR1@N
+    return {"elastic": elastic, "killed": killed, "limited": limited}
+
+
+def test_a_worker_killed_in_mid_run_is_requeued_and_ends_as_if_it_had_not_been(
+    slurm: Slurm, folder: Path, disturbed: dict[str, str], expected: list[float]
+) -> None:
+    done = slurm.wait(disturbed["killed"])
+    assert done["Restarts"] == "1"
+    assert "was ended by SIGKILL" in told(folder, "killed")
+    assert "going on after step" in told(folder, "killed")
+    assert_losses(folder, "killed", expected)
+
+
+def test_the_signal_before_the_time_limit_saves_requeues_and_resumes(
+    slurm: Slurm, folder: Path, disturbed: dict[str, str], expected: list[float]
+) -> None:
+    done = slurm.wait(disturbed["limited"])
+    assert done["Restarts"] == "1"
+    text = told(folder, "limited")
+    step = int(re.findall(r"asked to stop \(SIGUSR1\) after step (\d+)", text)[0])
+    assert f"going on after step {step} from" in text
+    assert_losses(folder, "limited", expected)
+
+
+def test_a_lost_node_shrinks_an_elastic_job_which_ends(
+    slurm: Slurm, folder: Path, disturbed: dict[str, str], expected: list[float]
+) -> None:
+    slurm.wait(disturbed["elastic"])
+    text = told(folder, "elastic")
+    assert "2 of 4 ranks are left: mesh dp_replicate=1,dp_shard=2, 4 micro-batches a step instead of 2" in text
+    assert_losses(folder, "elastic", expected)
+
+
+def test_nothing_is_left_running(slurm: Slurm, folder: Path, disturbed: dict[str, str]) -> None:
+    assert not [pid for output in ("whole", *disturbed) for pid in rank_processes(folder, output)]
