@@ -25,7 +25,7 @@ FLOORS = [
 ]
 """Lowest first. A part imports from its own floor only what is in no cycle, and from the floors below it."""
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
-EXTRAS = {"numpy", "pydantic", "yaml", "rich", "typer", "tensorboard", "tokenizers", "torchdata", "safetensors", "transformers", "xxhash"}
+EXTRAS = {"accelerate", "numpy", "peft", "pydantic", "yaml", "rich", "typer", "tensorboard", "tokenizers", "torchdata", "safetensors", "transformers", "xxhash"}
 
 
 def sources():
