@@ -4,13 +4,22 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test lint bench clean
+.PHONY: quickstart test lint bench clean lab
 
 quickstart: $(READY)
 	$(BIN)/meshpar quickstart
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# A real SLURM and network namespaces for the tests that want them: Debian's packages, where they may be installed.
+lab:
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  apt-get update -qq; \
+	  apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge iproute2 > /dev/null; \
+	else \
+	  echo "no root or no apt-get: the tests on a real SLURM will be skipped"; \
+	fi
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshpar.errors import LaunchError, MeshparError
+from meshpar.launchers.check_in import checked_in
 from meshpar.launchers.failures import NO_USE, exit_code, first_error, record_kills, recorded
 from meshpar.launchers.rank_logs import Shown, folder_for, log_file
 from meshpar.launchers.recipe import Recipe
@@ -51,6 +52,7 @@ class Placement:
         restarts: how often the ranks are started again after a failure. Nodes that are no elastic job have no common restart: there
             it is 0, and the engine starts the whole job again.
         run_id: equal on all nodes, another for every start of the job.
+        meeting_s: seconds in which the nodes of a job must come.
         rejoin_s: of an elastic job: seconds after which a silent node is lost, and so many again in which others may join.
     """
 
@@ -61,6 +63,7 @@ class Placement:
     head: str = ""
     restarts: int = 0
     run_id: str = ""
+    meeting_s: int = MEETING_S
     rejoin_s: int = 15
 
     def __post_init__(self) -> None:
@@ -129,6 +132,9 @@ def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextI
         _set_environment(placement, terminal)
         if not terminal and not placement.node_rank:
             stack.enter_context(Shown(log_file(logs, 0), console))
+        if placement.nodes > 1 and not placement.elastic:
+            assert placement.node_rank is not None
+            stack.enter_context(checked_in(placement.head, placement.node_rank, placement.nodes, placement.run_id, placement.meeting_s))
         try:
             elastic_launch(config, sys.executable)("-m", "meshpar.launchers.worker", str(logs), *work)
         except ChildFailedError as failed:
@@ -164,7 +170,7 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
         meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
     elif placement.elastic:
         configs = {
-            "join_timeout": MEETING_S,
+            "join_timeout": placement.meeting_s,
             "last_call_timeout": placement.rejoin_s,
             "keep_alive_interval": -(-placement.rejoin_s // 3),
             "keep_alive_max_attempt": 3,
@@ -174,7 +180,7 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
         meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": placement.head, "rdzv_configs": configs}
     else:
         # c10d's rendezvous sorts host names as text; the static one keeps the order of the nodes, which is the mesh's.
-        configs = {"rank": placement.node_rank or 0, "timeout": MEETING_S}
+        configs = {"rank": placement.node_rank or 0, "timeout": placement.meeting_s}
         meeting = {"rdzv_backend": "static", "rdzv_endpoint": placement.head, "rdzv_configs": configs}
     return LaunchConfig(
         min_nodes=placement.least_nodes if placement.elastic else placement.nodes,

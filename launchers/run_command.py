@@ -79,7 +79,7 @@ def placed(given: Mapping[str, object], recipe: Recipe | None) -> Placement:
         ranks = _ranks_here(recipe, most)
     else:
         raise LaunchError(f"--nproc is {nproc!r}; expected a number of ranks on each node, or auto")
-    names = ("restarts", "run_id") if most == 1 else ("node_rank", "head", "restarts", "rejoin_s", "run_id")
+    names = ("restarts", "run_id") if most == 1 else ("node_rank", "head", "restarts", "rejoin_s", "meeting_s", "run_id")
     more: Any = {name: given[name] for name in names if name in given}
     return Placement(ranks=ranks, nodes=most, least_nodes=least, **more)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from slurm_lab import Slurm
 
+from meshpar.launchers.failures import NO_USE
 from meshpar.testing.hosts import Hosts, Unavailable
 
 STEPS = 60
@@ -162,6 +163,16 @@ def test_a_lost_node_shrinks_an_elastic_job_which_ends(
     text = told(folder, "elastic")
     assert "2 of 4 ranks are left: mesh dp_replicate=1,dp_shard=2, 4 micro-batches a step instead of 2" in text
     assert_losses(folder, "elastic", expected)
+
+
+def test_preflight_stops_a_job_before_it_trains(slurm: Slurm, folder: Path) -> None:
+    job = submit(slurm, folder, "refused", "--preflight", "fail", "-o", "setup=export GLOO_SOCKET_IFNAME=eth7")
+    done = slurm.wait(job, ("FAILED",))
+    assert (done["ExitCode"], done["Restarts"]) == (f"{NO_USE}:0", "0")
+    text = told(folder, "refused")
+    assert "GLOO_SOCKET_IFNAME=eth7 names no interface\n    where: n1, which has eth0, lo" in text
+    assert "what failed would fail again; the job is not requeued" in text
+    assert step_of(folder, "refused") == 0 and not list((folder / "refused").glob("checkpoints/step-*"))
 
 
 def test_nothing_is_left_running(slurm: Slurm, folder: Path, disturbed: dict[str, str]) -> None:

@@ -44,7 +44,7 @@ def run_doctor(mesh: str, placement: Mapping[str, object], *, folder: Path | Non
         found = Path(logs) / "findings"
         os.environ["MESHPAR_FINDINGS"] = str(found)
         try:
-            code = launch(["module", _RANK, *arguments], placed(given, None), Path(logs), sys.stdout)
+            code = launch(["module", _RANK, *arguments], placed({**given, "meeting_s": int(wait_s)}, None), Path(logs), sys.stdout)
         except LaunchError as error:
             raise LaunchError(f"the doctor could not finish: {error}") from error
         return 1 if found.exists() else code

@@ -44,7 +44,7 @@ class Kubernetes:
         limits = {"nvidia.com/gpu": str(job.gpus_per_node)} if job.gpus_per_node else {}
         limits |= {key: value for key, value in (("cpu", self.cpu), ("memory", self.memory)) if value}
         resources = [" " * 12 + f'{key}: "{value}"' for key, value in limits.items()]
-        volume = f"persistentVolumeClaim:\n          claimName: {self.claim}" if self.claim else "emptyDir: {}"
+        volume = f"persistentVolumeClaim:\n            claimName: {self.claim}" if self.claim else "emptyDir: {}"
         values = {
             "name": name,
             "mesh": job.mesh,

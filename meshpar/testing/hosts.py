@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import final
@@ -25,8 +25,10 @@ class Hosts:
         names: ``n1``, ``n2``, ...
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, aliases: Mapping[str, str] | None = None) -> None:
+        """Prepare ``count`` hosts; ``aliases`` are further names of theirs, alias -> host."""
         self.names = [f"n{number}" for number in range(1, count + 1)]
+        self._aliases = dict(aliases or {})
         self._tag = f"mp{os.getpid() % 100_000}"
         self._subnet = f"10.77.{os.getpid() % 250 + 1}"
         self._files = Path()
@@ -85,6 +87,7 @@ class Hosts:
     def _make(self) -> None:
         bridge, run = self._tag, _run
         lines = ["127.0.0.1 localhost", *(f"{self.address(name)} {name}" for name in ("ctl", *self.names))]
+        lines += [f"{self.address(name)} {alias}" for alias, name in self._aliases.items()]
         (self._files / "hosts").write_text("\n".join(lines) + "\n")
         run("ip", "link", "add", bridge, "type", "bridge")
         self._stack.callback(run, "ip", "link", "del", bridge)

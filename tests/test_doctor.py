@@ -1,0 +1,221 @@
+"""The doctor: what it finds, and that it ends when a rank does not come."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshpar import MeshSpec, PreflightError
+from meshpar.forecasting.hardware import Hardware
+from meshpar.launchers.doctor import meeting as meeting_module
+from meshpar.launchers.doctor.checks import all_findings
+from meshpar.launchers.doctor.examine import Folder, _folder_findings, _leave_token, _looked
+from meshpar.launchers.doctor.facts import collect
+from meshpar.launchers.doctor.measure import _rounds
+from meshpar.launchers.doctor.meeting import Meeting
+from meshpar.launchers.doctor.placement import placement_findings, price_of_sharding, spans
+from meshpar.testing.hosts import Hosts, Unavailable
+
+MESHPAR = [sys.executable, "-m", "meshpar.launchers.cli"]
+
+
+def healthy(ranks: int = 4, hosts: int = 2) -> list[dict[str, Any]]:
+    """Facts of a cluster where nothing is wrong."""
+    facts = []
+    for rank in range(ranks):
+        host = rank * hosts // ranks
+        facts.append({
+            "rank": rank, "local_rank": rank % (ranks // hosts), "ranks_per_node": ranks // hosts, "host": f"n{host + 1}", "pid": 100 + rank,
+            "device": {"name": f"cuda:{rank % (ranks // hosts)}", "kind": "H100", "id": f"GPU-{rank}", "memory": 85e9},
+            "versions": {"python": "3.11", "torch": "2.13", "meshpar": "0.1", "nccl": "2.27", "driver": "580"},
+            "settings": {"NCCL_SOCKET_IFNAME": "eth"},
+            "interfaces": {
+                "lo": {"up": True, "loopback": True, "address": "127.0.0.1"},
+                "eth0": {"up": True, "loopback": False, "address": f"10.0.0.{host}"},
+            },
+            "address": f"10.0.0.{host}",
+            "infiniband": [{"port": "mlx5_0/1", "state": "4: ACTIVE", "rate": "400 Gb/sec"}],
+            "clock": 1000.0, "locked_memory": -1, "open_files": 65536, "shm": {"total": 2**34, "free": 2**34},
+        })  # fmt: skip
+    return facts
+
+
+def broken(change: Callable[[list[dict[str, Any]]], None]) -> list[str]:
+    facts = copy.deepcopy(healthy())
+    change(facts)
+    return [str(finding) for finding in all_findings(facts)]
+
+
+def test_a_healthy_cluster_has_no_findings() -> None:
+    assert all_findings(healthy()) == []
+
+
+def on_second_host(key: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
+    def change(facts: list[dict[str, Any]]) -> None:
+        for each in facts[2:]:
+            each[key] = value
+
+    return change
+
+
+def setting(name: str, value: str, ranks: slice = slice(None)) -> Callable[[list[dict[str, Any]]], None]:
+    def change(facts: list[dict[str, Any]]) -> None:
+        for each in facts[ranks]:
+            each["settings"][name] = value
+
+    return change
+
+
+H200 = {"name": "cuda:0", "kind": "H200", "id": None, "memory": 1}
+DOWN = [{"port": "mlx5_0/1", "state": "1: DOWN", "rate": "400 Gb/sec"}]
+SLOW = [{"port": "mlx5_0/1", "state": "4: ACTIVE", "rate": "100 Gb/sec"}]
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "where", "do"),
+    [
+        (on_second_host("versions", {**healthy()[0]["versions"], "nccl": "2.20"}), "versions of nccl differ", "2.20 on ranks 2, 3 (n2)", "install the same"),
+        (on_second_host("versions", {**healthy()[0]["versions"], "torch": "2.11"}), "versions of torch differ", "2.13 on ranks 0, 1 (n1)", "install the same"),
+        (on_second_host("device", H200), "devices differ", "H200 on ranks 2, 3 (n2)", "one kind"),
+        (lambda facts: facts[1]["device"].update(id="GPU-0"), "2 ranks share one device of n1", "ranks 0, 1 (n1)", "--nproc"),
+        (setting("NCCL_DEBUG", "INFO", slice(2, 4)), "NCCL_DEBUG differs", "unset on ranks 0, 1 (n1); INFO on ranks 2, 3 (n2)", "set it alike"),
+        (setting("GLOO_SOCKET_IFNAME", "ib9"), "GLOO_SOCKET_IFNAME=ib9 names no interface", "n1, which has eth0, lo", "name one of these"),
+        (setting("NCCL_SOCKET_IFNAME", "lo"), "is the loopback interface", "n1", "name one that does: eth0"),
+        (setting("NCCL_SOCKET_IFNAME", "^eth"), "is the loopback interface", "n1", "eth0"),
+        (lambda facts: facts[0]["interfaces"]["eth0"].update(up=False), "NCCL_SOCKET_IFNAME=eth is down", "n1", "bring it up"),
+        (on_second_host("address", "127.0.1.1"), "the host's own name means 127.0.1.1", "n2", "GLOO_SOCKET_IFNAME"),
+        (on_second_host("address", None), "the host's own name has no address", "n2", "/etc/hosts"),
+        (on_second_host("infiniband", DOWN), "not active: mlx5_0/1", "n2", "ibstat"),
+        (on_second_host("infiniband", SLOW), "InfiniBand ports differ", "mlx5_0/1 100 Gb/sec on rank 2 (n2)", "wired alike"),
+        (on_second_host("clock", 1009.0), "clocks are 9.0 s apart", "n", "chrony"),
+        (on_second_host("locked_memory", 65536), "locked memory is bounded", "n2: 0.00 GiB", "ulimit -l unlimited"),
+        (on_second_host("shm", {"total": 2**26, "free": 2**26}), "little room in /dev/shm", "n2: 0.06 GiB free", "--shm-size"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_found_with_where_and_what_to_do(change: Any, what: str, where: str, do: str) -> None:
+    (first, *_) = broken(change)
+    assert what in first and where in first.partition("where:")[2] and do in first.partition("do:")[2]
+
+
+def test_facts_of_this_machine_are_plain_data() -> None:
+    facts = json.loads(json.dumps(collect(torch.device("cpu"))))
+    assert facts["interfaces"]["lo"]["loopback"] and facts["interfaces"]["lo"]["address"] == "127.0.0.1"
+    assert facts["versions"]["torch"] == torch.__version__
+
+
+ORDER, IN_TURN = ["n1", "n1", "n2", "n2"], ["n1", "n2", "n1", "n2"]
+
+
+def test_an_axis_that_should_be_inside_a_host_is_found_from_the_placement() -> None:
+    hybrid = MeshSpec("dp_replicate=2,dp_shard=2")
+    assert list(placement_findings(hybrid, ORDER)) == []
+    (found,) = placement_findings(hybrid, IN_TURN)
+    assert found.what == "axis dp_shard (size 2) should be inside a host and spans 2"
+    assert found.where == "2 of 2 groups, such as ranks 0 (n1), 1 (n2)"
+    assert "--node-rank in the order of the hosts" in found.do
+    assert [span.most for span in spans(hybrid, ORDER)] == [2, 1]
+
+
+def test_tensor_parallel_ranks_that_cannot_be_inside_a_host_are_found() -> None:
+    (found,) = placement_findings(MeshSpec("tp=4"), ORDER)
+    assert found.do == "make tp and the axes inside it at most 2 together: a host has no more ranks"
+
+
+def test_shards_over_all_ranks_are_a_choice_with_a_price() -> None:
+    assert list(placement_findings(MeshSpec("dp_shard=4"), ORDER)) == []
+    note = price_of_sharding(MeshSpec("dp_shard=4"), ORDER)
+    assert note is not None and "dp_replicate=2,dp_shard=2 keeps gathers inside a host" in note
+    assert price_of_sharding(MeshSpec("dp_replicate=2,dp_shard=2"), ORDER) is None
+
+
+def test_neighbours_are_timed_one_at_a_time() -> None:
+    assert _rounds(4) == [[(0, 1), (2, 3)], [(1, 2)], [(3, 0)]]
+    assert _rounds(2) == [[(0, 1)]]
+
+
+def test_a_checkpoint_folder_that_is_not_shared_or_not_writable_or_full_is_found(tmp_path: Path) -> None:
+    token = _leave_token(tmp_path / "here")
+    good = _looked(tmp_path / "here", token)
+    facts = healthy()
+    folder = Folder(path=tmp_path / "here")
+    assert list(_folder_findings(facts, folder, token, [good, None, good, None])) == []
+    (tmp_path / "elsewhere").mkdir()
+    apart = _looked(tmp_path / "elsewhere", token)
+    (found,) = _folder_findings(facts, folder, token, [good, None, apart, None])
+    assert "is not shared" in found.what and found.where == "n2"
+    (tmp_path / "file").write_text("")
+    failed = _looked(tmp_path / "file", token)
+    (found,) = _folder_findings(facts, folder, token, [good, None, failed, None])
+    assert "cannot be written" in found.what and found.where.startswith("n2: ")
+    (found,) = _folder_findings(facts, Folder(path=tmp_path, bytes=2**60), token, [good, None, good, None])
+    assert "no room" in found.what
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
+    monkeypatch.setattr(meeting_module.runtime, "meeting_store", lambda name, timeout_s: server)
+    monkeypatch.setattr(meeting_module.runtime, "world_size", lambda: 4)
+    facts = healthy()
+    for rank in (1, 2):
+        server.set(f"facts/{rank}", json.dumps(facts[rank]))
+    began = time.monotonic()
+    with pytest.raises(PreflightError, match=r"did not come within 1 s: 3 \(on n2\)"):
+        Meeting(1.0).gather("facts", facts[0])
+    assert time.monotonic() - began < 3
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Any:
+    try:
+        with Hosts(2) as made:
+            yield made
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def test_on_two_hosts_a_misplaced_mesh_is_flagged_at_full_speed(hosts: Hosts, tmp_path: Path) -> None:
+    common = ["doctor", "--mesh", "dp_replicate=2,dp_shard=2", "--nodes", "4", "--nproc", "1", "--head", "n1:29411"]
+    places = [hosts.command(host, ["env", "OMP_NUM_THREADS=1", *MESHPAR, *common, "--node-rank", str(n)]) for n, host in enumerate(IN_TURN)]
+    started = [subprocess.Popen(each, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for each in places]
+    told = [process.communicate(timeout=90)[0] for process in started]
+    assert started[0].returncode == 1, told
+    assert "4 ranks on 2 hosts: ranks 0, 2 (n1), 1, 3 (n2)" in told[0]
+    assert "axis dp_shard (size 2) should be inside a host and spans 2" in told[0]
+    assert [line.split()[0] for line in told[0].splitlines() if "all_gather" in line] == ["dp_replicate=2", "dp_shard=2"]
+    assert told[0].count("where:") == 1, "and nothing else is wrong"
+
+
+RECIPE = """\
+name: job
+mesh: dp_shard=2
+device: cpu
+preflight: fail
+model: {dim: 16, layers: 1, heads: 2, hidden: 32, max_positions: 32, dropout: 0.0}
+data: {source: stdlib, sequence_length: 32, micro_batch: 2}
+training: {steps: 3}
+"""
+
+
+def test_a_measured_profile_is_one_that_the_forecast_takes(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    done = subprocess.run([*MESHPAR, "doctor", "--nproc", "2", "--profile", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = Hardware.load(path)
+    assert measured.node == 2 and 1e9 < measured.peak["float32"] < 1e14 and 1e8 < measured.node_bandwidth < 1e12
+    assert "the network was not measured" in measured.sources
+    (tmp_path / "job.yaml").write_text(RECIPE)
+    plan = [*MESHPAR, "plan", str(tmp_path / "job.yaml"), "--hardware", str(path)]
+    done = subprocess.run(plan, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "tokens/s" in done.stdout

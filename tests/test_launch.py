@@ -1,0 +1,253 @@
+"""meshpar launch: what is rendered, that the engines' own schemas take it, and that its commands run as two hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from meshpar import LaunchError, MeshError, MeshSpec, PlanError, registry
+from meshpar.launchers import elastic
+from meshpar.launchers.cli import app
+from meshpar.launchers.launching import launch_job
+from meshpar.launchers.recipe import load_recipe
+from meshpar.launchers.targets.job import dns_label, make_target
+from meshpar.launchers.targets.slurm import Slurm
+from meshpar.testing.hosts import Hosts, Unavailable
+
+RECIPE = """\
+name: My_Job
+device: cpu
+mesh: dp_replicate=2,dp_shard=1
+model: {dim: 16, layers: 1, heads: 2, hidden: 32, max_positions: 32, dropout: 0.0}
+data: {source: files, paths: [text.md], cache: cache, sequence_length: 32, micro_batch: 2}
+training: {steps: 3, log_every: 1, tensorboard: false}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "job.yaml").write_text(RECIPE)
+    (tmp_path / "text.md").write_text((Path(__file__).parent.parent / "README.md").read_text())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def render(target: str, *options: str, mesh: str | None = "auto", nodes: int = 2, nproc: int = 1, **more: Any) -> Path:
+    launch_job(target, "job.yaml", [f"output=runs/{target}"], nodes=nodes, gpus_per_node=0, nproc=nproc, mesh=mesh, options=options, **more)
+    return Path("runs") / target
+
+
+def test_a_batch_script_is_complete_and_legal_shell(folder: Path) -> None:
+    made = render("slurm", "time=1:00:00", "partition=gpu", "signal_s=120", "max_requeues=3", "setup=module load x", nproc=4)
+    text = (made / "job.sbatch").read_text()
+    assert subprocess.run(["bash", "-n", made / "job.sbatch"], check=False).returncode == 0
+    for line in (
+        "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --time=1:00:00", "#SBATCH --partition=gpu", "#SBATCH --exclusive",
+        "#SBATCH --signal=B:USR1@120", "#SBATCH --requeue", "set -euo pipefail", "module load x", "max_requeues=3",
+        'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")', "export MESHPAR_RUN_ID=$SLURM_JOB_ID-$restart",
+    ):  # fmt: skip
+        assert line in text.splitlines()
+    assert '--node-rank="$SLURM_NODEID"' in text and "--nodes=2 --nproc=4" in text and "--kill-on-bad-exit=1" in text
+    assert "sacct" not in text
+    assert json.loads((made / "mesh.json").read_text())["axes"] == {"dp_replicate": 2, "dp_shard": 4}
+    resolved = load_recipe(made / "recipe.resolved.yaml")
+    assert (resolved.mesh, resolved.preflight) == ("dp_replicate=2,dp_shard=4", "warn")
+    assert (made / "command.txt").read_text().startswith("meshpar ")
+
+
+def test_a_gpu_job_asks_for_gpus(folder: Path) -> None:
+    text = Path("job.yaml").read_text().replace("device: cpu\n", "")
+    Path("job.yaml").write_text(text)
+    launch_job("slurm", "job.yaml", ["output=runs/gpu"], nodes=2, gpus_per_node=8, mesh="auto,tp=2")
+    text = Path("runs/gpu/job.sbatch").read_text()
+    assert "#SBATCH --gpus-per-node=8" in text and "--nproc=8" in text
+    assert json.loads(Path("runs/gpu/mesh.json").read_text())["mesh"] == "dp_replicate=2,dp_shard=4,tp=2"
+
+
+def test_an_elastic_batch_script_outlives_a_node(folder: Path) -> None:
+    text = (render("slurm", elastic=True) / "job.sbatch").read_text()
+    assert "--nodes=1:2 --restarts=10 --rejoin-s=15" in text and "--kill-on-bad-exit=0 --no-kill" in text and "#SBATCH --no-kill" in text
+
+
+def test_the_head_node_is_known_or_the_job_ends(folder: Path) -> None:
+    script = render("slurm") / "job.sbatch"
+    fakes = folder / "bin"
+    fakes.mkdir()
+    (fakes / "scontrol").write_text("#!/bin/bash\nexit 1\n")
+    (fakes / "srun").write_text("#!/bin/bash\ntouch started\n")
+    for fake in fakes.iterdir():
+        fake.chmod(0o755)
+    environment = os.environ | {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    assert subprocess.run(["bash", script], env=environment, check=False).returncode != 0
+    assert not (folder / "started").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "restart", "ends", "requeued"), [(0, 0, 0, 0), (1, 0, 0, 1), (1, 2, 1, 0), (78, 0, 78, 0), (138, 1, 0, 1)]
+)
+def test_a_batch_script_requeues_with_a_cap(folder: Path, code: int, restart: int, ends: int, requeued: int) -> None:
+    script = render("slurm", "max_requeues=2") / "job.sbatch"
+    fakes = folder / "bin"
+    fakes.mkdir()
+    (fakes / "scontrol").write_text('#!/bin/bash\nif [ "$1" = show ]; then echo n1; else echo "$@" >> requeues; fi\n')
+    (fakes / "srun").write_text(f"#!/bin/bash\nexit {code}\n")
+    for fake in fakes.iterdir():
+        fake.chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_RESTART_COUNT": str(restart),
+    }  # fmt: skip
+    assert subprocess.run(["bash", script], env=environment, check=False, capture_output=True).returncode == ends
+    log = folder / "requeues"
+    assert (log.read_text() if log.exists() else "") == "requeue 7\n" * requeued
+
+
+def test_kubernetes_takes_the_files(folder: Path) -> None:
+    checker = Path(sys.executable).with_name("kubernetes-validate")
+    if not checker.exists():
+        pytest.skip("kubernetes-validate is not installed: pip install 'meshpar[test]'")
+    made = render("kubernetes", "image=registry/me:1", "claim=runs", "namespace=team", "memory=8Gi", nproc=2)
+    done = subprocess.run([checker, "--strict", made / "job.yaml"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    service, recipe, job = yaml.safe_load_all((made / "job.yaml").read_text())
+    assert service["spec"]["clusterIP"] == "None" and job["spec"]["completionMode"] == "Indexed"
+    assert recipe["data"]["recipe.yaml"] == (made / "recipe.resolved.yaml").read_text()
+    pod = job["spec"]["template"]["spec"]
+    assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "runs"}
+    assert pod["containers"][0]["resources"]["limits"] == {"memory": "8Gi"}
+    broken = folder / "broken.yaml"
+    broken.write_text((made / "job.yaml").read_text().replace("completionMode", "completionMood"))
+    assert subprocess.run([checker, "--strict", broken], capture_output=True, check=False).returncode != 0
+
+
+def test_kubeflow_takes_the_file(folder: Path) -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install 'meshpar[test]'")
+    text = (render("trainjob", "memory=8Gi", nproc=2) / "job.yaml").read_text()
+    written = yaml.safe_load(text)
+    job = models.TrainerV1alpha1TrainJob.from_dict(written)
+    assert job.spec.trainer.num_nodes == 2 and job.spec.trainer.num_proc_per_node == 2
+    assert job.spec.runtime_ref.name == "torch-distributed"
+    read = job.to_dict()
+    assert read["spec"] == written["spec"], "nothing that its models do not know"
+
+
+def run_as_hosts(hosts: Hosts, folder: Path, command: list[str], variables: list[dict[str, str]]) -> None:
+    """Run a pod's command on each host, with what the engine would set there."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    started = [
+        subprocess.Popen(
+            hosts.command(name, ["env", f"PATH={path}", "OMP_NUM_THREADS=1", *(f"{key}={value}" for key, value in more.items()), *command]),
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for name, more in zip(hosts.names, variables)
+    ]  # fmt: skip
+    told = [process.communicate(timeout=90)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], told
+
+
+def test_the_commands_run_as_two_hosts(folder: Path) -> None:
+    made = {target: render(target, *(["port=29401"] if target == "skypilot" else [])) for target in ("kubernetes", "trainjob", "skypilot")}
+    try:
+        with Hosts(2, aliases={"my-job-0.my-job": "n1", "my-job-1.my-job": "n2"}) as hosts:
+            _, config, job = yaml.safe_load_all((made["kubernetes"] / "job.yaml").read_text())
+            mounted = folder / "mounted"  # as the kubelet mounts the ConfigMap at /job
+            mounted.mkdir()
+            (mounted / "recipe.yaml").write_text(config["data"]["recipe.yaml"])
+            command = [each.replace("/job/", f"{mounted}/") for each in job["spec"]["template"]["spec"]["containers"][0]["command"]]
+            run_as_hosts(hosts, folder, command, [{"JOB_COMPLETION_INDEX": str(node)} for node in range(2)])
+
+            trainer = yaml.safe_load((made["trainjob"] / "job.yaml").read_text())["spec"]["trainer"]
+            common = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "n1", "PET_MASTER_PORT": "29402"}
+            run_as_hosts(hosts, folder, [*trainer["command"], *trainer["args"]], [{**common, "PET_NODE_RANK": str(n)} for n in range(2)])
+
+            task = yaml.safe_load((made["skypilot"] / "job.yaml").read_text())
+            addresses = "\n".join(hosts.address(name) for name in hosts.names)
+            variables = [{"SKYPILOT_NODE_IPS": addresses, "SKYPILOT_NODE_RANK": str(node)} for node in range(2)]
+            run_as_hosts(hosts, folder, ["bash", "-c", task["run"]], variables)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    for target, at in made.items():
+        lines = [json.loads(line) for line in (at / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3], target
+
+
+def test_problems_are_found_before_anything_is_written(folder: Path) -> None:
+    with pytest.raises(PlanError, match="the recipe says device: cpu and the job has 8 GPUs"):
+        launch_job("slurm", "job.yaml", ["output=runs/x"], nodes=1, gpus_per_node=8, mesh="dp_shard=8")
+    with pytest.raises(PlanError, match="--elastic is for slurm"):
+        render("kubernetes", elastic=True)
+    with pytest.raises(MeshError, match="needs 2 ranks, got 4"):
+        render("slurm", mesh=None, nproc=2)
+    with pytest.raises(LaunchError, match="say what a node has"):
+        launch_job("slurm", "job.yaml", [], nodes=2, gpus_per_node=0)
+    with pytest.raises(LaunchError, match="skypilot needs the GPUs' name"):
+        make_target("skypilot", registry.plugin("meshpar.launchers", "skypilot"), []).render(_with_gpus())
+    assert not Path("runs").exists()
+
+
+def _with_gpus() -> Any:
+    from meshpar.launchers.targets.job import Job
+
+    return Job(name="x", folder=Path("/x"), recipe="", mesh=MeshSpec("dp_shard=8"), nodes=1, gpus_per_node=8, ranks_per_node=8,
+               elastic=False, command=())  # fmt: skip
+
+
+def test_options_of_a_target_are_checked_all_at_once() -> None:
+    with pytest.raises(LaunchError) as caught:
+        make_target("slurm", Slurm, ["partitoin=gpu", "signal_s=soon", "qos=high"])
+    assert "'partitoin=gpu': slurm has no such option; nearest: partition" in str(caught.value)
+    assert "'signal_s=soon': expected a whole number" in str(caught.value)
+    assert "qos" not in str(caught.value)
+
+
+def test_submission_without_the_engine_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(LaunchError, match="sky is not on this machine"):
+        render("skypilot", submit=True)
+
+
+def test_the_command_tells_what_it_made(folder: Path) -> None:
+    arguments = ["launch", "slurm", "job.yaml", "--nodes", "2", "--gpus-per-node", "0", "--nproc", "2", "--mesh", "auto"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("My_Job: 4 ranks, dp_replicate=2,dp_shard=2 on 2 x 2\n")
+    assert f"submit it: sbatch {folder}/runs/My_Job/job.sbatch" in done.output
+
+
+def test_names_that_kubernetes_takes() -> None:
+    assert dns_label("My_Job v2.") == "my-job-v2"
+    assert len(dns_label("x" * 90)) == 50
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "left"),
+    [
+        ("dp_replicate=2,dp_shard=4", 4, "dp_replicate=1,dp_shard=4"),
+        ("dp_replicate=4,dp_shard=4,tp=2", 24, "dp_replicate=3,dp_shard=4,tp=2"),
+        ("dp_replicate=2,dp_shard=4", 6, "dp_replicate=2,dp_shard=3"),
+        ("dp_shard=8,tp=2", 6, "dp_shard=3,tp=2"),
+    ],
+)
+def test_a_mesh_is_worked_out_anew_from_what_is_left(mesh: str, ranks: int, left: str) -> None:
+    assert str(MeshSpec(mesh).shrunk(ranks)) == left
+
+
+def test_ranks_that_make_no_legal_mesh_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHPAR_ELASTIC", "1")
+    recipe = load_recipe("job.yaml", ["mesh=dp_shard=2,tp=2"])
+    with pytest.raises(LaunchError, match=r"3 of the job's 4 ranks are left: .* tp=2 needs a multiple of 2"):
+        elastic.fitted(recipe, 3)
+    smaller = elastic.fitted(recipe, 2)
+    assert (smaller.mesh, smaller.data.accumulate) == ("dp_shard=1,tp=2", 2), "the same global batch"
+
+
+def test_kubectl_is_what_hands_kubernetes_files_over() -> None:
+    target = make_target("kubernetes", registry.plugin("meshpar.launchers", "kubernetes"), [])
+    assert target.submit(Path("job.yaml")) == ["kubectl", "apply", "-f", "job.yaml"]

@@ -1,0 +1,134 @@
+"""meshpar run: exit codes, one traceback, logs, restarts, and nothing left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshpar import LaunchError
+from meshpar.launchers.failures import NO_USE
+from meshpar.launchers.local import Placement
+from meshpar.launchers.run_command import from_kubeflow, placed
+
+RUN = [sys.executable, "-m", "meshpar.launchers.cli", "run"]
+
+
+def run(folder: Path, script: str, *options: str, arguments: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    (folder / "job.py").write_text(script)
+    return subprocess.run([*RUN, *options, "job.py", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=90)
+
+
+def logs(folder: Path) -> dict[str, str]:
+    (start,) = (folder / "runs" / "job" / "logs").iterdir()
+    return {path.name: path.read_text() for path in sorted(start.glob("*.log"))}
+
+
+def test_a_script_runs_on_its_ranks_with_a_log_file_each(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, multiprocessing\n"
+        "def square(x): return x * x\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool: print(pool.map(square, [7]))\n"
+        "    print('I am', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[1:], file=sys.stderr)\n"
+    )
+    done = run(tmp_path, script, "--nproc", "2", arguments=("--lr", "3"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[49]\nI am 0 of 2 ['--lr', '3']\n", "rank 0 is shown"
+    assert logs(tmp_path) == {f"rank-{n}.log": f"[49]\nI am {n} of 2 ['--lr', '3']\n" for n in range(2)}
+
+
+def test_the_first_failing_rank_is_shown_and_no_other(tmp_path: Path) -> None:
+    script = "import os, time\ntime.sleep(0.0 if os.environ['RANK'] == '2' else 0.7)\nraise ValueError('only ' + os.environ['RANK'])\n"
+    done = run(tmp_path, script, "--nproc", "3")
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        'meshpar: rank 2 failed with ValueError: only 2\nTraceback (most recent call last):\n  File "job.py", line 3'
+    )
+    assert done.stderr.count("Traceback") == 1
+    assert "only 0" not in done.stderr and "elastic" not in done.stderr
+
+
+def test_restarts_run_the_ranks_again(tmp_path: Path) -> None:
+    script = (
+        "import os, torch, torch.distributed as dist, meshpar\n"
+        "with meshpar.distributed('cpu'):\n"
+        "    total = torch.ones(1); dist.all_reduce(total)\n"
+        "    if os.environ['TORCHELASTIC_RESTART_COUNT'] != '2' and dist.get_rank() == 1: raise RuntimeError('again')\n"
+        "    dist.barrier()\n"
+        "    if dist.get_rank() == 0: print('done by', int(total), 'at', os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+    )
+    done = run(tmp_path, script, "--nproc", "2", "--restarts", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("done by 2 at 2\n")
+
+
+def test_control_c_ends_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("import os, time\nopen(os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
+    process = subprocess.Popen([*RUN, "--nproc", "2", "job.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while not all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode in (130, 1), told
+    assert "Traceback" not in told or told.count("Traceback") == 1
+    assert not [pid for pid in ((tmp_path / name).read_text() for name in "01") if Path(f"/proc/{pid}").exists()]
+
+
+def test_what_no_restart_heals_has_its_own_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("model: {dim: 32, layers: 2, heads: 2, hidden: 48}\ntraining: {stepz: 5}\n")
+    done = subprocess.run([*RUN, "job.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == NO_USE
+    assert "unknown key; nearest: steps" in done.stderr
+
+
+def test_inside_torchrun_it_is_one_of_its_ranks(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("import os, sys\nprint(os.environ['RANK'], os.getppid(), sys.argv[1:])\n")
+    environment = os.environ | {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = subprocess.run([*RUN, "job.py", "x"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"5 {os.getpid()} ['x']\n")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_node_that_does_not_come_is_named_within_the_bound(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    began = time.monotonic()
+    command = [*RUN[:-1], "doctor", "--nodes", "3", "--nproc", "1", "--head", f"127.0.0.1:{port}", "--wait", "4"]
+    both = [subprocess.Popen([*command, "--node-rank", str(node)], stderr=subprocess.PIPE, text=True) for node in (0, 2)]
+    told = [each.communicate(timeout=60)[1] for each in both]
+    assert [each.returncode for each in both] == [1, 1]
+    for text in told:
+        assert f"nodes that did not come to 127.0.0.1:{port} within 4 s: 1; there came 0 (" in text
+    assert time.monotonic() - began < 25
+
+
+def test_placements() -> None:
+    assert placed({"nproc": "4"}, None) == Placement(ranks=4)
+    assert placed({"nproc": 2, "nodes": "1:3", "head": "a:1"}, None) == Placement(ranks=2, nodes=3, least_nodes=1, head="a:1")
+    kubeflow = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "3"}
+    assert placed(from_kubeflow(kubeflow), None) == Placement(ranks=4, nodes=2, least_nodes=2, node_rank=1, head="a:3")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"nodes": "2"}, "2 nodes need a place to meet: --head HOST:PORT"),
+        ({"nodes": "2", "head": "n1"}, "--head is 'n1'; expected HOST:PORT"),
+        ({"nodes": "2", "head": "n1:5", "node_rank": 2}, "each of 2 nodes needs its own, --node-rank from 0 to 1"),
+        ({"nodes": "2", "head": "n1:5", "node_rank": 0, "restarts": 1}, "need --nodes MIN:MAX"),
+        ({"nodes": "3:2"}, "--nodes is '3:2'; expected a number, or MIN:MAX"),
+        ({"nproc": "many"}, "--nproc is 'many'"),
+    ],
+)
+def test_placements_that_cannot_be(given: dict[str, object], told: str) -> None:
+    with pytest.raises(LaunchError, match=told.replace("(", r"\(")):
+        placed({"nproc": "1", **given}, None)
