@@ -46,14 +46,14 @@ def mesh_svg(spec: MeshSpec, ranks_per_node: int) -> str:
         MeshError: the nodes are not all full.
     """
     nodes = min(_nodes(spec, ranks_per_node), _MOST_NODES)
-    width = _LABEL + _CELL * ranks_per_node + 16
+    width = _LABEL + _CELL * ranks_per_node
     height = _TOP + _ROW * nodes + 14
     axes = [axis for axis, size in spec.axes.items() if size > 1] or list(spec.axes)
     panels = "".join(
         f'<g transform="translate(0 {place * height})">{"".join(_panel(spec, axis, ranks_per_node, nodes, width))}</g>'
         for place, axis in enumerate(axes)
     )
-    size = f'viewBox="0 0 {max(width, 420)} {height * len(axes)}" width="{max(width, 420)}"'
+    size = f'viewBox="0 0 {max(width, 520)} {height * len(axes)}" width="{max(width, 520)}"'
     style = 'font-family="system-ui,sans-serif" font-size="12" fill="#1d2a35"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}><title>{escape(str(spec))}</title>{panels}</svg>'
 
@@ -95,17 +95,19 @@ def _panel(spec: MeshSpec, axis: str, per_node: int, nodes: int, width: int) -> 
     for node in range(nodes):
         y = _TOP + node * _ROW
         yield f'<text x="0" y="{y + 18}" fill="#5b6b78">node {node}</text>'
-        yield f'<rect x="{_LABEL - 6}" y="{y - 6}" width="{width - _LABEL}" height="{_ROW - 4}" rx="6" fill="none" stroke="#c9d3db"/>'
+        yield f'<rect x="{_LABEL - 6}" y="{y - 6}" width="{width - _LABEL + 4}" height="{_ROW - 4}" rx="6" fill="none" stroke="#c9d3db"/>'
     groups = spec.groups(axis)
     shown = nodes * per_node
     for place, group in enumerate(groups):
-        crosses = len({rank // per_node for rank in group}) > 1
         inside = [rank for rank in group if rank < shown]
-        points = " ".join(f"{x + _CELL / 2 - 4:.0f},{y + 12:.0f}" for x, y in (_place(rank, per_node) for rank in inside))
-        if len(inside) > 1:
+        crosses = len({rank // per_node for rank in group}) > 1
+        # Inside a node the colour alone joins ranks that are no neighbours: lines would run through the others.
+        if len(inside) > 1 and (crosses or inside[1] == inside[0] + 1):
+            points = " ".join(f"{x + _CELL / 2 - 4:.0f},{y + 12:.0f}" for x, y in (_place(rank, per_node) for rank in inside))
             look = f'stroke="{_CROSSES}" stroke-dasharray="4 3"' if crosses else f'stroke="{_colour(place, len(groups))}" stroke-width="3"'
             yield f'<polyline points="{points}" fill="none" {look}/>'
-        for rank in inside:
+    for place, group in enumerate(groups):
+        for rank in (each for each in group if each < shown):
             x, y = _place(rank, per_node)
             yield f'<rect x="{x}" y="{y}" width="{_CELL - 8}" height="24" rx="4" fill="{_colour(place, len(groups))}">'
             yield f"<title>{escape(f'rank {rank}: {spec.coordinates(rank)}')}</title></rect>"

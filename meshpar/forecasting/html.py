@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from meshpar.drawing import mesh_svg
 from meshpar.forecasting.api import Forecast
 from meshpar.forecasting.cost import ERROR_RANGE
 from meshpar.forecasting.report import GIB, rows
@@ -165,27 +166,11 @@ def _timeline(forecast: Forecast, start: float, end: float) -> str:
 
 
 def _mesh(forecast: Forecast) -> str:
-    """Draw the first nodes with their ranks, coloured by their place on the innermost data axis, tensor-parallel groups framed."""
-    axes, node = dict(forecast.mesh.axes), forecast.hardware.node
-    shown, tp, shards = min(forecast.world_size, 8 * node), axes.get("tp", 1), axes.get("dp_shard", 1)
-    parts = []
-    for rank in range(shown):
-        x, y = rank % node * 58 + 70, rank // node * 34
-        if rank % node == 0:
-            parts.append(f"<text x=0 y={y + 18}>node {rank // node}</text>")
-        shard = rank // tp % shards
-        colour = f"hsl({205 + 110 * (shard / max(1, shards - 1)):.0f} 45% {52 + 10 * (shard % 2)}%)"
-        parts.append(
-            f"<rect x={x} y={y + 2} width=52 height=24 rx=3 fill='{colour}'><title>{forecast.mesh.coordinates(rank)}</title></rect>"
-        )
-        parts.append(f"<text x={x + 26} y={y + 18} text-anchor=middle style='fill:#fff'>{rank}</text>")
-        if tp > 1 and rank % tp == 0:
-            parts.append(f"<rect x={x - 3} y={y} width={58 * min(tp, node) - 2} height=28 rx=5 fill=none stroke='#1d2a35'/>")
-    rest = f" The first {shown} of {forecast.world_size} ranks." if shown < forecast.world_size else ""
-    text = f"{escape(str(forecast.mesh))}. Colour: place on dp_shard; frame: one tensor-parallel group.{rest}"
-    return (
-        f"<svg viewBox='0 0 {70 + 58 * node} {-(-shown // node) * 34}' style='max-width:560px'>{''.join(parts)}</svg><small>{text}</small>"
-    )
+    """Draw where the ranks sit, axis by axis."""
+    node = min(forecast.hardware.node, forecast.world_size)
+    if forecast.world_size % node:
+        return f"<small>{escape(str(forecast.mesh))} does not fill nodes of {node}</small>"
+    return f"{mesh_svg(forecast.mesh, node)}<small>One colour: a group of the axis. Red: it crosses the network.</small>"
 
 
 def _collectives(forecast: Forecast) -> str:
