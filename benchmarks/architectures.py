@@ -16,6 +16,7 @@ import argparse
 import importlib.metadata
 import json
 import multiprocessing
+import re
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-RESULTS = HERE / "results" / "architectures.json"
+RESULTS = Path(tempfile.gettempdir()) / "meshpar-architectures.json"
 TABLE = HERE.parent / "docs" / "architectures.md"
 TOLERANCE = 1e-4
 FLOOR = 1e-3  # of the model's largest gradient: what is zero by theory holds rounding noise only
@@ -37,10 +38,11 @@ TIMEOUT_S = 60.0
 PLANS: dict[str, tuple[str, int]] = {
     "FSDP 2": ("dp_shard=2", 2),
     "TP 2": ("tp=2", 2),
+    "TP 4": ("tp=4", 4),
     "HSDP 2x2": ("dp_replicate=2,dp_shard=2", 4),
     "FSDP 2 x TP 2": ("dp_shard=2,tp=2", 4),
 }
-ROUNDS = ((("FSDP 2", (0, 1)), ("TP 2", (2, 3))), (("HSDP 2x2", (0, 1, 2, 3)),), (("FSDP 2 x TP 2", (0, 1, 2, 3)),))
+ROUNDS = ((("FSDP 2", (0, 1)), ("TP 2", (2, 3))), *(((plan, (0, 1, 2, 3)),) for plan, (_, ranks) in PLANS.items() if ranks == 4))
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "meshpar", "meshpar.checkpoints"]
 ALONE = "one process"
 
@@ -61,7 +63,7 @@ def cases(family: str | None = None) -> list[tuple[str, str]]:
 # ------------------------------------------------------------------------------------------------------------------ in a rank
 
 
-def serve(connection: Any, place: int) -> None:
+def serve(connection: Any, unverified: bool) -> None:
     """Run what the parent asks for until it hangs up."""
     import warnings
 
@@ -71,6 +73,10 @@ def serve(connection: Any, place: int) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
+    if unverified:
+        from meshpar.models import huggingface_structure
+
+        huggingface_structure.VERIFIED = tuple(transformers.CONFIG_MAPPING.keys())
     state: dict[str, Any] = {}
     while True:
         try:
@@ -156,7 +162,7 @@ def _under_plan(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any
     dist.init_process_group("gloo", store=store, rank=command["rank"], world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S - 10))
     try:
         try:
-            par = _plan(command["plan"]).apply(copy.deepcopy(state["model"]))
+            par = _plan(command["plan"], command["styles"]).apply(copy.deepcopy(state["model"]))
         except PlanError as error:
             return {"verdict": "refused", "why": "; ".join(error.problems)}
         return _compare(state, par) | (_exported(state, par, command["folder"]) if command["export"] else {})
@@ -164,12 +170,12 @@ def _under_plan(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any
         dist.destroy_process_group()
 
 
-def _plan(name: str) -> Any:
+def _plan(name: str, styles: dict[str, Any]) -> Any:
     from meshpar import FullyShard, HybridShard, Plan, TensorParallel
 
     mesh, _ = PLANS[name]
     shard = HybridShard() if "dp_replicate" in mesh else FullyShard()
-    return Plan(mesh, [*([TensorParallel()] if "tp" in mesh else []), *([shard] if "dp_shard" in mesh else [])])
+    return Plan(mesh, [*([TensorParallel(styles=styles)] if "tp" in mesh else []), *([shard] if "dp_shard" in mesh else [])])
 
 
 def _compare(state: dict[str, Any], par: Any) -> dict[str, Any]:
@@ -215,7 +221,7 @@ def _exported(state: dict[str, Any], par: Any, folder: str) -> dict[str, Any]:
             kind = type(state["model"])
             loaded, report = kind.from_pretrained(target, output_loading_info=True, dtype=torch.float32)
             problems = {key: sorted(value)[:4] for key, value in report.items() if value}
-            want, have = state["model"].state_dict(), loaded.state_dict()
+            want, have = dict(state["model"].named_parameters()), loaded.state_dict()
             differ = [name for name in want if name not in have or not torch.equal(want[name], have[name])]
             if differ or problems:
                 answer = {"export": f"wrong: {len(differ)} tensors differ: {', '.join(differ[:4])} {problems or ''}"}
@@ -231,7 +237,8 @@ def _exported(state: dict[str, Any], par: Any, folder: str) -> dict[str, Any]:
 class Pool:
     """Four processes that keep transformers loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, unverified: bool) -> None:
+        self._unverified = unverified
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._started: list[tuple[Any, Any]] = []
@@ -262,9 +269,9 @@ class Pool:
     def _start(self) -> None:
         if self._started:
             return
-        for place in range(4):
+        for _ in range(4):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=serve, args=(theirs, place), daemon=True)
+            process = self._context.Process(target=serve, args=(theirs, self._unverified), daemon=True)
             process.start()
             theirs.close()
             self._started.append((process, ours))
@@ -278,30 +285,28 @@ class Pool:
         self._started = []
 
 
-def measure(pool: Pool, case: tuple[str, str]) -> dict[str, Any]:
-    """Return plan -> result for one architecture."""
+def measure(pool: Pool, case: tuple[str, str], styles: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return plan -> result for one architecture; ``styles`` are laid over its tensor-parallel table."""
     began = time.monotonic()
     command = {"case": case, "plan": ALONE}
     alone = _joined(pool.ask({0: command}, TIMEOUT_S), 1)
     results: dict[str, Any] = {ALONE: alone}
     if alone["verdict"] == "exact":
         for together in ROUNDS:
-            results |= _round(pool, case, together)
+            results |= _round(pool, case, together, styles or {})
     return {"plans": results, "seconds": round(time.monotonic() - began, 1)}
 
 
-def _round(pool: Pool, case: tuple[str, str], together: Any) -> dict[str, Any]:
+def _round(pool: Pool, case: tuple[str, str], together: Any, styles: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="architectures-") as folder:
         commands = {}
         for plan, places in together:
             store = f"{folder}/{plan.replace(' ', '')}"
             for rank, place in enumerate(places):
-                common = {"case": case, "plan": plan, "rank": rank, "ranks": len(places), "store": store, "folder": folder}
-                commands[place] = common | {"export": plan in ("FSDP 2", "FSDP 2 x TP 2")}
+                place_in_plan = {"plan": plan, "rank": rank, "ranks": len(places), "store": store, "styles": styles}
+                commands[place] = {"case": case, **place_in_plan, "folder": folder, "export": plan in ("FSDP 2", "FSDP 2 x TP 2")}
         answers = pool.ask(commands, TIMEOUT_S)
-        return {
-            plan: _joined({place: answers[place] for place in places if place in answers}, len(places)) for plan, places in together
-        }
+        return {plan: _joined({place: answers[place] for place in places if place in answers}, len(places)) for plan, places in together}
 
 
 def _joined(answers: dict[int, dict[str, Any]], count: int) -> dict[str, Any]:
@@ -326,6 +331,7 @@ def main() -> None:
     parser.add_argument("--family", choices=["causal", "seq2seq", "masked", "classifier"])
     parser.add_argument("--again", action="store_true", help="measure again what is in the JSON")
     parser.add_argument("--failed", action="store_true", help="measure again what was wrong, crashed or hung")
+    parser.add_argument("--unverified", action="store_true", help="split all architectures without a tp_plan by structure")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many seconds")
     parser.add_argument("--table", action="store_true", help="write the table from the JSON, and measure nothing")
     parser.add_argument("--json", type=Path, default=RESULTS)
@@ -340,7 +346,7 @@ def main() -> None:
 def _measure_all(options: argparse.Namespace, known: dict[str, Any]) -> None:
     only = set(filter(None, options.only.split(",")))
     todo = [case for case in cases(options.family) if not only or case[0] in only]
-    pool, deadline = Pool(), time.monotonic() + options.seconds
+    pool, deadline = Pool(options.unverified), time.monotonic() + options.seconds
     options.json.parent.mkdir(parents=True, exist_ok=True)
     try:
         for name, task in todo:
@@ -358,14 +364,15 @@ def _measure_all(options: argparse.Namespace, known: dict[str, Any]) -> None:
 
 
 def _failed(result: dict[str, Any]) -> bool:
-    return any(each["verdict"] in ("wrong", "crashed", "hung") or each.get("export", "exact") != "exact" for each in result["plans"].values())
+    results = result["plans"].values()
+    return any(each["verdict"] in ("wrong", "crashed", "hung") or each.get("export", "exact") != "exact" for each in results)
 
 
 def _tell(key: str, result: dict[str, Any]) -> None:
     print(f"{key} ({result['seconds']} s)", flush=True)
     for plan, each in result["plans"].items():
-        export = each.get("export", "")
-        print(f"    {plan}: {each['verdict']} {each.get('why', '')[:400]}{' | export ' + export if export not in ('', 'exact') else ''}", flush=True)
+        export = "" if each.get("export", "exact") == "exact" else f" | export {each['export']}"
+        print(f"    {plan}: {each['verdict']} {each.get('why', '')[:400]}{export}", flush=True)
 
 
 def write_table(known: dict[str, Any]) -> None:
@@ -375,16 +382,80 @@ def write_table(known: dict[str, Any]) -> None:
 
 
 def _table(known: dict[str, Any]) -> list[str]:
-    counts: dict[str, Counter[str]] = {plan: Counter() for plan in (ALONE, *PLANS)}
-    lines = []
-    for key, result in sorted(known["cases"].items()):
-        plans = result["plans"]
+    columns = (ALONE, *PLANS)
+    runs = {key: each["plans"] for key, each in sorted(known["cases"].items()) if each["plans"][ALONE]["verdict"] == "exact"}
+    absent = {key: each["plans"][ALONE]["why"] for key, each in sorted(known["cases"].items()) if key not in runs}
+    lines = [HEAD.format(tolerance=TOLERANCE, floor=FLOOR, **known["versions"]), "## Counts", ""]
+    lines += _grid(["", *columns[1:], "export"], list(_counts(runs)))
+    lines += ["", "## By architecture", ""]
+    rows = [[key, *(_cell(plans.get(plan)) for plan in columns[1:]), _export(plans)] for key, plans in runs.items()]
+    lines += [*_grid(["architecture / task", *columns[1:], "export"], rows), "", "## Why refused", ""]
+    reasons: dict[str, list[str]] = {}
+    for key, plans in runs.items():
         for plan, each in plans.items():
-            counts[plan][each["verdict"]] += 1
-        lines.append("| " + " | ".join([key, *(plans.get(plan, {}).get("verdict", "-") for plan in (ALONE, *PLANS))]) + " |")
-    summary = [f"- {plan}: " + ", ".join(f"{number} {verdict}" for verdict, number in count.most_common()) for plan, count in counts.items()]
-    head = ["# Architectures", "", *summary, "", "| " + " | ".join(["architecture", ALONE, *PLANS]) + " |", "|" + " --- |" * (2 + len(PLANS))]
-    return head + lines
+            if each["verdict"] != "exact":
+                reasons.setdefault(each["why"].split("; ")[0].replace("|", "\\|"), []).append(f"{key} ({plan})")
+    lines += [f"- {', '.join(names)}: {why}" for why, names in _grouped(reasons).items()]
+    lines += ["", "## Not run: the tiny model does not build or train on one process", ""]
+    return lines + [f"- {key}: {why[:160]}" for key, why in absent.items()]
+
+
+def _counts(runs: dict[str, Any]) -> Any:
+    """Yield a row of verdicts for each group of architectures."""
+    groups = {
+        "causal language models": lambda key, plans: key.endswith("/causal"),
+        "of these with a tp_plan": lambda key, plans: key.endswith("/causal") and plans[ALONE]["tp_plan"],
+        "encoder-decoders": lambda key, plans: key.endswith("/seq2seq"),
+        "masked language models": lambda key, plans: key.endswith("/masked"),
+        "classifiers": lambda key, plans: key.endswith("/classifier"),
+    }
+    for title, belongs in groups.items():
+        chosen = [plans for key, plans in runs.items() if belongs(key, plans)]
+        verdicts = [Counter(plans[plan]["verdict"] for plans in chosen if plan in plans) for plan in PLANS]
+        exports = Counter(_export(plans) for plans in chosen)
+        cells = [", ".join(f"{n} {verdict}" for verdict, n in count.most_common()) for count in (*verdicts, exports)]
+        yield [f"{len(chosen)} {title}", *cells]
+
+
+def _cell(result: dict[str, Any] | None) -> str:
+    return result["verdict"] if result else "-"
+
+
+def _export(plans: dict[str, Any]) -> str:
+    told = {each["export"].partition(":")[0] for each in plans.values() if "export" in each}
+    return "exact" if told == {"exact"} else ", ".join(sorted(told - {"exact"})) or "-"
+
+
+def _grouped(reasons: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Join reasons that differ by the names of architecture and layer."""
+    joined: dict[str, tuple[str, list[str]]] = {}
+    for why, names in reasons.items():
+        plain = re.sub(r"\b[A-Z][A-Za-z0-9_]+|\d+", "*", why)
+        joined.setdefault(plain, (why, []))[1].extend(names)
+    return {
+        why: sorted(dict.fromkeys(name.rpartition(" (")[0] if "TP" in name else name for name in names)) for why, names in joined.values()
+    }
+
+
+def _grid(head: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+HEAD = """# Architectures
+
+Every architecture that transformers {transformers} maps to a causal language model, an encoder-decoder or a masked language model, made
+tiny, under every plan against one process; torch {torch}, gloo, float32. Made by `python benchmarks/architectures.py`.
+
+- exact: the loss and every gradient agree with one process to {tolerance} of the tensor's largest value (or of {floor} of the model's
+  largest gradient, where that is more: what is zero by theory holds rounding noise only). Rows are split over the data ranks, and rows
+  count different numbers of tokens.
+- refused: the plan is refused before anything runs, with a reason and what would work.
+- wrong, crashed, hung: bugs.
+- export: the parallel model is exported, and transformers loads it with every tensor equal.
+
+Weights are random, with noise on what starts at zero or one; dropout is off; heads of keys and values are half those of queries where the
+config allows it, so that `TP 4` makes pairs of ranks share one.
+"""
 
 
 if __name__ == "__main__":

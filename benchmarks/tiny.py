@@ -63,7 +63,24 @@ RULES: tuple[tuple[str, Any], ...] = (
 # Fields that a config derives from others where they are unset, and that should be small and uneven all the same.
 FORCED = re.compile("head_dim|num_key_value_heads|n_routed_experts|moe_topk")
 
-_SWA = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "head_dim": 12, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_SWA = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "head_dim": 12,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+_QWEN4 = {
+    "ple_embed_dim": HIDDEN,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
 
 # What a family's own constraints ask for, by model type; nested dicts reach into sub-configs.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -77,19 +94,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"global_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mobilebert": {"embedding_size": 16, "intra_bottleneck_size": 16},
     "longcat_flash": {"head_dim": 4},
     "mamba2": {"num_heads": 8},
     "moshi": {"audio_encoder_config": {"codebook_size": 64}},
-    "qwen4_exp_text": {
-        "ple_embed_dim": HIDDEN,
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
-    },
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
     "reformer": {"is_decoder": True, "axial_pos_shape": (4, 4), "axial_pos_embds_dim": (16, 16), "attn_layers": ("local", "lsh")},
     "t5": {"decoder_start_token_id": 0},
+    "esm": {"vocab_size": VOCAB, "mask_token_id": 4, "pad_token_id": 0},
+    "esmc": {"num_key_value_heads": HEADS},
+    "flaubert": {"emb_dim": HIDDEN},
+    "luke": {"entity_vocab_size": 16, "entity_emb_size": 16},
+    "fsmt": {"src_vocab_size": VOCAB, "tgt_vocab_size": VOCAB, "langs": ["en", "de"]},
     "xlm": {"emb_dim": HIDDEN},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
     "xmod": {"default_language": "en_XX"},
@@ -129,7 +146,7 @@ def _sub_config(kind: Any, name: str) -> type | None:
     if sub is AutoConfig or not dataclasses.is_dataclass(sub):
         spec = getattr(kind, "sub_configs_defaults", {}).get(name)
         model_type = model_type or getattr(spec, "model_type", None)
-        sub = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None
+        sub = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401  its get is not lazy
     return sub if dataclasses.is_dataclass(sub) else None  # type: ignore[return-value]
 
 
@@ -199,7 +216,7 @@ def tiny_model(model_type: str, task: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             # What is zero or one at the start (biases, norms, sinks) would hide a part that is wrong.
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() and not parameter.is_meta:
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     return model
 

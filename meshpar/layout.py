@@ -23,6 +23,9 @@ class ModelLayout:
             is not text is a :class:`meshpar.passes.tensor.Style` of the model's own.
         heads: module pattern of a ``colwise`` projection -> how many heads its output features hold; the tensor axis must
             divide it, so that no head is cut in two.
+        copied_heads: those patterns of ``heads`` whose projection may be computed by several ranks where the axis is a multiple of its
+            heads (keys and values of grouped-query attention): ranks then share a head, exactly. An attention that keeps its ratio of heads
+            as ``num_key_value_groups`` gets the ratio of what the rank holds.
         tied: groups of parameter names that are one tensor, the owner first (``("embed.weight", "head.weight")``).
         fp32: patterns of modules that keep computing in float32 under mixed precision.
         dropout: True when the model draws random numbers in training, so that random state must follow the axes.
@@ -37,6 +40,7 @@ class ModelLayout:
     blocks: tuple[str, ...] = ()
     tensor: Mapping[str, Any] = field(default_factory=dict)
     heads: Mapping[str, int] = field(default_factory=dict)
+    copied_heads: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     fp32: tuple[str, ...] = ()
     dropout: bool = False

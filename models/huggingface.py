@@ -5,6 +5,7 @@ Importing this module does not import transformers.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -18,7 +19,10 @@ from torch import nn
 
 from meshpar.errors import LayoutError
 from meshpar.layout import ModelLayout
-from meshpar.models.huggingface_tensor import generic, head_counts, tensor_table
+from meshpar.models.huggingface_tensor import copied_heads, head_counts, tensor_table
+from meshpar.models.huggingface_vocabulary import generic
+from meshpar.models.huggingface_weights import weight_map
+from meshpar.patterns import find_modules
 
 
 def layout_for(module: nn.Module) -> ModelLayout | None:
@@ -32,14 +36,17 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         return None
     model: Any = module
     table = tensor_table(model)
+    heads = head_counts(model, table)
     return ModelLayout(
         blocks=_blocks(model),
         tensor=table,
-        heads=head_counts(model, table),
+        heads=heads,
+        copied_heads=copied_heads(model, heads),
         tied=_tied(model),
         fp32=_fp32(model),
         dropout=_has_dropout(model),
         init=_initialiser(model),
+        weights=weight_map(model),
         config=_published_config(model),
         refusals=_refusals(model, table),
     )
@@ -77,11 +84,35 @@ def _blocks(model: Any) -> tuple[str, ...]:
     """Return the patterns of the outermost repeated layers."""
     whole = set(model._no_split_modules or ())
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
+    lists = [(name, module) for name, module in lists if not any(isinstance(child, nn.ModuleList) for child in module)]
     named = [name for name, module in lists if any(type(child).__name__ in whole for child in module)]
     alike = [name for name, module in lists if len({type(child) for child in module}) == 1 and any(True for _ in module.parameters())]
     chosen = named or alike
     outermost = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
-    return tuple(dict.fromkeys(f"{generic(name)}.*" for name in outermost))
+    patterns = dict.fromkeys(f"{generic(name)}.*" for name in outermost if _is_called(model, name))
+    return tuple(each for pattern in patterns for each in _without_ties(model, pattern))
+
+
+def _is_called(model: nn.Module, name: str) -> bool:
+    """Tell whether the layers of a list are called as modules, so that FSDP2's hooks run; some models call their methods instead."""
+    layers = model.get_submodule(name)
+    owner = model.get_submodule(name.rpartition(".")[0])
+    own = inspect.getsource(type(owner)) if type(owner).__module__.startswith("transformers.") else ""
+    return not re.search(r"\blayer\w*\.forward\(", own) and not any(hasattr(layer, "backward_pass") for layer in layers)  # type: ignore[attr-defined, union-attr]
+
+
+def _without_ties(model: nn.Module, pattern: str) -> Iterator[str]:
+    """Yield the pattern, or the names of those of its layers that share no parameter with another, which the outermost unit must hold."""
+    layers = dict(find_modules(model, pattern))
+    owners: dict[int, set[str]] = {}
+    for name, layer in layers.items():
+        for parameter in layer.parameters():
+            owners.setdefault(id(parameter), set()).add(name)
+    tied = set().union(*(names for names in owners.values() if len(names) > 1))
+    if not tied:
+        yield pattern
+    else:
+        yield from (name for name in layers if name not in tied)
 
 
 def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -1,32 +1,37 @@
-"""The tensor-parallel table of a transformers model, from the model's own ``tp_plan``.
-
-What meshpar's styles cover runs in them; the rest keeps transformers' own style objects, on the same axis.
-"""
+"""The tensor-parallel table of a transformers model, from the model's own ``tp_plan``: its styles in terms of meshpar's."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, final
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from meshpar.loss import token_loss
-from meshpar.passes.context import Context
-from meshpar.passes.styles import Colwise, Region
+from meshpar.models.huggingface_structure import structural_table
+from meshpar.models.huggingface_styles import FullPositions, GPT2Attention, LatentKeys, Refused
+from meshpar.models.huggingface_vocabulary import generic, vocabulary_styles
+from meshpar.passes.local import features_of
+from meshpar.passes.parts import Experts, FeatureTable, Parts, Shared
+from meshpar.patterns import find_modules
 
-_OURS = {
+_OURS: dict[str, Any] = {
     "colwise": "colwise",
     "rowwise": "rowwise",
+    "rowwise_split_input": "rowwise_split",
+    "rowwise_rep": "rowwise_split",
     "colwise_rep": "colwise_gather",
     "colwise_gather_output": "colwise_gather",
     "embedding_rowwise": "vocab",
+    "embedding_colwise": FeatureTable(),
     "replicated_with_grad_allreduce": "grad_sum",
+    "moe_identity_expert": Shared(),
 }
+_LEAVE_WHOLE = "leave it whole: TensorParallel(styles={pattern: None})"
+_OWN_PARAMETERS = ("moe_tp_experts", "all_reduce", "local_params")
+# The activation between projections, applied to this rank's features.
+_ACTIVATION = re.compile("act|act_fn|activation|activation_fn|hidden_act")
+_HEAD_NORM = re.compile("(q|k|v|query|key|value)_?(layer)?norm")
 
 # Verified to compute everything from position_ids once they are given, which sequence parallelism needs: transformers otherwise
 # reads the sequence's length from the embeddings, and these are then split along it.
@@ -34,182 +39,87 @@ _SEQUENCE_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def tensor_table(model: Any) -> dict[str, Any]:
-    """Return module pattern -> style; empty where transformers gives the model no ``tp_plan``."""
+    """Return module pattern -> style; empty where transformers gives the model no ``tp_plan`` and its structure says nothing."""
     if model.config.model_type == "gpt2":
         return _gpt2_table(model)
     plan = _matching_plan(model)
-    if not plan:
+    structure = {} if plan else {generic(name): style for name, style in structural_table(model).items()}
+    if not plan and not structure:
         return {}
-    table: dict[str, Any] = {pattern: _OURS[style] for pattern, style in plan.items() if style in _OURS and _is_module(model, pattern)}
-    table |= _transformers_styles(model, {pattern: style for pattern, style in plan.items() if pattern not in table})
-    table |= _ends(model)
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        # Of modules under one pattern the one with most parameters of its own stands for all: some layers lack an optional one.
+        known = modules.get(generic(name))
+        if known is None or _own_count(module) > _own_count(known):
+            modules[generic(name)] = module
+    table: dict[str, Any] = structure
+    for pattern, style in plan.items():
+        if pattern in modules and style not in (*_OWN_PARAMETERS, "replicate"):
+            table[pattern] = LatentKeys(_rotary_widths(model, pattern)) if style == "mla_kv_a_proj" else _OURS.get(style) or _unknown(style)
+    table |= {owner: _with_own(modules[owner], owner, plan) for owner in _owners(modules, plan)}
+    table |= {pattern: Experts() for pattern in _whole_experts(model, modules) if pattern not in table}
+    ends, whole = vocabulary_styles(model, table)
+    table = {pattern: style for pattern, style in table.items() if style != "vocab" and pattern not in whole} | ends
+    table |= dict.fromkeys(_on_slices(modules, table), "grad_sum")
     table |= dict.fromkeys(_regions(model, table), "region")
     return table | _between_regions(model, table)
 
 
 def head_counts(model: Any, table: Mapping[str, Any]) -> dict[str, int]:
     """Return pattern of a projection -> how many heads its output features hold."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    if not isinstance(heads, int) or not isinstance(groups, int):
-        return {}
-    holds = {"q_proj": heads, "q_b_proj": heads, "kv_b_proj": heads, "k_proj": groups, "v_proj": groups, "c_attn": heads}
-    split = [pattern for pattern, style in table.items() if style in ("colwise", "packed_colwise:3")]
-    return {pattern: holds[last] for pattern in split if (last := pattern.rpartition(".")[2]) in holds}
+    counts: dict[str, dict[str, int]] = {}
+    for name, module in model.named_modules():
+        for child, _ in module.named_children():
+            pattern = generic(f"{name}.{child}")
+            if table.get(pattern) in ("colwise", "packed_colwise:3") and (heads := _heads_of(model.config, module, child)):
+                counts.setdefault(pattern, {})[f"{name}.{child}"] = heads
+    alike = {pattern: each for pattern, each in counts.items() if len(set(each.values())) == 1}
+    return {pattern: next(iter(each.values())) for pattern, each in alike.items()} | {
+        name: heads for pattern, each in counts.items() if pattern not in alike for name, heads in each.items()
+    }
 
 
-def generic(name: str) -> str:
-    """Return a name with ``*`` for its numbers: ``layers.3.mlp`` -> ``layers.*.mlp``."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+def copied_heads(model: nn.Module, heads: Mapping[str, int]) -> tuple[str, ...]:
+    """Return those projections to key and value heads which ranks may share: their attention keeps the ratio of heads as an attribute."""
+    shared = [pattern for pattern in heads if pattern.rpartition(".")[2] in ("k_proj", "v_proj")]
+    return tuple(pattern for pattern in shared if all(_keeps_ratio(model, name) for name, _ in find_modules(model, pattern)))
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersStyle:
-    """A style of transformers' own registry behind meshpar's protocol.
-
-    Attributes:
-        module_style: the registry's name for the module's forward; None: only parameters of it are split.
-        parameter_styles: parameter name -> the registry's name for how it is split.
-        config: the text model's config, which one of the styles reads.
-    """
-
-    module_style: str | None
-    parameter_styles: Mapping[str, str]
-    config: Any
-
-    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield the styles that this version of transformers lacks, and those whose shards are not contiguous."""
-        for style in {self.module_style, *self.parameter_styles.values()} - {None, *_registry().keys()}:
-            yield f"{name}: its tp_plan names the style {style!r}, which the installed transformers does not have; install another version"
-        for parameter, style in self.parameter_styles.items():
-            if style in ("packed_colwise", "packed_rowwise"):
-                yield (
-                    f"{name}.{parameter} is split by transformers' {style}, in two halves interleaved over the ranks; meshpar reads "
-                    f"and writes contiguous shards: leave it whole over tp: TensorParallel(styles={{{generic(name)!r}: None}})"
-                )
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Split the parameters as transformers does, keeping tied ones tied."""
-        for parameter, style in self.parameter_styles.items():
-            before = module._parameters.get(parameter)
-            if before is None:
-                continue
-            if id(before) in context.sharded:
-                module._parameters[parameter] = context.sharded[id(before)]
-                continue
-            _registry()[style].validate_param(module, parameter, context.mesh, parameter_name=f"{name}.{parameter}")
-            _registry()[style].shard_param(module, parameter, context.mesh)
-            after = module._parameters[parameter]
-            if isinstance(after, nn.Parameter) and after is not before:
-                context.sharded[id(before)] = context.sharded[id(after)] = after
-
-    def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Install transformers' forward around the module's."""
-        if self.module_style is None:
-            return
-        if self.module_style == "mla_kv_a_proj":
-            # transformers' own driver does the same: this style reads how many of the features carry rotary positions.
-            module.config = self.config
-        _registry()[self.module_style].install_forward(module, context.mesh)
+def _keeps_ratio(model: nn.Module, name: str) -> bool:
+    return "num_key_value_groups" in vars(model.get_submodule(name.rpartition(".")[0]))
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class FullPositions:
-    """On the base model, under sequence parallelism: give it the whole sequence's positions.
-
-    Without ``position_ids`` it would count them from its embeddings, of which this rank holds a part.
-    """
-
-    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Nothing can be wrong."""
-        return iter(())
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Nothing is split."""
-
-    def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Fill in ``position_ids``."""
-
-        def fill(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            tokens = args[0] if args else kwargs.get("input_ids")
-            if kwargs.get("attention_mask") is not None:
-                raise ValueError(
-                    f"{name} got an attention_mask, which transformers lays over its embeddings' length, and under sequence parallelism "
-                    "these are split; pack the batch instead of padding it, or use TensorParallel(sequence_parallel=False)"
-                )
-            if tokens is None or kwargs.get("position_ids") is not None:
-                return None
-            return args, kwargs | {"position_ids": torch.arange(tokens.shape[1], device=tokens.device)[None]}
-
-        if context.sequence_parallel:
-            module.register_forward_pre_hook(fill, with_kwargs=True)
+def _heads_of(config: Any, attention: nn.Module, child: str) -> int | None:
+    """Return the number of heads in a projection, from the attention's own attributes where it has them, else from the config."""
+    if child in ("k_proj", "v_proj"):
+        return _key_heads(attention) or _first(config, attention, ("num_key_value_heads", "num_kv_heads", "num_attention_heads"))
+    if child not in ("q_proj", "q_b_proj", "kv_b_proj", "c_attn"):
+        return None
+    keys, ratio = _key_heads(attention), vars(attention).get("num_key_value_groups")
+    return keys * ratio if keys and isinstance(ratio, int) else _first(config, attention, ("num_heads", "num_attention_heads", "n_heads"))
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class GPT2Attention:
-    """A region around transformers' GPT-2 attention, which cuts its fused projection by a width that it keeps itself."""
-
-    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Nothing beyond what its projections check."""
-        return iter(())
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Make the width this rank's, and make the region known before anything inside is installed."""
-        module.split_size = module.embed_dim // context.mesh.size()  # type: ignore[operator, assignment]
-        context.regions[name] = Region()
-
-    def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Install the region."""
-        context.regions[name].install(name, module, context)
+def _key_heads(attention: nn.Module) -> int | None:
+    """Return the heads that the key projection's features make up: layers of one model may differ in it."""
+    width, keys = vars(attention).get("head_dim"), features_of(getattr(attention, "k_proj", attention))
+    return keys[1] // width if isinstance(width, int) and width and keys and keys[1] % width == 0 else None
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The output projection; where its logits stay split over the vocabulary, the model's own loss learns to take them.
-
-    Attributes:
-        model: the whole model, whose ``loss_function`` is replaced under loss parallelism.
-        gather: what the ``head`` style says of its output.
-    """
-
-    model: Any = field(default=None, repr=False, compare=False)
-    gather: str = "loss"
-
-    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield what the head style finds."""
-        return Colwise(gather=self.gather).problems(name, module, size)
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Split the output features."""
-        Colwise(gather=self.gather).shard(name, module, context)
-
-    def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Install the head style, and the loss."""
-        Colwise(gather=self.gather).install(name, module, context)
-        if context.loss_parallel:
-            self.model.loss_function = _split_loss(self.model.loss_function)
+def _first(config: Any, attention: nn.Module, names: tuple[str, ...]) -> int | None:
+    # A config whose layers differ refuses to be read as a whole; each layer's attention then holds its own.
+    for source in (attention, getattr(attention, "config", None), config.get_text_config()):
+        for name in names:
+            value = _read(source, name)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
 
 
-def _split_loss(whole_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return transformers' causal loss for logits split over the vocabulary; ``whole_loss`` takes the others."""
-
-    def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int | None = None, **options: Any) -> torch.Tensor:
-        if not isinstance(logits, DTensor):
-            return whole_loss(logits=logits, labels=labels, vocab_size=vocab_size, **options)
-        ignored, count = options.get("ignore_index", -100), options.get("num_items_in_batch")
-        shifted = options.get("shift_labels")
-        if shifted is None:
-            shifted = F.pad(labels, (0, 1), value=ignored)[..., 1:]
-        if count is None:
-            return token_loss(logits, shifted, ignore_index=ignored)
-        return token_loss(logits, shifted, ignore_index=ignored, reduction="sum") / count
-
-    return loss
+def _read(source: Any, name: str) -> Any:
+    try:
+        return getattr(source, name, None)
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
+        return None
 
 
 def _gpt2_table(model: Any) -> dict[str, Any]:
@@ -224,7 +134,7 @@ def _gpt2_table(model: Any) -> dict[str, Any]:
         f"{prefix}h.*.mlp.c_fc": "colwise",
         f"{prefix}h.*.mlp.c_proj": "rowwise",
     }
-    return table | _ends(model)
+    return table | vocabulary_styles(model, table)[0]
 
 
 def _matching_plan(model: Any) -> dict[str, str]:
@@ -233,45 +143,95 @@ def _matching_plan(model: Any) -> dict[str, str]:
     return {pattern: style for pattern, style in (model.tp_plan or {}).items() if pattern in names}
 
 
-def _is_module(model: nn.Module, pattern: str) -> bool:
-    return any(generic(name) == pattern for name, _ in model.named_modules())
+def _own_count(module: nn.Module) -> int:
+    return sum(each is not None for each in module._parameters.values())
 
 
-def _transformers_styles(model: Any, plan: Mapping[str, str]) -> dict[str, TransformersStyle]:
-    """Join the entries for a module and for its parameters to one style for each module."""
-    styles: dict[str, TransformersStyle] = {}
-    for name, module in model.named_modules():
-        pattern = generic(name)
-        own = [parameter for parameter, _ in module.named_parameters(recurse=False)]
-        chosen = {parameter: plan.get(f"{pattern}.{parameter}", plan.get(pattern)) for parameter in own}
-        parameters = {parameter: style for parameter, style in chosen.items() if style is not None}
-        if pattern in plan or parameters:
-            styles[pattern] = TransformersStyle(
-                module_style=plan.get(pattern), parameter_styles=parameters, config=model.config.get_text_config()
-            )
-    return styles
+def _unknown(style: str) -> Refused:
+    return Refused(f"its tp_plan names the style {style!r}, which meshpar does not know; {_LEAVE_WHOLE}")
 
 
-def _ends(model: Any) -> dict[str, Any]:
-    """Return the styles of the token embedding and of the head, the largest parameters; a plan may leave them out."""
-    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    modules = list(model.named_modules())
-    ends: dict[str, Any] = {name: "vocab" for name, module in modules if module is inputs and isinstance(module, nn.Embedding)}
-    return ends | {name: Head(model) for name, module in modules if module is outputs and isinstance(module, nn.Linear)}
+def _owners(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> list[str]:
+    """Return the patterns of modules that compute with parameters of their own which the plan splits."""
+    direct = [pattern.rpartition(".")[0] for pattern in plan if pattern not in modules]
+    return list(dict.fromkeys([*(pattern for pattern, style in plan.items() if style in _OWN_PARAMETERS and pattern in modules), *direct]))
+
+
+def _with_own(module: nn.Module, owner: str, plan: Mapping[str, str]) -> Any:
+    """Return the style of a module that computes with parameters of its own."""
+    style, dims, added = plan.get(owner), {}, []
+    for name, parameter in module.named_parameters(recurse=False):
+        how = plan.get(f"{owner}.{name}")
+        bias = name.endswith("bias") and parameter.ndim < 3
+        if how == "rowwise" and bias:
+            added.append(name)
+        elif how in ("colwise", "packed_colwise"):
+            dim = -1 if bias or parameter.ndim == 1 else parameter.ndim - 2
+            dims[name] = (dim, 2 if how == "packed_colwise" else 1)
+        elif how in ("rowwise", "packed_rowwise"):
+            dims[name] = (-1, 2 if how == "packed_rowwise" else 1)
+        elif how not in (None, "replicate"):
+            return _unknown(str(how))
+    sums = style in ("moe_tp_experts", "all_reduce")
+    inner = [each for child, each in module.named_children() if f"{owner}.{child}" in plan]
+    if sums and any(True for each in inner for _ in each.parameters()):
+        return Refused("it sums over parts of its children and of its own parameters; " + _LEAVE_WHOLE)
+    parts = Parts(dims=dims, added=tuple(added), sums=sums)
+    return Experts(otherwise=parts) if style == "moe_tp_experts" and _takes_whole_experts(module) else parts
+
+
+def _takes_whole_experts(module: nn.Module) -> bool:
+    """Tell whether an experts module knows chosen numbers beyond its experts, as transformers' own expert parallelism needs."""
+    alike = len({len(each) for each in module.parameters(recurse=False)}) == 1
+    return alike and {"num_experts", "_is_expert_parallel"} <= vars(module).keys()
+
+
+def _whole_experts(model: Any, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield the experts that transformers spreads whole over ranks, by its expert-parallel plan."""
+    for pattern, style in (getattr(model, "ep_plan", None) or {}).items():
+        if style == "ep_dispatch_experts" and pattern in modules and _takes_whole_experts(modules[pattern]):
+            yield pattern
+
+
+def _rotary_widths(model: Any, pattern: str) -> dict[str, int]:
+    widths = {}
+    for name, _ in model.named_modules():
+        if generic(name) == pattern:
+            attention = model.get_submodule(name.rpartition(".")[0])
+            own = _read(attention, "qk_rope_head_dim")
+            widths[name] = own if isinstance(own, int) else _read(model.config.get_text_config(), "qk_rope_head_dim")
+    return widths
+
+
+def _on_slices(modules: Mapping[str, nn.Module], table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield whole modules that a plan forgets and that see this rank's slice: activations with parameters, norms of heads."""
+    split = {each.rpartition(".")[0] for each, style in table.items() if style == "colwise"}
+    for pattern, module in modules.items():
+        parent, _, leaf = pattern.rpartition(".")
+        if pattern in table or parent not in split or not any(True for _ in module.parameters()):
+            continue
+        width = vars(modules[parent]).get("head_dim")
+        of_heads = _HEAD_NORM.fullmatch(leaf) and all(each.shape == (width,) for each in module.parameters())
+        if _ACTIVATION.fullmatch(leaf) or of_heads:
+            yield pattern
 
 
 def _regions(model: nn.Module, table: Mapping[str, Any]) -> list[str]:
     """Return the modules all of whose parameters are split by feature or by head, from two projections or more that share an input."""
-    candidates: dict[str, bool] = {}
+    fitting: dict[str, list[str]] = {}
+    every: dict[str, int] = {}
     for name, module in model.named_modules():
+        pattern = generic(name)
+        every[pattern] = every.get(pattern, 0) + 1
         own = [
             table.get(generic(f"{name}.{inner}")) for inner, child in module.named_modules() if any(True for _ in child.parameters(False))
         ]
         styles = [table.get(generic(f"{name}.{child}")) for child, _ in module.named_children()]
         fits = all(style in ("colwise", "rowwise", "grad_sum") for style in own) and "rowwise" in styles
-        if styles.count("colwise") > 1:
-            candidates[generic(name)] = fits and candidates.get(generic(name), True)
-    return [pattern for pattern, fits in candidates.items() if fits]
+        if fits and styles.count("colwise") > 1 and pattern not in table:
+            fitting.setdefault(pattern, []).append(name)
+    # Where some layers have something else under the same name (experts), the others are named one by one.
+    return [each for pattern, names in fitting.items() for each in ([pattern] if len(names) == every[pattern] else names)]
 
 
 def _between_regions(model: Any, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,9 +244,3 @@ def _between_regions(model: Any, table: Mapping[str, Any]) -> dict[str, Any]:
     if not all(re.search("(RMS|Layer)Norm$", type(module).__name__) for module in rest.values()):
         return {}
     return dict.fromkeys(rest, "sequence") | {model.base_model_prefix: FullPositions()}
-
-
-def _registry() -> Any:
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-
-    return ALL_PARALLEL_STYLES

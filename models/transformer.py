@@ -62,6 +62,7 @@ class Transformer(nn.Module):
             blocks=("layers.*",),
             tensor=_TENSOR | (_QK_NORM if config.qk_norm else {}),
             heads={"layers.*.attn.q": config.heads, "layers.*.attn.k": config.kv_groups, "layers.*.attn.v": config.kv_groups},
+            copied_heads=("layers.*.attn.k", "layers.*.attn.v"),
             tied=(("embed.weight", "head.weight"),) if config.tied else (),
             dropout=config.dropout > 0,
             weights=WeightMap(rules=tuple(Rename(ours, theirs) for ours, theirs in published_names(config))),

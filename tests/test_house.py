@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"meshpar": "meshpar", "models": "meshpar.models", "checkpoints": "meshpar.checkpoints", "launchers": "meshpar.launchers"}
 FLOORS = [
-    {"errors", "patterns", "views"},
+    {"errors", "patterns", "views", "stacking"},
     {"mesh", "drawing", "weights", "loss", "_torch", "placements"},
     {"layout"},
     {"passes"},

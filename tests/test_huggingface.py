@@ -14,9 +14,11 @@ from torch import nn
 
 from meshpar import ActivationCheckpoint, FullyShard, TensorParallel, patterns
 from meshpar.errors import LayoutError
+from meshpar.mesh import MeshSpec
 from meshpar.models.huggingface import from_config, layout_for
-from meshpar.models.huggingface_tensor import FullPositions, GPT2Attention, Head, TransformersStyle
+from meshpar.models.huggingface_styles import FullPositions, GPT2Attention, Head, Heads
 from meshpar.passes.context import Context
+from meshpar.passes.parts import Experts, Parts
 from meshpar.testing import assert_parity, on_ranks, token_steps
 
 transformers = pytest.importorskip("transformers")
@@ -105,12 +107,10 @@ def test_dropout_is_read_from_the_config() -> None:
     assert not layout_of(from_config(config("gpt2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0))).dropout
 
 
-def test_styles_that_are_not_ours_stay_transformers_own() -> None:
+def test_experts_are_spread_whole_or_split_inside() -> None:
     layout = layout_of(from_config(MIXTRAL))
-    experts = layout.tensor[f"{LAYER}.mlp.experts"]
-    assert isinstance(experts, TransformersStyle)
-    assert experts.module_style == "moe_tp_experts"
-    assert experts.parameter_styles == {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+    inside = Parts(dims={"gate_up_proj": (1, 2), "down_proj": (-1, 1)}, sums=True)
+    assert layout.tensor[f"{LAYER}.mlp.experts"] == Experts(otherwise=inside)
     # The router reads the same hidden states whole: a region would sum its gradient over the axis once too often.
     assert f"{LAYER}.mlp" not in layout.tensor
     assert layout.tensor[f"{LAYER}.self_attn"] == "region"
@@ -123,19 +123,52 @@ def test_models_whose_masks_count_positions_leave_sequence_parallelism_out() -> 
     assert "sequence" not in layout_of(from_config(config("gpt2"))).tensor.values()
 
 
-def test_packed_experts_are_refused_with_the_way_out() -> None:
-    model = from_config(MIXTRAL)
+def test_experts_that_no_split_fits_are_refused() -> None:
+    model = from_config(MIXTRAL | {"intermediate_size": 50})
     style = layout_of(model).tensor[f"{LAYER}.mlp.experts"]
-    (problem,) = style.problems("model.layers.0.mlp.experts", model.get_submodule("model.layers.0.mlp.experts"), 2)
-    assert problem.startswith("model.layers.0.mlp.experts.gate_up_proj is split by transformers' packed_colwise")
-    assert problem.endswith("TensorParallel(styles={'model.layers.*.mlp.experts': None})")
+    module = model.get_submodule("model.layers.0.mlp.experts")
+    assert not list(style.problems("experts", module, 2)), "whole experts need not divide inside"
+    first, *inside = style.problems("experts", module, 3)
+    assert first == "experts has 4 experts, which tp=3 does not divide; tp in [2, 4] would"
+    assert inside[0] == "experts.gate_up_proj has 2 parts of 50 in dim 1, which tp=3 does not divide; tp in [2, 5, 10, 25, 50] would"
+
+
+def test_an_unknown_style_is_refused_by_name() -> None:
+    model = from_config(config("llama"))
+    model._tp_plan |= {f"{LAYER}.mlp.up_proj": "diagonal"}
+    (problem,) = TensorParallel().problems(model, layout_of(model), MeshSpec("tp=2"))
+    assert problem.endswith("(and 1 more like it)")
+    assert problem.startswith("model.layers.0.mlp.up_proj: its tp_plan names the style 'diagonal', which meshpar does not know")
+
+
+def test_parameters_among_split_projections_need_a_style() -> None:
+    model = from_config(config("llama"))
+    model.model.layers[0].self_attn.temperature = nn.Parameter(torch.ones(4, device="meta"))
+    (problem,) = TensorParallel().problems(model, layout_of(model), MeshSpec("tp=2"))
+    assert problem.startswith("model.layers.0.self_attn.temperature (4,) stands without a style among projections")
+    assert f"TensorParallel(styles={{'{LAYER}.self_attn.k_proj': None, " in problem
 
 
 def test_a_model_without_a_plan_says_so() -> None:
-    model = from_config(config("opt", ffn_dim=48, word_embed_proj_dim=32))
+    model = from_config({"model_type": "mamba", "vocab_size": 96, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2})
     layout = layout_of(model)
-    assert layout.blocks == ("model.decoder.layers.*",)
-    assert "transformers gives OPTForCausalLM no tp_plan" in layout.refusals["tp"]
+    assert layout.blocks == ("backbone.layers.*",)
+    assert "transformers gives MambaForCausalLM no tp_plan" in layout.refusals["tp"]
+
+
+def test_a_verified_structure_takes_the_place_of_a_plan() -> None:
+    layout = layout_of(from_config(config("opt", ffn_dim=48, word_embed_proj_dim=32)))
+    layer = "model.decoder.layers.*"
+    assert layout.tensor == {
+        f"{layer}.self_attn": Heads(("position_bias",)),
+        **dict.fromkeys((f"{layer}.self_attn.{each}_proj" for each in "qkv"), "colwise"),
+        f"{layer}.self_attn.out_proj": "rowwise",
+        f"{layer}.fc1": "colwise",
+        f"{layer}.fc2": "rowwise",
+        "model.decoder.embed_tokens": "vocab",
+        "lm_head": Head(),
+    }
+    assert not layout.refusals
 
 
 def test_a_cache_is_refused_under_recomputation() -> None:
@@ -215,7 +248,8 @@ MLA = {"first_k_dense_replace": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_ro
 ON_A_MESH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deepseek_v3": (config("deepseek_v3", head_dim=4, num_key_value_heads=4, n_group=1, topk_group=1, n_routed_experts=4) | MLA, {}),
     "glm4": (config("glm4", pad_token_id=0), {"loss_parallel": True}),
-    "mixtral": (MIXTRAL, {"styles": {f"{LAYER}.mlp.experts": None}}),
+    "mixtral": (MIXTRAL, {}),
+    "mixtral_inside": (MIXTRAL | {"num_local_experts": 3}, {}),
     "mistral": (config("mistral", sliding_window=None), {"sequence_parallel": True}),
     "qwen2": (
         {key: value for key, value in config("qwen2").items() if key != "head_dim"},

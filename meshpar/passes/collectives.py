@@ -44,6 +44,11 @@ def gather_replicated(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
     return _GatherReplicated.apply(x, size, group)
 
 
+def split_replicated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's chunk of the last dim of a replicated ``x``; the gradients of the chunks are joined."""
+    return _SplitReplicated.apply(x, group)
+
+
 def regroup(weight: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's slice of each of ``parts`` equal parts that stand fused along ``dim``, from contiguous shards of the whole.
 
@@ -114,18 +119,35 @@ class _ReduceScatter(torch.autograd.Function):
         return _all_gather(grads[0], ctx.dim, ctx.group), None, None
 
 
+def _join_chunks(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    width = -(-size // group.size())
+    padded = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+    whole = _all_gather(padded, x.ndim - 1, group)
+    return whole[..., :size] if whole.shape[-1] > size else whole
+
+
 class _GatherReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-        width = -(-size // group.size())
-        ctx.start, ctx.width = width * group.rank(), x.shape[-1]
-        padded = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-        whole = _all_gather(padded, x.ndim - 1, group)
-        return whole[..., :size] if whole.shape[-1] > size else whole
+        ctx.start, ctx.width = -(-size // group.size()) * group.rank(), x.shape[-1]
+        return _join_chunks(x, size, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0].narrow(-1, ctx.start, ctx.width).contiguous(), None, None
+
+
+class _SplitReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.size, ctx.group = x.shape[-1], group
+        width = -(-ctx.size // group.size())
+        start = width * group.rank()
+        return x.narrow(-1, start, min(width, ctx.size - start)).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _join_chunks(grads[0], ctx.size, ctx.group), None
 
 
 class _Regroup(torch.autograd.Function):

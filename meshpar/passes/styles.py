@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from meshpar._torch import assert_async
 from meshpar.errors import PlanError
 from meshpar.mesh import divisors
-from meshpar.passes.collectives import copy_to, gather_replicated, regroup
+from meshpar.passes.collectives import copy_to, gather_replicated, regroup, split_replicated
 from meshpar.passes.context import Context, Style
 from meshpar.passes.local import (
     empty_problems,
@@ -33,13 +31,18 @@ from meshpar.passes.local import (
     sum_gradients,
 )
 from meshpar.passes.random import fork, join
+from meshpar.passes.vocabulary import Vocabulary
 
 
 @final
 class Region:
-    """A module whose inside is split: one preparation of its input serves all projections in it."""
+    """A module whose inside is split: one preparation of its input serves all projections in it.
 
-    def __init__(self) -> None:
+    ``local``: keyword names of inputs that hold this rank's heads already (a position bias that an earlier layer computed).
+    """
+
+    def __init__(self, local: tuple[str, ...] = ()) -> None:
+        self._local = local
         self._shared: Tensor | None = None
         self._device = torch.device("cpu")
 
@@ -61,18 +64,18 @@ class Region:
                 raise PlanError([f"{name} got no hidden states: expected a tensor first, or as {wanted}; name it in layout.hidden_inputs"])
             self._begin(module, args[0] if first == 0 else kwargs[first], context)
             try:
-                args = tuple(self._enter(name, value, place == first, context) for place, value in enumerate(args))
-                return inner(*args, **{key: self._enter(name, value, key == first, context) for key, value in kwargs.items()})
+                args = tuple(self._enter(name, "", value, place == first, context) for place, value in enumerate(args))
+                return inner(*args, **{key: self._enter(name, key, value, key == first, context) for key, value in kwargs.items()})
             finally:
                 self.end()
 
         set_forward(module, forward)
 
-    def _enter(self, name: str, value: Any, is_hidden: bool, context: Context) -> Any:
+    def _enter(self, name: str, key: str, value: Any, is_hidden: bool, context: Context) -> Any:
         """Bring one input into the region; of the others only those whose gradient this rank would know in part."""
         if is_hidden:
             return context.enter(value)
-        if not (isinstance(value, Tensor) and value.requires_grad):
+        if not (isinstance(value, Tensor) and value.requires_grad) or key in self._local:
             return value
         if context.sequence_parallel:
             raise PlanError([f"{name} takes a second input that wants a gradient, whose place in the sequence is not known; use "
@@ -129,7 +132,9 @@ class Colwise:
             if self.parts > 1:
                 weight = regroup(weight, self.parts, out_dim, group)
                 bias = None if bias is None else regroup(bias, self.parts, 0, group)
-            y = linear(module, x if prepare is None else prepare(x), weight, bias)
+            return finish(linear(module, x if prepare is None else prepare(x), weight, bias))
+
+        def finish(y: Tensor) -> Tensor:
             if self.gather == "no":
                 return y
             if self.gather == "loss" and context.loss_parallel:
@@ -138,12 +143,19 @@ class Colwise:
             return gather_replicated(y, width, group)
 
         set_forward(module, forward)
+        if self.gather == "loss" and prepare is not None:  # what the chunked loss does around its own products
+            forward.prepare, forward.finish = prepare, finish  # type: ignore[attr-defined]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Rowwise:
-    """A linear layer split by input features; the partial sums are reduced and the bias is added once."""
+    """A linear layer split by input features; the partial sums are reduced and the bias is added once.
+
+    ``split_input`` where the input comes whole, and each rank takes its features of it.
+    """
+
+    split_input: bool = False
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         features = features_of(module)
@@ -159,6 +171,7 @@ class Rowwise:
         region, group = context.region_of(name), context.mesh.get_group()
 
         def forward(x: Tensor) -> Tensor:
+            x = split_replicated(x, group) if self.split_input else x
             y = context.leave(linear(module, x, local(module.weight), None))
             if region is not None:
                 region.end()
@@ -168,44 +181,6 @@ class Rowwise:
             return y + (copy_to(bias, group) if context.sequence_parallel else bias)
 
         set_forward(module, forward)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """An embedding split by rows: each rank looks up the tokens that it holds, and the results are summed."""
-
-    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        if not isinstance(module, nn.Embedding):
-            yield f"{name} is a {type(module).__name__}, which cannot be split by vocabulary rows; expected an Embedding"
-        elif module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
-            yield f"{name} uses max_norm, sparse or scale_grad_by_freq, which rows on several ranks cannot; turn them off"
-        else:
-            yield from empty_problems(name, "rows", module.num_embeddings, size)
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        shard_parameter(module, "weight", 0, context)
-
-    def install(self, name: str, module: nn.Module, context: Context) -> None:
-        assert isinstance(module, nn.Embedding)
-        rows = -(-module.num_embeddings // context.mesh.size())
-        start = rows * context.mesh.get_local_rank()
-        held = min(rows, module.num_embeddings - start)
-        padding = module.padding_idx
-
-        def lookup(tokens: Tensor) -> Tensor:
-            assert_async(((tokens >= 0) & (tokens < module.num_embeddings)).all(), "a token is outside of the vocabulary")
-            weight = local(module.weight)
-            here = (tokens >= start) & (tokens < start + held)
-            index = torch.where(here, tokens - start, 0)
-            found = F.embedding(index, weight)
-            if padding is not None:
-                found = torch.where((tokens == padding)[..., None], found.detach(), found)
-            return context.leave(found * here[..., None])
-
-        # Scaled embeddings (Gemma's) wrap the lookup in a forward of their own; they keep it.
-        plain = type(module).forward is nn.Embedding.forward
-        set_forward(module, lookup if plain else _with_scale(module, lookup))
 
 
 @final
@@ -274,20 +249,8 @@ STYLES: dict[str, Callable[[], Style]] = {
     "colwise_gather": lambda: Colwise(gather="yes"),
     "head": lambda: Colwise(gather="loss"),
     "rowwise": Rowwise,
+    "rowwise_split": lambda: Rowwise(split_input=True),
     "vocab": Vocabulary,
     "sequence": Sequence,
     "grad_sum": GradSum,
 }
-
-
-def _with_scale(module: Any, lookup: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    if getattr(module, "embed_scale", None) is None:
-        raise PlanError(
-            [f"{type(module).__name__} has a forward of its own, which a split by vocabulary rows would skip; leave it out of the table"]
-        )
-
-    def forward(tokens: Tensor) -> Tensor:
-        scale = module.embed_scale
-        return lookup(tokens) * (scale.to(module.weight.dtype) if isinstance(scale, Tensor) else scale)
-
-    return forward

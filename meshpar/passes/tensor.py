@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -13,7 +14,8 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
 from meshpar.passes.base import Stage, unmatched
 from meshpar.passes.context import Context, Style
-from meshpar.passes.styles import Region, parse
+from meshpar.passes.parts import CopiedHeads
+from meshpar.passes.styles import Colwise, Region, parse
 from meshpar.patterns import find_modules, matches
 
 __all__ = ["Style", "TensorParallel"]
@@ -29,7 +31,8 @@ class TensorParallel:
             multiple of the axis.
         loss_parallel: the head leaves its logits split over the vocabulary, as a DTensor that :func:`meshpar.token_loss` takes.
         styles: module pattern -> style, laid over the layout's table; None takes an entry out. The styles are ``region``,
-            ``colwise``, ``packed_colwise:N``, ``colwise_gather``, ``rowwise``, ``vocab``, ``head``, ``sequence``, ``grad_sum``.
+            ``colwise``, ``packed_colwise:N``, ``colwise_gather``, ``rowwise``, ``rowwise_split``, ``vocab``, ``head``,
+            ``sequence``, ``grad_sum``.
     """
 
     sequence_parallel: bool = False
@@ -41,7 +44,9 @@ class TensorParallel:
     axes = ("tp",)
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-        size = mesh.axes["tp"]
+        yield from _once(self._every_problem(module, layout, mesh.axes["tp"]))
+
+    def _every_problem(self, module: nn.Module, layout: ModelLayout, size: int) -> Iterator[str]:
         if "tp" in layout.refusals:
             yield layout.refusals["tp"]
             return
@@ -62,6 +67,7 @@ class TensorParallel:
         yield from self._head_problems(module, layout, size)
         yield from self._tie_problems(module, layout, table)
         yield from _region_problems(module, table)
+        yield from _own_problems(module, table)
         if self.sequence_parallel and "sequence" not in table.values():
             yield "sequence_parallel needs the layout to say which modules run between regions ('sequence'); it names none: leave it off"
         if self.loss_parallel and not any(text == "head" or getattr(text, "gather", None) == "loss" for text in table.values()):
@@ -76,7 +82,8 @@ class TensorParallel:
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
         table = self._table(layout)
-        splitting = [pattern for pattern, text in table.items() if text not in ("region", "sequence", "grad_sum")]
+        whole = ("region", "sequence", "grad_sum")
+        splitting = [pattern for pattern, text in table.items() if text not in whole and getattr(text, "splits", True)]
         owners = {name for pattern in splitting for name, _ in find_modules(module, pattern)}
         names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         direct = {name for name in names if any(matches(pattern, name) for pattern in splitting)}
@@ -93,6 +100,7 @@ class TensorParallel:
         found = [
             (name, child, parse(text)) for pattern, text in self._table(layout).items() for name, child in find_modules(module, pattern)
         ]
+        found = list(_with_copied_heads(module, layout, found, context.mesh.size()))
         context.regions.update({name: style for name, _, style in found if isinstance(style, Region)})
         for name, child, style in found:
             style.shard(name, child, context)
@@ -107,7 +115,7 @@ class TensorParallel:
         for pattern, heads in layout.heads.items():
             if not any(find_modules(module, pattern)):
                 yield unmatched(f"layout.heads pattern {pattern!r}", pattern, module)
-            if heads % size:
+            if heads % size and not (pattern in layout.copied_heads and size % heads == 0):
                 fits = ", ".join(map(str, divisors(heads))) or "no size above 1"
                 yield f"{pattern} has {heads} heads, which tp={size} does not divide; tp in {fits} would"
 
@@ -120,14 +128,55 @@ class TensorParallel:
                 yield f"{group[0]} is tied to {missing[0]}, but only {inside[0]} is split over tp; give both a style, or neither"
 
 
+def _with_copied_heads(
+    module: nn.Module, layout: ModelLayout, found: list[tuple[str, nn.Module, Style]], size: int
+) -> Iterator[tuple[str, nn.Module, Style]]:
+    """Yield what was found, with the projections to fewer heads than ranks in a style of their own."""
+    heads = {name: layout.heads[pattern] for pattern in layout.copied_heads for name, _ in find_modules(module, pattern)}
+    ratios = {}
+    for name, child, style in found:
+        if style == Colwise() and heads.get(name, size) % size:
+            owner: Any = module.get_submodule(name.rpartition(".")[0])
+            if "num_key_value_groups" in vars(owner):
+                ratios[id(owner)] = (owner, owner.num_key_value_groups * heads[name] // size)
+            style = CopiedHeads(heads[name])
+        yield name, child, style
+    for owner, ratio in ratios.values():
+        owner.num_key_value_groups = ratio
+
+
+def _once(problems: Iterator[str]) -> Iterator[str]:
+    """Yield problems that differ by the number of a layer once, saying how many there are."""
+    alike: dict[str, list[str]] = {}
+    for problem in problems:
+        alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", problem), []).append(problem)
+    for first, *others in alike.values():
+        yield first + (f" (and {len(others)} more like it)" if others else "")
+
+
 def _draws(module: nn.Module) -> bool:
     """Tell whether some dropout module draws random numbers, whatever the layout says."""
     return any(getattr(child, "p", 0.0) > 0.0 for child in module.modules() if isinstance(child, nn.modules.dropout._DropoutNd))
 
 
+def _own_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield parameters of modules whose projections are split, which no style covers: they may count heads or features."""
+    styled = {name for pattern in table for name, _ in find_modules(module, pattern)}
+    split = [name for pattern, text in table.items() if text == "colwise" for name, _ in find_modules(module, pattern)]
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in split):
+        for name, parameter in module.get_submodule(owner).named_parameters(recurse=False):
+            if owner not in styled and not any(matches(pattern, f"{owner}.{name}") for pattern in table):
+                inside = ", ".join(sorted(f"{each!r}: None" for each in table if matches(each.rpartition(".")[0], owner)))
+                yield (
+                    f"{owner}.{name} {tuple(parameter.shape)} stands without a style among projections split by heads or features; "
+                    f"give {owner} a style that splits it, or leave its projections whole: TensorParallel(styles={{{inside}}})"
+                )
+
+
 def _region_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
     """Yield parameters inside a region that no style covers: each rank would know a part of their gradient and nobody would sum it."""
-    regions = [name for pattern, text in table.items() if text == "region" for name, _ in find_modules(module, pattern)]
+    around = [pattern for pattern, text in table.items() if text == "region" or getattr(text, "region", False)]
+    regions = [name for pattern in around for name, _ in find_modules(module, pattern)]
     styled = {name for pattern in table for name, _ in find_modules(module, pattern)} - set(regions)
     for name, _ in module.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]

@@ -1,0 +1,244 @@
+"""Tensor-parallel styles for modules that use parameters of their own: experts, per-head vectors, feature-split tables."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from meshpar.mesh import divisors
+from meshpar.passes.collectives import copy_to, gather_replicated, regroup
+from meshpar.passes.context import Context
+from meshpar.passes.local import empty_problems, features_of, is_transposed, linear, local, set_forward, shard_parameter
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A module that computes with this rank's part of its own parameters.
+
+    Attributes:
+        dims: name of a parameter of the module's own -> (dim that is split, how many equal parts stand fused along it). A fused one is
+            stored as plain contiguous shards, and regrouped in forward, so that a rank computes its slice of each part.
+        added: names of parameters that are added to the partial sums (biases): each rank adds its share of the whole.
+        sums: the module takes replicated inputs to partial sums (experts). Its inputs are prepared and its output is reduced. Otherwise
+            what is around its parameters has styles of its own (attention with per-head sinks).
+    """
+
+    dims: Mapping[str, tuple[int, int]]
+    added: tuple[str, ...] = ()
+    sums: bool = False
+
+    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
+        """Yield parameters that have no rule, and dims that the axis does not divide."""
+        for parameter, value in module.named_parameters(recurse=False):
+            if parameter not in self.dims:
+                if self.sums and parameter not in self.added:
+                    yield f"{name}.{parameter} has no rule for the split over tp, and its gradient would be a part's; leave {name} whole"
+                continue
+            dim, parts = self.dims[parameter]
+            length = value.shape[dim]
+            if length % (parts * size):
+                fused = f"{parts} parts of " if parts > 1 else ""
+                fits = divisors(length // parts) or "no size"
+                yield f"{name}.{parameter} has {fused}{length // parts} in dim {dim}, which tp={size} does not divide; tp in {fits} would"
+
+    def shard(self, name: str, module: nn.Module, context: Context) -> None:
+        """Split the parameters."""
+        for parameter, (dim, _) in self.dims.items():
+            value = module._parameters.get(parameter)
+            if value is not None:
+                shard_parameter(module, parameter, dim % value.ndim, context)
+
+    def install(self, name: str, module: nn.Module, context: Context) -> None:
+        """Let the forward see local tensors; prepare inputs and reduce the output where it sums."""
+        inner, group = module.forward, context.mesh.get_group()
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.sums:
+                args = tuple(_enter(value, context) for value in args)
+                kwargs = {key: _enter(value, context) for key, value in kwargs.items()}
+            output = with_own(module, self._held(module, group), lambda: inner(*args, **kwargs))
+            return context.leave(output) if self.sums else output
+
+        set_forward(module, forward)
+
+    def _held(self, module: nn.Module, group: Any) -> dict[str, Tensor]:
+        held = {}
+        for name, value in module._parameters.items():
+            if value is None:
+                continue
+            if name in self.dims:
+                dim, parts = self.dims[name]
+                held[name] = regroup(local(value), parts, dim % value.ndim, group) if parts > 1 else local(value)
+            elif name in self.added:
+                held[name] = copy_to(value, group) / group.size()
+        return held
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Experts in stacked parameters (experts, ...): each rank holds whole experts, and runs them on the tokens that chose them.
+
+    The forward takes (hidden states, chosen experts, their weights) and passes over a chosen number that is beyond the held experts, as
+    transformers' does. No parameter has to be regrouped, however its features are packed.
+
+    Attributes:
+        otherwise: how to split inside the experts where the axis does not divide their number.
+    """
+
+    otherwise: Parts | None = None
+
+    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
+        """Yield a number of experts that the axis does not divide, where there is no other way."""
+        count = _expert_count(module)
+        if count % size == 0:
+            return
+        inside = list(self.otherwise.problems(name, module, size)) if self.otherwise else [""]
+        if inside:
+            yield f"{name} has {count} experts, which tp={size} does not divide; tp in {divisors(count) or 1} would"
+            yield from filter(None, inside)
+
+    def shard(self, name: str, module: nn.Module, context: Context) -> None:
+        """Give each rank its experts."""
+        if (other := self._other(module, context)) is not None:
+            other.shard(name, module, context)
+            return
+        for parameter in dict(module.named_parameters(recurse=False)):
+            shard_parameter(module, parameter, 0, context)
+
+    def install(self, name: str, module: nn.Module, context: Context) -> None:
+        """Let the forward run the held experts on what chose them, and sum over the axis."""
+        if (other := self._other(module, context)) is not None:
+            other.install(name, module, context)
+            return
+        group = context.mesh.get_group()
+        held, inner = _expert_count(module) // group.size(), module.forward
+        bind = inspect.signature(inner).bind
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            bound = bind(*args, **kwargs)
+            first, *rest = bound.arguments
+            index = next(key for key in rest if not bound.arguments[key].is_floating_point())
+            weight = next(key for key in rest if bound.arguments[key].is_floating_point())
+            chosen = bound.arguments[index] - group.rank() * held
+            elsewhere = (chosen < 0) | (chosen >= held)
+            weights = copy_to(bound.arguments[weight], group).masked_fill(elsewhere, 0.0)
+            bound.arguments |= {first: _enter(bound.arguments[first], context), index: chosen.masked_fill(elsewhere, held), weight: weights}
+            own = {key: local(value) for key, value in module._parameters.items() if value is not None}
+            counted = {"num_experts": held, "_is_expert_parallel": True}
+            return context.leave(with_own(module, own, lambda: inner(*bound.args, **bound.kwargs), counted))
+
+        set_forward(module, forward)
+
+    def _other(self, module: nn.Module, context: Context) -> Parts | None:
+        return self.otherwise if _expert_count(module) % context.mesh.size() else None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FeatureTable:
+    """An embedding split by features: each rank looks up a slice of every vector, and the slices are joined unless ``gather`` is False."""
+
+    gather: bool = True
+
+    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
+        """Yield what is no plain embedding."""
+        if type(module).forward is not nn.Embedding.forward:
+            yield f"{name} is a {type(module).__name__}, which cannot be split by features; expected an Embedding"
+        else:
+            yield from empty_problems(name, "features", int(module.weight.shape[1]), size)  # type: ignore[arg-type, index, union-attr]
+
+    def shard(self, name: str, module: nn.Module, context: Context) -> None:
+        """Split the features."""
+        shard_parameter(module, "weight", 1, context)
+
+    def install(self, name: str, module: nn.Module, context: Context) -> None:
+        """Join the slices."""
+        inner, group, width = module.forward, context.mesh.get_group(), int(module.weight.shape[1])  # type: ignore[arg-type, index, union-attr]
+
+        def forward(tokens: Tensor) -> Tensor:
+            found = with_own(module, {"weight": local(module.weight)}, lambda: inner(tokens))
+            return gather_replicated(found, width, group) if self.gather else found
+
+        set_forward(module, forward)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A module whose output every rank adds to a partial sum: each adds its share of it."""
+
+    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
+        """Yield parameters, which it must not have."""
+        if any(True for _ in module.parameters()):
+            yield f"{name} has parameters, whose gradients a share would scale; leave it out of the table"
+
+    def shard(self, name: str, module: nn.Module, context: Context) -> None:
+        """Nothing is split."""
+
+    def install(self, name: str, module: nn.Module, context: Context) -> None:
+        """Divide by the number of ranks."""
+        inner, size = module.forward, context.mesh.size()
+        set_forward(module, lambda x: inner(x) / size)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CopiedHeads:
+    """A projection to fewer heads (keys, values) than ranks: it stays whole, and each rank computes the one head that its queries share.
+
+    The gradients of the ranks that share a head, and of those that use others, are summed.
+    """
+
+    heads: int
+
+    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
+        """Checked where the heads are counted."""
+        return iter(())
+
+    def shard(self, name: str, module: nn.Module, context: Context) -> None:
+        """Its parameters stay whole."""
+
+    def install(self, name: str, module: nn.Module, context: Context) -> None:
+        """Compute with this rank's head of the weight and bias."""
+        group, dim = context.mesh.get_group(), 1 if is_transposed(module) else 0
+        width = (features_of(module) or (0, 0))[1] // self.heads
+        start = group.rank() * self.heads // group.size() * width
+        prepare = context.enter if context.region_of(name) is None else None
+
+        def forward(x: Tensor) -> Tensor:
+            weight, bias = module._parameters["weight"], module._parameters.get("bias")
+            assert weight is not None, "a projection has a weight"
+            held = copy_to(weight, group).narrow(dim, start, width)
+            added = None if bias is None else copy_to(bias, group).narrow(0, start, width)
+            return linear(module, x if prepare is None else prepare(x), held, added)
+
+        set_forward(module, forward)
+
+
+def with_own(module: nn.Module, own: Mapping[str, Tensor], run: Callable[[], Any], attributes: Mapping[str, Any] | None = None) -> Any:
+    """Return ``run()`` while the module's own parameters (and plain attributes) are these."""
+    kept = {name: module._parameters[name] for name in own}
+    before = {name: module.__dict__[name] for name in attributes or {} if name in module.__dict__}
+    try:
+        module._parameters.update(own)  # type: ignore[arg-type]
+        module.__dict__.update({name: value for name, value in (attributes or {}).items() if name in before})
+        return run()
+    finally:
+        module._parameters.update(kept)
+        module.__dict__.update(before)
+
+
+def _enter(value: Any, context: Context) -> Any:
+    """Bring one input to a computation that is split, if a gradient comes back through it."""
+    return context.enter(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _expert_count(module: nn.Module) -> int:
+    return min((len(value) for value in module.parameters(recurse=False)), default=0)

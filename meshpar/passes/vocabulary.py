@@ -1,0 +1,67 @@
+"""The tensor-parallel style of an embedding over the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshpar._torch import assert_async
+from meshpar.errors import PlanError
+from meshpar.passes.context import Context
+from meshpar.passes.local import empty_problems, local, set_forward, shard_parameter
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """An embedding split by rows: each rank looks up the tokens that it holds, and the results are summed."""
+
+    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
+        if not isinstance(module, nn.Embedding):
+            yield f"{name} is a {type(module).__name__}, which cannot be split by vocabulary rows; expected an Embedding"
+        elif module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+            yield f"{name} uses max_norm, sparse or scale_grad_by_freq, which rows on several ranks cannot; turn them off"
+        else:
+            yield from empty_problems(name, "rows", module.num_embeddings, size)
+
+    def shard(self, name: str, module: nn.Module, context: Context) -> None:
+        shard_parameter(module, "weight", 0, context)
+
+    def install(self, name: str, module: nn.Module, context: Context) -> None:
+        assert isinstance(module, nn.Embedding)
+        rows = -(-module.num_embeddings // context.mesh.size())
+        start = rows * context.mesh.get_local_rank()
+        held = min(rows, module.num_embeddings - start)
+        padding = module.padding_idx
+
+        def lookup(tokens: Tensor) -> Tensor:
+            assert_async(((tokens >= 0) & (tokens < module.num_embeddings)).all(), "a token is outside of the vocabulary")
+            weight = local(module.weight)
+            here = (tokens >= start) & (tokens < start + held)
+            index = torch.where(here, tokens - start, 0)
+            found = F.embedding(index, weight)
+            if padding is not None:
+                found = torch.where((tokens == padding)[..., None], found.detach(), found)
+            return context.leave(found * here[..., None])
+
+        # Scaled embeddings (Gemma's) wrap the lookup in a forward of their own; they keep it.
+        plain = type(module).forward is nn.Embedding.forward
+        set_forward(module, lookup if plain else _with_scale(module, lookup))
+
+
+def _with_scale(module: Any, lookup: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    if getattr(module, "embed_scale", None) is None:
+        raise PlanError(
+            [f"{type(module).__name__} has a forward of its own, which a split by vocabulary rows would skip; leave it out of the table"]
+        )
+
+    def forward(tokens: Tensor) -> Tensor:
+        scale = module.embed_scale
+        return lookup(tokens) * (scale.to(module.weight.dtype) if isinstance(scale, Tensor) else scale)
+
+    return forward

@@ -1,0 +1,205 @@
+"""Tensor-parallel styles that transformers' models need beyond those of :mod:`meshpar.passes`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshpar.loss import token_loss
+from meshpar.mesh import divisors
+from meshpar.passes.collectives import copy_to
+from meshpar.passes.context import Context
+from meshpar.passes.local import set_forward
+from meshpar.passes.styles import Colwise, Region
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An entry that no style carries out; it says so when the plan is checked."""
+
+    reason: str
+
+    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
+        """Yield the reason."""
+        yield f"{name}: {self.reason}"
+
+    def shard(self, name: str, module: nn.Module, context: Context) -> None:
+        """Never reached."""
+
+    def install(self, name: str, module: nn.Module, context: Context) -> None:
+        """Never reached."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LatentKeys:
+    """Latent attention's joint projection of compressed keys and values and of the rotary key (DeepSeek-V2, arXiv 2405.04434).
+
+    The compressed part goes on through a projection that prepares its input; the rotary part goes straight to this rank's heads, so that
+    its gradient is summed here.
+
+    Attributes:
+        rotary: name of the module -> how many of its last output features are the rotary key.
+    """
+
+    rotary: Mapping[str, int]
+
+    splits = False
+
+    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
+        """Nothing is split."""
+        return iter(())
+
+    def shard(self, name: str, module: nn.Module, context: Context) -> None:
+        """Its parameters stay whole."""
+
+    def install(self, name: str, module: nn.Module, context: Context) -> None:
+        """Sum the rotary part's gradient."""
+        inner, group, width = module.forward, context.mesh.get_group(), self.rotary[name]
+
+        def forward(x: Tensor) -> Tensor:
+            y = inner(x)
+            rest, rotary = y.split([y.shape[-1] - width, width], dim=-1)
+            return torch.cat([rest, copy_to(rotary, group)], dim=-1)
+
+        set_forward(module, forward)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FullPositions:
+    """On the base model, under sequence parallelism: give it the whole sequence's positions.
+
+    Without ``position_ids`` it would count them from its embeddings, of which this rank holds a part.
+    """
+
+    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
+        """Nothing can be wrong."""
+        return iter(())
+
+    def shard(self, name: str, module: nn.Module, context: Context) -> None:
+        """Nothing is split."""
+
+    def install(self, name: str, module: nn.Module, context: Context) -> None:
+        """Fill in ``position_ids``."""
+
+        def fill(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            tokens = args[0] if args else kwargs.get("input_ids")
+            if kwargs.get("attention_mask") is not None:
+                raise ValueError(
+                    f"{name} got an attention_mask, which transformers lays over its embeddings' length, and under sequence parallelism "
+                    "these are split; pack the batch instead of padding it, or use TensorParallel(sequence_parallel=False)"
+                )
+            if tokens is None or kwargs.get("position_ids") is not None:
+                return None
+            return args, kwargs | {"position_ids": torch.arange(tokens.shape[1], device=tokens.device)[None]}
+
+        if context.sequence_parallel:
+            module.register_forward_pre_hook(fill, with_kwargs=True)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GPT2Attention:
+    """A region around transformers' GPT-2 attention, which cuts its fused projection by a width that it keeps itself."""
+
+    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
+        """Nothing beyond what its projections check."""
+        return iter(())
+
+    def shard(self, name: str, module: nn.Module, context: Context) -> None:
+        """Make the width this rank's, and make the region known before anything inside is installed."""
+        module.split_size = module.embed_dim // context.mesh.size()  # type: ignore[operator, assignment]
+        context.regions[name] = Region()
+
+    def install(self, name: str, module: nn.Module, context: Context) -> None:
+        """Install the region."""
+        context.regions[name].install(name, module, context)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A region around an attention that keeps counts of its heads or features as attributes, which become this rank's.
+
+    Attributes:
+        local: keyword names of inputs that an earlier attention computed for this rank's heads.
+    """
+
+    local: tuple[str, ...] = ()
+
+    splits = False
+    region = True
+
+    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
+        """Yield counts that the axis does not divide."""
+        for attribute in _counts(module):
+            if (value := getattr(module, attribute)) % size:
+                yield f"{name}.{attribute} is {value}, which tp={size} does not divide; tp in {divisors(value) or 1} would"
+
+    def shard(self, name: str, module: nn.Module, context: Context) -> None:
+        """Make the counts this rank's, and make the region known before anything inside is installed."""
+        for attribute in _counts(module):
+            setattr(module, attribute, getattr(module, attribute) // context.mesh.size())
+        context.regions[name] = Region(self.local)
+
+    def install(self, name: str, module: nn.Module, context: Context) -> None:
+        """Install the region."""
+        context.regions[name].install(name, module, context)
+
+
+def _counts(module: nn.Module) -> list[str]:
+    names = ("n_heads", "num_heads", "num_attention_heads", "inner_dim", "all_head_size", "split_size", "dim")
+    return [name for name in names if isinstance(vars(module).get(name), int)]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The output projection; where its logits stay split over the vocabulary, the model's own loss learns to take them.
+
+    Attributes:
+        model: the whole model, whose ``loss_function`` is replaced under loss parallelism.
+        gather: what the ``head`` style says of its output.
+    """
+
+    model: Any = field(default=None, repr=False, compare=False)
+    gather: str = "loss"
+
+    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
+        """Yield what the head style finds."""
+        return Colwise(gather=self.gather).problems(name, module, size)
+
+    def shard(self, name: str, module: nn.Module, context: Context) -> None:
+        """Split the output features."""
+        Colwise(gather=self.gather).shard(name, module, context)
+
+    def install(self, name: str, module: nn.Module, context: Context) -> None:
+        """Install the head style, and the loss."""
+        Colwise(gather=self.gather).install(name, module, context)
+        if context.loss_parallel:
+            self.model.loss_function = _split_loss(self.model.loss_function)
+
+
+def _split_loss(whole_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return transformers' causal loss for logits split over the vocabulary; ``whole_loss`` takes the others."""
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int | None = None, **options: Any) -> torch.Tensor:
+        if not isinstance(logits, DTensor):
+            return whole_loss(logits=logits, labels=labels, vocab_size=vocab_size, **options)
+        ignored, count = options.get("ignore_index", -100), options.get("num_items_in_batch")
+        shifted = options.get("shift_labels")
+        if shifted is None:
+            shifted = F.pad(labels, (0, 1), value=ignored)[..., 1:]
+        if count is None:
+            return token_loss(logits, shifted, ignore_index=ignored)
+        return token_loss(logits, shifted, ignore_index=ignored, reduction="sum") / count
+
+    return loss

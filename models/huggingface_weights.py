@@ -1,0 +1,219 @@
+"""How transformers stores a model's tensors, as a WeightMap: renamed, split or fused, and experts one by one that are stacked in memory.
+
+transformers' own conversion runs once, on tensors without memory. What it hands back are views of the model's tensors: their offsets and
+strides tell which part of which tensor each stored tensor is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from meshpar.errors import LayoutError
+from meshpar.initialize import state
+from meshpar.models.huggingface_vocabulary import generic
+from meshpar.stacking import Unstack
+from meshpar.weights import Fuse, Rename, Split, Transpose, WeightMap
+
+
+def weight_map(model: Any) -> WeightMap:
+    """Return the map to the names and shapes that ``save_pretrained`` writes.
+
+    A tensor whose stored form is not made of parts (interleaved, permuted) keeps its own name, which transformers reads as well.
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return WeightMap()  # transformers before 5 stores what is in memory
+    own = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state(model)}
+    with _Views() as views:
+        stored = revert_weight_conversion(model, dict(own))
+    found = _Found(own, stored, views.joined)
+    sets = [*_by_pattern(found.parts(), _split), *_by_pattern(found.fused(), _fuse)]
+    return WeightMap(tuple(rule for rules in sets for rule in rules if _is_read_back(rules)))
+
+
+def _is_read_back(rules: Sequence[Any]) -> bool:
+    """Tell whether a checkpoint, which keeps the rules as data, can read them: its own names are better than none."""
+    try:
+        WeightMap.from_json(WeightMap(tuple(rules)).to_json())
+    except LayoutError:
+        return False
+    return True
+
+
+class _Views(TorchFunctionMode):
+    """Keeps what transformers makes of a tensor a view of it, and remembers what is joined of several."""
+
+    def __init__(self) -> None:
+        self.joined: dict[int, tuple[Tensor, list[Tensor], int]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.contiguous, Tensor.clone, torch.clone):
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if func is torch.cat:
+            dim = kwargs["dim"] if kwargs and "dim" in kwargs else (args[1] if len(args) > 1 else 0)
+            self.joined[_storage(result)] = (result, list(args[0]), dim)
+        return result
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A stored tensor as a part of one of ours: from where and how much along every dim of ours (0: one, and the dim is gone)."""
+
+    name: str
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    transposed: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the conversion handed back.
+
+    Attributes:
+        own: our names -> tensors.
+        stored: their names -> tensors.
+        joined: storage of a stored tensor -> (itself, what it was joined of, along which dim).
+    """
+
+    own: Mapping[str, Tensor]
+    stored: Mapping[str, Tensor]
+    joined: Mapping[int, tuple[Tensor, list[Tensor], int]]
+
+    def parts(self) -> dict[str, list[_Part]]:
+        """Return our name -> the stored tensors that make it up, those of ours that are stored as something else left out."""
+        base = {_storage(tensor): name for name, tensor in self.own.items()}
+        parts: dict[str, list[_Part | None]] = {}
+        for name, tensor in self.stored.items():
+            if (ours := base.get(_storage(tensor))) is not None:
+                parts.setdefault(ours, []).append(_part(name, tensor, self.own[ours]))
+        whole = {ours: [each for each in found if each is not None] for ours, found in parts.items() if None not in found}
+        sizes = {ours: sum(self.stored[each.name].numel() for each in found) for ours, found in whole.items()}
+        return {ours: found for ours, found in whole.items() if sizes[ours] == self.own[ours].numel()}
+
+    def fused(self) -> dict[str, tuple[list[str], list[int], int]]:
+        """Return their name -> (our names that it joins, their lengths, the dim)."""
+        base = {id(tensor): name for name, tensor in self.own.items()}
+        fused = {}
+        for name, tensor in self.stored.items():
+            _, inputs, dim = self.joined.get(_storage(tensor), (tensor, [], 0))
+            names = [base[id(each)] for each in inputs if id(each) in base]
+            if len(names) > 1 and len(names) == len(inputs) and tensor.is_contiguous():
+                fused[name] = (names, [each.shape[dim] for each in inputs], dim)
+        return fused
+
+
+def _part(name: str, tensor: Tensor, whole: Tensor) -> _Part | None:
+    """Read from offset and strides which part of the contiguous ``whole`` a view is; None where it is no block of it."""
+    strides, offset, starts = whole.stride(), tensor.storage_offset(), []
+    for stride in strides:
+        starts.append(offset // stride)
+        offset %= stride
+    sizes = [0] * whole.ndim
+    order = []
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        fits = [dim for dim, each in enumerate(strides) if each == stride and not sizes[dim] and size <= whole.shape[dim]]
+        if not fits or not size:
+            return None
+        # Of dims with one stride (one of them has length one) the first of the right length is meant.
+        dim = next((each for each in fits if whole.shape[each] == size), fits[0])
+        sizes[dim] = size
+        order.append(dim)
+    transposed = len(order) > 1 and order == [*sorted(order)[:-2], *sorted(order)[:-3:-1]]
+    return _Part(name, tuple(starts), tuple(sizes), transposed) if transposed or order == sorted(order) else None
+
+
+def _by_pattern(found: Mapping[str, Any], make: Callable[[str, Any, int], list[Any] | None]) -> list[list[Any]]:
+    """Return the rules of everything found, one set for all layers where these are alike."""
+    sets: dict[str, list[Any]] = {}
+    alike: dict[str, bool] = {}
+    for name, value in found.items():
+        rules = make(name, value, sum(part.isdigit() for part in name.split(".")))
+        pattern = generic(name)
+        alike[pattern] = rules is not None and sets.setdefault(pattern, rules) == rules
+        if not alike[pattern]:
+            sets[pattern] = []
+    return list(sets.values())
+
+
+def _split(ours: str, parts: Sequence[_Part], stars: int) -> list[Any] | None:
+    """Return the rules that take one of ours apart; None where its parts fit none."""
+    names = [_starred(ours, each.name, stars) for each in parts]
+    pattern = generic(ours)
+    if None in names:
+        return None
+    if len(parts) == 1 and all(parts[0].sizes):
+        if parts[0].transposed:
+            return [Transpose(pattern, str(names[0]))]
+        return [] if names[0] == pattern else [Rename(pattern, str(names[0]))]
+    if all(each.sizes[0] for each in parts):
+        cut = _cut_dim(parts)
+        return (
+            None
+            if cut is None or parts[0].transposed
+            else [Split(pattern, tuple(map(str, names)), cut, tuple(p.sizes[cut] for p in parts))]
+        )
+    return _unstacked(pattern, parts, [str(name) for name in names])
+
+
+def _unstacked(pattern: str, parts: Sequence[_Part], names: Sequence[str]) -> list[Any] | None:
+    """Return the rules for experts: cut along a feature dim where several are fused, exchange the features, take expert by expert."""
+    groups: dict[tuple[int, ...], list[tuple[_Part, str]]] = {}
+    for part, name in zip(parts, names, strict=True):
+        groups.setdefault(part.starts[1:], []).append((part, name))
+    firsts = [group[0][0] for _, group in sorted(groups.items())]
+    if any(
+        [part.starts[0] for part, _ in group] != list(range(len(group))) or any(p.sizes[0] for p, _ in group) for group in groups.values()
+    ):
+        return None
+    halves = [pattern] if len(groups) == 1 else [f"{pattern}:{place}" for place in range(len(groups))]
+    rules: list[Any] = []
+    if len(groups) > 1:
+        cut = _cut_dim(firsts)
+        if cut is None:
+            return None
+        rules.append(Split(pattern, tuple(halves), cut, tuple(each.sizes[cut] for each in firsts)))
+    for half, (_, group) in zip(halves, sorted(groups.items()), strict=True):
+        if group[0][0].transposed:
+            rules.append(Transpose(half, f"{half}:t"))
+            half = f"{half}:t"
+        rules.append(Unstack(half, tuple(name for _, name in group)))
+    return rules
+
+
+def _cut_dim(parts: Sequence[_Part]) -> int | None:
+    """Return the only dim along which the parts differ, standing one after another; None where there is none."""
+    dims = [dim for dim in range(len(parts[0].sizes)) if len({each.starts[dim] for each in parts}) > 1]
+    if len(dims) != 1:
+        return None
+    ends = [0, *(each.starts[dims[0]] + each.sizes[dims[0]] for each in parts)]
+    return dims[0] if all(each.starts[dims[0]] == end for each, end in zip(parts, ends)) else None
+
+
+def _fuse(theirs: str, found: tuple[list[str], list[int], int], stars: int) -> list[Any] | None:
+    ours, lengths, dim = found
+    names = [_starred(theirs, each, stars) for each in ours]
+    return None if None in names else [Fuse(tuple(map(str, names)), generic(theirs), dim, tuple(lengths))]
+
+
+def _starred(like: str, name: str, stars: int) -> str | None:
+    """Return ``name`` with ``*`` for its first numbers, which must be those of ``like``; None where they are others."""
+    numbers = [part for part in like.split(".") if part.isdigit()]
+    parts = name.split(".")
+    places = [place for place, part in enumerate(parts) if part.isdigit()][:stars]
+    if [parts[place] for place in places] != numbers:
+        return None
+    return ".".join("*" if place in places else part for place, part in enumerate(parts))

@@ -1,0 +1,110 @@
+"""Architectures of transformers under every plan against one process, a sample; ``benchmarks/architectures.py`` runs them all."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models_for_parity import VOCAB, transformer
+
+from meshpar import FullyShard, Plan, TensorParallel
+from meshpar.checkpoints import Safetensors, export_module
+from meshpar.testing import assert_parity, on_ranks, token_steps
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import architectures
+import tiny
+
+EVERYWHERE = (
+    ("qwen3_moe", "causal"),  # whole experts, norms of heads
+    ("deepseek_v3", "causal"),  # latent attention, shared experts, a dense first layer
+    ("gpt_oss", "causal"),  # experts with biases and interleaved gates
+    ("llama4_text", "causal"),  # experts split inside
+    ("apertus", "causal"),  # an activation with parameters
+    ("qwen3_next", "causal"),  # linear attention beside gated attention
+    ("gpt2", "causal"),  # a fused projection, tied ends
+    ("t5", "seq2seq"),  # tied ends three times, a position bias that layers share
+    ("bert", "masked"),  # a tied bias
+)
+WHOLE_OVER_TP = (("mamba", "causal"), ("doge", "causal"))
+DATA_PLANS = ("one process", "FSDP 2", "HSDP 2x2")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    made = architectures.Pool(unverified=False)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("case", EVERYWHERE, ids="-".join)
+def test_every_plan_equals_one_process(pool, case):
+    plans = architectures.measure(pool, case)["plans"]
+    assert {plan: (each["verdict"], each.get("export", "exact")) for plan, each in plans.items()} == dict.fromkeys(
+        ("one process", *architectures.PLANS), ("exact", "exact")
+    ), plans
+
+
+@pytest.mark.parametrize("case", WHOLE_OVER_TP, ids="-".join)
+def test_what_has_no_exact_split_is_refused_and_shards_over_data(pool, case):
+    plans = architectures.measure(pool, case)["plans"]
+    verdicts = {plan: each["verdict"] for plan, each in plans.items()}
+    assert verdicts == {plan: "exact" if plan in DATA_PLANS else "refused" for plan in ("one process", *architectures.PLANS)}, plans
+    assert all("TensorParallel" in each["why"] for each in plans.values() if each["verdict"] == "refused")
+
+
+def test_a_missing_gradient_sum_is_found(pool):
+    """The comparison fails where it should: the norms of heads, each rank with the gradient of its own heads."""
+    attention = "model.layers.*.self_attn"
+    styles = dict.fromkeys((attention, f"{attention}.q_norm", f"{attention}.k_norm"))
+    plans = architectures.measure(pool, ("qwen3", "causal"), styles)["plans"]
+    assert plans["FSDP 2"]["verdict"] == "exact"
+    assert plans["TP 2"]["verdict"] == "wrong"
+    assert "q_norm.weight" in plans["TP 2"]["why"]
+
+
+@on_ranks(4)
+def test_ranks_share_key_and_value_heads():
+    """Two heads of keys and values on four ranks: pairs of ranks compute one head, and its gradient is summed."""
+    for passes in ([TensorParallel()], [TensorParallel(sequence_parallel=True, loss_parallel=True)]):
+        assert_parity(transformer, "tp=4", passes, token_steps(VOCAB, steps=2, parts=1))
+
+
+@on_ranks(4)
+def load_and_export(root: str, name: str, task: str) -> None:
+    """Load what save_pretrained wrote, a part each rank, and export the model again."""
+    passes: list[Any] = [FullyShard()] if name == "mamba" else [TensorParallel(), FullyShard()]
+    with torch.device("meta"):
+        model = tiny.tiny_model(name, task)
+    par = Plan("dp_shard=4" if len(passes) == 1 else "dp_shard=2,tp=2", passes).apply(model)
+    par.materialize(weights=Safetensors(Path(root) / "theirs"))
+    export_module(par, Path(root) / "ours")
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        *((name, "causal") for name in ("llama", "qwen3_moe", "mixtral", "gpt2", "gpt_oss", "mamba")),
+        ("t5", "seq2seq"),
+        ("bert", "classifier"),
+    ],
+)
+def test_published_weights_are_loaded_and_exported_as_they_were(tmp_path, name, task):
+    model = tiny.tiny_model(name, task).eval()
+    model.save_pretrained(tmp_path / "theirs")
+    load_and_export(str(tmp_path), name, task)
+    exported, report = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values()), report
+    theirs, ours = Safetensors(tmp_path / "theirs"), Safetensors(tmp_path / "ours")
+    assert dict(theirs.shapes()) == dict(ours.shapes())
+    batch = tiny.tiny_batch(task)
+    with torch.no_grad():
+        assert torch.equal(exported.eval()(**batch).logits, model(**batch).logits)
+        if task != "classifier":
+            prompt = {"input_ids": batch["input_ids"][:1], "do_sample": False, "max_new_tokens": 8, "use_cache": False}
+            assert torch.equal(exported.generate(**prompt), model.generate(**prompt))
