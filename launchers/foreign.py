@@ -106,11 +106,15 @@ class Keys:
                 result.note(key, "has no effect: this value asks for nothing")
             else:
                 result.refuse(key, f"{value!r} is refused: {reason}", place)
+        elif value is None:
+            result.note(key, "has no effect: nothing is the default")
         else:
             try:
                 told = self.handlers[key](value, result)
             except ValueError as error:
                 result.refuse(key, str(error), place)
+            except TypeError:
+                result.refuse(key, f"cannot read {value!r}", place)
             else:
                 if told is not None:
                     result.note(key, told)
@@ -120,8 +124,6 @@ def to(path: str, check: Callable[[Any], Any] = lambda value: value) -> Handler:
     """Return the handler that writes a key's value to one field."""
 
     def handler(value: Any, result: Translated) -> str | None:
-        if value is None:
-            return "has no effect: nothing is the default"
         wanted = check(value)
         result.put(path, wanted)
         return f"{value} became {path}: {_plain(wanted)}"

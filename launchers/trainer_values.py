@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from meshpar.launchers.foreign import Translated, truth, whole
@@ -19,26 +20,31 @@ _OPTIMIZERS = {"adamw_torch": False, "adamw_torch_fused": True, "adamw_hf": Fals
 
 
 def epochs(value: Any, result: Translated) -> str:
-    if result.known.get("max_steps", -1) > 0:
+    """Take ``num_train_epochs``: whole passes, unless ``max_steps`` counts."""
+    if (result.known.get("max_steps") or -1) > 0:
         return "has no effect: max_steps says how long"
     result.put("training.epochs", whole(value))
     return f"{value} became training.epochs: {int(value)}"
 
 
 def max_steps(value: Any, result: Translated) -> str:
-    if value is None or value <= 0:
+    """Take ``max_steps``; Trainer writes -1 for none."""
+    if value <= 0:
         return "has no effect: it is the default"
     result.put("training.steps", whole(value))
     return f"{value} became training.steps: {value}"
 
 
 def clip(value: Any, result: Translated) -> str:
+    """Take ``max_grad_norm``; 0 only measures."""
     wanted = None if not value else float(value)
     result.put("training.clip", wanted)
     return f"{value} became training.clip: {wanted or 'nothing: the norm is only measured'}"
 
 
 def beta(place: int) -> Any:
+    """Return the handler of ``adam_beta1`` (place 0) or ``adam_beta2`` (1)."""
+
     def handler(value: Any, result: Translated) -> str:
         betas = list(result.known.setdefault("betas", [0.9, 0.999]))
         betas[place] = float(value)
@@ -50,6 +56,7 @@ def beta(place: int) -> Any:
 
 
 def scheduler(value: Any, result: Translated) -> str:
+    """Take ``lr_scheduler_type``."""
     if value not in _SCHEDULES:
         raise ValueError(f"{value!r} is refused: there are {', '.join(_SCHEDULES)}, and schedule.name: step")
     name, least = _SCHEDULES[value]
@@ -60,8 +67,11 @@ def scheduler(value: Any, result: Translated) -> str:
 
 
 def scheduler_options(value: Any, result: Translated) -> str:
+    """Take ``lr_scheduler_kwargs``."""
     if not value:
         return "has no effect: it is empty"
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected min_lr or min_lr_rate, got {value!r}")
     for key, each in value.items():
         if key == "min_lr_rate":
             result.put("schedule.min_ratio", float(each))
@@ -73,6 +83,7 @@ def scheduler_options(value: Any, result: Translated) -> str:
 
 
 def warmup_steps(value: Any, result: Translated) -> str:
+    """Take ``warmup_steps``: steps, or below 1 a part of the run."""
     if not value:
         return "has no effect: it is the default"
     if isinstance(value, float) and 0 < value < 1:
@@ -82,6 +93,7 @@ def warmup_steps(value: Any, result: Translated) -> str:
 
 
 def warmup_ratio(value: Any, result: Translated) -> str:
+    """Take ``warmup_ratio``."""
     if not value or result.known.get("warmup_steps"):
         return f"has no effect: {'warmup_steps counts' if value else 'it is the default'}"
     result.put("schedule.warmup_ratio", float(value))
@@ -89,6 +101,7 @@ def warmup_ratio(value: Any, result: Translated) -> str:
 
 
 def optim(value: Any, result: Translated) -> str:
+    """Take ``optim``."""
     if value not in _OPTIMIZERS:
         raise ValueError(f"{value!r} is refused: the optimizer is AdamW (adamw_torch, adamw_torch_fused)")
     result.put("optimizer.fused", _OPTIMIZERS[value])
@@ -128,12 +141,14 @@ def steps_of(kind: str, path: str) -> Any:
 
 
 def count(value: Any) -> int:
+    """Return a number of steps; a part of the run is refused."""
     if isinstance(value, float) and 0 < value < 1:
         raise ValueError(f"{value} is refused: a part of the run; write the number of steps")
     return whole(value)
 
 
 def best(value: Any, result: Translated) -> str:
+    """Take ``load_best_model_at_end`` with its metric."""
     if not truth(value):
         return "has no effect: it is the default"
     metric = str(result.known.get("metric_for_best_model") or "loss").removeprefix("eval_")
@@ -144,6 +159,8 @@ def best(value: Any, result: Translated) -> str:
 
 
 def precision(name: str) -> Any:
+    """Return the handler of ``bf16`` or ``fp16``."""
+
     def handler(value: Any, result: Translated) -> str:
         if not truth(value):
             return "has no effect: it is the default"
@@ -154,6 +171,7 @@ def precision(name: str) -> Any:
 
 
 def recompute(value: Any, result: Translated) -> str:
+    """Take ``gradient_checkpointing``."""
     if not truth(value):
         return "has no effect: it is the default"
     if "ActivationCheckpoint" not in result.before:
@@ -162,6 +180,7 @@ def recompute(value: Any, result: Translated) -> str:
 
 
 def compile(value: Any, result: Translated) -> str:
+    """Take ``torch_compile``."""
     if not truth(value):
         return "has no effect: it is the default"
     result.before.append("Compile")
@@ -169,6 +188,7 @@ def compile(value: Any, result: Translated) -> str:
 
 
 def cpu(value: Any, result: Translated) -> str:
+    """Take ``no_cuda``."""
     if not truth(value):
         return "has no effect: it is the default"
     result.put("device", "cpu")
@@ -176,6 +196,7 @@ def cpu(value: Any, result: Translated) -> str:
 
 
 def report_to(value: Any, result: Translated) -> str:
+    """Take ``report_to``: TensorBoard or not."""
     names = [value] if isinstance(value, str) else list(value or ["none"])
     result.put("training.tensorboard", bool({"tensorboard", "all"} & set(names)))
     others = sorted(set(names) - {"tensorboard", "all", "none"})
@@ -184,6 +205,7 @@ def report_to(value: Any, result: Translated) -> str:
 
 
 def resume(value: Any, result: Translated) -> str:
+    """Take ``resume_from_checkpoint``."""
     wanted = "auto" if value in (True, "true", "True") else str(value)
     if value in (None, False, "false"):
         return "has no effect: a run goes on from its own newest checkpoint; checkpoint.resume: never refuses to"
@@ -192,6 +214,7 @@ def resume(value: Any, result: Translated) -> str:
 
 
 def run_name(value: Any, result: Translated) -> str:
+    """Take ``run_name``."""
     if value is None or result.has("name"):
         return "has no effect: the recipe has a name"
     result.put("name", str(value))
@@ -199,6 +222,7 @@ def run_name(value: Any, result: Translated) -> str:
 
 
 def sampling(value: Any, result: Translated) -> str:
+    """Take ``train_sampling_strategy``."""
     if value not in ("random", "sequential"):
         raise ValueError(f"{value!r} is refused: an epoch's order is random or that of the data (data.shuffle)")
     result.put("data.shuffle", value == "random")

@@ -306,6 +306,18 @@ def test_values_that_cannot_be_read() -> None:
         assert reason in problems(text + "\n")
 
 
+@pytest.mark.parametrize("key", sorted({*TRAINER.handlers, *ACCELERATE.handlers}))
+def test_a_key_without_a_value_asks_for_nothing(key: str) -> None:
+    recipe = read(f"training: {{steps: 3}}\n{key}:\n")
+    assert f"{key}: has no effect: nothing is the default" in recipe.notes
+    told = (
+        problems(f"training: {{steps: 3}}\n{key}: [[]]\n")
+        if key not in ("run_name", "output_dir", "eval_steps", "report_to", "resume_from_checkpoint")
+        else ""
+    )
+    assert key in told or not told
+
+
 def test_a_file_of_fsdp_options(tmp_path: Path) -> None:
     (tmp_path / "fsdp.json").write_text('{"min_num_params": 100, "cpu_offload": true}')
     recipe = read(f"training: {{steps: 3}}\nfsdp: shard_grad_op\nfsdp_config: {tmp_path / 'fsdp.json'}\n")
