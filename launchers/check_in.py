@@ -41,6 +41,7 @@ def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float
     missing = _told(space, wait_s)
     if missing:
         came = ", ".join(f"{node} ({space.get(f'host/{node}').decode()})" for node in range(nodes) if str(node) not in missing)
+        _let_read(space, node_rank, [node for node in range(nodes) if str(node) not in missing])
         raise LaunchError(f"nodes that did not come to {head} within {wait_s:.0f} s: {', '.join(missing)}; there came {came}")
     yield
 
@@ -51,6 +52,14 @@ def _missing(store: dist.Store, nodes: int, wait_s: float) -> list[int]:
         missing = [node for node in range(nodes) if not store.check([f"host/{node}"])]
         if not missing or time.monotonic() > deadline:
             return missing
+        time.sleep(0.05)
+
+
+def _let_read(store: dist.Store, node_rank: int, came: list[int]) -> None:
+    """Keep the store, which is node 0's, until the others have read what it says."""
+    store.set(f"read/{node_rank}", "")
+    deadline = time.monotonic() + _TOLD_S
+    while node_rank == 0 and time.monotonic() < deadline and not all(store.check([f"read/{node}"]) for node in came):
         time.sleep(0.05)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from meshpar import runtime
 from meshpar.errors import PreflightError
 
+_READ_S = 2.0
 _TOLD_S = 10.0  # in which rank 0's word reaches the others
 
 
@@ -30,7 +31,7 @@ class Meeting:
             PreflightError: rank 0 does not answer.
         """
         self.rank, self.world = runtime.rank(), runtime.world_size()
-        self._wait_s, self._hosts = wait_s, dict[int, str]()
+        self._wait_s = wait_s
         try:
             self._store = runtime.meeting_store(name, timeout_s=wait_s)
         except dist.DistError as error:
@@ -53,8 +54,16 @@ class Meeting:
             self._store.set(f"{name}/all", json.dumps({"found": [found.get(rank) for rank in range(self.world)], "missing": missing}))
         told = self._told(name)
         if told["missing"]:
+            self._let_read(name, set(range(self.world)) - set(told["missing"]))
             raise PreflightError(missing_text(told["missing"], told["found"], self._wait_s))
         return list(told["found"])
+
+    def _let_read(self, name: str, came: set[int]) -> None:
+        """Keep the store, which may be rank 0's, until the others have read what it says."""
+        self._store.set(f"{name}/read/{self.rank}", "")
+        deadline = time.monotonic() + _READ_S
+        while self.rank == 0 and time.monotonic() < deadline and not all(self._store.check([f"{name}/read/{rank}"]) for rank in came):
+            time.sleep(0.02)
 
     def _collect(self, name: str) -> dict[int, Any]:
         found: dict[int, Any] = {}
