@@ -17,6 +17,7 @@ from meshpar.checkpoints import CheckpointManager, Safetensors
 from meshpar.errors import RecipeError
 from meshpar.launchers import build
 from meshpar.launchers.feedback import forecast_feedback
+from meshpar.launchers.preflight import opened
 from meshpar.launchers.recipe import Recipe
 from meshpar.launchers.watching import watched
 from meshpar.parallelized import Parallelized
@@ -42,7 +43,7 @@ def run_job(recipe: Recipe) -> Outcome:
     kind = build.device_type(recipe)
     # Before the ranks meet: whoever comes first prepares, the others wait for its lock, without a time-out.
     data = build.prepare_data(recipe)
-    with runtime.distributed(kind):
+    with opened(recipe, data, kind):
         par = _parallelize(recipe, data, kind)
         optimizer = build_adamw(par.module, build.adamw_of(recipe))
         train, validation = build.batches(recipe, data, par)
