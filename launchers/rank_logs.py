@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TextIO, final
+from typing import Any, TextIO, final
 
 _EVERY_S = 0.1
 
@@ -26,6 +26,30 @@ def redirect(logs: Path, rank: int) -> None:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  it was made for what the process began with
+
+
+def copy_output(logs: Path, rank: int) -> None:
+    """Keep the terminal, and copy what is written there to the log, but for what only moves the cursor (a progress bar)."""
+    logs.mkdir(parents=True, exist_ok=True)
+    file = log_file(logs, rank).open("a", encoding="utf-8", buffering=1)
+    sys.stdout, sys.stderr = _Both(sys.stdout, file), _Both(sys.stderr, file)  # type: ignore[assignment]
+
+
+@final
+class _Both:
+    """A terminal's stream, and a file."""
+
+    def __init__(self, terminal: TextIO, file: TextIO) -> None:
+        self._terminal, self._file = terminal, file
+
+    def write(self, text: str) -> int:
+        """Write to both; escape sequences go to the terminal alone."""
+        if "\x1b" not in text and "\r" not in text:
+            self._file.write(text)
+        return self._terminal.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._terminal, name)
 
 
 @final

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from meshpar.launchers.failures import error_file, record
-from meshpar.launchers.rank_logs import redirect
+from meshpar.launchers.rank_logs import copy_output, redirect
 from meshpar.launchers.startup import quick_imports
 
 _SET_DEATH_SIGNAL = 1  # linux/prctl.h: PR_SET_PDEATHSIG
@@ -24,8 +24,8 @@ def main() -> int:
     """Run the work; an error goes to the launcher, which shows the first one of all ranks and no other."""
     logs, kind, what, *arguments = sys.argv[1:]
     folder, rank = Path(logs), int(os.environ["RANK"])
-    if rank or os.environ.get("MESHPAR_TERMINAL") != "1":
-        redirect(folder, rank)
+    on_terminal = rank == 0 and os.environ.get("MESHPAR_TERMINAL") == "1"
+    (copy_output if on_terminal else redirect)(folder, rank)
     error_file(folder, rank).unlink(missing_ok=True)  # of the start before this one
     os.environ["MESHPAR_LOGS"] = logs  # for the watchdog's word
     _end_with_launcher()

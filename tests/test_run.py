@@ -44,6 +44,15 @@ def test_a_script_runs_on_its_ranks_with_a_log_file_each(tmp_path: Path) -> None
     assert logs(tmp_path) == {f"rank-{n}.log": f"[49]\nI am {n} of 2 ['--lr', '3']\n" for n in range(2)}
 
 
+def test_on_a_terminal_rank_0_keeps_it_and_its_log_has_the_lines(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("import sys\nprint(sys.stdout.isatty(), end=' there\\n')\nsys.stdout.write('\\x1b[2Kmoving\\r')\n")
+    ours, theirs = os.openpty()
+    process = subprocess.Popen([*RUN, "--nproc", "1", "job.py"], cwd=tmp_path, stdout=theirs, stderr=theirs)
+    assert process.wait(timeout=60) == 0
+    assert os.read(ours, 1000) == b"True there\r\n\x1b[2Kmoving\r"
+    assert logs(tmp_path) == {"rank-0.log": "True there\n"}
+
+
 def test_the_first_failing_rank_is_shown_and_no_other(tmp_path: Path) -> None:
     script = "import os, time\ntime.sleep(0.0 if os.environ['RANK'] == '2' else 0.7)\nraise ValueError('only ' + os.environ['RANK'])\n"
     done = run(tmp_path, script, "--nproc", "3")
