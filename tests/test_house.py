@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"meshpar": "meshpar", "models": "meshpar.models", "checkpoints": "meshpar.checkpoints", "launchers": "meshpar.launchers"}
 FLOORS = [
     {"errors", "patterns", "views", "stacking"},
-    {"mesh", "drawing", "weights", "loss", "_torch", "placements"},
+    {"mesh", "drawing", "rules", "weights", "loss", "_torch", "placements"},
     {"layout"},
     {"passes"},
     {"replicas", "initialize", "guards", "description", "registry", "runtime", "watchdog"},
