@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshpar.chunked import chunked_token_loss
     from meshpar.errors import (
         CheckpointError,
         LaunchError,
@@ -57,6 +58,7 @@ __all__ = [
     "WeightMap",
     "WeightSource",
     "__version__",
+    "chunked_token_loss",
     "distributed",
     "forecast",
     "token_loss",
@@ -64,6 +66,7 @@ __all__ = [
 
 _PASSES = ("ActivationCheckpoint", "Compile", "FullyShard", "HybridShard", "Pass", "Replicate", "Stage", "TensorParallel")
 _HOMES = {
+    "chunked_token_loss": "chunked",
     "forecast": "forecasting.api",
     "ModelLayout": "layout",
     "token_loss": "loss",

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshpar.chunked import chunked_token_loss
 from meshpar.errors import MeshparError
 from meshpar.loss import IGNORE_INDEX, token_loss
 
@@ -41,7 +42,17 @@ class Objective(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class CausalLM:
-    """Predict the next token: ``labels`` (B, L) holds the token after each of ``input_ids`` (B, L), -100 where none counts."""
+    """Predict the next token: ``labels`` (B, L) holds the token after each of ``input_ids`` (B, L), -100 where none counts.
+
+    Attributes:
+        chunk: positions whose logits are held at once (:func:`meshpar.chunked_token_loss`); 0: all, in one piece.
+    """
+
+    chunk: int = 0
+
+    def __post_init__(self) -> None:
+        if self.chunk < 0:
+            raise MeshparError(f"CausalLM(chunk={self.chunk}) must be 0 (all logits at once) or a number of positions")
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Return how many labels count."""
@@ -49,9 +60,12 @@ class CausalLM:
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
         """Return the summed cross entropy in float32, of plain or vocabulary-sharded logits."""
-        labels = batch["labels"]
-        logits = logits_of(self, model, model(input_ids=batch["input_ids"]), "(B, L, V)")
-        return token_loss(logits, labels, reduction="sum"), (labels != IGNORE_INDEX).sum(), {}
+        labels, inputs = batch["labels"], {"input_ids": batch["input_ids"]}
+        if self.chunk:
+            loss = chunked_token_loss(model, inputs, labels, chunk=self.chunk, reduction="sum")
+        else:
+            loss = token_loss(logits_of(self, model, model(**inputs), "(B, L, V)"), labels, reduction="sum")
+        return loss, (labels != IGNORE_INDEX).sum(), {}
 
 
 @final

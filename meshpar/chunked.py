@@ -1,0 +1,202 @@
+"""The token loss of a large vocabulary, a few positions at a time: no rank ever holds all logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed.tensor import DTensor
+
+from meshpar.errors import MeshparError
+from meshpar.loss import IGNORE_INDEX, token_loss
+from meshpar.patterns import class_name, find_modules
+from meshpar.registry import layout_for
+
+CHUNK = 1024
+"""Positions whose logits are held at once, unless told: enough for a matrix product to run at its full speed."""
+
+Step = Callable[[Tensor], Tensor]
+
+
+def chunked_token_loss(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    labels_BL: Tensor,
+    *,
+    head: nn.Module | None = None,
+    chunk: int = CHUNK,
+    ignore_index: int = IGNORE_INDEX,
+    reduction: str = "mean",
+) -> Tensor:
+    """Run ``model`` and return the loss that :func:`meshpar.token_loss` would give for its logits.
+
+    While the model runs, its head computes the loss of ``chunk`` positions after the other, and their gradients at once, in place of the
+    logits; the same products run as without, in other portions. Under tensor parallelism the logits of a chunk are what the head makes
+    of them: gathered, or split over the vocabulary. (The idea is that of Liger's fused linear cross entropy, arXiv 2410.10989.)
+
+    Args:
+        model: gives an output whose ``.logits`` are just what ``head`` returned.
+        inputs: the keyword arguments of the model.
+        labels_BL: as of :func:`meshpar.token_loss`.
+        head: the module in ``model`` that makes logits (B, L, V) of hidden states (B, L, D); None: what :func:`head_of` finds.
+        chunk: positions at a time.
+        ignore_index, reduction: as of :func:`meshpar.token_loss`.
+
+    Raises:
+        MeshparError: the model has no such output, or changes its logits after the head (by a scale or a cap, say).
+
+    Collective as the model and the head are.
+    """
+    if chunk < 1:
+        raise MeshparError(f"chunk={chunk} must be 1 or more")
+    made: list[Tensor] = []
+    with _loss_for_logits(head or head_of(model), labels_BL, chunk, ignore_index, made):
+        output = model(**inputs)
+    if not made or getattr(output, "logits", None) is not made[0]:
+        what = "never calls the head it was given" if not made else "changes its logits after the head, or casts them (output_dtype)"
+        raise MeshparError(f"{class_name(model)} {what}, so its loss cannot be computed in chunks; use chunk=0 (all logits at once)")
+    return made[0] if reduction == "sum" else made[0] / (labels_BL != ignore_index).sum()
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    """Return the module that makes the logits: what transformers' models call their output embeddings, or the layout its ``head``.
+
+    Raises:
+        MeshparError: neither names one.
+    """
+    ask = getattr(model, "get_output_embeddings", None)
+    found = ask() if callable(ask) else None
+    if found is None:
+        named = [pattern for pattern, style in layout_for(model).tensor.items() if style == "head"]
+        found = next((child for pattern in named for _, child in find_modules(model, pattern)), None)
+    if found is None:
+        raise MeshparError(
+            f"{class_name(model)} does not say which module makes its logits; name it (head=), give it the style 'head' in "
+            "meshpar_layout(), or use chunk=0 (all logits at once)"
+        )
+    return found
+
+
+@contextmanager
+def _loss_for_logits(head: nn.Module, labels_BL: Tensor, chunk: int, ignore_index: int, made: list[Tensor]) -> Iterator[None]:
+    """Let ``head`` return the summed loss (a scalar) in place of logits, once."""
+    prepare, finish = _around_the_product(head)
+
+    def forward(hidden: Tensor) -> Tensor:
+        if made:
+            raise MeshparError("the head was called twice in one forward; its loss cannot be computed in chunks: use chunk=0")
+        hidden = prepare(hidden)
+        if hidden.shape[:-1] != labels_BL.shape:
+            raise MeshparError(f"the head got hidden states of {tuple(hidden.shape[:-1])} for labels of {tuple(labels_BL.shape)}")
+        hidden, weight, bias = (_computed_with(each) for each in (hidden, head.weight, head.bias))
+        wanted = torch.is_grad_enabled()
+        made.append(_Chunked.apply(finish, wanted, chunk, ignore_index, labels_BL.flatten(), hidden.flatten(0, -2), weight, bias))
+        return made[0]
+
+    own = head.__dict__.get("forward")
+    head.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del head.forward
+        else:
+            head.forward = own  # type: ignore[method-assign]
+
+
+def _around_the_product(head: nn.Module) -> tuple[Step, Step]:
+    """Return what a head does before and after its one matrix product.
+
+    Raises:
+        MeshparError: it does something else.
+    """
+    own: Any = head.__dict__.get("forward")
+    if isinstance(head, nn.Linear):
+        if own is None and type(head).forward is nn.Linear.forward:
+            return _nothing, _nothing
+        if hasattr(own, "prepare") and hasattr(own, "finish"):  # set by the tensor-parallel style of a head
+            return own.prepare, own.finish
+    raise MeshparError(f"the head is a {class_name(head)} with a forward of its own, expected a linear layer; use chunk=0")
+
+
+def _computed_with(x: Any) -> Any:
+    """Return what a product takes of ``x``: this rank's part, in autocast's dtype where that is on."""
+    x = x.to_local() if isinstance(x, DTensor) else x
+    autocast = x is not None and torch.is_autocast_enabled(x.device.type)
+    return x.to(torch.get_autocast_dtype(x.device.type)) if autocast else x
+
+
+def _nothing(x: Tensor) -> Tensor:
+    return x
+
+
+class _Chunked(torch.autograd.Function):
+    """Loss and gradients together, chunk by chunk; backward only multiplies by what comes from above."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        finish: Step,
+        wanted: bool,
+        chunk: int,
+        ignore_index: int,
+        labels_N: Tensor,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+    ) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
+        grads = _Gradients(hidden_ND, weight_VD, bias_V) if wanted else None
+        for start in range(0, len(hidden_ND), chunk):
+            part = slice(start, start + chunk)
+            logits_nV = F.linear(hidden_ND[part], weight_VD, bias_V).requires_grad_(wanted)
+            with torch.set_grad_enabled(wanted):
+                loss = token_loss(finish(logits_nV), labels_N[part], ignore_index=ignore_index, reduction="sum")
+            total += loss.detach()
+            if grads is not None:
+                grads.add(part, torch.autograd.grad(loss, logits_nV)[0])
+            del logits_nV, loss  # before the next chunk's
+        if grads is not None:
+            ctx.save_for_backward(grads.hidden_ND, grads.weight_VD, grads.bias_V)  # type: ignore[arg-type]
+            ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)  # type: ignore[attr-defined]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # In place: a second backward through the same graph is an error of autograd's, as it is for any graph that was freed.
+        saved = zip(ctx.saved_tensors, ctx.dtypes)  # type: ignore[attr-defined]
+        return None, None, None, None, None, *(None if each is None else each.mul_(upstream).to(dtype) for each, dtype in saved)
+
+
+@final
+class _Gradients:
+    """Gradients of hidden states, weight and bias (of those that are trained), of which chunks give their parts.
+
+    Those of weight and bias are sums over chunks, in float32 at least: in half precision each chunk's would be rounded to the size of
+    the sum.
+    """
+
+    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> None:
+        self._inputs = (hidden_ND, weight_VD)
+        self.hidden_ND = torch.empty_like(hidden_ND)
+        sums = torch.promote_types(weight_VD.dtype, torch.float32)
+        self.weight_VD = torch.zeros_like(weight_VD, dtype=sums) if weight_VD.requires_grad else None
+        self.bias_V = torch.zeros_like(bias_V, dtype=sums) if bias_V is not None and bias_V.requires_grad else None
+
+    def add(self, part: slice, grad_nV: Tensor) -> None:
+        """Add what the logits of one chunk give."""
+        hidden_ND, weight_VD = self._inputs
+        torch.mm(grad_nV, weight_VD, out=self.hidden_ND[part])
+        if self.weight_VD is not None:
+            if weight_VD.dtype == self.weight_VD.dtype:
+                self.weight_VD.addmm_(grad_nV.t(), hidden_ND[part])
+            else:
+                self.weight_VD.add_(grad_nV.t() @ hidden_ND[part])
+        if self.bias_V is not None:
+            self.bias_V.add_(grad_nV.sum(0, dtype=self.bias_V.dtype))
