@@ -86,12 +86,14 @@ _QWEN4 = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "bert": {"is_decoder": True},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     "dots1": {"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
     "gemma3n_text": {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
     "dots3_note_text": {f"swa_{key}": value for key, value in _SWA.items()},
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "global_head_dim": 16}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mobilebert": {"embedding_size": 16, "intra_bottleneck_size": 16},
@@ -225,6 +227,8 @@ def tiny_batch(task: str, rows: int = 4, length: int = LENGTH) -> dict[str, torc
     """Return ``rows`` of inputs for a model of :func:`tiny_model`."""
     generator = torch.Generator().manual_seed(2)
     batch = {"input_ids": torch.randint(10, 90, (rows, length), generator=generator)}
+    if task == "classifier":
+        batch["input_ids"][:, -1] = 2  # the end of the text is what T5 classifies
     if task == "seq2seq":
         batch["decoder_input_ids"] = torch.randint(10, 90, (rows, length // 2), generator=generator)
     return batch

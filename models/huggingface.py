@@ -28,8 +28,9 @@ from meshpar.patterns import find_modules
 def layout_for(module: nn.Module) -> ModelLayout | None:
     """Return the layout of a transformers model, None for any other module.
 
-    The blocks are the layers that ``_no_split_modules`` names, the tensor-parallel table comes from ``tp_plan``, and the initial weights
-    from ``_init_weights``. Names are transformers' own, so its published weights need no mapping.
+    The blocks are the layers that ``_no_split_modules`` names, the tensor-parallel table comes from ``tp_plan`` (or from the structure of
+    architectures where that was found exact), the initial weights from ``_init_weights``, and the stored names from transformers' own
+    conversions. What is exact under which plan: ``docs/architectures.md``.
     """
     loaded = sys.modules.get("transformers.modeling_utils")
     if loaded is None or not isinstance(module, loaded.PreTrainedModel):

@@ -84,6 +84,8 @@ def _feed_forward(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         if last is not None and all(each == (last[1], last[0]) for each in first) and last[0] != last[1]:
             yield from ((f"{prefix}{each}", "colwise") for each in inward)
             yield f"{prefix}{outward}", "rowwise"
+            if name and {inner.rpartition(".")[0] for inner, _ in module.named_parameters()} == {*inward, outward}:
+                yield name, "region"  # what is drawn inside (dropout) differs from rank to rank
 
 
 def _heads(attention: nn.Module) -> int | None:

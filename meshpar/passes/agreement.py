@@ -1,0 +1,37 @@
+"""Whether ranks that keep the same parameter agree on its gradient, which they do not where a sum over the axis is missing."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshpar.placements import local_tensor, sharded_axes
+
+_RELATIVE = 1e-2
+_FLOOR = 1e-4
+
+
+def differing_gradients(module: nn.Module, axis: str, group: dist.ProcessGroup) -> list[str]:
+    """Return the names of parameters that every rank of ``axis`` keeps whole and whose gradients have different norms there.
+
+    A replicated parameter that sees a slice of the heads or features has a part of its gradient on each rank. What is zero by theory, and
+    so holds rounding noise, does not count.
+
+    Collective over ``group``, the ranks of ``axis``.
+    """
+    kept = [(name, p) for name, p in module.named_parameters() if p.requires_grad and axis not in sharded_axes(p)]
+    if not kept:
+        return []
+    norms = torch.stack([_norm(parameter) for _, parameter in kept])
+    most, least = norms.clone(), norms.neg()
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    dist.all_reduce(least, dist.ReduceOp.MAX, group)
+    odd = (most + least) > _RELATIVE * most + _FLOOR * most.max()
+    return [name for (name, _), differs in zip(kept, odd.tolist(), strict=True) if differs]
+
+
+def _norm(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None:
+        return torch.zeros((), device=local_tensor(parameter).device)
+    return torch.linalg.vector_norm(local_tensor(parameter.grad).float())
