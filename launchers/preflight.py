@@ -13,7 +13,8 @@ from meshpar import runtime
 from meshpar.errors import PreflightError
 from meshpar.launchers import build
 from meshpar.launchers.doctor.examine import Folder, Report
-from meshpar.launchers.doctor.rank import examined, measured, mesh_of
+from meshpar.launchers.doctor.meeting import Meeting
+from meshpar.launchers.doctor.rank import WAIT_S, examined, measured, mesh_of
 from meshpar.launchers.doctor.report import findings_text, rate_text
 from meshpar.launchers.recipe import Recipe
 
@@ -35,7 +36,8 @@ def opened(recipe: Recipe, data: build.Data, kind: str) -> Iterator[torch.device
             yield device
         return
     spec = mesh_of(recipe.mesh)
-    report = examined(spec, runtime.device(kind), _folder(recipe, data), name="preflight")
+    meeting = Meeting(WAIT_S, "preflight")  # held to the end: its store may be rank 0's own
+    report = examined(meeting, spec, runtime.device(kind), _folder(recipe, data))
     _tell(recipe, report)
     with runtime.distributed(kind) as device:
         report = measured(replace(report, findings=()), spec, device)

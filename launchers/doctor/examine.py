@@ -72,6 +72,7 @@ def examine(meeting: Meeting, device: torch.device, folder: Folder | None) -> Re
             "folder": _looked(folder.path, met[0]["token"]) if folder is not None and speaks else None,
         }
         seen = meeting.gather("seen", own)
+    meeting.part()
     if token is not None:
         (folder.path / token["name"]).unlink(missing_ok=True)  # type: ignore[union-attr]
     findings = all_findings(facts)

@@ -58,6 +58,10 @@ class Meeting:
             raise PreflightError(missing_text(told["missing"], told["found"], self._wait_s))
         return list(told["found"])
 
+    def part(self) -> None:
+        """Leave together, within a bound: rank 0, whose store it may be, goes when all have read."""
+        self._let_read("part", set(range(self.world)))
+
     def _let_read(self, name: str, came: set[int]) -> None:
         """Keep the store, which may be rank 0's, until the others have read what it says."""
         self._store.set(f"{name}/read/{self.rank}", "")

@@ -32,18 +32,26 @@ def measured_profile(report: Report, device: torch.device) -> str:
     """
     hosts = len(hosts_of(report.facts))
     per_host = len(report.facts) // hosts
+    memory = _memory(device, per_host)
     values: dict[str, Any] = {
         "name": re.sub(r"[^a-z0-9]+", "-", str(report.facts[0]["device"]["kind"]).lower()).strip("-") + "-measured",
         **_computing(device),
-        **_memory(device, per_host),
+        **memory,
         "clock": 1.0,
         "node": per_host,
-        **_links(hosts, per_host, device),
+        **_links(hosts, per_host, device, memory["memory_bandwidth"]),
         "contention": 0.0,
         "switched": True,
     }
     hardware = Hardware.of(values, "the measured profile")
-    return to_yaml(asdict(hardware) | {"peak": dict(hardware.peak)})
+    return to_yaml({name: _rounded(value) for name, value in (asdict(hardware) | {"peak": dict(hardware.peak)}).items()})
+
+
+def _rounded(value: Any) -> Any:
+    """Return numbers with the digits that a measurement has."""
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _computing(device: torch.device) -> dict[str, Any]:
@@ -51,10 +59,16 @@ def _computing(device: torch.device) -> dict[str, Any]:
     sizes = (256, 512, 1024, 2048) if device.type == "cpu" else (256, 1024, 4096, 8192)
     rates: dict[str, dict[int, float]] = {}
     for dtype in _DTYPES:
-        rates[dtype] = {size: 2 * size**3 / _slowest(_seconds(_product(size, dtype, device), device, _SHORT_S)) for size in sizes}
+        rates[dtype] = {}
+        for size in sizes:
+            seconds = _slowest(_seconds(_product(size, dtype, device), device, _SHORT_S))
+            rates[dtype][size] = 2 * size**3 / seconds
+            if seconds > _SHORT_S:  # CPUs without half precision take seconds for what comes next
+                break
     peak = {dtype: max(by_size.values()) for dtype, by_size in rates.items()}
     main = "float32" if device.type == "cpu" else "bfloat16"
-    sustained = 2 * sizes[-1] ** 3 / _slowest(_seconds(_product(sizes[-1], main, device), device, _LONG_S))
+    largest = max(rates[main])
+    sustained = 2 * largest**3 / _slowest(_seconds(_product(largest, main, device), device, _LONG_S))
     matmul = min(1.0, sustained / peak[main])
     # rate(s) = peak x matmul x (s / (s + tile)) ** 2, the forecast's own form for a square product
     share = min(1.0, rates[main][sizes[0]] / (peak[main] * matmul))
@@ -111,7 +125,7 @@ def _memory(device: torch.device, per_host: int) -> dict[str, float]:
     return {"memory": total, "reserved": max(0.0, taken), "memory_bandwidth": best, "memory_fraction": min(copied, added) / best}
 
 
-def _links(hosts: int, per_host: int, device: torch.device) -> dict[str, Any]:
+def _links(hosts: int, per_host: int, device: torch.device, inside_a_rank: float) -> dict[str, Any]:
     """Measure what ranks of a host, and hosts, send each other."""
     mesh = MeshSpec.auto(hosts * per_host, per_host).build(device.type)
     speeds = {(each.axis, each.operation): each for each in measure(mesh, device)[0]}
@@ -123,7 +137,7 @@ def _links(hosts: int, per_host: int, device: torch.device) -> dict[str, Any]:
         said.append("one rank a host: links inside one were not measured, the numbers are the network's")
     elif across is None:
         said.append("one host: the network was not measured, the numbers are those inside it")
-    rates = [each.bus for each in (inside, across) if each is not None] or [1e9]
+    rates = [each.bus for each in (inside, across) if each is not None] or [inside_a_rank]
     wait = {axis: _latency(mesh.get_group(axis), device) for axis in ("dp_shard", "dp_replicate") if mesh[axis].size() > 1}
     latency = list(wait.values()) or [0.0]
     return {

@@ -40,15 +40,11 @@ def main(arguments: Sequence[str]) -> int:
     given = dict(each.split("=", 1) for each in arguments)
     spec = mesh_of(given.get("mesh", "auto"))
     folder = Folder(path=Path(given["folder"])) if "folder" in given else None
-    kind = default_device_type()
-    report = look(spec, kind, folder, wait_s=float(given.get("wait", WAIT_S)))
+    report, profile = look(spec, default_device_type(), folder, wait_s=float(given.get("wait", WAIT_S)), profile="profile" in given)
     if runtime.is_main():
         print(report_text(report, spec), flush=True)
-    if "profile" in given:
-        with runtime.distributed(kind) as device:
-            text = measured_profile(report, device)
-        if runtime.is_main():
-            Path(given["profile"]).write_text(text, encoding="utf-8")
+        if profile:
+            Path(given["profile"]).write_text(profile, encoding="utf-8")
             print(f"profile: {given['profile']}")
     wanted = os.environ.get("MESHPAR_FINDINGS")
     if report.findings and wanted is not None:
@@ -64,27 +60,40 @@ def mesh_of(text: str) -> MeshSpec:
     return MeshSpec(text, ranks_per_node=runtime.ranks_per_node()).resolve(world)
 
 
-def look(spec: MeshSpec, kind: str, folder: Folder | None, *, wait_s: float = WAIT_S) -> Report:
-    """Examine the machines, and measure the mesh where they can reach each other. Every rank calls it, outside a process group.
+def look(spec: MeshSpec, kind: str, folder: Folder | None, *, wait_s: float = WAIT_S, profile: bool = False) -> tuple[Report, str]:
+    """Examine the machines, measure the mesh where they can reach each other, and return the report and a hardware profile's text.
+
+    Every rank calls it, outside a process group.
+
+    Args:
+        spec: the mesh, resolved.
+        kind: device type.
+        folder: of checkpoints.
+        wait_s: seconds in which all ranks must come.
+        profile: measure a profile, too.
 
     Raises:
         PreflightError: ranks that did not come.
     """
     device = runtime.device(kind)
-    report = examined(spec, device, folder, wait_s=wait_s)
+    meeting = Meeting(wait_s)
+    report = examined(meeting, spec, device, folder)
     if any("cannot connect" in each.what or "interface" in each.what for each in report.findings):
-        return replace(report, notes=(*report.notes, "nothing was measured: the ranks cannot talk to each other"))
+        return replace(report, notes=(*report.notes, "nothing was measured: the ranks cannot talk to each other")), ""
     with runtime.distributed(kind, timeout_s=MEASURE_S * 2):
-        return measured(report, spec, device)
+        report = measured(report, spec, device)
+        return report, measured_profile(report, device) if profile else ""
 
 
-def examined(spec: MeshSpec, device: torch.device, folder: Folder | None, *, wait_s: float = WAIT_S, name: str = "doctor") -> Report:
+def examined(meeting: Meeting, spec: MeshSpec, device: torch.device, folder: Folder | None) -> Report:
     """Return what is wrong with the machines and with the mesh's place on them; nothing is measured.
+
+    The meeting's store may be rank 0's own: keep ``meeting`` until the process group is closed.
 
     Raises:
         PreflightError: ranks that did not come.
     """
-    report = examine(Meeting(wait_s, name), device, folder)
+    report = examine(meeting, device, folder)
     hosts = [each["host"] for each in report.facts]
     price = price_of_sharding(spec, hosts)
     findings = (*report.findings, *placement_findings(spec, hosts))
