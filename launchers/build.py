@@ -15,12 +15,14 @@ from meshpar.launchers.objective import OBJECTIVES, make_objective
 from meshpar.launchers.recipe import Recipe, folder_problems, model_config
 from meshpar.launchers.techniques import make_passes
 from meshpar.launchers.transformers_models import HEAD_OF, DataFacts, build_transformers
+from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type
 from meshpar.models import GPT2, Transformer
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.plan import Plan
 from meshpar.training.data import Batches
 from meshpar.training.distillation import freeze, teacher_problems
+from meshpar.training.lora import add_adapters
 from meshpar.training.optimizer import AdamWSettings
 from meshpar.training.schedule import Schedule, scaled_rate
 from meshpar.training.settings import TrainSettings
@@ -67,6 +69,12 @@ def build_model(recipe: Recipe, vocab_size: int, facts: DataFacts | None = None)
         RecipeError: the model has fewer tokens or positions than the data needs.
     """
     return _model(recipe, recipe.model, vocab_size, facts or DataFacts())
+
+
+def layout_of(recipe: Recipe, model: nn.Module) -> ModelLayout | None:
+    """Put the recipe's adapters into ``model`` and return its layout; None: the model's own."""
+    settings = recipe.adapters()
+    return None if settings is None else add_adapters(model, settings)
 
 
 def build_teacher(recipe: Recipe, vocab_size: int, facts: DataFacts | None = None) -> nn.Module:
@@ -162,7 +170,8 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
         vocab_size = 0
     problems += data_problems(recipe)
     try:
-        plan_of(recipe).check(build_model(recipe, vocab_size), world_size=world_size)
+        model = build_model(recipe, vocab_size)
+        plan_of(recipe).check(model, layout_of(recipe, model), world_size=world_size)
         missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
         problems += [f"teacher.model.{text}; train and export the teacher first" for text in missing]
         if recipe.teacher is not None and not missing:

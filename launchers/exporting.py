@@ -9,12 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from meshpar.checkpoints import CheckpointManager, export_safetensors
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.steps import open_step
 from meshpar.errors import CheckpointError
-from meshpar.launchers.job import CHECKPOINTS, TOKENIZER
+from meshpar.launchers.job import CHECKPOINTS, RECIPE, TOKENIZER
+from meshpar.launchers.merging import export_merged
+from meshpar.launchers.recipe import load_recipe
 from meshpar.launchers.schema import parse_dtype
+from meshpar.training.lora import LoRA
 from meshpar.training.tokenizer import load_tokenizer
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
@@ -24,6 +29,8 @@ def export_run(
     src: Path, dst: Path, *, dtype: str | None = None, best: str | None = None, max_shard_size: str = "5GB", overwrite: bool = False
 ) -> Path:
     """Export a checkpoint, with the tokenizer that lies in its run's folder.
+
+    Trained adapters are merged into the weights below them.
 
     Args:
         src: a run's folder, its checkpoints, or one step.
@@ -38,18 +45,34 @@ def export_run(
     """
     source = src / CHECKPOINTS if (src / CHECKPOINTS).is_dir() else src
     folder = open_step(source if best is None else _best(source, best))
+    adapted = _adapted(folder.parent.parent)
+    if adapted is not None:
+        settings, base = adapted
+        return export_merged(folder, dst, settings, base, _dtype(dtype), overwrite=overwrite)
     tokenizer = folder.parent.parent / TOKENIZER
     config = dict(read_manifest(folder).config)
     if not tokenizer.is_dir():
         tokenizer = None  # type: ignore[assignment]  # trained on tokens alone
     elif config and config.get("eos_token_id") is None:
         config["eos_token_id"] = load_tokenizer(tokenizer).eos_id
+    with _progress() as told:
+        return export_safetensors(folder, dst, _dtype(dtype), bytes_of(max_shard_size), tokenizer, told, config=config, overwrite=overwrite)
+
+
+def _adapted(run: Path) -> tuple[LoRA, Path] | None:
+    """Return the adapters' settings and the weights below them, where a run trained adapters."""
+    if not (run / RECIPE).is_file():
+        return None
+    recipe = load_recipe(run / RECIPE)
+    settings = recipe.adapters()
+    return None if settings is None or recipe.model.weights is None else (settings, recipe.model.weights.expanduser())
+
+
+def _dtype(text: str | None) -> torch.dtype | None:
     try:
-        kind = None if dtype is None else parse_dtype(dtype)
+        return None if text is None else parse_dtype(text)
     except ValueError as error:
         raise CheckpointError(f"--dtype: {error}") from error
-    with _progress() as told:
-        return export_safetensors(folder, dst, kind, bytes_of(max_shard_size), tokenizer, told, config=config, overwrite=overwrite)
 
 
 def _best(root: Path, metric: str) -> Path:

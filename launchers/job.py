@@ -17,12 +17,14 @@ from meshpar.checkpoints import CheckpointManager, Safetensors
 from meshpar.errors import RecipeError
 from meshpar.launchers import build
 from meshpar.launchers.feedback import forecast_feedback
+from meshpar.launchers.first_weights import with_weights
 from meshpar.launchers.preflight import opened
 from meshpar.launchers.recipe import Recipe
 from meshpar.launchers.watching import watched
 from meshpar.parallelized import Parallelized
 from meshpar.training.console import Console
 from meshpar.training.loop import Trainer
+from meshpar.training.lora import Adapters, WithAdapters
 from meshpar.training.metrics import JsonLines, Reporter, TensorBoard, flops_per_token
 from meshpar.training.optimizer import build_adamw
 from meshpar.training.scaler import LossScaler
@@ -52,6 +54,7 @@ def run_job(recipe: Recipe) -> Outcome:
         saving = recipe.checkpoint
         manager = CheckpointManager(recipe.folder / CHECKPOINTS, keep=saving.keep, best=saving.best, async_=saving.background)
         objective = build.objective_of(recipe, _teacher(recipe, data, kind))
+        saved: Any = par if recipe.lora is None else Adapters(par)
         trainer = Trainer(
             par,
             objective,
@@ -60,12 +63,12 @@ def run_job(recipe: Recipe) -> Outcome:
             schedule,
             settings,
             validation=validation,
-            checkpointer=Saver(manager),
+            checkpointer=Saver(manager, saved),
             scaler=LossScaler() if build.wants_scaler(recipe) else None,
             flops_per_token=flops_per_token(par.module),
         )
         with manager, contextlib.ExitStack() as stack:
-            come_from = _resume(recipe, manager, par, optimizer, trainer)
+            come_from = _resume(recipe, manager, saved, optimizer, trainer)
             if runtime.is_main():
                 _begin_folder(recipe, data)
                 reporters = _reporters(recipe, settings.total_steps(train.steps_per_epoch), trainer.step)
@@ -81,20 +84,26 @@ def run_job(recipe: Recipe) -> Outcome:
 class Saver:
     """The trainer's checkpointer: the manager, told the last metrics, so that it can keep the best step."""
 
-    def __init__(self, manager: CheckpointManager) -> None:
-        self._manager = manager
+    def __init__(self, manager: CheckpointManager, saved: Any) -> None:
+        """``saved``: what is kept of the model: all of it, or its adapters."""
+        self._manager, self._saved = manager, saved
 
     def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> object:
         """Save and commit. Collective."""
         metrics: Mapping[str, float] = {name: value for name, value in extra["metrics"].items() if math.isfinite(value)}
         # A step that is there already is a damaged one, which the run went back behind.
-        return self._manager.save(step, par, optimizer, extra, metrics, replace=True)
+        return self._manager.save(step, self._saved, optimizer, extra, metrics, replace=True)
 
 
 def _parallelize(recipe: Recipe, data: build.Data, kind: str) -> Parallelized:
     """Return the model on the mesh, with its first weights."""
     model = build.build_model(recipe, data.vocab_size, data.facts)
-    return _with_weights(build.plan_of(recipe).apply(model, device_type=kind), recipe.model.weights, recipe.seed)
+    layout = build.layout_of(recipe, model)
+    par = build.plan_of(recipe).apply(model, layout, device_type=kind)
+    if recipe.lora is not None:
+        assert recipe.model.weights is not None
+        return par.materialize(weights=WithAdapters(Safetensors(recipe.model.weights.expanduser()), model, seed=recipe.seed))
+    return with_weights(par, recipe.model, recipe.seed)
 
 
 def _teacher(recipe: Recipe, data: build.Data, kind: str) -> nn.Module | None:
@@ -103,14 +112,10 @@ def _teacher(recipe: Recipe, data: build.Data, kind: str) -> nn.Module | None:
         return None
     model = build.build_teacher(recipe, data.vocab_size, data.facts)
     par = build.teacher_plan_of(recipe).apply(model, device_type=kind)
-    return _with_weights(par, recipe.teacher.model.weights, recipe.seed).module
+    return with_weights(par, recipe.teacher.model, recipe.seed).module
 
 
-def _with_weights(par: Parallelized, weights: Path | None, seed: int) -> Parallelized:
-    return par.materialize(seed=seed) if weights is None else par.materialize(weights=Safetensors(weights.expanduser()))
-
-
-def _resume(recipe: Recipe, manager: CheckpointManager, par: Parallelized, optimizer: torch.optim.Optimizer, trainer: Trainer) -> str:
+def _resume(recipe: Recipe, manager: CheckpointManager, par: Any, optimizer: torch.optim.Optimizer, trainer: Trainer) -> str:
     """Restore what the recipe says, and return what it was; empty for a run from the beginning."""
     wanted, own = recipe.checkpoint.resume, manager.latest()
     if wanted == "never" and own is not None:

@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal, Self, final
 from pydantic import Field, PrivateAttr
 
 from meshpar import registry
-from meshpar.errors import MeshError, RecipeError
+from meshpar.errors import MeshError, MeshparError, RecipeError
 from meshpar.launchers.foreign_recipe import take_foreign_keys
 from meshpar.launchers.objective import OBJECTIVES, option_problems, wants_teacher
-from meshpar.launchers.schema import Section, validate
+from meshpar.launchers.schema import Section, build, validate
 from meshpar.launchers.sections import (
     CheckpointSection,
     DataSection,
+    LoRASection,
     Model,
     OptimizerSection,
     ScheduleSection,
@@ -29,6 +30,7 @@ from meshpar.mesh import MeshSpec
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import RopeScaling, TransformerConfig
 from meshpar.patterns import nearest
+from meshpar.training.lora import LoRA
 
 
 @final
@@ -45,6 +47,7 @@ class Recipe(Section):
         mesh: axes and sizes; empty: one process.
         passes: name -> options, in their order; None: those that the mesh's axes call for.
         teacher: of a distillation.
+        lora: adapters, which alone are trained.
         notes: what became of names that are not meshpar's own.
     """
 
@@ -58,6 +61,7 @@ class Recipe(Section):
     passes: tuple[dict[str, dict[str, Any]], ...] = ()
     model: Model
     teacher: TeacherSection | None = None
+    lora: LoRASection | None = None
     data: DataSection = DataSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
@@ -75,6 +79,10 @@ class Recipe(Section):
         """The run's folder."""
         return Path(self.output).expanduser()
 
+    def adapters(self) -> LoRA | None:
+        """Return the settings of the adapters."""
+        return None if self.lora is None else build(LoRA, self.lora)
+
     def noting(self, notes: Sequence[str]) -> Self:
         """Return the recipe with what is to be told about it."""
         self._notes = tuple(notes)
@@ -84,6 +92,10 @@ class Recipe(Section):
         """Return the recipe as resolved: reading this text gives the same recipe."""
         data = self.model_dump(mode="json")
         data["model"] = _model_text(self.model)
+        if self.lora is None:
+            del data["lora"]
+        else:
+            data["lora"] = _written(data["lora"])
         if self.teacher is None:
             del data["teacher"]
         else:
@@ -213,6 +225,13 @@ def _conflicts(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("schedule", "warmup_steps"), f"{recipe.schedule.warmup_steps} steps of warm-up do not fit in {length} steps"
     if recipe.schedule.warmup_steps and recipe.schedule.warmup_ratio:
         yield ("schedule", "warmup_ratio"), "the warm-up is told in steps (warmup_steps) or as a part of the run, not both"
+    if recipe.lora is not None and (recipe.model.kind != "huggingface" or recipe.model.weights is None):
+        yield ("lora",), "adapters need a model of transformers (kind: huggingface) with its weights"
+    if recipe.lora is not None:
+        try:
+            recipe.adapters()
+        except MeshparError as error:
+            yield ("lora",), str(error)
     # The folders of a teacher may be made by a run before; whether they are there is seen when the job is checked.
     for name, section in (("model", recipe.model), *([] if recipe.teacher is None else [("teacher.model", recipe.teacher.model)])):
         files = folder_problems(section) if name == "model" else ()

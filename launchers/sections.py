@@ -10,6 +10,7 @@ from pydantic import Field
 from meshpar.launchers.schema import Dtype, Section, section_of
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import TransformerConfig
+from meshpar.training.lora import LoRA
 
 Count = Annotated[int, Field(ge=1)]
 Every = Count | Literal["epoch"] | None
@@ -44,15 +45,25 @@ class HuggingFaceSection(Section):
         config: the contents of a ``config.json``, or the folder that holds one; nothing is downloaded.
         head: what stands on the model; None: what the objective needs (for packed text ``causal_lm``).
         weights: a folder of safetensors to start from; None: drawn from the seed.
+        new: patterns of parameters that are drawn from the seed although there are weights: ``classifier.*`` on a pretrained encoder.
     """
 
     kind: Literal["huggingface"] = "huggingface"
     config: dict[str, Any] | str
     head: Literal["causal_lm", "seq2seq_lm", "sequence_classification"] | None = None
     weights: Path | None = None
+    new: tuple[str, ...] = ()
 
 
 Model = Annotated[TransformerSection | GPT2Section | HuggingFaceSection, Field(discriminator="kind")]
+
+
+_LoRAFields: Any = section_of(LoRA)
+
+
+@final
+class LoRASection(_LoRAFields):
+    """Adapters beside frozen weights, see :class:`meshpar.training.lora.LoRA`; the model needs ``weights``."""
 
 
 @final

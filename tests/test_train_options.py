@@ -149,7 +149,7 @@ def test_options_of_an_objective_are_checked() -> None:
         load_recipe("qwen3_moe_distillation", ["training.objective_options={temprature: 2, weight: high}"])
     assert "temprature: unknown key; nearest: temperature" in str(raised.value)
     assert "weight: expected a number or nothing, got 'high'" in str(raised.value)
-    with pytest.raises(RecipeError, match="training.objective_options: x: unknown key"):
+    with pytest.raises(RecipeError, match=r"training\.objective_options: x: unknown key"):
         load_recipe("quickstart", ["training.objective_options={x: 1}"])
     with pytest.raises(RecipeError, match="causal_lm has no use for a teacher"):
         load_recipe("quickstart", ["teacher={model: {dim: 32, heads: 2}}"])
@@ -168,3 +168,43 @@ def test_a_model_must_suit_its_objective(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     strange = recipe(tmp_path, "training.objective=seq2seq", "model={kind: huggingface, config: {model_type: qwen3}}")
     assert any("transformers has no seq2seq_lm for model_type 'qwen3'" in line for line in build.check_job(strange, 2))
+
+
+def test_a_pretrained_encoder_gets_a_new_head(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    import meshpar
+    from meshpar import Plan
+    from meshpar.launchers.first_weights import with_weights
+
+    sizes = dict(
+        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32
+    )
+    config = transformers.BertConfig(**sizes)
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "pretrained")
+    source = transformers.BertForMaskedLM.from_pretrained(tmp_path / "pretrained").state_dict()
+    new = ("classifier.*", "bert.pooler.dense.*")
+    section = SimpleNamespace(weights=tmp_path / "pretrained", new=new)
+    with torch.device("meta"):
+        model = transformers.BertForSequenceClassification(config)
+    with meshpar.distributed("cpu"):
+        par = with_weights(Plan().apply(model), section, 0)
+        with torch.device("meta"):
+            other = transformers.BertForSequenceClassification(config)
+        with pytest.raises(RecipeError, match=r"model.new: 'clasifier.\*' fits no parameter"):
+            with_weights(Plan().apply(other), SimpleNamespace(weights=tmp_path / "pretrained", new=("clasifier.*",)), 0)
+    held = par.module.state_dict()
+    assert all(torch.equal(held[name], source[name]) for name in held if not name.startswith(("classifier", "bert.pooler")))
+    assert float(held["classifier.weight"].std()) == pytest.approx(0.02, rel=0.5) and not held["classifier.bias"].any()
+
+
+def test_a_node_that_fails_stops_the_others() -> None:
+    import subprocess
+    import sys
+
+    from meshpar.launchers import nodes_here
+
+    waiting = "import time; time.sleep(60)"
+    running = [subprocess.Popen([sys.executable, "-c", code]) for code in ("raise SystemExit(3)", waiting)]
+    start = time.monotonic()
+    assert nodes_here._await(running) == [3, -15]
+    assert time.monotonic() - start < 30

@@ -1,0 +1,55 @@
+"""The first weights of a model: drawn from a seed, read from a folder, or read but for a new head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+
+from meshpar import initialize
+from meshpar.checkpoints import Safetensors
+from meshpar.errors import RecipeError
+from meshpar.parallelized import Parallelized
+from meshpar.patterns import matches, nearest
+from meshpar.weights import WeightSource
+
+
+def with_weights(par: Parallelized, section: Any, seed: int) -> Parallelized:
+    """Give a parallel model the first weights that its section of the recipe says, and return it.
+
+    Raises:
+        RecipeError: ``new`` fits no parameter.
+        MeshparError: weights that do not fit, all of them named.
+    """
+    if section.weights is None:
+        return par.materialize(seed=seed)
+    source = Safetensors(section.weights.expanduser())
+    patterns = getattr(section, "new", ())
+    if not patterns:
+        return par.materialize(weights=source)
+    shapes = {name: tuple(tensor.shape) for name, tensor in initialize.state(par.module)}
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in shapes):
+            raise RecipeError(f"model.new: {pattern!r} fits no parameter; nearest: {', '.join(nearest(pattern, shapes)) or 'none'}")
+    new = {name: shape for name, shape in shapes.items() if any(matches(pattern, name) for pattern in patterns)}
+    par.materialize(weights=_Without(source, new))
+    initialize.from_seed(par.module, par.layout, seed, par.device, set(new))
+    return par
+
+
+@final
+class _Without:
+    """A source that has zeros under some names."""
+
+    def __init__(self, source: WeightSource, new: Mapping[str, tuple[int, ...]]) -> None:
+        self._source, self._new = source, new
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {**self._source.shapes(), **self._new}
+
+    def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
+        if name in self._new:
+            out.zero_()
+        else:
+            self._source.read(name, index, out)

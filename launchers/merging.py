@@ -1,0 +1,116 @@
+"""Export of trained adapters: merged into the weights that they adapt, or in peft's own form."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from meshpar.checkpoints import DistributedCheckpoint, Safetensors, export_safetensors, open_step
+from meshpar.errors import CheckpointError
+from meshpar.training.lora import NAME, LoRA
+from meshpar.views import spans_of
+from meshpar.weights import TypedSource
+
+_MODEL = "model."
+
+
+@final
+class Merged:
+    """The weights of a model with its adapters added, read slice by slice: ``W + alpha / rank * B @ A``.
+
+    Args:
+        base: the frozen weights.
+        adapters: ``layer.lora_A.weight`` and ``layer.lora_B.weight`` of every adapted layer.
+        scale: ``alpha / rank``.
+    """
+
+    def __init__(self, base: TypedSource, adapters: Mapping[str, torch.Tensor], scale: float) -> None:
+        self.shapes, self.dtypes, self._base, self._scale = base.shapes, base.dtypes, base, scale
+        layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
+        if lost := [layer for layer in layers if f"{layer}.weight" not in base.shapes()]:
+            raise CheckpointError(f"the weights have no {lost[0]}.weight, which an adapter belongs to; give the folder that was adapted")
+        self._pairs = {f"{each}.weight": (adapters[f"{each}.lora_A.weight"], adapters[f"{each}.lora_B.weight"]) for each in layers}
+
+    def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
+        """Copy ``tensor[index]`` into ``out``."""
+        if name not in self._pairs:
+            self._base.read(name, index, out)
+            return
+        shape = self.shapes()[name]
+        (top, bottom), (left, right) = spans_of(index, shape)
+        a, b = (each.float() for each in self._pairs[name])
+        transposed = (b.shape[0], a.shape[1]) != shape
+        rows, columns = (slice(left, right), slice(top, bottom)) if transposed else (slice(top, bottom), slice(left, right))
+        delta = b[rows] @ a[:, columns] * self._scale
+        whole = torch.empty(out.shape, dtype=torch.float32)
+        self._base.read(name, index, whole)
+        out.copy_(whole + (delta.T if transposed else delta))
+
+
+def export_merged(src: Path, dst: Path, settings: LoRA, base: Path, dtype: torch.dtype | None = None, *, overwrite: bool = False) -> Path:
+    """Write the adapted model as transformers loads it, tile by tile; what peft's ``merge_and_unload`` gives.
+
+    Args:
+        src: a step of adapters, or the folder of all steps (the newest is taken).
+        dst: the folder to make.
+        settings: of the adapters.
+        base: the folder of the weights that they adapt, with its config and tokenizer.
+        dtype: of the weights; None: the base's.
+        overwrite: replace what is there.
+    """
+    merged: Any = Merged(Safetensors(base), stored_adapters(src), settings.alpha / settings.rank)
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    return export_safetensors(merged, dst, dtype, tokenizer=base, config=config, overwrite=overwrite)
+
+
+def export_adapters(src: Path, dst: Path, settings: LoRA, base: Path, *, overwrite: bool = False) -> Path:
+    """Write the adapters as peft loads them (``PeftModel.from_pretrained``); arguments as :func:`export_merged`."""
+    import peft
+    from safetensors.torch import save_file
+
+    if dst.exists() and any(dst.iterdir()):
+        if not overwrite:
+            raise CheckpointError(f"{dst} is there already and not empty; remove it, choose another folder, or pass overwrite=True")
+        shutil.rmtree(dst)
+    dst.mkdir(parents=True, exist_ok=True)
+    adapters = stored_adapters(src)
+    save_file({f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}, dst / "adapter_model.safetensors")
+    layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
+    config = peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=layers,
+        base_model_name_or_path=str(base),
+        fan_in_fan_out=_transposed(adapters, Safetensors(base)),
+        inference_mode=True,
+    )
+    config.save_pretrained(dst)
+    return dst
+
+
+def stored_adapters(src: Path) -> dict[str, torch.Tensor]:
+    """Return the adapters of a step by the names that peft's files have: ``layer.lora_A.weight``."""
+    checkpoint = DistributedCheckpoint(open_step(src))
+    found = {}
+    for name, stored in checkpoint.tensors.items():
+        if name.startswith(_MODEL) and ".lora_" in name:
+            value = torch.empty(stored.shape, dtype=stored.dtype)
+            checkpoint.read(name, tuple(slice(0, size) for size in stored.shape), value)
+            found[name.removeprefix(_MODEL).replace(f".{NAME}.", ".")] = value
+    if not found:
+        raise CheckpointError(f"{src} holds no adapters; it is exported with `meshpar export` as it is")
+    return found
+
+
+def _transposed(adapters: Mapping[str, torch.Tensor], base: TypedSource) -> bool:
+    """Tell whether the adapted layers hold their weights transposed, as GPT-2's Conv1D."""
+    name, a = next((name, value) for name, value in adapters.items() if ".lora_A." in name)
+    layer = name.rpartition(".lora_")[0]
+    b = adapters[f"{layer}.lora_B.weight"]
+    return tuple(base.shapes()[f"{layer}.weight"]) != (b.shape[0], a.shape[1])
