@@ -11,13 +11,17 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from meshpar.errors import LaunchError
+from meshpar.launchers.rank_logs import start_id
 
 _TOLD_S = 10.0  # in which node 0's word reaches the others
 
 
 @contextmanager
-def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float) -> Iterator[None]:
+def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float) -> Iterator[str]:
     """Wait until all nodes are there. Node 0 serves the store at ``head``, which the agents share while this is open.
+
+    Yields:
+        The start's id: ``run_id``, or where that is empty one that node 0 chose.
 
     Raises:
         LaunchError: naming the nodes that did not come within ``wait_s`` seconds, or two that have one number.
@@ -37,13 +41,14 @@ def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float
         raise LaunchError(f"node rank {node_rank} is taken by {other}; each node needs its own (--node-rank), and each start its --run-id")
     space.set(f"host/{node_rank}", socket.gethostname())
     if node_rank == 0:
+        space.set("id", run_id or start_id())
         space.set("missing", ",".join(map(str, _missing(space, nodes, wait_s))))
     missing = _told(space, wait_s)
     if missing:
         came = ", ".join(f"{node} ({space.get(f'host/{node}').decode()})" for node in range(nodes) if str(node) not in missing)
         _let_read(space, node_rank, [node for node in range(nodes) if str(node) not in missing])
         raise LaunchError(f"nodes that did not come to {head} within {wait_s:.0f} s: {', '.join(missing)}; there came {came}")
-    yield
+    yield space.get("id").decode()
 
 
 def _missing(store: dist.Store, nodes: int, wait_s: float) -> list[int]:

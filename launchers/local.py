@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, final
 
@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from meshpar.errors import LaunchError, MeshparError
 from meshpar.launchers.check_in import checked_in
 from meshpar.launchers.failures import NO_USE, exit_code, first_error, record_kills, recorded
-from meshpar.launchers.rank_logs import Shown, folder_for, log_file
+from meshpar.launchers.rank_logs import Shown, log_file, start_id
 from meshpar.launchers.recipe import Recipe
 
 SHUTDOWN_S = 600
@@ -124,17 +124,15 @@ def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextI
         MeshparError: the first failing rank's error, as it was raised there.
         LaunchError: a rank failed otherwise; with its traceback.
     """
-    logs = folder_for(logs, placement.run_id).absolute()
-    logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="meshpar-") as folder, _signals_restored(), ExitStack() as stack:
+        placement = stack.enter_context(_identified(placement))
+        logs = (logs / placement.run_id).absolute()
+        logs.mkdir(parents=True, exist_ok=True)
         config = _config(placement, folder)
         terminal = console.isatty() and placement.nodes == 1
         _set_environment(placement, terminal)
         if not terminal and not placement.node_rank:
             stack.enter_context(Shown(log_file(logs, 0), console))
-        if placement.nodes > 1 and not placement.elastic:
-            assert placement.node_rank is not None
-            stack.enter_context(checked_in(placement.head, placement.node_rank, placement.nodes, placement.run_id, placement.meeting_s))
         try:
             elastic_launch(config, sys.executable)("-m", "meshpar.launchers.worker", str(logs), *work)
         except ChildFailedError as failed:
@@ -154,6 +152,17 @@ def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextI
             return 128 + int(stop.sigval)
     (logs / COMPLETE).touch()
     return 0
+
+
+@contextmanager
+def _identified(placement: Placement) -> Iterator[Placement]:
+    """Give a start its id, the same on all nodes; those of a job with fixed nodes come together for it."""
+    if placement.nodes == 1 or placement.elastic:
+        yield replace(placement, run_id=placement.run_id or ("elastic" if placement.elastic else start_id()))
+        return
+    assert placement.node_rank is not None
+    with checked_in(placement.head, placement.node_rank, placement.nodes, placement.run_id, placement.meeting_s) as run_id:
+        yield replace(placement, run_id=run_id)
 
 
 def _noted(error: MeshparError, logs: Path) -> MeshparError:
@@ -186,7 +195,7 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
         min_nodes=placement.least_nodes if placement.elastic else placement.nodes,
         max_nodes=placement.nodes,
         nproc_per_node=placement.ranks,
-        run_id=placement.run_id or Path(folder).name,
+        run_id=placement.run_id,
         max_restarts=placement.restarts,
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         signals_to_handle=",".join(each.name for each in _SIGNALS),

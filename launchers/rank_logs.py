@@ -87,6 +87,6 @@ class Shown:
             self._to.flush()
 
 
-def folder_for(root: Path, run_id: str) -> Path:
-    """Return the folder of one start's logs; without an id it is named by the time."""
-    return root / (run_id or time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}")
+def start_id() -> str:
+    """Return a name for a start of a job, by its time."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

@@ -120,6 +120,19 @@ def test_a_node_that_does_not_come_is_named_within_the_bound(tmp_path: Path) -> 
     assert time.monotonic() - began < 25
 
 
+def test_nodes_without_an_id_agree_on_one(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("import os\nprint(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        head = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [*RUN, "--nodes", "2", "--nproc", "1", "--head", head]
+    both = [
+        subprocess.Popen([*command, "--node-rank", str(node), "job.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) for node in (1, 0)
+    ]
+    assert [each.communicate(timeout=60)[0] for each in both] == ["", "0 of 2\n"]
+    assert [each.returncode for each in both] == [0, 0]
+    assert logs(tmp_path) == {"rank-0.log": "0 of 2\n", "rank-1.log": "1 of 2\n"}
+
+
 def test_placements() -> None:
     assert placed({"nproc": "4"}, None) == Placement(ranks=4)
     assert placed({"nproc": 2, "nodes": "1:3", "head": "a:1"}, None) == Placement(ranks=2, nodes=3, least_nodes=1, head="a:1")
