@@ -4,7 +4,9 @@
 
 Every figure is the median of interleaved rounds. Beside ours stand torch's own DCP, its Hugging Face consolidation, and accelerate's
 merge. Restores are cold (the page cache is told to drop the files); exports run warm in processes of their own, and their CPU time
-counts from the call, without ``import torch``, which every one of them pays.
+counts from the call, without ``import torch``, which every one of them pays. Before each run, and before ``cp``, as much memory as it will
+fill was in use a moment ago: a virtual machine's host takes free memory back within seconds, and giving it out again costs several times
+what writing to it does.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
+ZEROS = bytes(512 << 10)
 BOUNDS = {
     "save, wall / raw write and fsync": 1.5,
     "save, extra MiB a rank": 64,
@@ -64,6 +67,19 @@ def drop_cache(folder: Path) -> None:
             os.close(descriptor)
 
 
+def level(folder: Path) -> None:
+    """Bring free memory to one state before a run: twice the size of ``folder``'s raw file was in use until now."""
+    size = (folder / "raw" / "file").stat().st_size
+    warm = [folder / "warm-0", folder / "warm-1"]
+    for path in warm:
+        with path.open("wb", buffering=0) as file:
+            for _ in range(size // len(ZEROS)):
+                file.write(ZEROS)
+    os.sync()
+    for path in warm:
+        path.unlink()
+
+
 def timed(act: Callable[[], object]) -> tuple[float, float]:
     """Return wall and CPU seconds."""
     wall, cpu = time.perf_counter(), cpu_s()
@@ -101,7 +117,6 @@ class Notes(dict[str, list[float]]):
         self.setdefault(name, []).append(value)
 
     def time(self, name: str, act: Callable[[], object]) -> None:
-        os.sync()
         wall, cpu = timed(act)
         self.add(name, wall)
         self.add(f"{name}, cpu", cpu)
@@ -135,16 +150,26 @@ def saves(folder: str, layers: str, rounds: str) -> Notes:
             later.before_step()
 
         pending: list[Any] = []
+        (root / "raw").mkdir()
+        raw_write(root / "raw" / "file", state)
+
+        def measure(name: str, target: str, act: Callable[[], object]) -> None:
+            shutil.rmtree(root / target, ignore_errors=True)  # what lies there would be removed on the clock
+            if "stall" in name:  # it fills no new memory
+                os.sync()
+                time.sleep(1)  # the file system is done with what was removed
+            else:
+                level(root)
+            found.time(name, act)
+
         for _ in range(int(rounds)):
-            for name in ("raw", "ours", "async", "stock", "stock-async"):  # what lies there would be removed on the clock
-                shutil.rmtree(root / name, ignore_errors=True)
-            (root / "raw").mkdir()
-            found.time("raw write", lambda: raw_write(root / "raw" / "file", state))
-            found.time("save", lambda: manager.save(1, par))
-            found.time("async stall", stall)
+            measure("raw write", "raw-again", lambda: raw_write(root / "raw-again", state))
+            (root / "raw-again").unlink()
+            measure("save", "ours", lambda: manager.save(1, par))
+            measure("async stall", "async", stall)
             later.wait()
-            found.time("stock save", lambda: dcp.save(dict(state), checkpoint_id=root / "stock", no_dist=True))
-            found.time("stock async stall", lambda: pending.append(stock_async(state, root / "stock-async", stager)))
+            measure("stock save", "stock", lambda: dcp.save(dict(state), checkpoint_id=root / "stock", no_dist=True))
+            measure("stock async stall", "stock-async", lambda: pending.append(stock_async(state, root / "stock-async", stager)))
             pending.pop().result()
         later.close()
         stager.close()
@@ -155,13 +180,13 @@ def saves(folder: str, layers: str, rounds: str) -> Notes:
 
 
 def raw_write(path: Path, state: dict[str, Any]) -> None:
-    from meshpar.checkpoints.files import memory_of, write_all
+    from meshpar.checkpoints.files import BLOCK_BYTES, memory_of, write_all
 
     with path.open("wb", buffering=0) as file:
         for tensor in state.values():
             memory = memory_of(tensor.detach())
-            for start in range(0, len(memory), 1 << 20):
-                write_all(file.fileno(), memory[start : start + (1 << 20)])
+            for start in range(0, len(memory), BLOCK_BYTES):
+                write_all(file.fileno(), memory[start : start + BLOCK_BYTES])
         os.fsync(file.fileno())
 
 
@@ -254,6 +279,14 @@ def bytes_read() -> int:
 # Exports, each in a process of its own
 
 
+def prepared(folder: Path) -> int:
+    """Remove what earlier exports left, level the memory, and return what this process has now, in bytes."""
+    for name in ("copy", "hf", "hf-stock", "hf-accelerate", "imported"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    level(folder)
+    return reset_peak()
+
+
 def export(folder: str, dtype: str, verify: str) -> dict[str, float]:
     import torch
 
@@ -261,8 +294,7 @@ def export(folder: str, dtype: str, verify: str) -> dict[str, float]:
     from meshpar.weights import WeightMap
 
     target = Path(folder) / "hf"
-    shutil.rmtree(target, ignore_errors=True)  # what ``cp`` is spared, too
-    base = reset_peak()
+    base = prepared(Path(folder))
     kind = None if dtype == "-" else getattr(torch, dtype)
     wall, cpu = timed(lambda: export_safetensors(Path(folder) / "ours", target, kind, weights=WeightMap(), verify=verify))
     return {"wall": wall, "cpu": cpu, "extra": status_bytes("VmHWM") - base}
@@ -273,7 +305,7 @@ def import_(folder: str) -> dict[str, float]:
 
     from meshpar.checkpoints import import_safetensors
 
-    base = reset_peak()
+    base = prepared(Path(folder))
     wall, cpu = timed(lambda: import_safetensors(Path(folder) / "hf-kept", Path(folder) / "imported"))
     return {"wall": wall, "cpu": cpu, "extra": status_bytes("VmHWM") - base}
 
@@ -289,11 +321,10 @@ def consolidate(folder: str) -> dict[str, float]:
         writer = dcp.HuggingFaceStorageWriter(str(sharded), save_distributed=True, fqn_to_index_mapping=dict.fromkeys(state, 1))
         dcp.save(state, storage_writer=writer, no_dist=True)
         del state
-    target = Path(folder) / "hf-stock"
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
     names = json.loads((Path(folder) / "names.json").read_text())
-    base = reset_peak()
+    base = prepared(Path(folder))
+    target = Path(folder) / "hf-stock"
+    target.mkdir()
     wall, cpu = timed(lambda: consolidate_safetensors_files(str(sharded), str(target), fqn_to_index_mapping=dict.fromkeys(names, 1)))
     return {"wall": wall, "cpu": cpu, "extra": status_bytes("VmHWM") - base}
 
@@ -302,8 +333,7 @@ def merge(folder: str) -> dict[str, float]:
     from accelerate.utils import merge_fsdp_weights
 
     target = Path(folder) / "hf-accelerate"
-    shutil.rmtree(target, ignore_errors=True)
-    base = reset_peak()
+    base = prepared(Path(folder))
     wall, cpu = timed(lambda: merge_fsdp_weights(str(Path(folder) / "stock"), str(target)))
     return {"wall": wall, "cpu": cpu, "extra": status_bytes("VmHWM") - base}
 
@@ -311,7 +341,7 @@ def merge(folder: str) -> dict[str, float]:
 def copy(folder: str) -> dict[str, float]:
     """``cp`` of the files that the export reads."""
     target = Path(folder) / "copy"
-    shutil.rmtree(target, ignore_errors=True)
+    prepared(Path(folder))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     wall = time.perf_counter()
     subprocess.run(["cp", "-rL", str(Path(folder) / "ours" / "latest"), str(target)], check=True)
@@ -329,16 +359,6 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "stock consolidation": ("consolidate",),
     "accelerate merge": ("merge",),
 }
-
-
-def level(folder: Path) -> None:
-    """Bring the page cache to one state before each export: fresh pages cost several times what used ones do."""
-    for name in ("copy", "hf", "hf-stock", "hf-accelerate", "imported"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    warm = folder / "warm"
-    shutil.copyfile(folder / "raw" / "file", warm)
-    warm.unlink()
-    os.sync()
 
 
 def in_process(name: str, *arguments: str) -> Any:
@@ -379,7 +399,6 @@ def measure(layers: int, rounds: int, folder: Path) -> dict[str, float]:
         for name, (function, *arguments) in EXPORTS.items():
             if number >= 2 and name in ("stock consolidation", "accelerate merge"):
                 continue  # slow, and far from any bound
-            level(folder)
             exports[name].append(copy(str(folder)) if name == "cp" else in_process(function, str(folder), *arguments))
 
     def of(name: str, key: str) -> float:

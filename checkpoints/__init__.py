@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshpar.checkpoints.dcp import DistributedCheckpoint
-    from meshpar.checkpoints.export import export_safetensors, write_safetensors
+    from meshpar.checkpoints.export import export_safetensors
     from meshpar.checkpoints.importing import import_safetensors
     from meshpar.checkpoints.inspecting import diff_steps, list_steps, pin_step, prune_steps, show_step, verify_step
     from meshpar.checkpoints.manager import CheckpointManager
@@ -36,7 +36,6 @@ __all__ = [
     "show_step",
     "verify_files",
     "verify_step",
-    "write_safetensors",
 ]
 
 _HOMES = {
@@ -57,7 +56,6 @@ _HOMES = {
     "show_step": "inspecting",
     "verify_files": "verify",
     "verify_step": "inspecting",
-    "write_safetensors": "export",
 }
 
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import final
 
 import torch
 
-from meshpar.checkpoints.checksums import joined
-from meshpar.checkpoints.files import Box, ReadFile
+from meshpar.checkpoints.checksums import crc32, joined
+from meshpar.checkpoints.files import Box, ReadFile, aligned
 from meshpar.checkpoints.pickles import read_tensor_pickle, tensor_pickle
 from meshpar.errors import CheckpointError
 
@@ -34,7 +33,11 @@ class _Member:
 
 
 def write_tensor(
-    shape: tuple[int, ...], dtype: torch.dtype, blocks: Iterable[memoryview], write: Callable[[bytes | bytearray | memoryview], object]
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    blocks: Iterable[memoryview],
+    write: Callable[[bytes | bytearray | memoryview], object],
+    position: int = 0,
 ) -> tuple[int, int]:
     """Write one contiguous tensor.
 
@@ -42,6 +45,7 @@ def write_tensor(
         shape, dtype: the tensor's.
         blocks: its bytes, in order.
         write: takes the archive's bytes, in order.
+        position: where in its file the archive begins.
 
     Returns:
         Length and CRC-32 of the archive.
@@ -57,10 +61,11 @@ def write_tensor(
     head += _local_header(b"archive/data/0", start)
     write(head)
     written = checksum = 0
-    for block in blocks:
-        checksum = zlib.crc32(block, checksum)
-        write(block)
-        written += len(block)
+    for memory in blocks:
+        for begin, stop in aligned(len(memory), position + len(head) + written):
+            checksum = crc32(memory[begin:stop], checksum)
+            write(memory[begin:stop])
+        written += len(memory)
     assert written == size, f"{written} bytes were given of a tensor of {size}"
     members.append(_Member(b"archive/data/0", start, size, checksum))
     tail = bytearray(_descriptor(size, checksum))
@@ -68,15 +73,15 @@ def write_tensor(
     members.append(_add(tail, "version", b"3\n", offset))
     tail += _directory_of(members, offset + len(tail))
     write(tail)
-    whole = joined(joined(zlib.crc32(head), checksum, size), zlib.crc32(tail), len(tail))
+    whole = joined(joined(crc32(head), checksum, size), crc32(tail), len(tail))
     return offset + len(tail), whole
 
 
 def _add(out: bytearray, name: str, data: bytes, offset: int = 0) -> _Member:
     """Append a small member to ``out``, which begins at ``offset`` of the archive."""
     path, start = f"archive/{name}".encode(), offset + len(out)
-    out += _local_header(path, start) + data + _descriptor(len(data), zlib.crc32(data))
-    return _Member(path, start, len(data), zlib.crc32(data))
+    out += _local_header(path, start) + data + _descriptor(len(data), crc32(data))
+    return _Member(path, start, len(data), crc32(data))
 
 
 def _local_header(name: bytes, start: int) -> bytes:
@@ -125,7 +130,7 @@ def find_tensor(file: ReadFile, position: int, length: int, shape: tuple[int, ..
         members = dict(_members(file, position, length))
         start, size, checksum = members["data.pkl"]
         text = file.bytes(start, size)
-        if zlib.crc32(text) != checksum:
+        if crc32(text) != checksum:
             raise CheckpointError("the description of the tensor does not fit its checksum")
         if "byteorder" in members and file.bytes(*members["byteorder"][:2]) != b"little":
             raise CheckpointError("it was written on a big-endian machine, which this version does not read")

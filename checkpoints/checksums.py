@@ -1,8 +1,19 @@
-"""CRC-32 of bytes that were summed piece by piece."""
+"""CRC-32 of bytes, by the fastest implementation that is installed, and of bytes that were summed piece by piece.
+
+All of them give the same sums. isal multiplies without carries (Intel and Arm have an instruction for it) and sums as fast as memory can be
+read, over ten times as fast as zlib: where it is there, checking costs little beside copying.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:  # optional, in the extra "train"
+    from zlib import crc32
+
+__all__ = ["crc32", "joined"]
 
 _POLYNOMIAL = 0xEDB88320
 

@@ -81,6 +81,11 @@ class DistributedCheckpoint:
                 target = out[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(here, spans))]
                 self.box(name, chunk).read(tuple((a - o, b - o) for (a, b), o in zip(here, chunk.offsets)), target)
 
+    def place(self, name: str) -> tuple[str, int]:
+        """Return the file in which a tensor begins, and at which byte: whoever reads many reads them in this order."""
+        first = min(self.tensors[name].chunks, key=lambda each: each.offsets, default=None)
+        return ("", 0) if first is None else (first.file, first.position)
+
     def locate(self, name: str, index: tuple[slice, ...]) -> None:
         """Find the archives that ``read`` will read from; raises CheckpointError, naming file and tensor, where one is damaged."""
         stored = self.tensors[name]

@@ -19,7 +19,7 @@ import torch
 
 from meshpar.checkpoints.copying import Copier, Count, Progress, StoredSource, check_piece, lies_in_one_run, position_of
 from meshpar.checkpoints.dcp import DistributedCheckpoint
-from meshpar.checkpoints.files import memory_of, pwrite_all, tiles, write_all
+from meshpar.checkpoints.files import aligned, memory_of, pwrite_all, tiles, write_all
 from meshpar.checkpoints.manifest import fsync, read_manifest
 from meshpar.checkpoints.published import PublishedModel, StoredModel
 from meshpar.checkpoints.safetensors import INDEX_NAME, write_header
@@ -33,7 +33,7 @@ _NOT_TOKENIZER = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".safetensor
 
 
 def export_safetensors(
-    src: str | Path,
+    src: str | Path | TypedSource,
     dst: str | Path,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5 << 30,
@@ -41,6 +41,7 @@ def export_safetensors(
     progress: Progress | None = None,
     *,
     config: Mapping[str, Any] | None = None,
+    beside: Sequence[str | Path] = (),
     weights: WeightMap | None = None,
     verify: Verify = "size",
     overwrite: bool = False,
@@ -48,16 +49,18 @@ def export_safetensors(
     """Export the model of a checkpoint to ``dst``: safetensors, their index where there are several, config and tokenizer.
 
     Args:
-        src: a step's folder, ``run/checkpoints/latest``, or the folder of all steps (the newest is taken).
+        src: a step's folder, ``run/checkpoints/latest``, or the folder of all steps (the newest is taken); or a source of weights.
         dst: the folder to make; it appears when it is whole.
         dtype: of the floating-point tensors; None: as they were saved.
         max_shard_size: bytes of tensors in one file, unless one tensor alone is larger.
         tokenizer: a folder whose files (but for weights and ``config.json``) are copied beside the model.
         progress: told after each tile.
-        config: contents of ``config.json``; None: the stored layout's.
-        weights: our names -> the published ones; None: the stored layout's.
-        verify: ``"size"``: every file is there in its size; ``"full"``: and each part that is exported is, byte for byte, what was
-            saved, which is seen while it is read; ``"none"``.
+        config: contents of ``config.json``; None: the stored layout's, where ``src`` is a checkpoint.
+        beside: files to copy beside the model, over the tokenizer's: ``generation_config.json``.
+        weights: our names -> the published ones; None: the stored layout's; a source of weights has its own names already.
+        verify: of a checkpoint: ``"size"``: every file is there in its size; ``"full"``: and each part of the model is, byte for byte,
+            what was saved. A part that is copied is summed while it is, so that it is read once; what rules rebuild is read to be
+            checked first. ``"none"``.
         overwrite: whether to replace a folder that is there.
 
     Returns:
@@ -67,6 +70,27 @@ def export_safetensors(
         CheckpointError: no committed checkpoint, damage, tied tensors that differ, or a folder that is there already.
         LayoutError: the weight map does not fit the tensors, or makes two of one name.
     """
+    target = Path(dst)
+    if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is there already and not empty; remove it, choose another folder, or pass overwrite=True")
+    if dtype is not None and not dtype.is_floating_point:
+        raise CheckpointError(f"expected a floating-point dtype to export to, got {dtype}")
+    source, config = _opened(Path(src), weights, verify, config) if isinstance(src, (str, Path)) else (_named(src, weights), config)
+    dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
+    with _made_whole(target) as folder:
+        _write_model(folder, source, dtypes, _shards(source.shapes(), dtypes, max_shard_size), progress)
+        if config:
+            _write_json(folder / "config.json", {**config, **_dtype_entry(config, dtypes)})
+        for file in (*(files_beside_weights(tokenizer) if tokenizer is not None else ()), *map(Path, beside)):
+            shutil.copyfile(file, folder / file.name)
+            fsync(folder / file.name)
+    return target
+
+
+def _opened(
+    src: Path, weights: WeightMap | None, verify: Verify, config: Mapping[str, Any] | None
+) -> tuple[TypedSource, Mapping[str, Any]]:
+    """Return the model of a checkpoint under its published names, and its config."""
     folder = open_step(src)
     manifest = read_manifest(folder)
     verify_files(folder, manifest, "size" if verify == "full" else verify)
@@ -74,42 +98,23 @@ def export_safetensors(
     published = PublishedModel(ours, (weights if weights is not None else WeightMap.from_json(manifest.weights)).publish(ours))
     if verify == "full":
         published.check_what_is_rebuilt()
-    stored_config = dict(manifest.config if config is None else config)
-    return write_safetensors(published, dst, dtype, max_shard_size, tokenizer, progress, config=stored_config, overwrite=overwrite)
+    return published, manifest.config if config is None else config
 
 
-def write_safetensors(
-    source: TypedSource,
-    dst: str | Path,
-    dtype: torch.dtype | None = None,
-    max_shard_size: int = 5 << 30,
-    tokenizer: str | Path | None = None,
-    progress: Progress | None = None,
-    *,
-    config: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
-) -> Path:
-    """Write any source under its own names; arguments, result and errors as :func:`export_safetensors`."""
-    target = Path(dst)
-    if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} is there already and not empty; remove it, choose another folder, or pass overwrite=True")
-    if dtype is not None and not dtype.is_floating_point:
-        raise CheckpointError(f"expected a floating-point dtype to export to, got {dtype}")
-    dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
-    shards = _shards(source.shapes(), dtypes, max_shard_size)
+def _named(source: TypedSource, weights: WeightMap | None) -> TypedSource:
+    return source if weights is None else weights.publish(source)
+
+
+def _write_model(
+    folder: Path, source: TypedSource, dtypes: Mapping[str, torch.dtype], shards: Mapping[str, list[str]], progress: Progress | None
+) -> None:
     total = sum(_nbytes(source.shapes()[name], dtypes[name]) for name in source.shapes())
     count = Count(total, progress)
-    with _made_whole(target) as folder:
-        for file, names in shards.items():
-            _write_file(folder / file, source, names, dtypes, count)
-        if len(shards) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": {name: file for file, names in shards.items() for name in names}}
-            _write_json(folder / INDEX_NAME, index)
-        if config:
-            _write_json(folder / "config.json", {**config, **_dtype_entry(config, dtypes)})
-        if tokenizer is not None:
-            _copy_tokenizer(Path(tokenizer), folder)
-    return target
+    for file, names in shards.items():
+        _write_file(folder / file, source, names, dtypes, count)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": {name: file for file, names in shards.items() for name in names}}
+        _write_json(folder / INDEX_NAME, index)
 
 
 def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -161,7 +166,9 @@ def _write_tiles(descriptor: int, source: TypedSource, name: str, dtype: torch.d
         sizes = [b - a for a, b in spans]
         tile = space[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
         source.read(name, tuple(slice(*span) for span in spans), tile)
-        pwrite_all(descriptor, memory_of(tile), position)
+        memory = memory_of(tile)
+        for start, stop in aligned(len(memory), position):
+            pwrite_all(descriptor, memory[start:stop], position + start)
         position += tile.nbytes
         count.add(tile.nbytes)
 
@@ -211,11 +218,9 @@ def _dtype_entry(config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -
     return {key: str(kinds.pop()).removeprefix("torch.")} if len(kinds) == 1 else {}
 
 
-def _copy_tokenizer(folder: Path, target: Path) -> None:
-    if not folder.is_dir():
+def files_beside_weights(folder: str | Path) -> list[Path]:
+    """Return the files of a published model's folder that are neither weights nor ``config.json``: tokenizer, generation config, ..."""
+    if not Path(folder).is_dir():
         raise CheckpointError(f"expected a folder with tokenizer files, got {folder}")
-    files = [each for each in sorted(folder.iterdir()) if each.is_file() and not each.name.endswith(_NOT_TOKENIZER)]
-    for file in files:
-        if file.name != "config.json":
-            shutil.copyfile(file, target / file.name)
-            fsync(target / file.name)
+    files = [each for each in sorted(Path(folder).iterdir()) if each.is_file() and not each.name.endswith(_NOT_TOKENIZER)]
+    return [each for each in files if each.name != "config.json"]

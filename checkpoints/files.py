@@ -17,7 +17,8 @@ from meshpar.errors import CheckpointError
 from meshpar.views import Spans
 
 TILE_BYTES = 4 << 20  # of tensors that are rearranged
-BLOCK_BYTES = 1 << 20  # of bytes that go through as they are; from 2 MiB on the kernel hunts for huge pages, at several times the cost
+BLOCK_BYTES = 512 << 10  # of bytes that go through as they are: stays in a core's cache, and larger writes, for which the kernel looks for
+# memory in one piece, cost several times as much where that is short (or was given back to a virtual machine's host)
 _LEAST_RUN_BYTES, _MOST_WASTE_BYTES = 1024, 8192  # a call costs as much as reading 8 KiB; shorter runs are read with what is between
 
 
@@ -156,10 +157,22 @@ def write_all(descriptor: int, data: memoryview) -> None:
 
 
 def pwrite_all(descriptor: int, data: memoryview, position: int) -> None:
-    """Write all of ``data`` at ``position``."""
+    """Write all of ``data`` at ``position``; a system call may write less."""
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], position + done)
+
+
+def aligned(count: int, position: int) -> Iterator[tuple[int, int]]:
+    """Cut ``count`` bytes, to be written at ``position`` of a file, into (start, stop) of at most ``BLOCK_BYTES``.
+
+    The cuts lie where pages of the file end: a page that two writes share is handled twice.
+    """
+    start = 0
+    while start < count:
+        stop = min(count, start + BLOCK_BYTES - (position + start) % BLOCK_BYTES)
+        yield start, stop
+        start = stop
 
 
 def tiles(shape: tuple[int, ...], itemsize: int, limit_bytes: int) -> Iterator[Spans]:

@@ -63,7 +63,7 @@ class CheckpointManager:
         self._steps = Steps(Path(root))
         self._keep, self._every, self._best, self._timeout_s = keep, every, best, timeout_s
         self._checksum, self._threads = checksum, threads
-        self._stager = Stager() if async_ else None
+        self._stager = Stager(threads) if async_ else None
         self._background = Background()
         self._made_ranks: Ranks | None = None
         self._temporary: Path | None = None  # on rank 0: of the save that began last
@@ -155,7 +155,7 @@ class CheckpointManager:
         finally:
             if self._made_ranks is not None:
                 self._made_ranks.close()
-            self._made_ranks, self._stager = None, Stager() if self._stager is not None else None
+            self._made_ranks, self._stager = None, Stager(self._threads) if self._stager is not None else None
 
     def __enter__(self) -> CheckpointManager:
         return self

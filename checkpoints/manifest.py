@@ -6,12 +6,12 @@ import dataclasses
 import json
 import os
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
+from meshpar.checkpoints.checksums import crc32
 from meshpar.errors import CheckpointError
 
 MANIFEST_NAME = "meshpar.json"
@@ -67,7 +67,7 @@ class Manifest:
         """Return the file's text, an entry a line; the last one is the CRC-32 of all before it."""
         entries = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
         text = "{\n" + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in entries.items())
-        return f'{text}"crc32": "{zlib.crc32(text.encode()):08x}"\n}}\n'
+        return f'{text}"crc32": "{crc32(text.encode()):08x}"\n}}\n'
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -82,7 +82,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(
                 f"{path} has the format {kind!r}, version {version}; this meshpar reads {FORMAT!r} up to version {VERSION}"
             )
-        if seal is None or seal.end() != len(text) or zlib.crc32(text[: seal.start()]) != int(data.pop("crc32"), 16):
+        if seal is None or seal.end() != len(text) or crc32(text[: seal.start()]) != int(data.pop("crc32"), 16):
             raise CheckpointError(f"{path} is damaged: it does not fit the checksum at its end")
         return Manifest(**data)
     except FileNotFoundError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, final
 
 import torch
 
+from meshpar.checkpoints.checksums import crc32
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.job import MODEL, Job, mesh_axes
 from meshpar.checkpoints.manifest import read_manifest
@@ -148,16 +148,16 @@ class Restoring:
         if self._optimizer is not None and self._manifest.optimizer is not None:
             room = restore_optimizer(self._optimizer, self._model, self._manifest.optimizer, self._renamed, self._source.tensors)
             wanted += room
+        stored = [(name, tensor) for name, tensor in wanted if name in self._source.tensors]
         with torch.no_grad():
-            for name, tensor in wanted:
-                if name in self._source.tensors:
-                    self._source.read(name, held_by_this_rank(tensor), local_tensor(tensor))
+            for name, tensor in sorted(stored, key=lambda each: self._source.place(each[0])):
+                self._source.read(name, held_by_this_rank(tensor), local_tensor(tensor))
 
     def _restore_random(self, same: bool) -> str:
         prefix = f"random.rank-{self._ranks.rank}."
         names = [name for name in self._source.tensors if name.startswith(prefix)]
         if not same or not names:
-            self._par.manual_seed(zlib.crc32(f"{self._manifest.seed} {self._manifest.step}".encode()))
+            self._par.manual_seed(crc32(f"{self._manifest.seed} {self._manifest.step}".encode()))
             return "derived"
         state = {}
         for name in names:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
 import torch
@@ -10,15 +11,21 @@ from torch import Tensor
 
 from meshpar.checkpoints.writing import Part
 
+_PIECE_BYTES = 16 << 20
+
 
 @final
 class Stager:
     """Buffers that are kept from one save to the next: memory is allocated, and pinned, once.
 
     One save at a time: the parts of a save are overwritten by the next :meth:`stage`.
+
+    Args:
+        threads: how many copy what lies in host memory; one core alone does not use all that memory can do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 2) -> None:
+        self._threads = threads
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def stage(self, parts: Sequence[Part], device: torch.device, ready: Any = None) -> list[Part]:
@@ -42,15 +49,31 @@ class Stager:
         return [Part(part.name, part.offsets, buffers[part.key]) for part in parts]
 
     def _copy(self, parts: Sequence[Part]) -> None:
-        with torch.no_grad():
-            for part in parts:
-                self._buffers[part.key].copy_(part.tensor, non_blocking=True)
+        def copy(pair: tuple[Tensor, Tensor]) -> None:
+            with torch.no_grad():
+                pair[0].copy_(pair[1], non_blocking=True)
+
+        pairs = [(self._buffers[part.key], part.tensor) for part in parts]
+        for pair in pairs:
+            if not pair[1].is_cpu:
+                copy(pair)  # on the stream that is current on this thread
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="meshpar-stage") as pool:
+            list(pool.map(copy, (piece for pair in pairs if pair[1].is_cpu for piece in _pieces(*pair))))
 
     def _buffer(self, part: Part) -> Tensor:
         kept = self._buffers.get(part.key)
         if kept is not None and kept.shape == part.tensor.shape and kept.dtype == part.tensor.dtype:
             return kept
         return torch.empty(part.tensor.shape, dtype=part.tensor.dtype, pin_memory=part.tensor.is_cuda)
+
+
+def _pieces(out: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut a large tensor, so that the threads have about the same to do."""
+    rows = max(1, _PIECE_BYTES // max(1, tensor[:1].nbytes)) if tensor.ndim else 1
+    if tensor.nbytes <= _PIECE_BYTES or len(tensor) <= rows:
+        yield out, tensor
+    else:
+        yield from zip(out.split(rows), tensor.split(rows))
 
 
 def ready_event(device: torch.device) -> Any:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, final
 
-from meshpar.checkpoints.checksums import joined
+from meshpar.checkpoints.checksums import crc32, joined
 from meshpar.checkpoints.dcp import METADATA_NAME, Chunk, DistributedCheckpoint
 from meshpar.checkpoints.files import BLOCK_BYTES, ReadFile
 from meshpar.checkpoints.manifest import Manifest
@@ -52,8 +51,8 @@ def chunk_sums(manifest: Manifest) -> dict[tuple[str, tuple[int, ...]], int]:
 
 def _chunks(manifest: Manifest) -> Iterator[tuple[str, Chunk, int]]:
     for name, entry in manifest.tensors.items():
-        for offsets, shape, file, position, length, crc32 in entry["chunks"]:
-            yield name, Chunk(tuple(offsets), tuple(shape), file, position, length), crc32
+        for offsets, shape, file, position, length, checksum in entry["chunks"]:
+            yield name, Chunk(tuple(offsets), tuple(shape), file, position, length), checksum
 
 
 def _parts_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Chunk, int]]]:
@@ -79,11 +78,11 @@ def _differing(file: ReadFile, expected: Mapping[str, Any], parts: list[tuple[st
     """Yield what differs in one file, which is read once."""
     reader = _Summing(file, with_sha256="sha256" in expected)
     told = False
-    for name, chunk, crc32 in parts:
+    for name, chunk, checksum in parts:
         reader.sum_to(chunk.position)
-        if (found := reader.sum_to(chunk.position + chunk.length)) != crc32:
+        if (found := reader.sum_to(chunk.position + chunk.length)) != checksum:
             told = True
-            yield f"{name} at {chunk.offsets}, bytes {chunk.position} to {chunk.position + chunk.length}: {_sums(crc32, found)}"
+            yield f"{name} at {chunk.offsets}, bytes {chunk.position} to {chunk.position + chunk.length}: {_sums(checksum, found)}"
     reader.sum_to(file.size)
     if not told and reader.crc32 != expected["crc32"]:
         yield _sums(expected["crc32"], reader.crc32)
@@ -115,7 +114,7 @@ class _Summing:
         while self._at < stop:
             block = self._block[: min(len(self._block), stop - self._at)]
             self._file.fill(block, self._at)
-            part = zlib.crc32(block, part)
+            part = crc32(block, part)
             if self._digest is not None:
                 self._digest.update(block)
             self._at += len(block)

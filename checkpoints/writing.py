@@ -6,7 +6,6 @@ import hashlib
 import math
 import os
 import pickle
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,14 +15,15 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from meshpar._torch import stored_at
 from meshpar.checkpoints.archive import write_tensor
-from meshpar.checkpoints.checksums import joined
+from meshpar.checkpoints.checksums import crc32, joined
 from meshpar.checkpoints.dcp import METADATA_NAME
-from meshpar.checkpoints.files import BLOCK_BYTES, TILE_BYTES, memory_of, tiles, write_all
+from meshpar.checkpoints.files import TILE_BYTES, memory_of, tiles, write_all
 from meshpar.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
 
@@ -112,7 +112,7 @@ def write_parts(folder: Path, rank: int, parts: Sequence[Part], *, threads: int,
 def write_metadata(folder: Path, metadata: Metadata, files: Sequence[WrittenFile]) -> WrittenFile:
     """Write and fsync ``.metadata``, from which torch reads the checkpoint."""
     metadata.storage_data = {
-        MetadataIndex(part.name, torch.Size(part.offsets)): _StorageInfo(file.name, part.position, part.length)
+        MetadataIndex(part.name, torch.Size(part.offsets)): stored_at(file.name, part.position, part.length)
         for file in files
         for part in file.parts
     }
@@ -122,7 +122,7 @@ def write_metadata(folder: Path, metadata: Metadata, files: Sequence[WrittenFile
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-    return WrittenFile(METADATA_NAME, len(data), zlib.crc32(data), None, ())
+    return WrittenFile(METADATA_NAME, len(data), crc32(data), None, ())
 
 
 def check_written(plans: Sequence[SavePlan], files: Sequence[WrittenFile]) -> None:
@@ -187,9 +187,9 @@ def write_file(path: Path, items: Iterable[Item], checksum: Checksum) -> Written
             write_all(file.fileno(), memoryview(data))
 
         for item in items:
-            length, crc32 = write_tensor(item.shape, item.dtype, item.blocks, write)
-            written.append(WrittenPart(item.name, item.offsets, item.shape, position, length, crc32))
-            position, whole = position + length, joined(whole, crc32, length)
+            length, summed = write_tensor(item.shape, item.dtype, item.blocks, write, position)
+            written.append(WrittenPart(item.name, item.offsets, item.shape, position, length, summed))
+            position, whole = position + length, joined(whole, summed, length)
         os.fsync(file.fileno())
     return WrittenFile(path.name, position, whole, digest.hexdigest() if digest is not None else None, tuple(written))
 
@@ -210,9 +210,7 @@ class _Room:
     def blocks(self, tensor: Tensor) -> Iterator[memoryview]:
         """Yield a tensor's bytes in row-major order."""
         if tensor.is_cpu and tensor.is_contiguous():
-            memory = memory_of(tensor)
-            for start in range(0, len(memory), BLOCK_BYTES):
-                yield memory[start : start + BLOCK_BYTES]
+            yield memory_of(tensor)
             return
         if self._tile is None:
             self._tile = torch.empty(TILE_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda)

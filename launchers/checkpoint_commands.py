@@ -103,10 +103,8 @@ def _steps_in(path: Path) -> Path:
 
 def _rules(src: Path, model: str) -> WeightMap:
     """Return the names of the model that will restore the step -> those in ``src``."""
-    import torch
-
     from meshpar.errors import CheckpointError
-    from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
+    from meshpar.launchers.beside import names_of_ours
     from meshpar.weights import WeightMap
 
     if model == "transformers":
@@ -115,9 +113,7 @@ def _rules(src: Path, model: str) -> WeightMap:
         raise CheckpointError(f"--model must be ours or transformers, got {model!r}")
     path = src / "config.json"
     kind = json.loads(path.read_text()).get("model_type") if path.is_file() else None
-    with torch.device("meta"):
-        if kind == "gpt2":
-            return GPT2(GPT2Config()).meshpar_layout().weights
-        if kind in ("llama", "qwen3"):
-            return Transformer(TransformerConfig(qk_norm=kind == "qwen3")).meshpar_layout().weights
-    raise CheckpointError(f"{src} holds a model of type {kind!r}; ours are llama, qwen3 and gpt2, for others pass --model transformers")
+    found = names_of_ours(kind)
+    if found is None:
+        raise CheckpointError(f"{src} holds a model of type {kind!r}; ours are llama, qwen3 and gpt2, for others pass --model transformers")
+    return found

@@ -88,6 +88,9 @@ def export(
     dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat16, float16; default: as saved.")] = None,
     best: Annotated[str | None, typer.Option(help="Export the step where this metric is lowest: val/loss; +name: highest.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of one file: 500MB, 5GB, 2GiB.")] = "5GB",
+    verify: Annotated[str, typer.Option(help="none, size, or full: every byte is what was saved, seen while it is read.")] = "size",
+    config: Annotated[Path | None, typer.Option(help="A folder whose config.json, tokenizer, ... go with it, not the run's.")] = None,
+    layout: Annotated[str | None, typer.Option(help="Names: own, llama, qwen3, gpt2, or rules.json; default: as saved.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -97,7 +100,8 @@ def export(
     """
     from meshpar.launchers.exporting import export_run
 
-    print(f"exported to {export_run(src, dst, dtype=dtype, best=best, max_shard_size=max_shard_size, overwrite=overwrite)}")
+    options: Any = {"dtype": dtype, "best": best, "max_shard_size": max_shard_size, "verify": verify, "config": config}
+    print(f"exported to {export_run(src, dst, layout=layout, overwrite=overwrite, **options)}")
 
 
 @app.command()

@@ -14,19 +14,29 @@ import torch
 from meshpar.checkpoints import CheckpointManager, export_safetensors
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.steps import open_step
+from meshpar.checkpoints.verify import Verify, verify_files
 from meshpar.errors import CheckpointError
-from meshpar.launchers.job import CHECKPOINTS, RECIPE, TOKENIZER
+from meshpar.launchers.beside import beside, weight_names
+from meshpar.launchers.job import CHECKPOINTS, RECIPE
 from meshpar.launchers.merging import export_merged
 from meshpar.launchers.recipe import load_recipe
 from meshpar.launchers.schema import parse_dtype
 from meshpar.training.lora import LoRA
-from meshpar.training.tokenizer import load_tokenizer
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
 
 def export_run(
-    src: Path, dst: Path, *, dtype: str | None = None, best: str | None = None, max_shard_size: str = "5GB", overwrite: bool = False
+    src: Path,
+    dst: Path,
+    *,
+    dtype: str | None = None,
+    best: str | None = None,
+    max_shard_size: str = "5GB",
+    verify: Verify = "size",
+    config: Path | None = None,
+    layout: str | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Export a checkpoint, with the tokenizer that lies in its run's folder.
 
@@ -38,6 +48,9 @@ def export_run(
         dtype: of the weights, as text; None: as saved.
         best: a metric: the step where it is lowest (``+name``: highest) of those that are there; None: the newest.
         max_shard_size: of one file: ``5GB``, ``500MiB``, or bytes.
+        verify: see :func:`meshpar.checkpoints.export_safetensors`.
+        config: a folder whose ``config.json`` and other files count before the run's, see :func:`meshpar.launchers.beside.beside`.
+        layout: how the weights are called, see :func:`meshpar.launchers.beside.weight_names`; None: as the step says.
         overwrite: replace what is there.
 
     Raises:
@@ -47,16 +60,26 @@ def export_run(
     folder = open_step(source if best is None else _best(source, best))
     adapted = _adapted(folder.parent.parent)
     if adapted is not None:
+        if config is not None or layout is not None:
+            raise CheckpointError("adapters are merged into the weights below them, under those weights' names and config; give neither")
+        verify_files(folder, read_manifest(folder), verify)
         settings, base = adapted
         return export_merged(folder, dst, settings, base, _dtype(dtype), overwrite=overwrite)
-    tokenizer = folder.parent.parent / TOKENIZER
-    config = dict(read_manifest(folder).config)
-    if not tokenizer.is_dir():
-        tokenizer = None  # type: ignore[assignment]  # trained on tokens alone
-    elif config and config.get("eos_token_id") is None:
-        config["eos_token_id"] = load_tokenizer(tokenizer).eos_id
+    found, names = beside(folder, config), weight_names(layout)
     with _progress() as told:
-        return export_safetensors(folder, dst, _dtype(dtype), bytes_of(max_shard_size), tokenizer, told, config=config, overwrite=overwrite)
+        return export_safetensors(
+            folder,
+            dst,
+            _dtype(dtype),
+            bytes_of(max_shard_size),
+            found.tokenizer,
+            told,
+            config=found.config,
+            beside=found.files,
+            weights=names,
+            verify=verify,
+            overwrite=overwrite,
+        )
 
 
 def _adapted(run: Path) -> tuple[LoRA, Path] | None:

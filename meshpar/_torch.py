@@ -12,6 +12,8 @@
 - ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664).
 - ``collective_counts``, ``last_collectives``: which process groups there are, their numbers of collectives, and the flight recorder
   (gloo's in memory since torch 2.13); private without a public form.
+- ``stored_at``: the class in which a distributed checkpoint's ``.metadata`` names each part's place, and stock ``dcp.load`` looks for it;
+  private without a public form.
 """
 
 from __future__ import annotations
@@ -68,6 +70,13 @@ def collective_counts() -> dict[str, int]:
         with suppress(RuntimeError):  # a backend without numbers (fake, mpi)
             found[_group_name(group)] = group._get_sequence_number_for_group()
     return found
+
+
+def stored_at(file: str, position: int, length: int) -> Any:
+    """Return a part's place in a distributed checkpoint, in bytes, as ``.metadata`` has it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # loads all of torch's checkpoints, which few need
+
+    return _StorageInfo(file, position, length)
 
 
 def last_collectives() -> dict[str, tuple[int, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 import meshpar
-from meshpar.checkpoints import CheckpointManager, Safetensors, export_module, export_safetensors, write_safetensors
+from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_module, export_safetensors
 from meshpar.errors import CheckpointError
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.testing import on_ranks
-from meshpar.weights import Fuse, Permute, Split, Transpose, WeightMap
+from meshpar.weights import Fuse, Permute, Rename, Split, Transpose, WeightMap
 
 MODELS = {
     "llama": lambda: Transformer(TransformerConfig(vocab_size=32, dim=16, layers=2, heads=4, kv_heads=2, hidden=24, tied=False)),
@@ -151,7 +152,7 @@ def test_every_dtype_and_shape_is_written_tile_by_tile(tmp_path, monkeypatch):
     monkeypatch.setattr("meshpar.checkpoints.export._TILE_BYTES", 64)
     monkeypatch.setattr("meshpar.checkpoints.files.TILE_BYTES", 48)
     safetensors.torch.save_file(KINDS, tmp_path / "in.safetensors")
-    write_safetensors(Safetensors(tmp_path / "in.safetensors"), tmp_path / "out", max_shard_size=300)
+    export_safetensors(Safetensors(tmp_path / "in.safetensors"), tmp_path / "out", max_shard_size=300)
     names = {name: file for file in sorted((tmp_path / "out").glob("*.safetensors")) for name in safetensors.torch.load_file(file)}
     assert len(set(names.values())) > 2
     for name, tensor in KINDS.items():
@@ -164,7 +165,7 @@ def test_rules_are_applied_while_streaming(tmp_path, monkeypatch):
     ours = {"a": torch.randn(8, 6), "b": torch.randn(4, 6), "c": torch.randn(9, 5), "d": torch.randn(12, 3)}
     rules = WeightMap((Fuse(("a", "b"), "ab", parts=(2, 1)), Transpose("c", "c"), Permute("d", "d", 3, 2), Split("d", ("d1", "d2"))))
     safetensors.torch.save_file(ours, tmp_path / "in.safetensors")
-    write_safetensors(rules.publish(Safetensors(tmp_path / "in.safetensors")), tmp_path / "out")
+    export_safetensors(rules.publish(Safetensors(tmp_path / "in.safetensors")), tmp_path / "out")
     found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     permuted = ours["d"].view(2, 3, 2, 3).transpose(1, 2).reshape(12, 3)
     want = {"ab": torch.cat([ours["a"], ours["b"]]), "c": ours["c"].T, "d1": permuted[:6], "d2": permuted[6:]}
@@ -218,3 +219,78 @@ loaded = [name for name in set(sys.modules) - before if name.startswith(slow)]
 assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def published_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 16}))
+    for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja", "old.safetensors"):
+        (path / name).write_text(name)
+    return path
+
+
+def export_command(*arguments: object):
+    from typer.testing import CliRunner
+
+    from meshpar.launchers.cli import app
+
+    return CliRunner().invoke(app, ["export", *map(str, arguments)])
+
+
+def test_the_command_takes_names_config_and_files_that_it_is_given(runs, tmp_path):
+    given, rules = published_folder(tmp_path / "given"), tmp_path / "rules.json"
+    rules.write_text(json.dumps(WeightMap((Rename("layers.*.mlp.up.weight", "blocks.*.up"),)).to_json()))
+    options = ("--dtype", "bfloat16", "--max-shard-size", "4KB", "--verify", "full", "--config", given)
+    done = export_command(runs / "llama", tmp_path / "own", "--layout", "own", *options)
+    assert done.exit_code == 0, done.output
+    made = tmp_path / "own"
+    found = json.loads((made / "model.safetensors.index.json").read_text())["weight_map"]
+    with torch.device("meta"):
+        assert set(found) == set(MODELS["llama"]().state_dict())
+    assert json.loads((made / "config.json").read_text()) == {"model_type": "llama", "hidden_size": 16, "dtype": "bfloat16"}
+    others = {each.name for each in made.iterdir()} - set(found.values()) - {"config.json", "model.safetensors.index.json"}
+    assert others == {"generation_config.json", "tokenizer.json", "chat_template.jinja"}
+    for layout, file in ((rules, "by-rules"), ("llama", "llama"), (None, "as-saved")):
+        done = export_command(runs / "llama", tmp_path / file, *(() if layout is None else ("--layout", layout)))
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "llama" / "model.safetensors").read_bytes() == (tmp_path / "as-saved" / "model.safetensors").read_bytes()
+    names = safetensors.torch.load_file(tmp_path / "by-rules" / "model.safetensors")
+    assert set(found) ^ set(names) == {f"{kind}.{n}.{end}" for n in (0, 1) for kind, end in (("layers", "mlp.up.weight"), ("blocks", "up"))}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--layout", "falcon"), "--layout must be own, llama, qwen3, gpt2 or a file"),
+        (("--layout", "absent.json"), "absent.json holds no rules"),
+        (("--config", "absent"), "--config: expected a folder with config.json"),
+        (("--verify", "some"), "verify must be 'none', 'size' or 'full'"),
+    ],
+)
+def test_the_command_says_what_an_option_takes(runs, tmp_path, options, message):
+    done = export_command(runs / "llama", tmp_path / "hf", *options)
+    assert done.exit_code == 1 and message in done.stderr and not any(tmp_path.iterdir())
+
+
+def test_a_run_of_published_weights_exports_their_generation_config(runs, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(runs / "llama", run / "checkpoints", symlinks=True)
+    recipe = {"name": "x", "model": {"kind": "huggingface", "config": str(published_folder(tmp_path / "base"))}, "training": {"steps": 1}}
+    (run / "recipe.yaml").write_text(json.dumps(recipe))
+    assert export_command(run, tmp_path / "hf").exit_code == 0
+    assert (tmp_path / "hf" / "generation_config.json").read_text() == "generation_config.json"
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 32
+
+
+def test_a_checked_export_names_the_damage_that_sizes_do_not_show(runs, tmp_path):
+    step = shutil.copytree(runs / "qwen3" / "latest", tmp_path / "step-00000001")
+    source = DistributedCheckpoint(step)
+    name, chunk = next((name, each.chunks[0]) for name, each in source.tensors.items() if name.endswith("up.weight"))
+    box = source.box(name, chunk)
+    data = bytearray(box.file.path.read_bytes())
+    data[box.position + 5] ^= 1
+    box.file.path.write_bytes(data)
+    assert export_command(step, tmp_path / "hf").exit_code == 0
+    done = export_command(step, tmp_path / "checked", "--verify", "full")
+    assert done.exit_code == 1 and f"{name}, bytes" in done.stderr and chunk.file in done.stderr
+    assert not (tmp_path / "checked").exists()
