@@ -11,7 +11,7 @@ from torch import nn
 
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.layout import ModelLayout
-from meshpar.patterns import nearest
+from meshpar.patterns import find_modules, nearest
 
 GROUPS = ("meshpar.passes", "meshpar.layouts", "meshpar.objectives", "meshpar.launchers")
 
@@ -78,7 +78,11 @@ def layout_for(module: nn.Module) -> ModelLayout:
 
 
 def _repeated(module: nn.Module) -> Iterator[str]:
-    """Yield a pattern for every outermost ModuleList or Sequential that holds several modules of one class with parameters."""
+    """Yield patterns for every outermost ModuleList or Sequential that holds several modules of one class with parameters.
+
+    Lists of lists (attention and feed-forward side by side) are never called themselves; what is in them is. Blocks that share a
+    parameter with another are left to the outermost unit, which holds what is tied.
+    """
     inside: list[str] = []
     for name, child in module.named_modules():
         if any(name.startswith(outer) for outer in inside):
@@ -88,4 +92,17 @@ def _repeated(module: nn.Module) -> Iterator[str]:
         if len(child) > 1 and len({type(each) for each in child}) == 1:
             prefix = f"{name}." if name else ""
             inside.append(prefix)
-            yield f"{prefix}*"
+            depth = "*.*" if all(isinstance(each, nn.ModuleList) for each in child) else "*"
+            yield from untied(module, f"{prefix}{depth}")
+
+
+def untied(module: nn.Module, pattern: str) -> Iterator[str]:
+    """Yield the pattern, or the names of those blocks of it that have parameters, all their own, where not every block has."""
+    blocks = dict(find_modules(module, pattern))
+    owners: dict[int, set[str]] = {}
+    for name, block in blocks.items():
+        for parameter in block.parameters():
+            owners.setdefault(id(parameter), set()).add(name)
+    tied = set().union(*(names for names in owners.values() if len(names) > 1))
+    own = [name for name, block in blocks.items() if name not in tied and any(True for _ in block.parameters())]
+    yield from [pattern] if len(own) == len(blocks) else own

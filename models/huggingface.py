@@ -22,7 +22,7 @@ from meshpar.layout import ModelLayout
 from meshpar.models.huggingface_tensor import copied_heads, head_counts, tensor_table
 from meshpar.models.huggingface_vocabulary import generic
 from meshpar.models.huggingface_weights import weight_map
-from meshpar.patterns import find_modules
+from meshpar.registry import untied
 
 
 def layout_for(module: nn.Module) -> ModelLayout | None:
@@ -91,7 +91,7 @@ def _blocks(model: Any) -> tuple[str, ...]:
     chosen = named or alike
     outermost = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
     patterns = dict.fromkeys(f"{generic(name)}.*" for name in outermost if _is_called(model, name))
-    return tuple(each for pattern in patterns for each in _without_ties(model, pattern))
+    return tuple(each for pattern in patterns for each in untied(model, pattern))
 
 
 def _is_called(model: nn.Module, name: str) -> bool:
@@ -100,20 +100,6 @@ def _is_called(model: nn.Module, name: str) -> bool:
     owner = model.get_submodule(name.rpartition(".")[0])
     own = inspect.getsource(type(owner)) if type(owner).__module__.startswith("transformers.") else ""
     return not re.search(r"\blayer\w*\.forward\(", own) and not any(hasattr(layer, "backward_pass") for layer in layers)  # type: ignore[attr-defined, union-attr]
-
-
-def _without_ties(model: nn.Module, pattern: str) -> Iterator[str]:
-    """Yield the pattern, or the names of those of its layers that share no parameter with another, which the outermost unit must hold."""
-    layers = dict(find_modules(model, pattern))
-    owners: dict[int, set[str]] = {}
-    for name, layer in layers.items():
-        for parameter in layer.parameters():
-            owners.setdefault(id(parameter), set()).add(name)
-    tied = set().union(*(names for names in owners.values() if len(names) > 1))
-    if not tied:
-        yield pattern
-    else:
-        yield from (name for name in layers if name not in tied)
 
 
 def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
