@@ -99,6 +99,8 @@ def main() -> int:
             if found:
                 wrong.append(found)
                 print(found, flush=True)
+            if sum(counts.values()) % 10 == 0:
+                print(f"{sum(counts.values())} runs, {len(wrong)} wrong, {time.monotonic() - began:.0f} s", flush=True)
     kinds = ", ".join(f"{count} {mode}" for mode, count in sorted(counts.items()))
     print(f"{options.runs} runs of 4 processes ({kinds}) in {time.monotonic() - began:.0f} s: {len(wrong)} wrong")
     return 1 if wrong else 0
