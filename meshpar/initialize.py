@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.passes import random
-from meshpar.patterns import class_name
+from meshpar.patterns import class_name, matches
 from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.weights import WeightSource
 
@@ -94,10 +94,13 @@ def from_source(module: nn.Module, layout: ModelLayout, source: WeightSource, de
         source = layout.weights.view(source)
         offered = source.shapes()
     chosen: dict[str, str] = {}
-    problems = []
+    problems: list[str] = []
+    rebuilt: set[str] = set()
     for name, tensor in wanted.items():
         found = next((each for each in (name, *ties.get(name, ())) if each in offered), None)
-        if found is None:
+        if found is None and any(matches(pattern, name) for pattern in layout.rebuilt):
+            rebuilt.add(name)
+        elif found is None:
             problems.append(f"missing: {name} {tuple(tensor.shape)}")
         elif tuple(offered[found]) != tuple(tensor.shape):
             problems.append(f"shape of {name}: expected {tuple(tensor.shape)}, got {tuple(offered[found])}")
@@ -105,7 +108,7 @@ def from_source(module: nn.Module, layout: ModelLayout, source: WeightSource, de
             chosen[name] = found
     if problems:
         raise MeshparError("these weights do not fit this model:\n  " + "\n  ".join(problems))
-    _rebuild_buffers(module, layout, device, missing)
+    _rebuild(module, layout, device, missing, rebuilt)
     for name, found in chosen.items():
         index, out = held_by_this_rank(wanted[name]), local_tensor(wanted[name])
         if out.numel() or not out.ndim:
@@ -121,14 +124,17 @@ def state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _rebuild_buffers(module: nn.Module, layout: ModelLayout, device: torch.device, missing: set[str]) -> None:
-    """Let modules fill those buffers in ``missing`` that no file holds."""
+def _rebuild(module: nn.Module, layout: ModelLayout, device: torch.device, missing: set[str], rebuilt: set[str]) -> None:
+    """Let modules fill what no file holds: those of their buffers that are in ``missing``, and the parameters in ``rebuilt``."""
     for name, child in module.named_modules():
         prefix = f"{name}." if name else ""
         buffers = {key for key in child._non_persistent_buffers_set if prefix + key in missing}
-        if buffers:
+        own = {key: value for key, value in child._parameters.items() if value is not None and prefix + key in rebuilt}
+        if buffers or own:
             with _whole_parameters(child, device) as whole:
                 _run(name, child, layout, whole, buffers)
+                for key, parameter in own.items():
+                    local_tensor(parameter).copy_(whole[key][held_by_this_rank(parameter)])
 
 
 def _run(name: str, child: nn.Module, layout: ModelLayout, whole: dict[str, Tensor], buffers: set[str]) -> None:

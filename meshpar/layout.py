@@ -31,6 +31,7 @@ class ModelLayout:
         dropout: True when the model draws random numbers in training, so that random state must follow the axes.
         init: fills the parameters and buffers that one module owns itself, in place; None: the module's own
             ``reset_parameters``.
+        rebuilt: patterns of parameters and persistent buffers that files need not hold, because the initialisation computes them.
         weights: the model's names and shapes <-> those of its published form (Hugging Face's).
         config: the contents of ``config.json`` that an export needs; empty where there is no such form.
         hidden_inputs: keyword names under which a ``region`` may receive its hidden states.
@@ -45,6 +46,7 @@ class ModelLayout:
     fp32: tuple[str, ...] = ()
     dropout: bool = False
     init: Callable[[nn.Module], None] | None = None
+    rebuilt: tuple[str, ...] = ()
     weights: WeightMap = field(default_factory=WeightMap)
     config: Mapping[str, Any] = field(default_factory=dict)
     hidden_inputs: tuple[str, ...] = ("hidden_states",)

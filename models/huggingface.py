@@ -47,6 +47,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         fp32=_fp32(model),
         dropout=_has_dropout(model),
         init=_initialiser(model),
+        rebuilt=tuple(sorted(model._keys_to_ignore_on_save or ())),
         weights=weight_map(model),
         config=_published_config(model),
         refusals=_refusals(model, table),
