@@ -117,6 +117,14 @@ def test_experts_are_spread_whole_or_split_inside() -> None:
     assert "sequence" not in layout.tensor.values()
 
 
+def test_what_a_plan_leaves_whole_is_told() -> None:
+    attention = dict.fromkeys((f"{LAYER}.self_attn", *(f"{LAYER}.self_attn.{each}_proj" for each in "qkvo")))
+    model = from_config(config("llama", intermediate_size=8, vocab_size=32))
+    assert not list(TensorParallel().warnings(model, layout_of(model), MeshSpec("tp=2")))
+    (warning,) = TensorParallel(styles=attention).warnings(model, layout_of(model), MeshSpec("tp=2"))
+    assert warning.startswith("tensor parallelism leaves 64% of the parameters whole on every rank of tp, the largest model.layers.0.self_attn")
+
+
 def test_models_whose_masks_count_positions_leave_sequence_parallelism_out() -> None:
     assert "sequence" in layout_of(from_config(config("mistral", sliding_window=None))).tensor.values()
     assert "sequence" not in layout_of(from_config(config("mistral", sliding_window=8))).tensor.values()

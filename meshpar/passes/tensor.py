@@ -20,6 +20,8 @@ from meshpar.patterns import find_modules, matches
 
 __all__ = ["Style", "TensorParallel"]
 
+_WHOLE_SHARE = 0.25
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,14 @@ class TensorParallel:
             yield (
                 f"axis 'tp' (size {mesh.axes['tp']}) spans nodes of {mesh.ranks_per_node} ranks: every block then sends its activations, "
                 "batch x sequence x features, four times a step between nodes; keep tp within a node"
+            )
+        split, sizes = self.shards(module, layout), {name: p.numel() for name, p in module.named_parameters()}
+        whole = sorted((name for name in sizes if name not in split), key=lambda name: -sizes[name])
+        share = sum(sizes[name] for name in whole) / max(1, sum(sizes.values()))
+        if mesh.axes["tp"] > 1 and share > _WHOLE_SHARE:
+            yield (
+                f"tensor parallelism leaves {share:.0%} of the parameters whole on every rank of tp, the largest {whole[0]}, because the "
+                "layout's table does not name them; give them a style, or shard them over data (FullyShard) alone"
             )
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
