@@ -1,18 +1,19 @@
 """What checkpoints cost beside a plain file: save, asynchronous stall, restore, export and import, time and memory.
 
-    python benchmarks/checkpoint.py [--layers 6 14] [--rounds 5] [--folder DIR] [--json FILE]
+    python benchmarks/checkpoint.py [--layers 6 14] [--rounds 5] [--folder DIR] [--seconds S] [--json FILE]
 
 Every figure is the median of interleaved rounds. Beside ours stand torch's own DCP, its Hugging Face consolidation, and accelerate's
 merge. Restores are cold (the page cache is told to drop the files); exports run warm in processes of their own, and their CPU time
 counts from the call, without ``import torch``, which every one of them pays. Before each run, and before ``cp``, as much memory as it will
 fill was in use a moment ago: a virtual machine's host takes free memory back within seconds, and giving it out again costs several times
-what writing to it does.
+what writing to it does. With --folder and --seconds a call does as much as fits in that time, and the next goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import shutil
@@ -22,12 +23,13 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
 ZEROS = bytes(512 << 10)
+BLOCK = bytearray(512 << 10)
 BOUNDS = {
     "save, wall / raw write and fsync": 1.5,
     "save, extra MiB a rank": 64,
@@ -283,8 +285,18 @@ def prepared(folder: Path) -> int:
     """Remove what earlier exports left, level the memory, and return what this process has now, in bytes."""
     for name in ("copy", "hf", "hf-stock", "hf-accelerate", "imported"):
         shutil.rmtree(folder / name, ignore_errors=True)
+    for kept in ("ours", "stock", "hf-kept", "hf-sharded"):
+        for file in (folder / kept).rglob("*"):
+            if file.is_file():
+                in_cache(file)
     level(folder)
     return reset_peak()
+
+
+def in_cache(path: Path) -> None:
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(BLOCK):
+            pass
 
 
 def export(folder: str, dtype: str, verify: str) -> dict[str, float]:
@@ -374,42 +386,70 @@ def in_process(name: str, *arguments: str) -> Any:
 # The whole
 
 
-def measure(layers: int, rounds: int, folder: Path) -> dict[str, float]:
-    from meshpar.checkpoints import open_step, read_manifest
+def stages(layers: int, rounds: int, folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield what is measured, one after another, by names."""
+    for name in ("saves", "restores"):
+        yield name, lambda name=name: in_process(name, str(folder), str(layers), str(rounds))
+    yield "ranks", lambda: ranks(folder, layers)
+    for number in range(rounds):
+        yield f"exports {number}", lambda number=number: exports(folder, number)
+
+
+def ranks(folder: Path, layers: int) -> dict[str, float]:
     from meshpar.testing import launch
 
-    median: dict[str, float] = {}
-    for name in ("saves", "restores"):
-        found = in_process(name, str(folder), str(layers), str(rounds))
-        if "failed" in found:
-            raise SystemExit(f"{name}: {found['failed']}")
-        median |= {key: statistics.median(values) for key, values in found.items()}
     sys.path.insert(0, str(HERE.parent))
-    for name, ranks in (("save_on_two", 2), ("read_on_four", 4)):
-        launch("checkpoint", name, ranks, (str(folder), str(layers)), timeout_s=300)
-    read = json.loads((folder / "read.json").read_text())
+    for name, count in (("save_on_two", 2), ("read_on_four", 4)):
+        launch("checkpoint", name, count, (str(folder), str(layers)), timeout_s=300)
     for name in ("two", "two-stock"):
         shutil.rmtree(folder / name)
-    tensors = read_manifest(open_step(folder / "ours")).tensors
-    (folder / "names.json").write_text(json.dumps([each.removeprefix("model.") for each in tensors if each.startswith("model.")]))
-    exports: dict[str, list[dict[str, float]]] = {name: [] for name in EXPORTS}
-    in_process("export", str(folder), "-", "size")
-    (folder / "hf").rename(folder / "hf-kept")  # to be imported
-    for number in range(rounds):
-        for name, (function, *arguments) in EXPORTS.items():
-            if number >= 2 and name in ("stock consolidation", "accelerate merge"):
-                continue  # slow, and far from any bound
-            exports[name].append(copy(str(folder)) if name == "cp" else in_process(function, str(folder), *arguments))
+    return json.loads((folder / "read.json").read_text())
+
+
+def exports(folder: Path, number: int) -> dict[str, dict[str, float]]:
+    from meshpar.checkpoints import open_step, read_manifest
+
+    if number == 0:
+        tensors = read_manifest(open_step(folder / "ours")).tensors
+        (folder / "names.json").write_text(json.dumps([each.removeprefix("model.") for each in tensors if each.startswith("model.")]))
+        in_process("export", str(folder), "-", "size")
+        (folder / "hf").rename(folder / "hf-kept")  # to be imported
+    found = {}
+    for name, (function, *arguments) in EXPORTS.items():
+        if number < 2 or name not in ("stock consolidation", "accelerate merge"):  # slow, and far from any bound
+            found[name] = copy(str(folder)) if name == "cp" else in_process(function, str(folder), *arguments)
+    return found
+
+
+def measure(layers: int, rounds: int, folder: Path, until: float) -> dict[str, float] | None:
+    """Go through the stages that are not in the folder's notes; None where time is over before the last."""
+    notes = folder / f"notes-{layers}.json"
+    found = json.loads(notes.read_text()) if notes.exists() else {}
+    for name, act in stages(layers, rounds, folder):
+        if name not in found:
+            if time.monotonic() > until:
+                return None
+            found[name] = act()
+            if "failed" in found[name]:
+                raise SystemExit(f"{name}: {found[name]['failed']}")
+            notes.write_text(json.dumps(found))
+    return figures(found, rounds, (folder / "raw" / "file").stat().st_size)
+
+
+def figures(found: dict[str, Any], rounds: int, size: int) -> dict[str, float]:
+    median = {key: statistics.median(values) for name in ("saves", "restores") for key, values in found[name].items()}
+    read = found["ranks"]
 
     def of(name: str, key: str) -> float:
-        values = [each[key] for each in exports[name] if key in each]
+        runs = [found[f"exports {number}"][name] for number in range(rounds) if name in found[f"exports {number}"]]
+        values = [each[key] for each in runs if key in each]
         if not values:
-            print(f"  {name}: {exports[name][-1].get('failed')}")
+            print(f"  {name}: {runs[-1].get('failed')}")
         return statistics.median(values) if values else float("nan")
 
     cp, mib = of("cp", "cpu"), 1 << 20
     return {
-        "GB": (folder / "raw" / "file").stat().st_size / 1e9,
+        "GB": size / 1e9,
         "raw write and fsync, s": median["raw write"],
         "cold raw read, s": median["raw read"],
         "cp, CPU s": cp,
@@ -442,7 +482,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[6, 14], help="of 37.7 million weights each, beside 98 million")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="where to write; default: the temporary folder")
+    parser.add_argument("--folder", type=Path, default=None, help="where to write and to keep what was measured; default: a temporary one")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after so long")
     parser.add_argument("--json", type=Path, default=None, help="write the figures there too")
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -451,9 +492,16 @@ def main() -> None:
         print(json.dumps(globals()[options.run[0]](*options.run[1:])))
         return
     columns: list[dict[str, float]] = []
+    until = time.monotonic() + options.seconds
     for layers in options.layers:
-        with tempfile.TemporaryDirectory(dir=options.folder, prefix="meshpar-benchmark-") as folder:
-            columns.append(measure(layers, options.rounds, Path(folder)))
+        with tempfile.TemporaryDirectory(prefix="meshpar-benchmark-") as temporary:
+            folder = Path(temporary) if options.folder is None else options.folder / f"layers-{layers}"
+            folder.mkdir(parents=True, exist_ok=True)
+            column = measure(layers, options.rounds, folder, until)
+        if column is None:
+            print(f"stopped after {options.seconds:.0f} s; the same command goes on")
+            return
+        columns.append(column)
     print(f"{'':44}{'':>9}" + "bound")
     for name in columns[0]:
         bound = BOUNDS.get(name)
