@@ -98,7 +98,7 @@ def _repeated(module: nn.Module) -> Iterator[str]:
 
 def untied(module: nn.Module, pattern: str) -> Iterator[str]:
     """Yield the pattern, or the names of those blocks of it that have parameters, all their own, where not every block has."""
-    blocks = dict(find_modules(module, pattern))
+    blocks = {name: block for name, block in find_modules(module, pattern) if block is not module}
     owners: dict[int, set[str]] = {}
     for name, block in blocks.items():
         for parameter in block.parameters():

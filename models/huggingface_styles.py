@@ -52,6 +52,7 @@ class LatentKeys:
     rotary: Mapping[str, int]
 
     splits = False
+    sums_gradients = True
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Nothing is split."""

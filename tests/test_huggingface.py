@@ -117,12 +117,26 @@ def test_experts_are_spread_whole_or_split_inside() -> None:
     assert "sequence" not in layout.tensor.values()
 
 
+def test_a_sum_over_what_is_whole_is_refused() -> None:
+    whole = dict.fromkeys((f"{LAYER}.self_attn", *(f"{LAYER}.self_attn.{each}_proj" for each in "qkvo")))
+    model = from_config(config("qwen3"))
+    problems = list(TensorParallel(styles=whole).problems(model, layout_of(model), MeshSpec("tp=2")))
+    assert [problem.partition(" sums its gradient")[0] for problem in problems] == [
+        "model.layers.0.self_attn.q_norm",
+        "model.layers.0.self_attn.k_norm",
+    ]
+    norms = dict.fromkeys((f"{LAYER}.self_attn.q_norm", f"{LAYER}.self_attn.k_norm"))
+    assert not list(TensorParallel(styles=whole | norms).problems(model, layout_of(model), MeshSpec("tp=2")))
+
+
 def test_what_a_plan_leaves_whole_is_told() -> None:
     attention = dict.fromkeys((f"{LAYER}.self_attn", *(f"{LAYER}.self_attn.{each}_proj" for each in "qkvo")))
     model = from_config(config("llama", intermediate_size=8, vocab_size=32))
     assert not list(TensorParallel().warnings(model, layout_of(model), MeshSpec("tp=2")))
     (warning,) = TensorParallel(styles=attention).warnings(model, layout_of(model), MeshSpec("tp=2"))
-    assert warning.startswith("tensor parallelism leaves 64% of the parameters whole on every rank of tp, the largest model.layers.0.self_attn")
+    assert warning.startswith(
+        "tensor parallelism leaves 64% of the parameters whole on every rank of tp, the largest model.layers.0.self_attn"
+    )
 
 
 def test_models_whose_masks_count_positions_leave_sequence_parallelism_out() -> None:

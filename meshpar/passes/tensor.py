@@ -70,6 +70,7 @@ class TensorParallel:
         yield from self._tie_problems(module, layout, table)
         yield from _region_problems(module, table)
         yield from _own_problems(module, table)
+        yield from _sum_problems(module, table)
         if self.sequence_parallel and "sequence" not in table.values():
             yield "sequence_parallel needs the layout to say which modules run between regions ('sequence'); it names none: leave it off"
         if self.loss_parallel and not any(text == "head" or getattr(text, "gather", None) == "loss" for text in table.values()):
@@ -181,6 +182,22 @@ def _own_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
                     f"{owner}.{name} {tuple(parameter.shape)} stands without a style among projections split by heads or features; "
                     f"give {owner} a style that splits it, or leave its projections whole: TensorParallel(styles={{{inside}}})"
                 )
+
+
+def _sum_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield modules whose gradients would be summed though every rank knows the whole: nothing beside them is split."""
+    whole = ("region", "sequence", "grad_sum", "colwise_gather")
+    parting = [pattern for pattern, text in table.items() if text not in whole and getattr(text, "splits", True)]
+    split = {name.rpartition(".")[0] for pattern in parting for name, _ in find_modules(module, pattern)}
+    split |= {name for pattern in parting for name, child in find_modules(module, pattern) if not isinstance(child, nn.Linear)}
+    summed = [pattern for pattern, text in table.items() if text == "grad_sum" or getattr(text, "sums_gradients", False)]
+    for name, _ in (found for pattern in summed for found in find_modules(module, pattern)):
+        owner = name.rpartition(".")[0]
+        if not any(each == owner or each.startswith(f"{owner}.") for each in split):
+            yield (
+                f"{name} sums its gradient over tp, but nothing in {owner or 'the model'} is split, so that it would count once a rank; "
+                f"leave it whole too: TensorParallel(styles={{{name!r}: None}})"
+            )
 
 
 def _region_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
