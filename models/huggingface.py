@@ -153,21 +153,45 @@ def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
 
 def _initialiser(model: Any) -> Callable[[nn.Module], None]:
     """Return the function that fills one module's own tensors by the model's ``_init_weights``."""
-    parents = {child: (parent, owner) for parent, owner in _with_owners(model) for child in parent.children()}
+    parents = {child: parent for parent in model.modules() for child in parent.children()}
     owners = dict(_with_owners(model))
 
     @torch.no_grad()
     def initialise(module: nn.Module) -> None:
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        with _writing_only(own, module):
-            owners.get(module, model)._init_weights(module)
-        if module in parents:
-            # Some parents draw a child's weight again, smaller (GPT-2's residual projections).
-            parent, owner = parents[module]
-            with _writing_only(own, parent):
-                owner._init_weights(parent)
+        own = {**module._parameters, **module._buffers}
+        versions = {name: (tensor, tensor._version) for name, tensor in own.items() if tensor is not None}
+        drawing, around = module, parents.get(module)
+        while True:
+            with _writing_only(tuple(tensor for tensor, _ in versions.values()), drawing):
+                owners.get(drawing, model)._init_weights(drawing)
+            # Some parents draw a child's weight again, smaller (GPT-2's residual projections), and some models fill what no parent does.
+            if around is None or (drawing is not module and not _unwritten(module, versions)):
+                break
+            drawing, around = around, parents.get(around)
+        _as_constructed(module, _unwritten(module, versions))
 
     return initialise
+
+
+def _unwritten(module: nn.Module, versions: Mapping[str, tuple[torch.Tensor, int]]) -> list[str]:
+    """Return the names of those of the module's own tensors that are still the same tensors, never written."""
+    now = {**module._parameters, **module._buffers}
+    return [name for name, (tensor, version) in versions.items() if now.get(name) is tensor and tensor._version == version]
+
+
+def _as_constructed(module: nn.Module, names: list[str]) -> None:
+    """Fill the module's own tensors that no ``_init_weights`` fills as its constructor does, where that is known."""
+    fresh: Any = None
+    if names and not any(each.default is each.empty for each in inspect.signature(type(module)).parameters.values() if each.kind < 2):
+        fresh = type(module)()
+    for name in names:
+        tensor = getattr(module, name)
+        if name == "bias":
+            tensor.zero_()
+        elif type(module).__name__ == "Conv1D":
+            nn.init.normal_(tensor, std=0.02)
+        elif fresh is not None and getattr(getattr(fresh, name, None), "shape", None) == tensor.shape:
+            tensor.copy_(getattr(fresh, name))
 
 
 def _with_owners(model: Any) -> Iterator[tuple[nn.Module, Any]]:

@@ -74,6 +74,21 @@ def test_a_missing_gradient_sum_is_found(pool):
     assert "q_norm.weight" in plans["TP 2"]["why"]
 
 
+@pytest.mark.parametrize(
+    ("name", "task"), [("falcon_h1", "causal"), ("openai-gpt", "causal"), ("apertus", "causal"), ("data2vec-text", "masked")]
+)
+def test_tensors_that_only_a_constructor_or_an_outer_model_fills_are_initialised(name, task):
+    with torch.device("meta"):
+        model = tiny.tiny_model(name, task)
+    init = layout_for(model).init
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(float("nan")) if tensor.is_floating_point() else None
+    for module in reversed(list(model.modules())):
+        init(module)
+    assert all(tensor.isfinite().all() for tensor in (*model.parameters(), *model.buffers()))
+
+
 class Side(nn.Module):
     """A model that nobody describes: attention and feed-forward side by side in lists of lists, and two layers that share a weight."""
 
