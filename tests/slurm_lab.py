@@ -88,7 +88,7 @@ class Slurm:
         """Return a job's fields."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.call("scontrol", "show", "job", number)))
 
-    def wait(self, number: str, states: tuple[str, ...] = ("COMPLETED",), seconds: float = 60) -> dict[str, str]:
+    def wait(self, number: str, states: tuple[str, ...] = ("COMPLETED",), seconds: float = 150) -> dict[str, str]:
         """Wait until a job is in one of the states, and fail when it ends in another."""
         deadline = time.monotonic() + seconds
         while True:

@@ -18,7 +18,7 @@ from slurm_lab import Slurm
 from meshpar.launchers.failures import NO_USE
 from meshpar.testing.hosts import Hosts, Unavailable
 
-STEPS = 60
+STEPS = 40
 RECIPE = """\
 name: job
 mesh: dp_replicate=2,dp_shard=2
@@ -26,9 +26,10 @@ device: cpu
 model: {dim: 32, layers: 2, heads: 2, hidden: 64, max_positions: 64, dropout: 0.0}
 data: {source: files, paths: [text.md], cache: cache, sequence_length: 64, micro_batch: 2, accumulate: 2}
 optimizer: {lr: 1e-3, eps: 1e-4}
-training: {steps: 60, log_every: 1, tensorboard: false}
+training: {steps: 40, log_every: 1, tensorboard: false}
 checkpoint: {every: 5}
 """
+pytestmark = pytest.mark.timeout(400)
 MESHPAR = [sys.executable, "-m", "meshpar.launchers.cli"]
 
 

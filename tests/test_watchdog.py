@@ -104,11 +104,11 @@ RECIPE = """\
 name: job
 mesh: dp_shard=2
 device: cpu
-watchdog: 3
+watchdog: 2
 model: {dim: 16, layers: 1, heads: 2, hidden: 32, max_positions: 32, dropout: 0.0}
 data: {source: files, paths: [text.md], cache: cache, sequence_length: 32, micro_batch: 2}
 optimizer: {lr: 1e-3}
-training: {steps: 300, log_every: 1, tensorboard: false}
+training: {steps: 120, log_every: 1, tensorboard: false}
 checkpoint: {every: 20}
 """
 
@@ -134,4 +134,4 @@ def test_a_stalled_run_ends_and_its_restart_goes_on(tmp_path: Path) -> None:
     assert "ranks that do not answer, stopped or dead or their host is lost: 1 (" in told
     assert "going on after step" in told
     steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "train/loss" in line]
-    assert steps[-1] == 300
+    assert steps[-1] == 120

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -29,7 +30,7 @@ class Hosts:
         """Prepare ``count`` hosts; ``aliases`` are further names of theirs, alias -> host."""
         self.names = [f"n{number}" for number in range(1, count + 1)]
         self._aliases = dict(aliases or {})
-        self._tag = f"mp{os.getpid() % 100_000}"
+        self._tag = f"mp{os.getpid()}"
         self._subnet = f"10.77.{os.getpid() % 250 + 1}"
         self._files = Path()
         self._stack = contextlib.ExitStack()
@@ -40,6 +41,7 @@ class Hosts:
             raise Unavailable(f"hosts need {', '.join(missing)} (Debian: iproute2, util-linux)")
         if os.geteuid() != 0:
             raise Unavailable("hosts are network namespaces, which need root")
+        self._reap()
         self._files = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="meshpar-hosts-")))
         try:
             self._make()
@@ -83,6 +85,16 @@ class Hosts:
 
     def _namespace(self, name: str) -> str:
         return f"{self._tag}{name}"
+
+    def _reap(self) -> None:
+        """Remove the hosts of processes that were killed before they could."""
+        for space in (line.split()[0] for line in _run("ip", "netns").splitlines()):
+            found = re.fullmatch(r"(mp(\d+))n\d+", space)
+            if found is not None and not Path(f"/proc/{found[2]}").exists():
+                for pid in _run("ip", "netns", "pids", space).split():
+                    subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
+                subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+                subprocess.run(["ip", "link", "del", found[1]], capture_output=True, check=False)
 
     def _make(self) -> None:
         bridge, run = self._tag, _run
