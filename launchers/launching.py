@@ -55,8 +55,10 @@ def launch_job(
     plugin = make_target(target, registry.plugin("meshpar.launchers", target), options)
     recipe = load_recipe(source, [*overrides, *([] if mesh is None else [f"mesh={_text(mesh, nodes * ranks, ranks)}"])])
     spec = MeshSpec(_text(recipe.mesh, nodes * ranks, ranks) or "dp_shard=1", ranks_per_node=ranks).resolve(nodes * ranks)
+    if _AUTO.fullmatch((recipe.mesh if mesh is None else mesh).strip()):
+        recipe = _hybrid(recipe)
     wanted = preflight or (recipe.preflight if recipe.preflight != "off" else "warn")
-    recipe = recipe.model_copy(update={"mesh": str(spec), "preflight": wanted})
+    recipe = recipe.model_copy(update={"mesh": str(spec), "preflight": wanted}).noting(recipe.notes)
     _refuse_problems(recipe, spec, gpus_per_node, elastic=elastic, target=target)
     folder = recipe.folder.absolute()
     job = Job(
@@ -76,9 +78,17 @@ def launch_job(
         (folder / name).write_text(text, encoding="utf-8")
     path = folder / next(iter(files))
     told = [f"{job.name}: {spec.size} ranks, {spec} on {nodes} x {ranks}", *(f"  {folder / name}" for name in files)]
+    told += [f"note: {note}" for note in recipe.notes]
     command = plugin.submit(path)
     told.append(_submitted(command) if submit else f"submit it: {' '.join(command)}")
     return "\n".join(told)
+
+
+def _hybrid(recipe: Recipe) -> Recipe:
+    """Return the recipe with HybridShard for FullyShard: a mesh by topology has replicas across the nodes."""
+    passes = tuple({"HybridShard" if name == "FullyShard" else name: given for name, given in each.items()} for each in recipe.passes)
+    note = "mesh auto: FullyShard became HybridShard, with the same options" if passes != recipe.passes else None
+    return recipe.model_copy(update={"passes": passes}).noting([*recipe.notes, *([note] if note else [])])
 
 
 def _text(mesh: str, world: int, ranks: int) -> str:

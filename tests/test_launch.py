@@ -72,6 +72,19 @@ def test_a_gpu_job_asks_for_gpus(folder: Path) -> None:
     assert json.loads(Path("runs/gpu/mesh.json").read_text())["mesh"] == "dp_replicate=2,dp_shard=4,tp=2"
 
 
+def test_mesh_auto_makes_hybrid_sharding_of_full(folder: Path) -> None:
+    text = (
+        Path("job.yaml")
+        .read_text()
+        .replace("mesh: dp_replicate=2,dp_shard=1", "mesh: dp_shard=2\npasses: [{FullyShard: {prefetch_forward: 1}}]")
+    )
+    Path("job.yaml").write_text(text)
+    resolved = load_recipe(render("slurm", nproc=2) / "recipe.resolved.yaml")
+    assert resolved.passes == ({"HybridShard": {"prefetch_forward": 1}},)
+    told = launch_job("slurm", "job.yaml", ["output=runs/again"], nodes=2, gpus_per_node=0, nproc=2, mesh="auto")
+    assert "note: mesh auto: FullyShard became HybridShard" in told
+
+
 def test_an_elastic_batch_script_outlives_a_node(folder: Path) -> None:
     text = (render("slurm", elastic=True) / "job.sbatch").read_text()
     assert "--nodes=1:2 --restarts=10 --rejoin-s=15" in text and "--kill-on-bad-exit=0 --no-kill" in text and "#SBATCH --no-kill" in text

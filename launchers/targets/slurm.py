@@ -59,12 +59,12 @@ class Slurm:
         lines += [] if self.cpus_per_task else ["#SBATCH --exclusive"]
         lines += ["#SBATCH --no-kill  # a lost node does not end the job"] if job.elastic else []
         values = {
-            "name": job.name,
+            "name": shlex.quote(job.name),
             "command": shlex.join(job.command),
             "mesh": job.mesh,
             "folder": shlex.quote(str(job.folder)),
-            "folder_as_is": job.folder,
-            "cwd": Path.cwd(),
+            "output": shlex.quote(str(job.folder / "logs" / "slurm-%j.out")),
+            "cwd": shlex.quote(str(Path.cwd())),
             "nodes": job.nodes,
             "options": "\n".join(lines),
             "signal": f"B:USR1@{self.signal_s}",
