@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -84,7 +85,9 @@ def _feed_forward(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         if last is not None and all(each == (last[1], last[0]) for each in first) and last[0] != last[1]:
             yield from ((f"{prefix}{each}", "colwise") for each in inward)
             yield f"{prefix}{outward}", "rowwise"
-            if name and {inner.rpartition(".")[0] for inner, _ in module.named_parameters()} == {*inward, outward}:
+            only = {inner.rpartition(".")[0] for inner, _ in module.named_parameters()} == {*inward, outward}
+            # A second input may be a residual (BLOOM's), which is added to what is whole again.
+            if name and only and len(inspect.signature(module.forward).parameters) == 1:
                 yield name, "region"  # what is drawn inside (dropout) differs from rank to rank
 
 
