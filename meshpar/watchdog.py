@@ -75,6 +75,8 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._end.set()
+        for thread in self._threads:
+            thread.join(1.0)  # a thread that still talks when the interpreter ends can abort it
 
     def _watch(self) -> None:
         """Look for progress; this thread never talks, so that nothing can hold it up."""
