@@ -455,7 +455,7 @@ def test_a_report_is_joined_over_the_ranks() -> None:
     meter, rank = Meter(par), dist.get_rank()
     for _ in range(2):
         meter.add(torch.tensor(10.0 * (rank + 1)), 5 + rank, {"aux": torch.tensor(float(rank))})
-    record = meter.report()
+    record = meter.begin().read()[0]
     assert record["train/loss"] == pytest.approx(60 / 22) and record["train/aux"] == pytest.approx(2 / 22)
     assert record["tokens"] == 22
     every: list[Any] = [None, None]
@@ -471,7 +471,7 @@ def test_time_of_validation_does_not_count(group: None, monkeypatch: pytest.Monk
     with meter.paused():
         pass
     meter.add(torch.tensor(1.0), 50, {})
-    assert meter.report()["tokens_per_second"] == 25.0
+    assert meter.begin().read()[0]["tokens_per_second"] == 25.0
 
 
 @contextmanager

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol, final
 
 import torch
@@ -18,12 +18,13 @@ from meshpar.parallelized import Parallelized
 from meshpar.passes.random import mix
 from meshpar.replicas import check_equal
 from meshpar.training.data import Batch, Batches
-from meshpar.training.metrics import Meter, Reporter
+from meshpar.training.metrics import Meter, Reading, Reporter
 from meshpar.training.objectives import Objective
 from meshpar.training.scaler import LossScaler
 from meshpar.training.schedule import Schedule
 from meshpar.training.settings import Every, Outcome, TrainSettings
 from meshpar.training.stop import StopRequest
+from meshpar.training.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,8 @@ class Trainer:
         self._skips = 0
         self._saved = -1
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=par.device)
+        self._on_device = Transfer(par.device)
+        self._reading: tuple[Reading, dict[str, float]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a run needs besides model and optimizer to go on, as plain data, the same on every rank."""
@@ -139,6 +142,7 @@ class Trainer:
                     self._note(f"asked to stop ({stopped}) after step {self.step}")
                     self._save()
                     break
+            self._read()
         return Outcome(steps=self.step, stopped=stopped, values=dict(self._values))
 
     def validate(self) -> dict[str, float]:
@@ -152,7 +156,7 @@ class Trainer:
         module.eval()
         self.validation.restart()
         with torch.no_grad(), self._meter.paused():
-            for batch in _flat(islice(self.validation.one_epoch(), self.settings.validate_steps)):
+            for batch in chain.from_iterable(islice(self.validation.one_epoch(), self.settings.validate_steps)):
                 loss_sum, _, more = self.objective.loss(module, self._on_device(batch))
                 tokens += self.objective.tokens(batch)
                 for name, value in {"loss": loss_sum, **more}.items():
@@ -219,6 +223,7 @@ class Trainer:
 
     def _after_step(self, *, epoch_ended: bool) -> None:
         settings, last = self.settings, self._complete()
+        self._read()
         if last or self.step % settings.log_every == 0:
             self._report()
         if settings.check_replicas_every and self.step % settings.check_replicas_every == 0:
@@ -226,6 +231,7 @@ class Trainer:
                 self.par.check_replicas()
         # validation first: a checkpoint tells how good it is
         if self.validation is not None and (last or self._due(settings.validate_every, epoch_ended)):
+            self._read()
             self._publish({"step": self.step} | {f"val/{name}": value for name, value in self.validate().items()})
         if last or self._due(settings.checkpoint_every, epoch_ended):
             self._save()
@@ -238,27 +244,31 @@ class Trainer:
         return (steps is not None and self.step >= steps) or (epochs is not None and self.data.epoch >= epochs)
 
     def _report(self) -> None:
-        """Join the ranks' sums, look for what is not finite, and hand out a record. Collective."""
+        """Join the ranks' sums; an accelerator's are read after the next step was handed to it, so that it never waits. Collective."""
         if not self._meter.used:
             return
-        self._raise_if_bad(int(self._first_bad))
-        record = self._meter.report()
+        known = {"lr": self.schedule.rate(self.step - 1), "epoch": self.data.epoch, "step": self.step}
+        known |= {"skipped": self.skipped} if self.skipped else {}
+        self._reading = self._meter.begin(self._norm, self._first_bad), known
+        if self.par.device.type == "cpu":
+            self._read()
+
+    def _read(self) -> None:
+        """Hand out the record that is on its way, if there is one, and look for what is not finite."""
+        if self._reading is None:
+            return
+        (reading, known), self._reading = self._reading, None
+        record, (norm, first_bad) = reading.read()
+        self._raise_if_bad(int(first_bad))
         self.tokens += int(record.pop("tokens"))
-        record = {
-            "lr": self.schedule.rate(self.step - 1),
-            "grad_norm": float(self._norm),
-            "epoch": self.data.epoch,
-            **record,
-            "step": self.step,
-        }
-        if self.skipped:
-            record["skipped"] = self.skipped
-        self._publish(record | {"tokens": self.tokens})
+        self._publish({"lr": known.pop("lr"), "grad_norm": norm, "epoch": known.pop("epoch"), **record, **known, "tokens": self.tokens})
 
     def _save(self) -> None:
         if self.checkpointer is None or self._saved == self.step:
             return
+        self._read()
         self._report()
+        self._read()
         self._saved = self.step
         with self._meter.paused():
             self.checkpointer.save(self.step, self.par, self.optimizer, self.state_dict())
@@ -273,9 +283,6 @@ class Trainer:
         for reporter in self.reporters:
             reporter.note(text)
 
-    def _on_device(self, batch: Batch) -> Batch:
-        return {name: tensor.to(self.par.device, non_blocking=True) for name, tensor in batch.items()}
-
     def _check_ranks(self) -> None:
         """See that all ranks train the same parameters on the same data with the same settings. Collective."""
         self.par.check_replicas()
@@ -287,8 +294,3 @@ class Trainer:
         }
         digests = {name: torch.tensor(list(hashlib.sha256(repr(part).encode()).digest())) for name, part in parts.items()}
         check_equal(digests, dict.fromkeys(digests, [0] * dist.get_world_size()), self.par.device, "what the ranks were given")
-
-
-def _flat(steps: Iterable[list[Batch]]) -> Iterator[Batch]:
-    for step in steps:
-        yield from step

@@ -7,7 +7,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, final
@@ -116,10 +116,13 @@ class Meter:
         yield
         self._start += time.perf_counter() - start
 
-    def report(self) -> dict[str, float]:
-        """Return the means over all tokens of all data ranks since the last report, tokens a second, MFU and memory (GiB).
+    def begin(self, *more: torch.Tensor) -> Reading:
+        """Join the ranks' sums since the last report, and start to bring them to the host.
 
         Collective: every rank calls it. One all-reduce: the sums, and one place for each rank's memory, whose largest counts.
+
+        Args:
+            more: scalars that every rank has alike, to be read with the rest.
         """
         par, names = self._par, list(self._sums)
         vector = torch.zeros(1 + len(names) + par.data_size, dtype=self._dtype, device=par.device)
@@ -127,14 +130,50 @@ class Meter:
         for place, name in enumerate(names, 1):
             vector[place] = self._sums[name]
         vector[1 + len(names) + par.data_rank] = peak_memory(par.device)
-        tokens, *values = par.data_sum(vector).tolist()
-        seconds = time.perf_counter() - self._start
-        record = {f"train/{name}": value / tokens for name, value in zip(names, values) if tokens}
-        record |= {"tokens": tokens, "tokens_per_second": tokens / seconds, "memory_gib": max(values[len(names) :]) / 2**30}
+        joined = torch.cat([par.data_sum(vector), *(value.reshape(1).to(self._dtype) for value in more)])
+        self._tokens, self._sums = 0, {}
+        return Reading(self, names, to_host(joined), len(more))
+
+    def record(self, names: list[str], values: list[float]) -> dict[str, float]:
+        """Return the means over all tokens of all data ranks, tokens a second, MFU and memory (GiB); the next report's time starts."""
+        tokens, *rest = values
+        now = time.perf_counter()
+        seconds, self._start = now - self._start, now
+        record = {f"train/{name}": value / tokens for name, value in zip(names, rest) if tokens}
+        record |= {"tokens": tokens, "tokens_per_second": tokens / seconds, "memory_gib": max(rest[len(names) :]) / 2**30}
         if self._flops is not None:
             record["mfu"] = tokens / seconds * self._flops
-        self._tokens, self._sums, self._start = 0, {}, time.perf_counter()
         return record
+
+
+@final
+class Reading:
+    """A report on its way to the host: read once the device has been given more to do, it costs the device nothing."""
+
+    def __init__(self, meter: Meter, names: list[str], values: Callable[[], torch.Tensor], more: int) -> None:
+        self._meter, self._names, self._values, self._more = meter, names, values, more
+
+    def read(self) -> tuple[dict[str, float], list[float]]:
+        """Wait for the values and return the record, and what else was to be read."""
+        values = self._values().tolist()
+        cut = len(values) - self._more
+        return self._meter.record(self._names, values[:cut]), values[cut:]
+
+
+def to_host(values: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start to copy ``values`` to the host and return what waits for that copy alone, not for what the device is given later."""
+    if values.device.type != "cuda":
+        return lambda: values
+    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    there.copy_(values, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> torch.Tensor:
+        done.synchronize()
+        return there
+
+    return wait
 
 
 class Reporter(Protocol):

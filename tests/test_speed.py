@@ -1,0 +1,121 @@
+"""What a step must not do: wait for the device, compile what is compiled, or hold the host."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models_for_parity import VOCAB, gpt2, huggingface, transformer
+from torch._dynamo.utils import counters
+
+import meshpar
+from meshpar import ActivationCheckpoint, Compile, FullyShard, Plan, TensorParallel
+from meshpar.testing import on_ranks
+from meshpar.training.metrics import Meter
+
+# A device without memory: reading a value of it raises, so a step that goes through has not waited. Three steps, one with a report.
+ON_A_DEVICE = """
+import sys
+import torch
+import meshpar.forecasting.device as device
+import meshpar.forecasting.private as private
+from meshpar import HybridShard, Plan, TensorParallel, initialize, runtime
+from meshpar.forecasting.kernels import kernels_of
+from meshpar.training.loop import Trainer
+from meshpar.training.objectives import CausalLM
+from meshpar.training.optimizer import AdamWSettings, build_adamw
+from meshpar.training.schedule import Schedule
+from meshpar.training.settings import TrainSettings
+sys.path.insert(0, TESTS)
+from models_for_parity import transformer
+
+class Data:
+    def __init__(self):
+        self.samples, self.epoch, self.global_batch = self, 0, 8
+    def position(self):
+        return {"epoch": 0, "samples": 1}
+
+device.install()
+torch.get_device_module(device.NAME).manual_seed = lambda value: None
+batch = {"input_ids": torch.ones(2, 16, dtype=torch.int64), "labels": torch.ones(2, 16, dtype=torch.int64)}
+with torch.device("meta"):
+    model = transformer()
+single = torch.autograd.set_multithreading_enabled(False)
+with single, runtime.simulated(8), private.fake_mode() as mode, kernels_of("cuda"):
+    par = Plan("dp_replicate=2,dp_shard=2,tp=2", [TensorParallel(), HybridShard()]).apply(model, device_type=device.NAME)
+    initialize.allocate(par.module, par.device, par.device)
+    private.settle(par, checks=False)
+    optimizer = build_adamw(par.module, AdamWSettings(fused=True))
+    schedule, settings = Schedule(name="constant", lr=1e-3, steps=9), TrainSettings(steps=9, log_every=2)
+    trainer = Trainer(par, CausalLM(), Data(), optimizer, schedule, settings)
+    tokens = CausalLM.tokens
+    CausalLM.tokens = lambda self, batch: 32  # counted on the host, before the batch is moved
+    for step in range(3):
+        trainer._train_step([{name: tensor.to("cpu") for name, tensor in batch.items()}] * 2)
+        trainer.step += 1
+        if trainer.step == 2:
+            trainer._report()
+    assert trainer._reading is not None
+    print("no step waited")
+    trainer._read()
+"""
+
+
+def test_no_step_waits_for_the_device_not_even_one_with_a_report() -> None:
+    code = ON_A_DEVICE.replace("TESTS", repr(str(Path(__file__).parent)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "no step waited" in done.stdout, done.stderr[-3000:]
+    assert "DataDependent" in done.stderr, "reading the report does wait: were it not seen, no waiting would be"
+
+
+def graphs(make: functools.partial[torch.nn.Module], mesh: str, passes: list[object]) -> int:
+    """Return how many graphs three steps of a model of four blocks compile."""
+    torch._dynamo.reset()
+    counters.clear()
+    par = Plan(mesh, passes).apply(make().train())
+    ids = torch.randint(0, VOCAB, (2, 16))
+    for _ in range(3):
+        par.module(input_ids=ids).logits.float().sum().backward()
+        par.module.zero_grad(set_to_none=True)
+    return int(counters["stats"]["unique_graphs"])
+
+
+MODELS = {
+    "transformer": functools.partial(transformer, layers=4),
+    "gpt2": functools.partial(gpt2, n_layer=4),
+    "llama": functools.partial(huggingface, "Llama"),
+}
+EAGER = Compile(backend="aot_eager")
+
+
+@on_ranks(2)
+def test_like_blocks_are_compiled_once() -> None:
+    plans = [("dp_shard=2", [ActivationCheckpoint(), EAGER, FullyShard()]), ("tp=2", [TensorParallel(), EAGER])]
+    for mesh, passes in plans:
+        assert graphs(MODELS["transformer"], mesh, passes) == 1, mesh
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_like_blocks_of_other_models_are_compiled_once(name: str) -> None:
+    with meshpar.distributed("cpu"):
+        assert graphs(MODELS[name], "", [EAGER]) == 1
+
+
+def test_a_report_is_read_later_than_it_is_begun() -> None:
+    class Alone:
+        device, data_rank, data_size = torch.device("cpu"), 0, 1
+
+        def data_sum(self, values: torch.Tensor) -> torch.Tensor:
+            return values
+
+    meter = Meter(Alone())
+    meter.add(torch.tensor(8.0), 4, {})
+    first = meter.begin(torch.tensor(3.0))
+    meter.add(torch.tensor(100.0), 4, {})
+    record, more = first.read()
+    assert record["train/loss"] == 2.0 and more == [3.0]
+    assert meter.begin().read()[0]["train/loss"] == 25.0
