@@ -39,10 +39,11 @@ PLANS: dict[str, tuple[str, int]] = {
     "FSDP 2": ("dp_shard=2", 2),
     "TP 2": ("tp=2", 2),
     "TP 4": ("tp=4", 4),
-    "HSDP 2x2": ("dp_replicate=2,dp_shard=2", 4),
     "FSDP 2 x TP 2": ("dp_shard=2,tp=2", 4),
+    "HSDP 2x2": ("dp_replicate=2,dp_shard=2", 4),
 }
 ROUNDS = ((("FSDP 2", (0, 1)), ("TP 2", (2, 3))), *(((plan, (0, 1, 2, 3)),) for plan, (_, ranks) in PLANS.items() if ranks == 4))
+EXPORTED = "FSDP 2 x TP 2"  # else, where that is refused, the last plan
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "meshpar", "meshpar.checkpoints"]
 ALONE = "one process"
 
@@ -65,12 +66,14 @@ def cases(family: str | None = None) -> list[tuple[str, str]]:
 
 def serve(connection: Any, unverified: bool) -> None:
     """Run what the parent asks for until it hangs up."""
+    import logging
     import warnings
 
     import torch
     import transformers
 
     torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     if unverified:
@@ -293,18 +296,19 @@ def measure(pool: Pool, case: tuple[str, str], styles: dict[str, Any] | None = N
     results: dict[str, Any] = {ALONE: alone}
     if alone["verdict"] == "exact":
         for together in ROUNDS:
-            results |= _round(pool, case, together, styles or {})
+            export = [plan for plan, _ in together if plan == EXPORTED or (together is ROUNDS[-1] and "export" not in results[EXPORTED])]
+            results |= _round(pool, case, together, styles or {}, export)
     return {"plans": results, "seconds": round(time.monotonic() - began, 1)}
 
 
-def _round(pool: Pool, case: tuple[str, str], together: Any, styles: dict[str, Any]) -> dict[str, Any]:
+def _round(pool: Pool, case: tuple[str, str], together: Any, styles: dict[str, Any], export: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="architectures-") as folder:
         commands = {}
         for plan, places in together:
             store = f"{folder}/{plan.replace(' ', '')}"
             for rank, place in enumerate(places):
                 place_in_plan = {"plan": plan, "rank": rank, "ranks": len(places), "store": store, "styles": styles}
-                commands[place] = {"case": case, **place_in_plan, "folder": folder, "export": plan in ("FSDP 2", "FSDP 2 x TP 2")}
+                commands[place] = {"case": case, **place_in_plan, "folder": folder, "export": plan in export}
         answers = pool.ask(commands, TIMEOUT_S)
         return {plan: _joined({place: answers[place] for place in places if place in answers}, len(places)) for plan, places in together}
 
@@ -451,10 +455,24 @@ tiny, under every plan against one process; torch {torch}, gloo, float32. Made b
   count different numbers of tokens.
 - refused: the plan is refused before anything runs, with a reason and what would work.
 - wrong, crashed, hung: bugs.
-- export: the parallel model is exported, and transformers loads it with every tensor equal.
+- export: the parallel model is exported, and transformers loads it with every parameter equal.
 
 Weights are random, with noise on what starts at zero or one; dropout is off; heads of keys and values are half those of queries where the
-config allows it, so that `TP 4` makes pairs of ranks share one.
+config allows it, so that `TP 4` makes pairs of ranks share one. The numbers are small (32 features, 2 to 4 layers, one of every kind that
+the architecture's own config has), so this shows what is computed, not how fast.
+
+## Where the tensor-parallel table comes from
+
+- `tp_plan`, each style in terms of meshpar's own, with parameters as ordinary shards, so that FSDP and checkpoints know them.
+- Experts go whole to ranks where tp divides their number, and are split inside where it does not.
+- Projections to fewer heads of keys and values than ranks are computed by several ranks; their gradients are summed.
+- Architectures without a `tp_plan` are split by the names and shapes of their projections, if that was found exact here
+  (`VERIFIED` in `models/huggingface_structure.py`); the others are refused.
+- A vocabulary's weight that the model's code reads outside of its module stays whole, as does what a plan does not name; a plan that
+  leaves much whole gives a warning. Parameters among split projections that no style covers are refused.
+
+To leave a part whole over tp: `TensorParallel(styles={{"model.layers.*.self_attn": None, ...}})`. Names as
+transformers stores them are read and written by the layout's weight map, where its rules can say them.
 """
 
 
