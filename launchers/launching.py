@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,9 +11,7 @@ from meshpar.errors import LaunchError, PlanError
 from meshpar.launchers import build
 from meshpar.launchers.recipe import Recipe, load_recipe
 from meshpar.launchers.targets.job import Job, make_target
-from meshpar.mesh import MeshSpec
-
-_AUTO = re.compile(r"auto(?:\s*,\s*tp\s*=\s*(\d+))?")
+from meshpar.mesh import AUTO, MeshSpec
 
 
 def launch_job(
@@ -53,9 +50,10 @@ def launch_job(
     if not ranks:
         raise LaunchError("say what a node has: --gpus-per-node, or --nproc for ranks on CPUs (--gpus-per-node 0)")
     plugin = make_target(target, registry.plugin("meshpar.launchers", target), options)
-    recipe = load_recipe(source, [*overrides, *([] if mesh is None else [f"mesh={_text(mesh, nodes * ranks, ranks)}"])])
-    spec = MeshSpec(_text(recipe.mesh, nodes * ranks, ranks) or "dp_shard=1", ranks_per_node=ranks).resolve(nodes * ranks)
-    if _AUTO.fullmatch((recipe.mesh if mesh is None else mesh).strip()):
+    wants = overrides if mesh is None else [*overrides, f"mesh={MeshSpec.placed(mesh, nodes * ranks, ranks)}"]
+    recipe = load_recipe(source, wants)
+    spec = MeshSpec.placed(recipe.mesh, nodes * ranks, ranks)
+    if AUTO.fullmatch((recipe.mesh if mesh is None else mesh).strip()):
         recipe = _hybrid(recipe)
     wanted = preflight or (recipe.preflight if recipe.preflight != "off" else "warn")
     recipe = recipe.model_copy(update={"mesh": str(spec), "preflight": wanted}).noting(recipe.notes)
@@ -89,13 +87,6 @@ def _hybrid(recipe: Recipe) -> Recipe:
     passes = tuple({"HybridShard" if name == "FullyShard" else name: given for name, given in each.items()} for each in recipe.passes)
     note = "mesh auto: FullyShard became HybridShard, with the same options" if passes != recipe.passes else None
     return recipe.model_copy(update={"passes": passes}).noting([*recipe.notes, *([note] if note else [])])
-
-
-def _text(mesh: str, world: int, ranks: int) -> str:
-    match = _AUTO.fullmatch(mesh.strip())
-    if match is None:
-        return mesh
-    return str(MeshSpec.auto(world, ranks, tp=int(match[1] or 1)))
 
 
 def _refuse_problems(recipe: Recipe, spec: MeshSpec, gpus_per_node: int, *, elastic: bool, target: str) -> None:

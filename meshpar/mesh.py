@@ -18,6 +18,9 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 MAX_AXES = 5
 
+AUTO = re.compile(r"auto(?:\s*,\s*tp\s*=\s*(\d+))?")
+"""The texts that leave the mesh to the topology."""
+
 
 @final
 class MeshSpec:
@@ -80,6 +83,18 @@ class MeshSpec:
             raise MeshError(f"tp={tp} does not divide a node of {ranks_per_node} ranks; tp in {divisors(ranks_per_node)} would")
         axes = {"dp_replicate": world_size // ranks_per_node, "dp_shard": ranks_per_node // tp}
         return cls(axes | ({"tp": tp} if tp > 1 else {}), ranks_per_node=ranks_per_node)
+
+    @classmethod
+    def placed(cls, text: str, world_size: int, ranks_per_node: int) -> MeshSpec:
+        """Return the resolved mesh that a text means on nodes; ``auto`` and ``auto,tp=4`` are :meth:`auto`, nothing is all shards.
+
+        Raises:
+            MeshError: it does not fit.
+        """
+        match = AUTO.fullmatch(text.strip())
+        if match is not None:
+            return cls.auto(world_size, ranks_per_node, tp=int(match[1] or 1))
+        return cls(text.strip() or "dp_shard=-1", ranks_per_node=ranks_per_node).resolve(world_size)
 
     @property
     def size(self) -> int:

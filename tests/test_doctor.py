@@ -172,7 +172,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.Mo
     began = time.monotonic()
     with pytest.raises(PreflightError, match=r"did not come within 1 s: 3 \(on n2\)"):
         Meeting(1.0).gather("facts", facts[0])
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 5
 
 
 @pytest.fixture(scope="module")

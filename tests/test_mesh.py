@@ -81,3 +81,16 @@ def test_coordinates_are_row_major():
 def test_a_spec_does_not_change():
     with pytest.raises(AttributeError):
         MeshSpec("tp=2").axes = {}
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh"),
+    [
+        ("auto", "dp_replicate=2,dp_shard=8"),
+        ("auto, tp=4", "dp_replicate=2,dp_shard=2,tp=4"),
+        ("", "dp_shard=16"),
+        ("tp=2,dp_shard=-1", "dp_shard=8,tp=2"),
+    ],
+)
+def test_a_text_means_a_mesh_on_nodes(text: str, mesh: str) -> None:
+    assert str(MeshSpec.placed(text, 16, 8)) == mesh

@@ -28,7 +28,7 @@ MEASURE_S = 60.0
 """Seconds without progress after which measuring is given up, and those that hold it up are named."""
 
 UNEVEN = 2.0
-"""How many times slower than the axis inside it an axis that spans hosts may be before that is a finding of its own."""
+"""How many times faster ranks may reach each other between hosts than inside one, before that is a finding."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,11 +53,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def mesh_of(text: str) -> MeshSpec:
-    """Return the mesh that is meant: ``auto`` is shards inside a node and replicas across."""
+    """Return the mesh that is meant on the launcher's ranks."""
     world = runtime.world_size()
-    if text in ("", "auto"):
-        return MeshSpec.auto(world, runtime.ranks_per_node() or world)
-    return MeshSpec(text, ranks_per_node=runtime.ranks_per_node()).resolve(world)
+    return MeshSpec.placed(text, world, runtime.ranks_per_node() or world)
 
 
 def look(spec: MeshSpec, kind: str, folder: Folder | None, *, wait_s: float = WAIT_S, profile: bool = False) -> tuple[Report, str]:
