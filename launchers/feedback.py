@@ -78,13 +78,14 @@ class ForecastFeedback:
 
     def _run(self, ranks: int) -> None:
         from meshpar.forecasting.api import forecast
-        from meshpar.forecasting.step import Batch
+        from meshpar.forecasting.step import Batch, ObjectiveLoss
 
         try:
             data = self._recipe.data
             batch = Batch(sequence=data.sequence_length, micro_batch=data.micro_batch, accumulate=data.accumulate)
             model = build.build_model(self._recipe, build.vocab_size_of(self._recipe))
-            self._forecast = forecast(build.plan_of(self._recipe), model, batch, hardware=self._hardware, world_size=ranks)
+            loss = ObjectiveLoss(build.objective_of(self._recipe))  # a causal language model's: see forecast_feedback
+            self._forecast = forecast(build.plan_of(self._recipe), model, batch, hardware=self._hardware, world_size=ranks, loss=loss)
         except Exception as error:  # a job trains on, whatever its forecast does
             log.info("no forecast", exc_info=True)
             self._failure = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -56,7 +56,7 @@ def _forecasts(source: str, overrides: Sequence[str], profile: Any, ranks: int, 
     from meshpar.errors import MeshparError
     from meshpar.forecasting.api import forecast
     from meshpar.forecasting.search import search as search_plans
-    from meshpar.forecasting.step import Batch
+    from meshpar.forecasting.step import Batch, ObjectiveLoss, summed_token_loss
     from meshpar.launchers import build
     from meshpar.launchers.inspecting import recipe_or_shape
     from meshpar.registry import layout_for
@@ -66,7 +66,9 @@ def _forecasts(source: str, overrides: Sequence[str], profile: Any, ranks: int, 
     data = recipe.data
     batch = Batch(sequence=data.sequence_length, micro_batch=data.micro_batch, accumulate=data.accumulate)
     if not search:
-        return [forecast(build.plan_of(recipe), model, batch, hardware=profile, world_size=ranks, depth="all" if full else "probes")], None
+        loss = ObjectiveLoss(build.objective_of(recipe)) if recipe.training.objective == "causal_lm" else summed_token_loss
+        depth: Any = "all" if full else "probes"
+        return [forecast(build.plan_of(recipe), model, batch, hardware=profile, world_size=ranks, loss=loss, depth=depth)], None
     compiled = any("Compile" in written for written in recipe.passes)
     ranking = search_plans(model, layout_for(model), batch, profile, ranks, compiled=compiled)
     if not ranking.best:

@@ -7,6 +7,7 @@
   the wrappers are public.
 - ``ignore_profiler_marks``: torch's own list of operators to ignore lacks them; it goes when the list has them.
 - ``drop_unreduced_gradients``: torch 2.13 has ``reset_iter_state`` for it, 2.11 nothing.
+- ``output_dtype``: FSDP2 keeps a module's policy to itself.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
 - ``StridedShard``: how FSDP2 names its split of a dim that the tensor axis split before (pytorch/pytorch#126697).
 - ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664).
@@ -53,6 +54,12 @@ def drop_unreduced_gradients(module: nn.Module) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
+
+def output_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype to which FSDP2 casts the module's output, None where it does not."""
+    state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+    return None if state is None else state._mp_policy.output_dtype
 
 
 collective_ops = torch.ops._c10d_functional

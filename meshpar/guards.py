@@ -106,6 +106,7 @@ def _explain_errors(module: nn.Module, plan_text: str, causes: tuple[tuple[str, 
             raise ParallelError(message) from error
 
     module.forward = functools.update_wrapper(forward, inner)
+    module.forward.only_explains = True  # type: ignore[attr-defined]  # what looks for the model's own code may look behind it
 
 
 def _told(error: Exception, root: nn.Module, plan_text: str, causes: tuple[tuple[str, str, str], ...]) -> str | None:

@@ -12,8 +12,10 @@ from models_for_parity import VOCAB, Masked, gpt2, huggingface, transformer
 
 from meshpar import FullyShard, HybridShard, MeshparError, Plan, Replicate, TensorParallel, token_loss
 from meshpar.chunked import chunked_token_loss
+from meshpar.chunking import chunk_for
 from meshpar.placements import local_tensor
 from meshpar.testing import on_ranks
+from meshpar.training.objectives import CausalLM
 
 SP = TensorParallel(sequence_parallel=True, loss_parallel=True)
 MODELS = {
@@ -71,9 +73,7 @@ def test_loss_and_gradients_are_the_plain_ones(name, dtype):
         compare(found, expected, 2e-2 if dtype is torch.bfloat16 else 1e-6)
     with torch.no_grad():
         torch.testing.assert_close(chunked(model, ids, labels), one)
-        torch.testing.assert_close(
-            chunked_token_loss(model, {"input_ids": ids}, labels), token_loss(model(input_ids=ids).logits, labels)
-        )
+        torch.testing.assert_close(chunked_token_loss(model, {"input_ids": ids}, labels), token_loss(model(input_ids=ids).logits, labels))
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,7 @@ MEMORY = """
 import resource, sys, torch
 from meshpar import token_loss
 from meshpar.chunked import chunked_token_loss
+from meshpar.chunking import chunk_for
 from types import SimpleNamespace
 class Model(torch.nn.Module):
     def __init__(self):
@@ -150,3 +151,42 @@ def test_it_takes_a_quarter_of_the_memory_at_most():
         return int(done.stdout)
 
     assert peak("chunked") <= peak("plain") / 4
+
+
+EXACT = {
+    "transformer": (transformer, True),
+    "gpt2": (gpt2, True),
+    "llama": (functools.partial(huggingface, "Llama"), True),
+    "qwen3": (functools.partial(huggingface, "Qwen3"), True),
+    "gemma2, which caps its logits": (functools.partial(huggingface, "Gemma2"), False),
+    "granite, which scales them": (functools.partial(huggingface, "Granite"), False),
+    "a head by another name": (Masked, False),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_default_takes_chunks_where_the_code_says_that_it_is_exact(name, monkeypatch):
+    make, exact = EXACT[name]
+    model, (ids, labels) = make(), batch()
+    given = {"input_ids": ids, "labels": labels}
+    assert chunk_for(model, given) == 0, "small logits are held at once"
+    monkeypatch.setattr("meshpar.chunking.LARGE_LOGITS", 0)
+    assert bool(chunk_for(model, given)) is exact
+    if exact:
+        expected = gradients(model, plain(model, ids, labels))
+        compare(gradients(model, CausalLM().loss(model, given)[0]), expected, 1e-5)
+
+
+@on_ranks(2)
+def test_the_default_holds_on_a_mesh_and_leaves_cast_outputs_alone():
+    import meshpar.chunking
+
+    meshpar.chunking.LARGE_LOGITS = 0
+    ids, labels = batch()
+    for mesh, passes, exact in (
+        ("dp_shard=2", [FullyShard()], True),
+        ("tp=2", [TensorParallel(loss_parallel=True)], True),
+        ("dp_shard=2", [FullyShard(output_dtype=torch.bfloat16)], False),
+    ):
+        module = Plan(mesh, passes).apply(transformer()).module
+        assert bool(chunk_for(module, {"input_ids": ids, "labels": labels})) is exact, passes

@@ -72,6 +72,18 @@ def summed_token_loss(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Te
     return token_loss(model(input_ids=input_ids).logits, labels, reduction="sum")
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class ObjectiveLoss:
+    """The loss of a training objective (of packed text), to be replayed as the job will compute it."""
+
+    objective: Any
+
+    def __call__(self, model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Return the summed loss."""
+        return self.objective.loss(model, {"input_ids": input_ids, "labels": labels})[0]
+
+
 def record_step(
     par: Parallelized,
     optimizer: torch.optim.Optimizer,

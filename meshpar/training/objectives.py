@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.chunked import chunked_token_loss
+from meshpar.chunking import chunk_for
 from meshpar.errors import MeshparError
 from meshpar.loss import IGNORE_INDEX, token_loss
 
@@ -45,14 +46,15 @@ class CausalLM:
     """Predict the next token: ``labels`` (B, L) holds the token after each of ``input_ids`` (B, L), -100 where none counts.
 
     Attributes:
-        chunk: positions whose logits are held at once (:func:`meshpar.chunked_token_loss`); 0: all, in one piece.
+        chunk: positions whose logits are held at once (:func:`meshpar.chunked_token_loss`); 0: all, in one piece; None: by
+            :func:`meshpar.chunking.chunk_for`, which takes chunks where the logits are large and the model's code says that it is exact.
     """
 
-    chunk: int = 0
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
-        if self.chunk < 0:
-            raise MeshparError(f"CausalLM(chunk={self.chunk}) must be 0 (all logits at once) or a number of positions")
+        if self.chunk is not None and self.chunk < 0:
+            raise MeshparError(f"CausalLM(chunk={self.chunk}) must be 0 (all logits at once), a number of positions, or None")
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Return how many labels count."""
@@ -61,8 +63,9 @@ class CausalLM:
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
         """Return the summed cross entropy in float32, of plain or vocabulary-sharded logits."""
         labels, inputs = batch["labels"], {"input_ids": batch["input_ids"]}
-        if self.chunk:
-            loss = chunked_token_loss(model, inputs, labels, chunk=self.chunk, reduction="sum")
+        chunk = chunk_for(model, batch) if self.chunk is None else self.chunk
+        if chunk:
+            loss = chunked_token_loss(model, inputs, labels, chunk=chunk, reduction="sum")
         else:
             loss = token_loss(logits_of(self, model, model(**inputs), "(B, L, V)"), labels, reduction="sum")
         return loss, (labels != IGNORE_INDEX).sum(), {}
