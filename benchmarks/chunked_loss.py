@@ -109,9 +109,8 @@ def main() -> None:
     plain, chunked = chunks
     apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(grads[chunked], grads[plain]))
     ratios = [mine / theirs for mine, theirs in zip(times[chunked], times[plain])]
-    print(
-        f"vocabulary {options.vocabulary:,}, {options.tokens:,} positions of {options.width}, {options.dtype}, {device}, torch {torch.__version__}"
-    )
+    shape = f"vocabulary {options.vocabulary:,}, {options.tokens:,} positions of {options.width}"
+    print(f"{shape}, {options.dtype}, {device}, torch {torch.__version__}")
     print("| | peak of loss and backward, MiB | seconds |")
     print("|---|---:|---:|")
     for name in chunks:

@@ -26,6 +26,9 @@ LARGE_LOGITS = 1 << 28
 def chunk_for(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
     """Return the chunk for a batch: 0 (all logits at once) where these are small, or where chunks are not known to be exact.
 
+    Chunks make the gradient of the head's weight (V, D) in float32 while the model still runs forward, and hold about ten bytes for each of
+    a chunk's logits; the whole logits (N, V) and what becomes of them take eight bytes each. So they pay where N is well above D.
+
     Exact means that ``output.logits`` is what the head returns: the forward assigns ``logits`` once, from a call of the head, and no
     policy casts the output. Models that scale or cap their logits do not read so. Nothing runs, and nothing is read from a device.
     """
@@ -34,8 +37,9 @@ def chunk_for(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
         _around_the_product(head)
     except MeshparError:
         return 0
-    width = getattr(head, "out_features", 0)
-    if batch["labels"].numel() * width * 4 < LARGE_LOGITS:
+    assert isinstance(head, nn.Linear)
+    positions = batch["labels"].numel()
+    if positions * head.out_features * 4 < LARGE_LOGITS or positions < head.in_features + 2.5 * CHUNK:
         return 0
     name = next((name for name, child in find_modules(model, "*") if child is head), None)
     exact = name is not None and assigns_logits_once(model, name) and _torch.output_dtype(model) in (None, torch.float32)

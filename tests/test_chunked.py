@@ -171,6 +171,8 @@ def test_the_default_takes_chunks_where_the_code_says_that_it_is_exact(name, mon
     given = {"input_ids": ids, "labels": labels}
     assert chunk_for(model, given) == 0, "small logits are held at once"
     monkeypatch.setattr("meshpar.chunking.LARGE_LOGITS", 0)
+    assert chunk_for(model, given) == 0, "chunks would hold more than they save"
+    monkeypatch.setattr("meshpar.chunking.CHUNK", 7)
     assert bool(chunk_for(model, given)) is exact
     if exact:
         expected = gradients(model, plain(model, ids, labels))
@@ -181,7 +183,7 @@ def test_the_default_takes_chunks_where_the_code_says_that_it_is_exact(name, mon
 def test_the_default_holds_on_a_mesh_and_leaves_cast_outputs_alone():
     import meshpar.chunking
 
-    meshpar.chunking.LARGE_LOGITS = 0
+    meshpar.chunking.LARGE_LOGITS, meshpar.chunking.CHUNK = 0, 7
     ids, labels = batch()
     for mesh, passes, exact in (
         ("dp_shard=2", [FullyShard()], True),
