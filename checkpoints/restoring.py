@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, final
 
@@ -103,7 +104,7 @@ class Restoring:
         if self._optimizer is not None and table is None:
             lenient.append("missing: the optimizer's state; this step was saved without an optimizer")
         elif self._optimizer is not None and table is not None:
-            groups = [set().union(*same) for same in zip(*(each.groups for each in found))]
+            groups = [set().union(*same) for same in zip_longest(*(each.groups for each in found), fillvalue=set())]
             lenient += group_differences(groups, type(self._optimizer).__name__, table)
         lenient += [f"unexpected: {name}" for name in sorted(set.intersection(*(each.unexpected for each in found)))]
         if wrong or (lenient and not partial):

@@ -11,8 +11,9 @@ import importlib.util
 import json
 import random
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, final
 
 import torch
@@ -155,9 +156,10 @@ def restore_optimizer(
     """
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     wanted: list[tuple[str, Tensor]] = []
-    for position, group in enumerate(optimizer.param_groups):
-        if position < len(table["groups"]):
-            _set_options(group, table["groups"][position]["options"])
+    options = options_by_parameter(table)
+    for group in optimizer.param_groups:
+        known = (options.get(renamed.get(names[id(each)], names[id(each)])) for each in group["params"])
+        _set_options(group, next((each for each in known if each is not None), {}))
         for parameter in group["params"]:
             saved = renamed.get(names[id(parameter)], names[id(parameter)])
             old = dict(optimizer.state.pop(parameter, {}))
@@ -247,24 +249,36 @@ def group_names(optimizer: torch.optim.Optimizer, model: ModelState, renamed: Ma
 
 
 def group_differences(ours: Sequence[Collection[str]], kind: str, table: Mapping[str, Any]) -> list[str]:
-    """Compare parameter groups with the checkpoint's; one line for each that differs.
+    """Compare what the optimizer trains with what the checkpoint's did; one line for each that differs.
+
+    Groups are compared by what they say of each parameter, not one by one: how many there are may depend on the mesh, for the fused
+    kernels take no plain tensors beside DTensors.
 
     Args:
         ours: the names in each group, over all ranks.
         kind: the optimizer's class.
         table: what :func:`optimizer_state` saved.
     """
-    theirs: Sequence[Iterable[str]] = [group["params"] for group in table["groups"]]
+    options = options_by_parameter(table)
+    here = set().union(*ours)
     lines = []
-    if len(ours) != len(theirs):
-        lines.append(f"optimizer: {len(ours)} parameter groups here and {len(theirs)} in the checkpoint")
-    for position, (here, there) in enumerate(zip(ours, theirs)):
-        for text, names_only in (("here", set(here) - set(there)), ("in the checkpoint", set(there) - set(here))):
-            if names_only:
-                lines.append(f"optimizer: parameter group {position} holds only {text}: {', '.join(sorted(names_only)[:10])}")
+    for text, names_only in (("here", here - set(options)), ("in the checkpoint", set(options) - here)):
+        if names_only:
+            lines.append(f"optimizer: trained only {text}: {', '.join(sorted(names_only)[:10])}")
+    for position, group in enumerate(ours):
+        known = [options[name] for name in group if name in options]
+        differing = sorted({key for each in known for key in known[0] if each.get(key) != known[0][key]})
+        if differing:
+            values = ", ".join(f"{key} {sorted({str(each.get(key)) for each in known})}" for key in differing)
+            lines.append(f"optimizer: parameter group {position} joins parameters that the checkpoint has with other options: {values}")
     if kind != table["class"]:
         lines.append(f"optimizer: {kind} here and {table['class']} in the checkpoint")
     return lines
+
+
+def options_by_parameter(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the options that a checkpoint's optimizer had for each parameter, by its name."""
+    return {name: group["options"] for group in table["groups"] for name in group["params"]}
 
 
 def merged_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -272,8 +286,8 @@ def merged_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     groups = [
         {
             "params": list(dict.fromkeys(name for group in same for name in group["params"])),
-            "options": next((group["options"] for group in same if group["params"]), same[0]["options"]),
+            "options": next((group["options"] for group in same if group["params"]), {}),
         }
-        for same in zip(*(table["groups"] for table in tables))
+        for same in zip_longest(*(table["groups"] for table in tables), fillvalue={"params": [], "options": {}})
     ]
     return {"class": tables[0]["class"], "groups": groups, "state": {k: v for table in reversed(tables) for k, v in table["state"].items()}}

@@ -1,0 +1,52 @@
+"""An optimizer's settings go by parameter: how many groups there are depends on the mesh, what each parameter is told does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models_for_parity import VOCAB, gpt2
+
+from meshpar import CheckpointError, FullyShard, Plan, TensorParallel
+from meshpar.checkpoints import CheckpointManager
+from meshpar.testing import on_ranks
+from meshpar.training.optimizer import AdamWSettings, build_adamw
+
+PLANS = {"dp_shard=2,tp=2": [TensorParallel(), FullyShard()], "dp_shard=4": [FullyShard()]}
+
+
+def job(mesh):
+    torch.manual_seed(0)
+    par = Plan(mesh, PLANS[mesh]).apply(gpt2())
+    return par, build_adamw(par.module, AdamWSettings(lr=1e-2))
+
+
+def told(par, optimizer):
+    """What the optimizer is told of each parameter."""
+    names = {id(each): name for name, each in par.module.named_parameters()}
+    return {names[id(each)]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for each in group["params"]}
+
+
+def moments(par, optimizer):
+    return {name: optimizer.state[each]["exp_avg"].full_tensor() for name, each in par.module.named_parameters()}
+
+
+@on_ranks(4)
+def test_groups_by_mesh_are_restored_on_another(tmp_path):
+    par, optimizer = job("dp_shard=2,tp=2")
+    ids = torch.randint(0, VOCAB, (2, 8))
+    par.module(input_ids=ids).logits.square().mean().backward()
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] = 3e-3 if group["weight_decay"] else 1e-3
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, par, optimizer)
+        other, fresh = job("dp_shard=4")
+        assert len(fresh.param_groups) < len(optimizer.param_groups)
+        manager.restore(other, fresh)
+        assert told(other, fresh) == told(par, optimizer)
+        theirs = moments(other, fresh)
+        assert all(torch.equal(value, theirs[name]) for name, value in moments(par, optimizer).items())
+
+        plain = torch.optim.AdamW(other.module.parameters(), lr=1e-2)
+        with pytest.raises(CheckpointError, match=r"parameter group 0 joins parameters that the checkpoint has with other options: lr \['0.001', '0.003'\]"):
+            manager.restore(other, plain)
