@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 
@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 
 _WARM = 2
 """Reports before the one that counts: the first steps also allocate, compile and tune."""
+
+_LONGEST = 300
+"""Characters of a failure that are told; the log has the rest."""
 
 
 def profile_of(device: torch.device) -> str | None:
@@ -36,9 +39,9 @@ class ForecastFeedback:
     A forecast that fails, or comes late, is told in one line and stops nothing.
     """
 
-    def __init__(self, recipe: Recipe, hardware: str, console: Reporter) -> None:
-        """Begin to forecast, in a process of its own."""
-        self._recipe, self._hardware, self._console = recipe, hardware, console
+    def __init__(self, recipe: Recipe, hardware: str, console: Reporter, counted: Literal["cuda", "cpu"] = "cuda") -> None:
+        """Begin to forecast, in a process of its own; ``counted``: whose kernels run, and whether the device counts its tensors' bytes."""
+        self._recipe, self._hardware, self._console, self._counted = recipe, hardware, console, counted
         self._forecast: Any = None
         self._failure = ""
         self._reports = 0
@@ -63,7 +66,8 @@ class ForecastFeedback:
         made = self._forecast
         data_ranks = made.trace.data_size
         seconds = made.batch.tokens * data_ranks / record["tokens_per_second"]
-        told = feedback(made, peak=int(record["memory_gib"] * 2**30), seconds=seconds)
+        peak = int(record["memory_gib"] * 2**30) if self._counted == "cuda" else None  # on a CPU it is the whole process
+        told = feedback(made, peak=peak, seconds=seconds)
         for line in told.lines:
             self._console.note(f"forecast: {line}")
         for line in told.warnings:
@@ -88,10 +92,13 @@ class ForecastFeedback:
             self._forecast = forecast(build.plan_of(self._recipe), model, batch, hardware=self._hardware, world_size=ranks, loss=loss)
         except Exception as error:  # a job trains on, whatever its forecast does
             log.info("no forecast", exc_info=True)
-            self._failure = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self._failure = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
 
 
 def forecast_feedback(recipe: Recipe, device: torch.device, console: Reporter) -> list[Reporter]:
     """Return the reporter where a forecast is wanted and can be held against something: causal language models on known hardware."""
-    hardware = profile_of(device) if recipe.training.forecast and recipe.training.objective == "causal_lm" else None
-    return [] if hardware is None else [ForecastFeedback(recipe, hardware, console)]
+    wanted = recipe.training.forecast
+    hardware = wanted if isinstance(wanted, str) else profile_of(device) if wanted else None
+    if hardware is None or recipe.training.objective != "causal_lm":
+        return []
+    return [ForecastFeedback(recipe, hardware, console, counted="cuda" if device.type == "cuda" else "cpu")]

@@ -177,7 +177,8 @@ class TrainingSection(Section):
         objective_options: its options.
         loss_scaling: for float16; None: where a pass computes in float16.
         tensorboard: write TensorBoard scalars.
-        forecast: make the job's forecast beside its first steps and say how they compare, on hardware with a profile.
+        forecast: make the job's forecast beside its first steps and say how they compare: on an accelerator with a profile of its own,
+            or with the profile named here (``h100``, or a file that ``meshpar doctor --profile`` wrote).
     """
 
     objective: str = "causal_lm"
@@ -193,7 +194,7 @@ class TrainingSection(Section):
     reduce_each: bool = False
     loss_scaling: bool | None = None
     tensorboard: bool = True
-    forecast: bool = True
+    forecast: bool | str = True
 
 
 @final

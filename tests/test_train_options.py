@@ -99,6 +99,20 @@ def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forecast: Any, rec
     return console.notes
 
 
+def test_a_profile_named_in_the_recipe_makes_a_real_forecast_on_a_cpu(tmp_path: Path) -> None:
+    console = Notes()
+    named = recipe(tmp_path, "mesh=dp_shard=1", "training.forecast=h100")
+    (reporter,) = feedback.forecast_feedback(named, torch.device("cpu"), console)
+    deadline = time.monotonic() + 60
+    while any(each.is_alive() and each.name == "forecast" for each in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for _ in range(4):
+        reporter.report(RECORD)
+    line, warning = console.notes  # bytes of the process are no tensors' bytes: time alone is compared
+    assert line.startswith("forecast: step: forecast ") and " ms, measured " in line
+    assert warning.startswith("warning: a step takes ") and "forecast for h100" in warning
+
+
 def made(seconds: float, peak_gib: float) -> Any:
     return SimpleNamespace(
         trace=SimpleNamespace(data_size=2),
@@ -126,7 +140,7 @@ def test_a_forecast_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest
     def fails(*_: Any, **__: Any) -> None:
         raise MeshparError("no such model\nmore")
 
-    assert reported(tmp_path, monkeypatch, fails) == ["no forecast to compare with: no such model"]
+    assert reported(tmp_path, monkeypatch, fails) == ["no forecast to compare with: no such model more"]
     assert reported(tmp_path, monkeypatch, fails, records=2) == []  # the first steps are not warm
 
 

@@ -80,6 +80,7 @@ def forecast(
     layout: ModelLayout | None = None,
     loss: Loss = summed_token_loss,
     depth: Literal["probes", "all"] = "probes",
+    device: Literal["cuda", "cpu"] = "cuda",
 ) -> Forecast:
     """Say what ``plan`` will hold, send and take, without running it.
 
@@ -94,6 +95,7 @@ def forecast(
         layout: the model's description; None asks the module.
         loss: ``(model, input_ids, labels) -> summed loss``, importable by name.
         depth: ``"probes"`` replays two and three blocks and tells the rest from them; ``"all"`` replays all.
+        device: whose attention kernels and allocator.
 
     Raises:
         PlanError: what :meth:`meshpar.Plan.check` finds.
@@ -106,7 +108,7 @@ def forecast(
     if size is None:
         raise MeshparError(f"mesh {plan.mesh!r} does not say how many ranks there are; give world_size=")
     spec = plan.check(model, known, size)
-    job = Job(plan=Plan(spec, plan.passes), model=model, layout=layout, batch=Batch.of(batch), world_size=size, loss=loss)
+    job = Job(plan=Plan(spec, plan.passes), model=model, layout=layout, batch=Batch.of(batch), world_size=size, loss=loss, device=device)
     trace, replayed = trace_of(job, known, depth)
     return evaluated(trace, profile, job, replayed)
 
