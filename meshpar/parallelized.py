@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from meshpar import _torch, initialize
+from meshpar import _torch, initialize, norms
 from meshpar.description import Description, describe
 from meshpar.errors import MeshparError
 from meshpar.guards import reshard
@@ -47,9 +46,7 @@ class Parallelized:
         data_axes: the axes whose ranks see different data.
     """
 
-    def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, spec: MeshSpec, plan: Plan, layout: ModelLayout, device: torch.device
-    ) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, spec: MeshSpec, plan: Plan, layout: ModelLayout, device: torch.device) -> None:
         self.module, self.mesh, self.spec, self.plan, self.layout, self.device = module, mesh, spec, plan, layout, device
         self.data_axes = tuple(axis for axis in spec.axes if any(axis in each.axes for each in plan.passes if each.stage == Stage.DATA))
         self._place = spec.coordinates(dist.get_rank())
@@ -152,8 +149,25 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
+        return self.begin_token_scale(tokens)()
+
+    def begin_token_scale(self, tokens: int | Tensor) -> Callable[[], Tensor]:
+        """Begin :meth:`token_scale` and return what waits for it: the ranks exchange their counts beside what comes in between.
+
+        Collective: every rank calls it, and what it returns.
+        """
         count = torch.zeros((), device=self.device) + tokens
-        return self.data_size / self.data_sum(count).clamp(min=1.0)
+        first, *others = self.data_axes or (None,)
+        work = None if first is None else dist.all_reduce(count, group=self.mesh.get_group(first), async_op=True)
+
+        def finish() -> Tensor:
+            if work is not None:
+                work.wait()
+            for axis in others:
+                dist.all_reduce(count, group=self.mesh.get_group(axis))
+            return self.data_size / count.clamp(min=1.0)
+
+        return finish
 
     def data_sum(self, values: Tensor) -> Tensor:
         """Sum ``values`` over the data axes, in place, and return it. Collective: every rank calls it."""
@@ -178,58 +192,79 @@ class Parallelized:
         Collective: every rank calls it.
         """
         reshard(self.module)
-        self._check_gradients_agree()
         parts: dict[frozenset[str], list[Tensor]] = {}
         for parameter in self.module.parameters():
-            if (grad := _whole_gradient(parameter)) is not None:
+            if (grad := norms.whole_gradient(parameter)) is not None:
                 parts.setdefault(frozenset(sharded_axes(grad)), []).append(local_tensor(grad))
         # A rank may have no gradient where another has: every rank joins the same reductions all the same.
         kinds = {frozenset(sharded_axes(parameter)) for parameter in self.module.parameters() if parameter.requires_grad}
-        total = self._join({axes: _power(parts.get(axes, []), norm_type, self.device) for axes in kinds | set(parts)}, norm_type)
+        total = self._join({axes: norms.power(parts.get(axes, []), norm_type, self.device) for axes in kinds | set(parts)}, norm_type)
         norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
         if not math.isinf(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             for grads in parts.values():
-                for device, together in _by_device(grads).items():
+                for device, together in norms.by_device(grads).items():
                     torch._foreach_mul_(together, scale.to(device))
         return norm
 
-    def _check_gradients_agree(self) -> None:
-        """See that all data ranks have gradients for the same parameters.
-
-        Where one lacks what another has, FSDP2 has joined gradients of different parameters without a word. Reading the answer waits for
-        the device, so an accelerator is asked in the first steps only.
-        """
-        if self.device.type != "cpu" and self._steps_checked >= FIRST_STEPS:
-            return
-        self._steps_checked += 1
-        trained = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-        without = [name for name, parameter in trained if parameter.grad is None]
-        mark = zlib.crc32("\n".join(without).encode())
-        marks = torch.tensor([mark, -mark], dtype=torch.int64, device=self.device)
-        for axis in self.data_axes:
-            dist.all_reduce(marks, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
-        if int(marks[0]) != -int(marks[1]):
-            raise MeshparError(
-                f"data ranks have gradients for different parameters; here these have none: {', '.join(without[:6]) or '(all have one)'}; "
-                "let every rank use every parameter in each step, e.g. by adding 0 * parameter.sum() to the loss where one is skipped"
-            )
-
     def _join(self, powers: dict[frozenset[str], Tensor], norm_type: float) -> Tensor:
-        """Join the powers of norms, keyed by the axes over which their gradients are split, axis by axis, innermost first."""
+        """Join the powers of norms, keyed by the axes over which their gradients are split, axis by axis, innermost first.
+
+        The marks of :meth:`_marks` travel with them.
+        """
         largest = math.isinf(norm_type)
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        marks, unasked = self._marks(), set(self.data_axes)
         for axis in reversed(list(self.spec.axes)):
             keys = sorted((key for key in powers if axis in key), key=sorted)
             if not keys:
                 continue
             vector = torch.stack([powers.pop(key) for key in keys])
-            dist.all_reduce(vector, op, group=self.mesh.get_group(axis))
+            if marks is not None and axis in unasked and not largest:
+                unasked.remove(axis)
+                joined = torch.cat([vector.to(marks.dtype), marks])
+                dist.all_reduce(joined, op, group=self.mesh.get_group(axis))
+                vector, marks = joined[: len(keys)].to(vector.dtype), joined[len(keys) :]
+            else:
+                dist.all_reduce(vector, op, group=self.mesh.get_group(axis))
             for key, value in zip(keys, vector.unbind(), strict=True):
                 rest = key - {axis}
                 known = powers.get(rest)
                 powers[rest] = value if known is None else torch.maximum(known, value) if largest else known + value
+        if marks is not None:
+            self._check_gradients_agree(marks, unasked)
         return powers.get(frozenset(), torch.zeros((), device=self.device))
+
+    def _marks(self) -> Tensor | None:
+        """Return a number for which parameters have no gradient here, and its square; None where they are not compared.
+
+        Reading the answer waits for the device, so an accelerator is asked in the first steps only.
+        """
+        if self.device.type != "cpu" and self._steps_checked >= FIRST_STEPS:
+            return None
+        self._steps_checked += 1
+        mark = zlib.crc32("\n".join(self._without_gradient()).encode()) & 0xFFFFF  # sums of squares stay exact for thousands of ranks
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        return torch.tensor([mark, mark * mark], dtype=dtype, device=self.device)
+
+    def _without_gradient(self) -> list[str]:
+        return [name for name, each in self.module.named_parameters() if each.requires_grad and each.grad is None]
+
+    def _check_gradients_agree(self, marks: Tensor, axes: set[str]) -> None:
+        """See that all data ranks have gradients for the same parameters; their marks have yet to be summed over ``axes``.
+
+        Where one lacks what another has, FSDP2 has joined gradients of different parameters without a word.
+        """
+        for axis in self.data_axes:
+            if axis in axes:
+                dist.all_reduce(marks, group=self.mesh.get_group(axis))
+        total, squares = (int(each) for each in marks.tolist())
+        if total * total != self.data_size * squares:  # equal numbers alone have no variance
+            without = self._without_gradient()
+            raise MeshparError(
+                f"data ranks have gradients for different parameters; here these have none: {', '.join(without[:6]) or '(all have one)'}; "
+                "let every rank use every parameter in each step, e.g. by adding 0 * parameter.sum() to the loss where one is skipped"
+            )
 
     def check_replicas(self) -> None:
         """See that ranks which must hold the same parameters and buffers do, bit for bit, by a hash.
@@ -256,28 +291,3 @@ class Parallelized:
 
     def __repr__(self) -> str:
         return f"Parallelized({class_name(self.module)}, {self.plan})"
-
-
-def _whole_gradient(parameter: Tensor) -> Tensor | None:
-    """Return the gradient with partial sums reduced."""
-    grad: Any = parameter.grad
-    if isinstance(grad, DTensor) and any(isinstance(each, Partial) for each in grad.placements):
-        parameter.grad = grad.redistribute(placements=[Replicate() if isinstance(each, Partial) else each for each in grad.placements])
-    return parameter.grad
-
-
-def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return sum |g|^p over ``grads`` (their maximum for p = inf), in float32."""
-    grads = [grad for grad in grads if grad.numel()]
-    if not grads:
-        return torch.zeros((), device=device)
-    norms = [norm for together in _by_device(grads).values() for norm in torch._foreach_norm(together, norm_type, dtype=torch.float32)]
-    stacked = torch.stack([norm.to(device) for norm in norms])
-    return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
-
-
-def _by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:
-    groups: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.device, []).append(tensor)
-    return groups

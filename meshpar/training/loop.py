@@ -171,12 +171,13 @@ class Trainer:
         par.manual_seed(mix(self.settings.seed, self.step))
         tokens = sum(self.objective.tokens(batch) for batch in micro_batches)
         # full: a tensor made of a Python number on a GPU would wait for it
-        scale = par.token_scale(torch.full((), tokens, dtype=torch.float32, device=par.device)) * (
-            1.0 if self.scaler is None else self.scaler.scale
-        )
+        token_scale = par.begin_token_scale(torch.full((), tokens, dtype=torch.float32, device=par.device))
+        scale = None
         sums: dict[str, torch.Tensor] = {}
         for batch in par.accumulate(micro_batches, reduce_each=self.settings.reduce_each):
             loss_sum, _, more = self.objective.loss(par.module, self._on_device(batch))
+            if scale is None:  # not before the first forward, beside which the ranks exchange their counts
+                scale = token_scale() * (1.0 if self.scaler is None else self.scaler.scale)
             (loss_sum * scale).backward()
             for name, value in {"loss": loss_sum, **more}.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
