@@ -23,6 +23,7 @@ from meshpar.launchers.recipe import Recipe
 from meshpar.launchers.watching import watched
 from meshpar.parallelized import Parallelized
 from meshpar.training.console import Console
+from meshpar.training.data import Batches
 from meshpar.training.loop import Trainer
 from meshpar.training.lora import Adapters, WithAdapters
 from meshpar.training.metrics import JsonLines, Reporter, TensorBoard, flops_per_token
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 CHECKPOINTS, TOKENIZER, RECIPE, TENSORBOARD, METRICS = "checkpoints", "tokenizer", "recipe.yaml", "tensorboard", "metrics.jsonl"
 """What lies in a run's folder."""
+PROFILE = "profile"
+"""And a folder in it, where the recipe wants a profile."""
 
 
 def run_job(recipe: Recipe) -> Outcome:
@@ -58,7 +61,7 @@ def run_job(recipe: Recipe) -> Outcome:
         trainer = Trainer(
             par,
             objective,
-            train,
+            _profiled(train, par, optimizer, recipe.folder / PROFILE) if recipe.profile else train,
             optimizer,
             schedule,
             settings,
@@ -78,6 +81,12 @@ def run_job(recipe: Recipe) -> Outcome:
                 _tell(recipe, par, trainer, come_from)
             with watched(recipe.watchdog, lambda: trainer.step):
                 return trainer.run()
+
+
+def _profiled(data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
+    from meshpar.training.profile import Profiled  # loads the profiler and the forecast's recorder, which other jobs do without
+
+    return Profiled(data, par, optimizer, folder)
 
 
 @final

@@ -43,6 +43,7 @@ class Recipe(Section):
         device: ``auto``: the accelerator where there is one.
         preflight: whether the doctor looks at the machines before training, and whether what it finds ends the job.
         watchdog: seconds without any progress after which ranks say where they are, and the job ends; None: never.
+        profile: write a profile of a few early steps into the run's folder (:mod:`meshpar.training.profile`).
         output: the run's folder.
         mesh: axes and sizes; empty: one process.
         passes: name -> options, in their order; None: those that the mesh's axes call for.
@@ -56,6 +57,7 @@ class Recipe(Section):
     device: Literal["auto", "cpu", "cuda", "xpu", "hpu", "mps"] = "auto"
     preflight: Literal["off", "warn", "fail"] = "off"
     watchdog: Annotated[float, Field(gt=0)] | None = 600.0
+    profile: bool = False
     output: str = ""
     mesh: str = ""
     passes: tuple[dict[str, dict[str, Any]], ...] = ()

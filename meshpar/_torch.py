@@ -75,7 +75,7 @@ def collective_counts() -> dict[str, int]:
     group: Any
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(RuntimeError):  # a backend without numbers (fake, mpi)
-            found[_group_name(group)] = group._get_sequence_number_for_group()
+            found[group_title(group)] = group._get_sequence_number_for_group()
     return found
 
 
@@ -89,7 +89,7 @@ def stored_at(file: str, position: int, length: int) -> Any:
 def last_collectives() -> dict[str, tuple[int, str]]:
     """Return the number and the name (with the line that called it, where it is known) of each group's last collective."""
     counts = collective_counts()
-    names = {group.group_name: _group_name(group) for group in list(dist.distributed_c10d._world.pg_map)} if counts else {}
+    names = {group.group_name: group_title(group) for group in list(dist.distributed_c10d._world.pg_map)} if counts else {}
     last = {name: (number, "a collective") for name, number in counts.items()}
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     for entry in json.loads(dump()).get("entries", []) if dump is not None else []:
@@ -99,7 +99,8 @@ def last_collectives() -> dict[str, tuple[int, str]]:
     return last
 
 
-def _group_name(group: Any) -> str:
+def group_title(group: Any) -> str:
+    """Return what a process group is called: its axis and its ranks."""
     ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
     said = group.group_desc.removeprefix("mesh_") if group.group_desc not in ("", "undefined") else f"group {group.group_name}"
     return f"{said} (ranks {ranks})"

@@ -1,0 +1,144 @@
+"""A profile of a few steps of a job: torch's trace, the memory and a page that sums them up."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from meshpar import _torch
+from meshpar.forecasting.recorder import Recorder
+from meshpar.forecasting.step import axis_groups
+from meshpar.forecasting.trace import Phase
+from meshpar.parallelized import Parallelized
+from meshpar.placements import local_tensor
+from meshpar.training.data import Batch, Batches
+from meshpar.training.metrics import peak_memory
+from meshpar.training.profile_summary import DATA, Page, times_of
+
+TRACE, SNAPSHOT, SUMMARY = "trace.json", "memory.pickle", "summary.md"
+
+WARM, STEPS = 3, 3
+"""Steps before the profile, which also allocate, compile and tune, and steps in it. One more is watched for its memory."""
+
+
+@final
+class Profiled:
+    """A job's batches, which profile the steps made of them: the loop asks for the next one when a step is done.
+
+    Written are, by rank 0 into ``folder``: the trace (Chrome's format), a memory snapshot (of a GPU: https://pytorch.org/memory_viz), and
+    the summary. Where training ends before the profile does, nothing is written.
+    """
+
+    def __init__(self, data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        """Wrap ``data``. Collective from here on: every rank does it."""
+        self._data, self._par, self._optimizer, self._folder = data, par, optimizer, folder
+        self._waited = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        """Yield the steps of the data."""
+        batches = iter(self._data)
+        for _ in range(WARM):
+            yield next(batches)
+        yield from self._traced(batches)
+        yield from batches
+
+    def _traced(self, batches: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        device = self._par.device
+        gpu = device.type == "cuda"
+        tracer = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) if dist.get_rank() == 0 else None
+        before = _torch.collective_counts()
+        if tracer is not None:
+            tracer.start()
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            yield self._next(batches)
+        if gpu:
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - start
+        if tracer is not None:
+            tracer.stop()
+        axes = {_torch.group_title(self._par.mesh.get_group(axis)): axis for axis in self._par.spec.axes}
+        groups = [axes.get(name, "") for name, count in _torch.collective_counts().items() if count > before.get(name, 0)]
+        ranks: list[Any] = [None] * dist.get_world_size()
+        mine = {"seconds": seconds / STEPS, "data": self._waited / STEPS, "memory": float(peak_memory(device))}
+        holders: dict[str, int] = {}
+        if gpu:
+            yield from self._snapshot(batches)
+        elif not any(getattr(each, "name", "") == "Compile" for each in self._par.plan.passes):
+            yield from self._watched(batches, holders)
+        dist.all_gather_object(ranks, mine)
+        if tracer is not None:
+            self._write(tracer, groups, ranks, holders)
+
+    def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
+        start = time.perf_counter()
+        with record_function(DATA):
+            step = next(batches)
+        self._waited += time.perf_counter() - start
+        return step
+
+    def _snapshot(self, batches: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        torch.cuda.memory._record_memory_history(max_entries=200_000)
+        yield next(batches)
+        if dist.get_rank() == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(self._folder / SNAPSHOT))
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _watched(self, batches: Iterator[list[Batch]], holders: dict[str, int]) -> Iterator[list[Batch]]:
+        """Record the live tensors of one step, and who holds them at their peak."""
+        module, optimizer = self._par.module, self._optimizer
+        recorder = Recorder(axis_groups(self._par))
+        state = [each for states in optimizer.state.values() for each in states.values() if isinstance(each, torch.Tensor)]
+        held = {
+            "parameters": recorder.hold((local_tensor(each) for each in module.parameters()), "parameters"),
+            "optimizer": recorder.hold((local_tensor(each) for each in state), "optimizer"),
+            "buffers": recorder.hold(iter(module.buffers()), "buffers"),
+        }
+        marks = [
+            module.register_forward_pre_hook(lambda *_: recorder.phase("forward"), prepend=True),
+            module.register_forward_hook(lambda *_: recorder.phase("backward")),
+            optimizer.register_step_pre_hook(lambda *_: recorder.name_gradients(module)),
+        ]
+        step = next(batches)
+        with recorder:
+            recorder.phase("start")
+            yield step
+            phases = recorder.finished()
+        for mark in marks:
+            mark.remove()
+        holders |= at_the_peak(held, phases)
+
+    def _write(self, tracer: Any, groups: list[str], ranks: list[Any], holders: Mapping[str, int]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        tracer.export_chrome_trace(str(self._folder / TRACE))
+        times = times_of(json.loads((self._folder / TRACE).read_text(encoding="utf-8")), groups)
+        files = {TRACE: "open in https://ui.perfetto.dev"}
+        with suppress(FileNotFoundError):
+            files |= {SNAPSHOT: f"{(self._folder / SNAPSHOT).stat().st_size >> 10} KiB, open in https://pytorch.org/memory_viz"}
+        title = f"{self._par.plan} on {len(ranks)} ranks ({self._par.device.type})"
+        page = Page(title=title, steps=STEPS, times=times, ranks=ranks, holders=holders, files=files)
+        (self._folder / SUMMARY).write_text(str(page), encoding="utf-8")
+
+
+def at_the_peak(held: Mapping[str, int], phases: tuple[Phase, ...]) -> dict[str, int]:
+    """Return who holds how many bytes when most are alive."""
+    now, most = dict(held), sum(held.values())
+    found = dict(now)
+    for event in (event for phase in phases for event in phase.events):
+        for holder, change in event.memory:
+            now[holder] = now.get(holder, 0) + change
+        if sum(now.values()) > most:
+            most, found = sum(now.values()), dict(now)
+    return {name: size for name, size in found.items() if size > 0}

@@ -1,0 +1,206 @@
+"""A page on where the time and the memory of a few steps went, from torch's trace of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+Span = tuple[float, float]
+
+DATA = "data"
+"""What the profile calls waiting for a batch, in the trace."""
+
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds of the profiled steps on one rank.
+
+    Attributes:
+        total: from the first to the last thing that happened.
+        compute: in which the device (or on a CPU the training thread) computed.
+        communication: axis -> seconds in which its collectives ran.
+        exposed: axis -> those of them in which nothing was computed.
+        data: waiting for batches.
+        idle: the rest: the device had nothing to do, mostly because the host did not give it any.
+    """
+
+    total: float
+    compute: float
+    communication: Mapping[str, float]
+    exposed: Mapping[str, float]
+    data: float
+    idle: float
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What the summary tells.
+
+    Attributes:
+        title: the plan and where it ran.
+        steps: how many were profiled.
+        times: of rank 0.
+        ranks: each rank's seconds a step, seconds of waiting for data a step, and peak memory in bytes.
+        holders: who holds the memory at the peak -> bytes; empty where a snapshot file tells it instead.
+        files: what lies beside the page, and what it is.
+    """
+
+    title: str
+    steps: int
+    times: Times
+    ranks: Sequence[Mapping[str, float]]
+    holders: Mapping[str, int] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "\n".join([*self._time(), *self._memory(), *self._advice()]) + "\n"
+
+    def _time(self) -> Iterable[str]:
+        times = self.times
+        yield f"# Profile: {self.title}"
+        yield ""
+        yield f"{self.steps} steps of {times.total / self.steps * 1e3:,.1f} ms on rank 0, with the profiler's own cost."
+        yield ""
+        yield "| of a step | ms | share |"
+        yield "|---|---:|---:|"
+        yield self._row("compute", times.compute)
+        for axis in times.communication:
+            yield self._row(f"exposed communication, {axis}", times.exposed[axis])
+        yield self._row("waiting for data", times.data)
+        yield self._row("gaps: nothing computed, sent or read", times.idle)
+        for axis, seconds in times.communication.items():
+            hidden = 1 - times.exposed[axis] / seconds if seconds else 1.0
+            yield f"\nCollectives of {axis}: {seconds / self.steps * 1e3:,.1f} ms a step, {hidden:.0%} of it behind compute."
+        yield ""
+        yield "| rank | ms a step | waiting for data, ms | peak memory, MiB |"
+        yield "|---|---:|---:|---:|"
+        for rank, one in enumerate(self.ranks):
+            yield f"| {rank} | {one['seconds'] * 1e3:,.1f} | {one['data'] * 1e3:,.2f} | {one['memory'] / 2**20:,.0f} |"
+
+    def _row(self, name: str, seconds: float) -> str:
+        return f"| {name} | {seconds / self.steps * 1e3:,.2f} | {seconds / self.times.total:.1%} |"
+
+    def _memory(self) -> Iterable[str]:
+        if self.holders:
+            total = sum(self.holders.values())
+            yield f"\n| at the peak of live tensors: {total / 2**20:,.1f} MiB | MiB | share |"
+            yield "|---|---:|---:|"
+            for name, size in sorted(self.holders.items(), key=lambda item: -item[1]):
+                yield f"| {name} | {size / 2**20:,.1f} | {size / total:.0%} |"
+        yield ""
+        yield from (f"- `{name}`: {what}" for name, what in self.files.items())
+
+    def _advice(self) -> Iterable[str]:
+        yield "\nWhat it suggests:\n"
+        found = list(self._suggestions())
+        yield from (f"- {each}" for each in found or ["nothing stands out: the step computes for most of its time"])
+
+    def _suggestions(self) -> Iterable[str]:
+        times = self.times
+        for axis, seconds in times.exposed.items():
+            share = seconds / times.total
+            if share > 0.05 and axis == "tp":
+                yield f"{share:.0%} of the step waits for tp: a smaller tp, or sequence_parallel, sends less"
+            elif share > 0.05:
+                yield f"{share:.0%} of the step waits for {axis}: a larger micro-batch, prefetch_forward=1 or bfloat16 gathers"
+        if times.data > 0.02 * times.total:
+            yield f"{times.data / times.total:.0%} of the step waits for data: data.workers=2 reads ahead"
+        if times.idle > 0.1 * times.total:
+            yield f"{times.idle / times.total:.0%} of the step is gaps: the Compile pass, or a larger micro-batch, gives more to do at once"
+        slowest, fastest = (pick(one["seconds"] for one in self.ranks) for pick in (max, min))
+        if slowest > 1.1 * fastest:
+            yield f"the slowest rank takes {slowest / fastest:.2f} times the fastest's: look at its machine (meshpar doctor)"
+        if self.holders.get("activations", 0) > 0.5 * sum(self.holders.values()):
+            yield "activations hold most of the memory: ActivationCheckpoint (mode: selective costs less time)"
+        if self.holders.get("logits and loss", 0) > 0.3 * sum(self.holders.values()):
+            yield "logits hold much of the memory: training.objective_options={chunk: 1024}"
+
+
+def times_of(trace: Mapping[str, Any], groups: Sequence[str] = ()) -> Times:
+    """Return the times that a Chrome trace of torch's profiler tells.
+
+    Args:
+        trace: the JSON, read.
+        groups: of a trace without a GPU: the axes whose groups worked, in the order in which the groups were made (gloo's threads, which
+            do not say whose they are, were started in that order); empty text for a group of no axis, whose work is left out.
+    """
+    events = [each for each in trace["traceEvents"] if each.get("ph") == "X" and "dur" in each]
+    on_device = [each for each in events if each.get("cat") in _DEVICE]
+    if on_device:
+        compute = _spans(each for each in on_device if "nccl" not in each["name"].lower())
+        sent = _by_axis((_described(each), each) for each in on_device if "nccl" in each["name"].lower())
+    else:
+        main = _busiest(events)
+        compute = _spans(each for each in events if each["tid"] == main and each["name"].startswith("aten::"))
+        sent = _gloo(events, groups)
+    data = _spans(each for each in events if each["name"] == DATA and each.get("cat") == "user_annotation")
+    joined = {axis: _union(spans) for axis, spans in sent.items()}
+    everything = _union([*compute, *data, *(span for spans in joined.values() for span in spans)])
+    window = (everything[0][0], everything[-1][1]) if everything else (0.0, 0.0)
+    busy = _union(compute)
+    return Times(
+        total=_seconds([window]),
+        compute=_seconds(busy),
+        communication={axis: _seconds(spans) for axis, spans in joined.items()},
+        exposed={axis: _seconds(_union([*busy, *spans])) - _seconds(busy) for axis, spans in joined.items()},
+        data=_seconds(_union([*busy, *data])) - _seconds(busy),
+        idle=_seconds([window]) - _seconds(everything),
+    )
+
+
+def _described(event: Mapping[str, Any]) -> str:
+    text = event.get("args", {}).get("Process Group Description", "") or "unnamed group"
+    return str(text).removeprefix("mesh_")
+
+
+def _gloo(events: Sequence[Mapping[str, Any]], groups: Sequence[str]) -> dict[str, list[Span]]:
+    """Return the spans of gloo's collectives by axis; all as one where its threads do not fit the groups."""
+    mine = [each for each in events if each["name"].startswith("gloo:")]
+    clusters: list[list[int]] = []
+    for thread in sorted({each["tid"] for each in mine}):  # a group's threads are started together
+        if clusters and thread - clusters[-1][-1] <= 1:
+            clusters[-1].append(thread)
+        else:
+            clusters.append([thread])
+    if len(clusters) != len(groups):
+        return _by_axis(("all axes", each) for each in mine)
+    owner = {thread: axis for axis, cluster in zip(groups, clusters, strict=True) for thread in cluster}
+    return _by_axis((owner[each["tid"]], each) for each in mine if owner[each["tid"]])
+
+
+def _by_axis(pairs: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, list[Span]]:
+    found: dict[str, list[Span]] = {}
+    for axis, event in pairs:
+        found.setdefault(axis, []).extend(_spans([event]))
+    return found
+
+
+def _busiest(events: Sequence[Mapping[str, Any]]) -> Any:
+    counts: dict[Any, int] = {}
+    for each in events:
+        if each["name"].startswith("aten::"):
+            counts[each["tid"]] = counts.get(each["tid"], 0) + 1
+    return max(counts, key=lambda thread: counts[thread], default=None)
+
+
+def _spans(events: Iterable[Mapping[str, Any]]) -> list[Span]:
+    return [(each["ts"], each["ts"] + each["dur"]) for each in events]
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _seconds(spans: Iterable[Span]) -> float:
+    return sum(end - start for start, end in spans) / 1e6
