@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from meshpar.loss import token_loss
     from meshpar.mesh import MeshSpec
     from meshpar.parallelized import Parallelized
-    from meshpar.passes import ActivationCheckpoint, Compile, FullyShard, HybridShard, Pass, Replicate, Stage, TensorParallel
+    from meshpar.passes import ActivationCheckpoint, Compile, Float8, FullyShard, HybridShard, Pass, Replicate, Stage, TensorParallel
     from meshpar.plan import Plan
     from meshpar.runtime import distributed
     from meshpar.weights import WeightMap, WeightSource
@@ -37,6 +37,7 @@ __all__ = [
     "ActivationCheckpoint",
     "CheckpointError",
     "Compile",
+    "Float8",
     "FullyShard",
     "HybridShard",
     "LaunchError",
@@ -64,7 +65,7 @@ __all__ = [
     "token_loss",
 ]
 
-_PASSES = ("ActivationCheckpoint", "Compile", "FullyShard", "HybridShard", "Pass", "Replicate", "Stage", "TensorParallel")
+_PASSES = ("ActivationCheckpoint", "Compile", "Float8", "FullyShard", "HybridShard", "Pass", "Replicate", "Stage", "TensorParallel")
 _HOMES = {
     "chunked_token_loss": "chunked",
     "forecast": "forecasting.api",

@@ -41,8 +41,21 @@ def empty_problems(name: str, what: str, count: int, size: int) -> Iterator[str]
         yield f"{name} has {count} {what}, which tp={size} splits so that some ranks would hold none; tp in {divisors(count) or 1} would do"
 
 
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def set_product(module: nn.Linear, product: Product) -> None:
+    """Let a linear layer multiply by ``(x, weight, bias) -> y``, also where tensor parallelism has given it another forward."""
+    module._meshpar_product = product  # type: ignore[assignment]
+    if type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
+        set_forward(module, lambda x: product(x, module.weight, module.bias))
+
+
 def linear(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Apply a layer with another weight and bias than its own."""
+    product = module.__dict__.get("_meshpar_product")
+    if product is not None:
+        return product(x, weight, bias)
     return F.linear(x, weight.t() if is_transposed(module) else weight, bias)
 
 

@@ -1,0 +1,105 @@
+"""Float8: linear layers multiply in eight bits, through torchao."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshpar.layout import ModelLayout
+from meshpar.mesh import MeshSpec
+from meshpar.passes.base import Stage, block_problems, find_blocks
+from meshpar.passes.local import set_product
+from meshpar.patterns import matches
+
+_CAPABILITY = (8, 9)
+_MULTIPLE = 16
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8:
+    """Let the linear layers of the blocks multiply in float8 (arXiv 2209.05433), through torchao's casts and products.
+
+    Weights, their gradients and what the optimizer keeps stay as they are; a product casts both sides and scales them. The layers keep
+    their class and parameters, so sharding, checkpoints and names are untouched, and FSDP2 gathers in ``param_dtype``. It stands after
+    TensorParallel and before Compile, without which float8 is rather slower than bfloat16.
+
+    What a rank scales is what it holds: with ``rowwise_with_gw_hp`` a token's result does not depend on the others of its batch, so any
+    data-parallel mesh gives what one process gives; the other recipes scale over a rank's batch, and every recipe over a rank's features
+    under tensor parallelism, which differs by float8's own rounding.
+
+    Args:
+        recipe: torchao's: ``tensorwise`` (fastest), ``rowwise``, or ``rowwise_with_gw_hp`` (closest to full precision).
+        skip: patterns of layers that stay as they are, beside those that float8 cannot hold (features that 16 does not divide).
+        emulate: compute the same in higher precision, on any hardware: to try, not to train.
+        blocks: where the layers are, instead of the layout's blocks: name patterns or class names. The head is best left out.
+    """
+
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    skip: tuple[str, ...] = ()
+    emulate: bool = False
+    blocks: tuple[str, ...] | None = None
+
+    name = "Float8"
+    stage = Stage.RECOMPUTE
+    axes = ()
+
+    def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        yield from block_problems(self.name, module, layout, self.blocks)
+        if self.recipe not in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+            yield f"Float8(recipe={self.recipe!r}) is not known; use 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'"
+        if importlib.util.find_spec("torchao") is None:
+            yield "Float8 needs torchao, which is not installed; install it with: pip install 'meshpar[float8]'"
+        if not self.emulate:
+            yield from _hardware_problems()
+        if not self._layers(module, layout):
+            yield f"Float8 finds no linear layer in the blocks whose features are multiples of {_MULTIPLE} and that skip leaves"
+
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        product = _product(self.recipe, self.emulate)
+        for layer in self._layers(module, layout).values():
+            set_product(layer, product)
+
+    def _layers(self, module: nn.Module, layout: ModelLayout) -> dict[str, nn.Linear]:
+        """Return the layers by name that float8 can hold."""
+        found: dict[str, nn.Linear] = {}
+        for block, inside in find_blocks(module, layout, self.blocks):
+            for name, child in inside.named_modules():
+                full = f"{block}.{name}"
+                fits = isinstance(child, nn.Linear) and not child.in_features % _MULTIPLE and not child.out_features % _MULTIPLE
+                if fits and not any(matches(pattern, full) for pattern in self.skip):
+                    found[full] = child  # type: ignore[assignment]
+        return found
+
+
+def _hardware_problems() -> Iterator[str]:
+    remedy = "leave Float8 out, or try its arithmetic with emulate=True"
+    if not torch.cuda.is_available():
+        yield f"Float8 needs an NVIDIA GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell), and there is none here; {remedy}"
+    elif torch.cuda.get_device_capability() < _CAPABILITY:
+        got = ".".join(map(str, torch.cuda.get_device_capability()))
+        yield f"Float8 needs compute capability 8.9 or newer; {torch.cuda.get_device_name()} has {got}; {remedy}"
+
+
+def _product(recipe: str, emulate: bool) -> Any:
+    """Return ``(x, weight, bias) -> x @ weight.T + bias`` in float8."""
+    from dataclasses import replace
+
+    from torchao.float8.config import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    with torch.device("meta"):
+        settings = Float8Linear(_MULTIPLE, _MULTIPLE, bias=False, config=config).linear_mm_config
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = matmul_with_hp_or_float8_args.apply(x, weight.t(), settings, config)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    return product

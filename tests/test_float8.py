@@ -1,0 +1,94 @@
+"""Float8 through torchao: refused where it cannot run, and by emulation the same on a mesh as in one process."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from models_for_parity import VOCAB, transformer
+
+import meshpar
+from meshpar import Float8, FullyShard, Plan, PlanError, TensorParallel
+from meshpar.placements import local_tensor
+from meshpar.testing import on_ranks
+
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed (the extra float8)")
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return transformer(dim=64, hidden=64, heads=4, kv_heads=4)
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
+
+
+def losses_of(module: torch.nn.Module, ids: torch.Tensor, scale: float) -> torch.Tensor:
+    loss = torch.nn.functional.cross_entropy(module(input_ids=ids).logits.flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="sum")
+    (loss * scale).backward()
+    return loss.detach()
+
+
+def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in module.named_parameters()}
+
+
+def alone(recipe: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Float8 without a mesh: the pass itself, on the module."""
+    module = model()
+    layout = module.meshpar_layout()
+    Float8(recipe=recipe, emulate=True).apply(module, layout, None)  # type: ignore[arg-type]
+    return losses_of(module, batch(), 1 / 4), gradients(module)
+
+
+def test_it_is_refused_with_the_reason_where_the_hardware_or_torchao_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PlanError, match=r"compute capability 8\.9 .* there is none here; .* emulate=True"):
+        Plan("", [Float8()]).check(model(), world_size=1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    with pytest.raises(PlanError, match=r"A100 has 8\.0"):
+        Plan("", [Float8()]).check(model(), world_size=1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PlanError, match=r"pip install 'meshpar\[float8\]'"):
+        Plan("", [Float8(emulate=True)]).check(model(), world_size=1)
+
+
+@needs_torchao
+def test_it_computes_in_eight_bits_and_near_to_full_precision() -> None:
+    module = model()
+    exact = losses_of(module, batch(), 1 / 4)
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        loss, _ = alone(recipe)
+        assert 0 < abs(float(loss - exact)) < 0.01 * float(exact), recipe
+
+
+@needs_torchao
+@on_ranks(2)
+def test_on_shards_of_data_it_is_what_one_process_computes() -> None:
+    loss, expected = alone("rowwise_with_gw_hp")
+    par = Plan("dp_shard=2", [Float8(recipe="rowwise_with_gw_hp", emulate=True), FullyShard()]).apply(model())
+    mine = losses_of(par.module, batch().chunk(2)[par.data_rank], 2 / 4)
+    assert torch.allclose(par.data_sum(mine), loss, rtol=1e-6)
+    for name, gradient in gradients(par.module).items():
+        assert torch.allclose(gradient, expected[name], rtol=1e-4, atol=1e-5 * float(expected[name].abs().max())), name
+
+
+@needs_torchao
+@on_ranks(2)
+def test_under_tensor_parallelism_it_differs_by_its_own_rounding() -> None:
+    torch.manual_seed(0)
+    plain = model()
+    losses_of(plain, batch(), 1 / 4)
+    exact, (loss, _) = gradients(plain), alone("rowwise")
+    par = Plan("tp=2", [TensorParallel(), Float8(recipe="rowwise", emulate=True)]).apply(model())
+    split = losses_of(par.module, batch(), 1 / 4)
+    assert abs(float(split - loss)) < 2e-3 * float(loss)
+    for name, gradient in gradients(par.module).items():
+        assert (gradient - exact[name]).norm() < 0.1 * exact[name].norm(), name
+    assert all(local_tensor(each).dtype == torch.float32 for each in par.module.parameters())
+    assert [name for name, _ in par.module.named_parameters()] == [name for name, _ in model().named_parameters()]
+    assert meshpar.Float8 is Float8
