@@ -119,3 +119,11 @@ def test_a_report_is_read_later_than_it_is_begun() -> None:
     record, more = first.read()
     assert record["train/loss"] == 2.0 and more == [3.0]
     assert meter.begin().read()[0]["train/loss"] == 25.0
+
+
+def test_the_gpu_benchmark_runs_in_small_on_a_cpu() -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+    command = [sys.executable, str(script), "--smoke", "--case", "llama-1b", "--who", "meshpar", "--who", "torch by hand"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| llama-1b")]
+    assert len(rows) == 2 and all("%" in row for row in rows), done.stdout + done.stderr[-2000:]
