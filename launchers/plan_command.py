@@ -32,13 +32,15 @@ def plan(
     profile = Hardware.load(hardware)
     if gpus_per_node is not None:
         profile = replace(profile, node=gpus_per_node)
-    forecasts, ranking = _forecasts(recipe, overrides or [], profile, nodes * profile.node, search=search, full=full)
+    forecasts, ranking, without = _forecasts(recipe, overrides or [], profile, nodes * profile.node, search=search, full=full)
     if ranking is not None:
         from meshpar.forecasting.search import ranking_text
 
         print(ranking_text(ranking))
     for each in forecasts[:1]:
         print(each)
+    if without is not None:
+        print(_recomputation(forecasts[0], without))
     if html is not None:
         from meshpar.forecasting.html import page
 
@@ -51,14 +53,17 @@ def plan(
         print(f"data: {json_file}")
 
 
-def _forecasts(source: str, overrides: Sequence[str], profile: Any, ranks: int, *, search: bool, full: bool) -> tuple[Sequence[Any], Any]:
-    """Return the forecasts to report, the best first, and the ranking of a search."""
+def _forecasts(
+    source: str, overrides: Sequence[str], profile: Any, ranks: int, *, search: bool, full: bool
+) -> tuple[Sequence[Any], Any, Any]:
+    """Return the forecasts to report, the best first, the ranking of a search, and the forecast without the plan's recomputation."""
     from meshpar.errors import MeshparError
     from meshpar.forecasting.api import forecast
     from meshpar.forecasting.search import search as search_plans
     from meshpar.forecasting.step import Batch, ObjectiveLoss, summed_token_loss
     from meshpar.launchers import build
     from meshpar.launchers.inspecting import recipe_or_shape
+    from meshpar.plan import Plan
     from meshpar.registry import layout_for
 
     recipe = recipe_or_shape(source, overrides)
@@ -68,10 +73,27 @@ def _forecasts(source: str, overrides: Sequence[str], profile: Any, ranks: int, 
     if not search:
         loss = ObjectiveLoss(build.objective_of(recipe)) if recipe.training.objective == "causal_lm" else summed_token_loss
         depth: Any = "all" if full else "probes"
-        return [forecast(build.plan_of(recipe), model, batch, hardware=profile, world_size=ranks, loss=loss, depth=depth)], None
+        plan = build.plan_of(recipe)
+        plain = Plan(plan.mesh, [each for each in plan.passes if each.name != "ActivationCheckpoint"])
+        made = [
+            forecast(each, model, batch, hardware=profile, world_size=ranks, loss=loss, depth=depth)
+            for each in (plan, plain)
+            if each is plan or len(plain.passes) < len(plan.passes)
+        ]
+        return made[:1], None, made[1] if len(made) > 1 else None
     compiled = any("Compile" in written for written in recipe.passes)
     ranking = search_plans(model, layout_for(model), batch, profile, ranks, compiled=compiled)
     if not ranking.best:
         nearest = min(ranking.out, key=lambda each: each.peak or float("inf"))
         raise MeshparError(f"nothing fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; take more nodes")
-    return ranking.best, ranking
+    return ranking.best, ranking, None
+
+
+def _recomputation(made: Any, without: Any) -> str:
+    """Return what recomputation saves and costs."""
+    saved, more = without.memory.peak - made.memory.peak, made.cost.seconds - without.cost.seconds
+    fits = "" if without.fits else ", and without it the step does not fit"
+    return (
+        f"recomputation saves {saved / 2**30:.2f} GiB of a peak of {without.memory.peak / 2**30:.2f} "
+        f"and costs {more * 1e3:,.1f} ms a step, {more / without.cost.seconds:.0%}{fits}"
+    )

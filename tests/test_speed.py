@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,3 +128,15 @@ def test_the_gpu_benchmark_runs_in_small_on_a_cpu() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     rows = [line for line in done.stdout.splitlines() if line.startswith("| llama-1b")]
     assert len(rows) == 2 and all("%" in row for row in rows), done.stdout + done.stderr[-2000:]
+
+
+def test_the_plan_shows_what_recomputation_saves_and_costs() -> None:
+    shown = {}
+    for mode in ("selective", "full"):
+        passes = f"passes=[{{ActivationCheckpoint: {{mode: {mode}}}}}, FullyShard]"
+        command = [sys.executable, "-m", "meshpar.launchers.cli", "plan", "124m", "mesh=dp_shard=-1", "data.micro_batch=16", passes]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        found = re.search(r"recomputation saves ([\d.]+) GiB of a peak of [\d.]+ and costs ([\d.,]+) ms a step", done.stdout)
+        assert found, done.stdout + done.stderr
+        shown[mode] = float(found[1]), float(found[2])
+    assert shown["full"][0] >= shown["selective"][0] > 0 and shown["full"][1] > shown["selective"][1] > 0, shown
