@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar, final
 
@@ -21,7 +23,10 @@ class Ranks:
     Collective: every rank constructs it and takes each step, in the same order.
 
     Args:
-        timeout_s: how long a rank waits for the others in one step, in seconds.
+        timeout_s: how long a rank waits for the others in one step, in seconds; the first is to make the group.
+
+    Raises:
+        CheckpointError: the group was not made in that time, or a rank ended meanwhile.
 
     Attributes:
         broken: whether a step was lost between the ranks; the next one needs new Ranks.
@@ -30,7 +35,7 @@ class Ranks:
     def __init__(self, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo", timeout=self._timeout) if many else None
+        self._group = _make_group(self._timeout) if many else None
         self.rank = dist.get_rank() if many else 0
         self.size = dist.get_world_size() if many else 1
         self.broken = False
@@ -111,6 +116,31 @@ class Ranks:
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, outcomes if self.rank == 0 else None, src=0, group=self._group)
         return mine[0]
+
+
+def _make_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Make a gloo group of all ranks.
+
+    On a thread of its own, because gloo connects to one rank after another and waits for each as long as ``timeout``, and longer for one
+    that dies between publishing its address and answering. A thread that still waits then ends with the process.
+    """
+    made: Future[dist.ProcessGroup] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(dist.new_group(backend="gloo", timeout=timeout))
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="meshpar-group", daemon=True).start()
+    try:
+        return made.result(timeout.total_seconds())
+    except (TimeoutError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0] or "no answer"
+        raise CheckpointError(
+            f"rank {dist.get_rank()} could not connect to the {dist.get_world_size() - 1} others within {timeout}: one has ended, or does "
+            f"not save or restore as they do ({reason})"
+        ) from error
 
 
 def _attempt(rank: int, act: Callable[[], T]) -> tuple[_Outcome, BaseException | None]:

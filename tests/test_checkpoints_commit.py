@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +100,19 @@ def test_a_rank_that_does_not_come_fails_the_others_in_bounded_time(tmp_path):
     lose_a_rank(str(tmp_path))
 
 
+def test_a_group_that_is_not_made_in_time_is_given_up(tmp_path, monkeypatch):
+    released = threading.Event()
+    for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 0)):
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    # As gloo does where a rank dies after it has told its address.
+    monkeypatch.setattr(dist, "new_group", lambda **_: released.wait(60))
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"rank 0 could not connect to the 1 others within 0:00:00\.2.*: one has ended"):
+        CheckpointManager(tmp_path, timeout_s=0.2).save(1, linear())
+    assert time.monotonic() - began < 2
+    released.set()
+
+
 # Commit
 
 
@@ -184,8 +198,8 @@ def test_all_that_does_not_fit_is_told_at_once_and_nothing_changed(tmp_path):
         "missing: model.new.weight, (1, 1)",
         "missing: model.new.bias, (1,)",
         "unexpected: model.gone.weight",
-        "parameter group 0 holds only here: new.bias, new.weight",
-        "parameter group 0 holds only in the checkpoint: gone.weight",
+        "optimizer: trained only here: new.bias, new.weight",
+        "optimizer: trained only in the checkpoint: gone.weight",
         "optimizer: AdamW here and SGD in the checkpoint",
     ):
         assert line in str(raised.value)
