@@ -18,6 +18,9 @@ from meshpar.chunked import CHUNK, _around_the_product, head_of
 from meshpar.errors import MeshparError
 from meshpar.patterns import find_modules
 
+LEAST = 256
+"""Positions of a chunk at least; otherwise it is an eighth of a batch, up to CHUNK, so that the memory is a fraction."""
+
 _LOGITS = re.compile(r"logits(_[A-Z]+)?$")
 LARGE_LOGITS = 1 << 28
 """Bytes of logits in float32 from which chunks are worth it: 256 MiB."""
@@ -43,7 +46,7 @@ def chunk_for(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
         return 0
     name = next((name for name, child in find_modules(model, "*") if child is head), None)
     exact = name is not None and assigns_logits_once(model, name) and _torch.output_dtype(model) in (None, torch.float32)
-    return CHUNK if exact else 0
+    return min(CHUNK, max(LEAST, positions // 8)) if exact else 0
 
 
 def assigns_logits_once(model: nn.Module, head: str) -> bool:
