@@ -138,7 +138,7 @@ def test_the_plan_shows_what_recomputation_saves_and_costs() -> None:
         "meshpar.launchers.cli",
         "plan",
         "124m",
-        "model.n_layer=2",
+        "model.layers=2",
         "mesh=dp_shard=-1",
         "data.micro_batch=16",
         passes,
