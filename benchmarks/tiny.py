@@ -218,7 +218,7 @@ def tiny_model(model_type: str, task: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             # What is zero or one at the start (biases, norms, sinks) would hide a part that is wrong.
-            if parameter.is_floating_point() and not parameter.is_meta:
+            if parameter.requires_grad and parameter.is_floating_point() and not parameter.is_meta:
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     return model
 
@@ -228,7 +228,7 @@ def tiny_batch(task: str, rows: int = 4, length: int = LENGTH) -> dict[str, torc
     generator = torch.Generator().manual_seed(2)
     batch = {"input_ids": torch.randint(10, 90, (rows, length), generator=generator)}
     if task == "classifier":
-        batch["input_ids"][:, -1] = 2  # the end of the text is what T5 classifies
+        batch["input_ids"][:, -1] = 1  # the end of the text is what T5 classifies
     if task == "seq2seq":
         batch["decoder_input_ids"] = torch.randint(10, 90, (rows, length // 2), generator=generator)
     return batch
