@@ -13,11 +13,11 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"meshpar": "meshpar", "models": "meshpar.models", "checkpoints": "meshpar.checkpoints", "launchers": "meshpar.launchers"}
 FLOORS = [
     {"errors", "patterns", "views", "stacking"},
-    {"mesh", "drawing", "rules", "weights", "loss", "_torch", "placements"},
+    {"mesh", "drawing", "rules", "weights", "loss", "_torch", "placements", "norms"},
     {"layout"},
     {"passes"},
     {"replicas", "initialize", "guards", "description", "registry", "runtime", "watchdog"},
-    {"parallelized", "chunked"},
+    {"parallelized", "chunked", "chunking"},
     {"plan"},
     {"testing", "forecasting", "training"},
     {"models", "checkpoints"},
