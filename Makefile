@@ -9,8 +9,9 @@ READY := $(VENV)/.ready
 quickstart: $(READY)
 	$(BIN)/meshpar quickstart
 
+# A file of tests at a time on each of two workers: half of what they do is waiting for processes of their own.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # A real SLURM and network namespaces for the tests that want them: Debian's packages, where they may be installed.
 lab:

@@ -19,6 +19,7 @@ from meshpar.guards import reshard
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes import random
+from meshpar.passes.agreement import check_copies
 from meshpar.passes.base import Stage
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, sharded_axes
@@ -51,6 +52,7 @@ class Parallelized:
         self.data_axes = tuple(axis for axis in spec.axes if any(axis in each.axes for each in plan.passes if each.stage == Stage.DATA))
         self._place = spec.coordinates(dist.get_rank())
         self._steps_checked = 0
+        self._copies_checked = False
 
     @property
     def data_size(self) -> int:
@@ -192,6 +194,9 @@ class Parallelized:
         Collective: every rank calls it.
         """
         reshard(self.module)
+        if not self._copies_checked:  # in the first step: reading the answer waits for the device
+            self._copies_checked = True
+            check_copies(self.module, self.mesh, [axis for each in self.plan.passes if each.name == "TensorParallel" for axis in each.axes])
         parts: dict[frozenset[str], list[Tensor]] = {}
         for parameter in self.module.parameters():
             if (grad := norms.whole_gradient(parameter)) is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, final
 
 from meshpar.errors import LayoutError
+from meshpar.stacking import Unstack
 from meshpar.views import View, joined, narrowed, permuted, transposed
 
 
@@ -130,8 +131,8 @@ class Split:
         return [_concat(views, self.dim, self.parts, self)]
 
 
-Rule: TypeAlias = Rename | Transpose | Permute | Fuse | Split
-_RULES: dict[str, type[Rule]] = {"rename": Rename, "transpose": Transpose, "permute": Permute, "fuse": Fuse, "split": Split}
+Rule: TypeAlias = Rename | Transpose | Permute | Fuse | Split | Unstack
+_RULES: dict[str, type[Rule]] = {kind.kind: kind for kind in (Rename, Transpose, Permute, Fuse, Split, Unstack)}
 
 
 def rule_from_json(data: Mapping[str, Any]) -> Rule:

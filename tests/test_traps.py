@@ -503,3 +503,13 @@ def test_one_block_listed_twice_is_no_tie_across_units_and_scalars_are_named():
     module.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
     with pytest.raises(MeshparError, match="scale is a scalar"):
         Plan("dp_shard=2", [FullyShard()]).check(module, ModelLayout(), 2)
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_not_summed_over_the_axis_is_named_in_the_first_step():
+    torch.manual_seed(0)
+    unsummed = TensorParallel(styles={"layers.*.attn.q_norm": "sequence"})  # which sums nothing here
+    par = Plan("tp=2", [unsummed]).apply(transformer(qk_norm=True))
+    par.module(input_ids=torch.randint(0, VOCAB, (2, 8))).logits.square().mean().backward()
+    with pytest.raises(MeshparError, match=r"ranks of tp have different gradients .*layers\.0\.attn\.q_norm\.weight.*'grad_sum'"):
+        par.clip_grad_norm_(1.0)

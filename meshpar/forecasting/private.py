@@ -68,6 +68,7 @@ def settle(par: Parallelized, *, checks: bool) -> None:
 
     par._marks = lambda: torch.empty(2, dtype=torch.float64, device=par.device) if checks else None  # type: ignore[method-assign]
     par._check_gradients_agree = compare  # type: ignore[method-assign]
+    par._copies_checked = True
 
 
 @contextmanager

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from meshpar.errors import MeshparError
 from meshpar.placements import local_tensor, sharded_axes
 
 _RELATIVE = 1e-2
 _FLOOR = 1e-4
+
+
+def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> None:
+    """See that what the ranks of each tensor axis keep whole has one gradient there.
+
+    Raises:
+        MeshparError: on every rank alike, naming the parameters.
+
+    Collective over the axes.
+    """
+    for axis in axes:
+        if axis in (mesh.mesh_dim_names or ()) and (odd := differing_gradients(module, axis, mesh.get_group(axis))):
+            raise MeshparError(
+                f"ranks of {axis} have different gradients of what each of them keeps whole: {', '.join(odd[:6])}; where such a module "
+                "sees a slice of the heads or features, give it the style 'grad_sum' in the layout's tensor-parallel table"
+            )
 
 
 def differing_gradients(module: nn.Module, axis: str, group: dist.ProcessGroup) -> list[str]:
