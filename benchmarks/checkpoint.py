@@ -227,6 +227,7 @@ def restores(folder: str, layers: str, rounds: str) -> Notes:
                 ("stock restore", lambda: dcp.load({"model": dict(state)}, checkpoint_id=root / "stock", no_dist=True)),
             ):
                 drop_cache(root)
+                level(root)
                 found.time(name, act)
     return found
 

@@ -23,7 +23,6 @@ from meshpar.errors import CheckpointError
 BLOCK = memoryview(bytes(64 << 20))
 COUNT = 65
 HUGE = COUNT * len(BLOCK) + 3  # bytes of the first tensor: over 4 GiB
-LONG = os.environ.get("MESHPAR_LARGE_FILES") == "1"
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +95,7 @@ def test_the_large_files_size_is_checked(step):
         file.write(b"\0")
 
 
-@pytest.mark.skipif(not LONG, reason="reads 9 GB; MESHPAR_LARGE_FILES=1 runs it")
+@pytest.mark.long
 def test_every_byte_of_the_large_file_is_checked_and_exported(step, tmp_path):
     assert "is whole" in verify_step(step)
     exported = export_safetensors(step, tmp_path / "hf", verify="full") / "model.safetensors"
