@@ -37,6 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "job.yaml").write_text(RECIPE)
     (tmp_path / "text.md").write_text((Path(__file__).parent.parent / "README.md").read_text())
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["meshpar", "launch", "..."])  # which the job's folder keeps
     return tmp_path
 
 
