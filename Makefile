@@ -11,7 +11,7 @@ quickstart: $(READY)
 
 # A file of tests at a time on each of two workers: half of what they do is waiting for processes of their own.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # A real SLURM and network namespaces for the tests that want them: Debian's packages, where they may be installed.
 lab:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from meshpar.testing import PRELOAD
 
 # Ranks are forked from a server; what it has loaded, no rank loads again.
@@ -13,3 +15,10 @@ PRELOAD += [
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 ]
+
+WAITING = ("test_slurm.py", "test_watchdog.py", "test_main_job.py", "test_jobs.py", "test_profile.py", "test_quickstart.py")
+"""Files whose few long tests mostly wait for processes of their own: they come first, so that no worker is left with them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: WAITING.index(item.path.name) if item.path.name in WAITING else len(WAITING))
