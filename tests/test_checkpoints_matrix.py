@@ -16,8 +16,8 @@ from meshpar.testing import launch
 from tests.test_checkpoints import assert_same, everything, make, optimizer_of, train, world
 
 KINDS = {
-    2: ("fsdp", "hsdp", "fsdp_tp", "tp"),
-    4: ("fsdp", "hsdp", "fsdp_tp", "hsdp_tp", "replicate"),
+    2: ("fsdp", "hsdp", "fsdp_tp"),
+    4: ("fsdp", "hsdp", "fsdp_tp", "hsdp_tp", "tp", "replicate"),
     8: ("fsdp", "hsdp", "fsdp_tp", "hsdp_tp"),
 }
 SAVED = [f"{kind}-{ranks}" for ranks, kinds in KINDS.items() for kind in kinds]

@@ -1,6 +1,6 @@
 """kill -9 of any rank at any moment of saving: no committed step is lost, none loads mixed, and no survivor waits for long.
 
-A sample runs here; ``MESHPAR_CRASH_KILLS=200`` makes it the long run.
+A sample runs here; ``MESHPAR_CRASH_KILLS=200`` (and ``MESHPAR_CRASH_SEED``) makes it the long run.
 """
 
 from __future__ import annotations
