@@ -283,11 +283,12 @@ def options_by_parameter(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any
 
 def merged_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the optimizer tables of ranks that may hold different parameters, as pipeline stages do."""
-    groups = [
+    nothing: Mapping[str, Any] = {"params": [], "options": {}}
+    groups: list[dict[str, Any]] = [
         {
             "params": list(dict.fromkeys(name for group in same for name in group["params"])),
             "options": next((group["options"] for group in same if group["params"]), {}),
         }
-        for same in zip_longest(*(table["groups"] for table in tables), fillvalue={"params": [], "options": {}})
+        for same in zip_longest(*(table["groups"] for table in tables), fillvalue=nothing)
     ]
     return {"class": tables[0]["class"], "groups": groups, "state": {k: v for table in reversed(tables) for k, v in table["state"].items()}}

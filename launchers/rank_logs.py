@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -25,7 +26,8 @@ def redirect(logs: Path, rank: int) -> None:
         sys.stderr.flush()
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  it was made for what the process began with
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it was made for what the process began with
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def copy_output(logs: Path, rank: int) -> None:

@@ -112,5 +112,5 @@ def _as_rank(kind: str, what: str, arguments: Sequence[str]) -> int:
         recipe = load_recipe(what, arguments)
         if runtime.is_main():
             show(recipe)
-        return run_as_rank(recipe)
+        return run_as_rank(recipe) or 0
     return run_code(kind, what, arguments)

@@ -76,9 +76,18 @@ def _differ(found: Found, of: Callable[[Facts], Any]) -> str:
     return "" if len(groups) < 2 else "; ".join(f"{value} on {ranks_text(members)}" for value, members in groups.items())
 
 
+def _of(kind: str, name: str, missing: str) -> Callable[[Facts], Any]:
+    """Return what reads one named fact of a rank."""
+    return lambda each: each[kind].get(name, missing)
+
+
+def _host_and_setting(name: str) -> Callable[[Facts], Any]:
+    return lambda each: (each["host"], each["settings"].get(name))
+
+
 def _versions(found: Found) -> Iterator[Finding]:
     for name in sorted({name for each in found for name in each["versions"]}):
-        where = _differ(found, lambda each, name=name: each["versions"].get(name, "none"))
+        where = _differ(found, _of("versions", name, "none"))
         if where:
             yield Finding(what=f"versions of {name} differ", where=where, do=f"install the same {name} on every node")
 
@@ -98,7 +107,7 @@ def _devices(found: Found) -> Iterator[Finding]:
 
 def _settings(found: Found) -> Iterator[Finding]:
     for name in sorted({name for each in found for name in each["settings"]}):
-        where = _differ(found, lambda each, name=name: each["settings"].get(name, "unset"))
+        where = _differ(found, _of("settings", name, "unset"))
         if where:
             yield Finding(what=f"{name} differs between ranks", where=where, do="set it alike on every node, or on none")
 
@@ -106,7 +115,7 @@ def _settings(found: Found) -> Iterator[Finding]:
 def _interfaces(found: Found) -> Iterator[Finding]:
     several = len(hosts_of(found)) > 1
     for name in INTERFACES:
-        for (host, value), members in _groups(found, lambda each, name=name: (each["host"], each["settings"].get(name))).items():
+        for (host, value), members in _groups(found, _host_and_setting(name)).items():
             if value is None:
                 continue
             there = members[0]["interfaces"]
