@@ -77,7 +77,7 @@ def export_safetensors(
         raise CheckpointError(f"expected a floating-point dtype to export to, got {dtype}")
     source, config = _opened(Path(src), weights, verify, config) if isinstance(src, (str, Path)) else (_named(src, weights), config)
     dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
-    with _made_whole(target) as folder:
+    with made_whole(target) as folder:
         _write_model(folder, source, dtypes, _shards(source.shapes(), dtypes, max_shard_size), progress)
         if config:
             _write_json(folder / "config.json", {**config, **_dtype_entry(config, dtypes)})
@@ -185,8 +185,8 @@ def _one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def _made_whole(target: Path) -> Iterator[Path]:
-    """Make a folder beside ``target`` that takes its place when the block ends well, and goes when it does not."""
+def made_whole(target: Path) -> Iterator[Path]:
+    """Make a folder beside ``target`` that takes its place, old content and all, when the block ends well, and goes when it does not."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:8]}")
     folder.mkdir()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshpar.launchers.foreign import Keys, Translated, truth, whole
+from meshpar.launchers import trainer_values as values
+from meshpar.launchers.foreign import Keys, Translated, whole
 
 _LAUNCHER = "the launcher's: give it to torchrun, srun or `meshpar launch`"
 DEEPSPEED = "DeepSpeed is another engine; its stages 2 and 3 are FullyShard(reshard_after_forward=False) and FullyShard()"
@@ -40,13 +41,6 @@ def _processes(value: Any, result: Translated) -> str:
 def _machines(value: Any, result: Translated) -> str:
     result.known["nodes"] = whole(value)
     return f"{value} became the mesh's nodes: replicas across them, where sharding is hybrid"
-
-
-def _cpu(value: Any, result: Translated) -> str:
-    if not truth(value):
-        return "has no effect: it is the default"
-    result.put("device", "cpu")
-    return "became device: cpu"
 
 
 def _compile(value: Any, result: Translated) -> str:
@@ -89,7 +83,7 @@ ACCELERATE = Keys(
         "mixed_precision": _precision,
         "num_processes": _processes,
         "num_machines": _machines,
-        "use_cpu": _cpu,
+        "use_cpu": values.cpu,
         "dynamo_config": _compile,
         "parallelism_config": _parallelism,
     },

@@ -64,7 +64,8 @@ def export_run(
             raise CheckpointError("adapters are merged into the weights below them, under those weights' names and config; give neither")
         verify_files(folder, read_manifest(folder), verify)
         settings, base = adapted
-        return export_merged(folder, dst, settings, base, _dtype(dtype), overwrite=overwrite)
+        with _progress() as told:
+            return export_merged(folder, dst, settings, base, _dtype(dtype), bytes_of(max_shard_size), told, overwrite=overwrite)
     found, names = beside(folder, config), weight_names(layout)
     with _progress() as told:
         return export_safetensors(

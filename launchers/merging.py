@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
@@ -11,12 +10,15 @@ from typing import Any, final
 import torch
 
 from meshpar.checkpoints import DistributedCheckpoint, Safetensors, export_safetensors, open_step
+from meshpar.checkpoints.copying import Progress
+from meshpar.checkpoints.export import made_whole
+from meshpar.checkpoints.manifest import fsync
 from meshpar.errors import CheckpointError
 from meshpar.training.lora import NAME, LoRA
 from meshpar.views import spans_of
 from meshpar.weights import TypedSource
 
-_MODEL = "model."
+_MODEL, _ADAPTERS = "model.", "adapter_model.safetensors"
 
 
 @final
@@ -52,7 +54,17 @@ class Merged:
         out.copy_(whole + (delta.T if transposed else delta))
 
 
-def export_merged(src: Path, dst: Path, settings: LoRA, base: Path, dtype: torch.dtype | None = None, *, overwrite: bool = False) -> Path:
+def export_merged(
+    src: Path,
+    dst: Path,
+    settings: LoRA,
+    base: Path,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = 5 << 30,
+    progress: Progress | None = None,
+    *,
+    overwrite: bool = False,
+) -> Path:
     """Write the adapted model as transformers loads it, tile by tile; what peft's ``merge_and_unload`` gives.
 
     Args:
@@ -61,25 +73,25 @@ def export_merged(src: Path, dst: Path, settings: LoRA, base: Path, dtype: torch
         settings: of the adapters.
         base: the folder of the weights that they adapt, with its config and tokenizer.
         dtype: of the weights; None: the base's.
+        max_shard_size, progress: as of :func:`meshpar.checkpoints.export_safetensors`.
         overwrite: replace what is there.
     """
     merged: Any = Merged(Safetensors(base), stored_adapters(src), settings.alpha / settings.rank)
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    return export_safetensors(merged, dst, dtype, tokenizer=base, config=config, overwrite=overwrite)
+    return export_safetensors(merged, dst, dtype, max_shard_size, base, progress, config=config, overwrite=overwrite)
 
 
 def export_adapters(src: Path, dst: Path, settings: LoRA, base: Path, *, overwrite: bool = False) -> Path:
-    """Write the adapters as peft loads them (``PeftModel.from_pretrained``); arguments as :func:`export_merged`."""
+    """Write the adapters as peft loads them (``PeftModel.from_pretrained``); arguments as :func:`export_merged`.
+
+    The folder appears, or takes the place of the old one, when it is whole.
+    """
     import peft
     from safetensors.torch import save_file
 
-    if dst.exists() and any(dst.iterdir()):
-        if not overwrite:
-            raise CheckpointError(f"{dst} is there already and not empty; remove it, choose another folder, or pass overwrite=True")
-        shutil.rmtree(dst)
-    dst.mkdir(parents=True, exist_ok=True)
+    if dst.exists() and any(dst.iterdir()) and not overwrite:
+        raise CheckpointError(f"{dst} is there already and not empty; remove it, choose another folder, or pass overwrite=True")
     adapters = stored_adapters(src)
-    save_file({f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}, dst / "adapter_model.safetensors")
     layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
     config = peft.LoraConfig(
         r=settings.rank,
@@ -90,7 +102,10 @@ def export_adapters(src: Path, dst: Path, settings: LoRA, base: Path, *, overwri
         fan_in_fan_out=_transposed(adapters, Safetensors(base)),
         inference_mode=True,
     )
-    config.save_pretrained(dst)
+    with made_whole(dst) as folder:
+        save_file({f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}, folder / _ADAPTERS)
+        fsync(folder / _ADAPTERS)
+        config.save_pretrained(folder)
     return dst
 
 

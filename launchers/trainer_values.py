@@ -188,7 +188,7 @@ def compile(value: Any, result: Translated) -> str:
 
 
 def cpu(value: Any, result: Translated) -> str:
-    """Take ``no_cuda``."""
+    """Take ``no_cuda``, ``use_cpu``."""
     if not truth(value):
         return "has no effect: it is the default"
     result.put("device", "cpu")

@@ -85,7 +85,7 @@ def head_of(model: nn.Module) -> nn.Module:
 @contextmanager
 def _loss_for_logits(head: nn.Module, labels_BL: Tensor, chunk: int, ignore_index: int, made: list[Tensor]) -> Iterator[None]:
     """Let ``head`` return the summed loss (a scalar) in place of logits, once."""
-    prepare, finish = _around_the_product(head)
+    prepare, finish = around_the_product(head)
 
     def forward(hidden: Tensor) -> Tensor:
         if made:
@@ -109,7 +109,7 @@ def _loss_for_logits(head: nn.Module, labels_BL: Tensor, chunk: int, ignore_inde
             head.forward = own  # type: ignore[method-assign]
 
 
-def _around_the_product(head: nn.Module) -> tuple[Step, Step]:
+def around_the_product(head: nn.Module) -> tuple[Step, Step]:
     """Return what a head does before and after its one matrix product.
 
     Raises:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshpar import _torch
-from meshpar.chunked import CHUNK, _around_the_product, head_of
+from meshpar.chunked import CHUNK, around_the_product, head_of
 from meshpar.errors import MeshparError
 from meshpar.patterns import find_modules
 
@@ -37,7 +37,7 @@ def chunk_for(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
     """
     try:
         head = head_of(model)
-        _around_the_product(head)
+        around_the_product(head)
     except MeshparError:
         return 0
     assert isinstance(head, nn.Linear)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from meshpar import PlanError
 from meshpar.launchers.exporting import export_run
@@ -19,16 +17,9 @@ from meshpar.launchers.train import train_recipe
 from meshpar.training.text import standard_library_root
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORDS = ["Return", "Close", "Open", "Read", "Write", "Send", "the", "a", "this", "file", "socket", "name", "value", "queue", "lock"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from models_for_parity import VOCAB, huggingface, huggingface_gpt2
 from torch import nn
 
-from meshpar import FullyShard, HybridShard, MeshparError, Parallelized, Plan, RecipeError, TensorParallel
+from meshpar import CheckpointError, FullyShard, HybridShard, MeshparError, Parallelized, Plan, RecipeError, TensorParallel
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors
 from meshpar.launchers.merging import export_adapters, export_merged
 from meshpar.mesh import MeshSpec
@@ -114,7 +114,10 @@ def compare_exports(folder: Path, trained: dict[str, torch.Tensor]) -> None:
     held = {name.removeprefix("base_model.model."): value for name, value in theirs.state_dict().items()}
     assert all(torch.equal(held[name], value) for name, value in trained.items())
     merged = theirs.merge_and_unload()
-    export_merged(folder / "checkpoints", folder / "merged", SETTINGS, folder / "base")
+    with pytest.raises(CheckpointError, match="is there already and not empty"):
+        export_adapters(folder / "checkpoints", folder / "adapters", SETTINGS, folder / "base")
+    export_merged(folder / "checkpoints", folder / "merged", SETTINGS, folder / "base", max_shard_size=20_000)
+    assert len(list((folder / "merged").glob("*.safetensors"))) > 1
     ours = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
     for name, value in merged.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-6, atol=1e-7)

@@ -36,17 +36,12 @@ training: {steps: 40, log_every: 1, validate_steps: 2, tensorboard: false}
 """
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 def text(lines: int = 4000) -> str:
     numbers = np.random.default_rng(0).integers(0, 50, size=(lines, 2)).tolist()
     return "".join(f"def add_{a}_{b}():\n    return {a} + {b}\n\n" for a, b in numbers)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
