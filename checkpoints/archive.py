@@ -1,6 +1,7 @@
 """One tensor as ``torch.save`` writes it, an uncompressed zip archive: written block by block, and found without reading its payload.
 
-A ``.distcp`` file is one such archive after another. Sections of APPNOTE.TXT, the format's description, are in brackets.
+A ``.distcp`` file is one such archive after another; ours have a multiple of ``ALIGNMENT`` as their length, so that every payload is
+aligned in the file, too. Sections of APPNOTE.TXT, the format's description, are in brackets.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from typing import final
 import torch
 
 from meshpar.checkpoints.checksums import crc32, joined
-from meshpar.checkpoints.files import Box, ReadFile, aligned
+from meshpar.checkpoints.files import ALIGNMENT, Box, ReadFile, aligned
 from meshpar.checkpoints.pickles import read_tensor_pickle, tensor_pickle
 from meshpar.errors import CheckpointError
 
-_ALIGNMENT = 64  # of the payload, as torch.save has it
 _LARGE = 0xFFFFFFFF
 _STREAMED = 0x0808  # flags: sizes and checksum follow the payload; names are UTF-8
 
@@ -54,7 +54,7 @@ def write_tensor(
     members = [
         _add(head, "data.pkl", tensor_pickle(shape, dtype)),
         _add(head, ".format_version", b"1"),
-        _add(head, ".storage_alignment", str(_ALIGNMENT).encode()),
+        _add(head, ".storage_alignment", str(ALIGNMENT).encode()),
         _add(head, "byteorder", b"little"),
     ]
     start, size = len(head), math.prod(shape) * dtype.itemsize
@@ -68,26 +68,32 @@ def write_tensor(
         written += len(memory)
     assert written == size, f"{written} bytes were given of a tensor of {size}"
     members.append(_Member(b"archive/data/0", start, size, checksum))
-    tail = bytearray(_descriptor(size, checksum))
-    offset = len(head) + size
-    members.append(_add(tail, "version", b"3\n", offset))
-    tail += _directory_of(members, offset + len(tail))
+    tail = _tail(members, len(head) + size)
     write(tail)
     whole = joined(joined(crc32(head), checksum, size), crc32(tail), len(tail))
-    return offset + len(tail), whole
+    return len(head) + size + len(tail), whole
 
 
-def _add(out: bytearray, name: str, data: bytes, offset: int = 0) -> _Member:
-    """Append a small member to ``out``, which begins at ``offset`` of the archive."""
+def _tail(members: list[_Member], offset: int, padding: int = 0) -> bytes:
+    """Return what follows the payload, which ends at ``offset`` of the archive, padded so that the archive's length is aligned."""
+    tail = bytearray(_descriptor(members[-1].size, members[-1].crc32))
+    version = _add(tail, "version", b"3\n", offset, padding)
+    tail += _directory_of([*members, version], offset + len(tail))
+    over = -(offset + len(tail)) % ALIGNMENT
+    return _tail(members, offset, padding + over) if over else bytes(tail)
+
+
+def _add(out: bytearray, name: str, data: bytes, offset: int = 0, more: int = 0) -> _Member:
+    """Append a small member to ``out``, which begins at ``offset`` of the archive, its data ``more`` bytes late."""
     path, start = f"archive/{name}".encode(), offset + len(out)
-    out += _local_header(path, start) + data + _descriptor(len(data), crc32(data))
+    out += _local_header(path, start, more) + data + _descriptor(len(data), crc32(data))
     return _Member(path, start, len(data), crc32(data))
 
 
-def _local_header(name: bytes, start: int) -> bytes:
-    """[4.3.7], padded by an extra field so that the payload is aligned."""
+def _local_header(name: bytes, start: int, more: int = 0) -> bytes:
+    """[4.3.7], padded by an extra field so that the payload is aligned, or ``more`` bytes after that."""
     bare = start + 30 + len(name) + 4
-    padding = -bare % _ALIGNMENT
+    padding = -bare % ALIGNMENT + more
     fields = struct.pack("<4sHHHHHIIIHH", b"PK\x03\x04", 0, _STREAMED, 0, 0, 0, 0, 0, 0, len(name), 4 + padding)
     return fields + name + b"FB" + struct.pack("<H", padding) + b"Z" * padding
 

@@ -76,7 +76,8 @@ class Copier:
 
     def __init__(self, descriptor: int, told: Callable[[int], None]) -> None:
         self._descriptor, self._told = descriptor, told
-        self._out, self._in = (torch.empty(BLOCK_BYTES, dtype=torch.uint8) for _ in range(2))
+        # Two blocks in, for a cast to half the width: one read, one cast and one write each time.
+        self._out, self._in = (torch.empty(count * BLOCK_BYTES, dtype=torch.uint8) for count in (1, 2))
         self._out_memory, self._in_memory = memory_of(self._out), memory_of(self._in)
 
     def copy(self, piece: Piece, dtype: torch.dtype, position: int) -> None:
@@ -99,7 +100,7 @@ class Copier:
     def _fill_cast(self, piece: Piece, start: int, memory: memoryview, dtype: torch.dtype, checksum: int) -> int:
         """As :meth:`_fill`, where ``start`` and ``memory`` count in ``dtype``."""
         box, wide = piece.box, piece.box.dtype.itemsize
-        first, count, most = start // dtype.itemsize, len(memory) // dtype.itemsize, BLOCK_BYTES // wide
+        first, count, most = start // dtype.itemsize, len(memory) // dtype.itemsize, len(self._in) // wide
         values, cast = self._in.view(box.dtype), self._out.view(dtype)
         for at in range(0, count, most):
             now = min(most, count - at)

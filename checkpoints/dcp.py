@@ -106,6 +106,8 @@ class DistributedCheckpoint:
                     raise CheckpointError(f"it holds {box.dtype}, and {METADATA_NAME} says {self.tensors[name].dtype}")
             except CheckpointError as error:
                 raise CheckpointError(f"{file.path}: the part of {name!r} at byte {chunk.position} is damaged: {error}") from error
+            file.forget(chunk.position, box.position)
+            file.forget(box.position + box.nbytes, chunk.position + chunk.length)
             self._boxes[chunk] = box
         return self._boxes[chunk]
 

@@ -108,7 +108,7 @@ def _named(source: TypedSource, weights: WeightMap | None) -> TypedSource:
 def _write_model(
     folder: Path, source: TypedSource, dtypes: Mapping[str, torch.dtype], shards: Mapping[str, list[str]], progress: Progress | None
 ) -> None:
-    total = sum(_nbytes(source.shapes()[name], dtypes[name]) for name in source.shapes())
+    total = sum(_nbytes(shape, dtypes[name]) for name, shape in source.shapes().items())
     count = Count(total, progress)
     for file, names in shards.items():
         _write_file(folder / file, source, names, dtypes, count)
@@ -142,13 +142,14 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dt
 def _write_file(path: Path, source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype], count: Count) -> None:
     """Write one safetensors file and bring it to the disk."""
     # Larger items first, so that every tensor lies at a multiple of its item's size, as readers that map the file want it.
-    shapes = {name: source.shapes()[name] for name in sorted(names, key=lambda name: -dtypes[name].itemsize)}
+    whole, stored = source.shapes(), source if isinstance(source, StoredSource) else None
+    shapes = {name: whole[name] for name in sorted(names, key=lambda name: -dtypes[name].itemsize)}
     header, positions = write_header(shapes, dtypes)
     with path.open("wb", buffering=0) as file, _one_thread():
         write_all(file.fileno(), memoryview(header))
         copier = Copier(file.fileno(), count.add)
         for name, shape in shapes.items():
-            pieces = source.pieces(name) if isinstance(source, StoredSource) else ()
+            pieces = stored.pieces(name) if stored is not None else ()
             if pieces and all(lies_in_one_run(piece, shape) for piece in pieces):
                 for piece in pieces:
                     copier.copy(piece, dtypes[name], positions[name] + position_of(piece, shape) * dtypes[name].itemsize)

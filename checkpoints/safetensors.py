@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 
 from meshpar.checkpoints.copying import Piece
-from meshpar.checkpoints.files import Box, ReadFile, inside
+from meshpar.checkpoints.files import ALIGNMENT, Box, ReadFile, inside
 from meshpar.errors import CheckpointError
 from meshpar.patterns import nearest
 from meshpar.views import spans_of
@@ -153,6 +153,6 @@ def write_header(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, tor
         entries[name] = {"dtype": _NAMES[dtypes[name]], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     header = struct.pack("<Q", len(text)) + text
     return header, {name: len(header) + each for name, each in offsets.items()}
