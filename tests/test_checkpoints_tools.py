@@ -185,6 +185,7 @@ def test_an_archive_is_what_torch_loads_and_what_is_found_again(tmp_path, dtype,
     for each in (loaded, found):
         assert each.dtype == dtype and each.shape == tensor.shape and torch.equal(each.float(), tensor.float())
     assert payload == zlib.crc32(memory_of(tensor) if tensor.numel() else b"") and (box.position - 6) % 64 == 0
+    assert length % 64 == 0  # the next one in the file is aligned, too
 
 
 def test_checksums_of_pieces_join():
