@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from meshpar.launchers import build
-from meshpar.launchers.exporting import export_run
-from meshpar.launchers.recipe import Recipe, load_recipe
-from meshpar.launchers.train import train_recipe
+from meshpar.launchers.commands.train import train_recipe
+from meshpar.launchers.export.run import export_run
+from meshpar.launchers.jobs import build
+from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 from meshpar.training.data import PackedTokens
 from meshpar.training.examples import ExampleFile, ExampleSplit
 

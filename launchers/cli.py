@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from meshpar.launchers import checkpoint_commands, launch_commands
-from meshpar.launchers.plan_command import plan
-from meshpar.launchers.startup import quick_imports
+from meshpar.launchers.agent.startup import quick_imports
+from meshpar.launchers.commands import checkpoints as checkpoint_commands
+from meshpar.launchers.commands import launch as launch_commands
+from meshpar.launchers.commands.plan import plan
 
 app = typer.Typer(
     name="meshpar", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -72,8 +73,8 @@ def train(
     Starts its own ranks on this machine; inside torchrun or srun it is one of theirs.
     """
     with quick_imports():
-        from meshpar.launchers.exporting import bytes_of
-        from meshpar.launchers.train import train_recipe
+        from meshpar.launchers.commands.train import train_recipe
+        from meshpar.launchers.export.run import bytes_of
 
     limit = None if memory is None else bytes_of(memory)
     options: Any = {"nproc": nproc, "quiet": quiet, "nodes": nodes, "find_batch": find_batch_size, "memory": limit}
@@ -98,7 +99,7 @@ def export(
 
     Safetensors with their index, config and tokenizer, streamed from file to file.
     """
-    from meshpar.launchers.exporting import export_run
+    from meshpar.launchers.export.run import export_run
 
     options: Any = {"dtype": dtype, "best": best, "max_shard_size": max_shard_size, "verify": verify, "config": config}
     print(f"exported to {export_run(src, dst, layout=layout, overwrite=overwrite, **options)}")
@@ -118,7 +119,7 @@ def describe(
     Block by block, with bytes, on any number of ranks; no device is needed.
     """
     with quick_imports():
-        from meshpar.launchers.inspecting import describe_recipe
+        from meshpar.launchers.commands.inspecting import describe_recipe
 
     print(describe_recipe(recipe, overrides or [], mesh=mesh, world_size=world_size))
 
@@ -128,7 +129,7 @@ def describe(
 def check(recipe: RecipeArgument, overrides: Overrides = None, world_size: Ranks = None, debug: Debug = False) -> None:
     """Find every problem before anything runs."""
     with quick_imports():
-        from meshpar.launchers.inspecting import check_recipe
+        from meshpar.launchers.commands.inspecting import check_recipe
 
     print(check_recipe(recipe, overrides or [], world_size=world_size))
 
@@ -147,7 +148,7 @@ def quickstart(
     Trains a small model on Python's own source, resumes on another mesh, exports it and loads it with transformers.
     """
     with quick_imports():
-        from meshpar.launchers.quickstart import quickstart as run
+        from meshpar.launchers.commands.quickstart import quickstart as run
 
     return run(out, mesh=mesh, minutes=minutes, overrides=overrides or [])
 
@@ -162,7 +163,7 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Complete a text with an exported model."""
-    from meshpar.launchers.generating import Completer
+    from meshpar.launchers.commands.generating import Completer
 
     print(prompt + Completer(model).complete(prompt, tokens=tokens, temperature=temperature))
 
@@ -171,7 +172,7 @@ def generate(
 @_reported
 def plugins(debug: Debug = False) -> None:
     """List installed passes, layouts, objectives."""
-    from meshpar.launchers.inspecting import list_plugins
+    from meshpar.launchers.commands.inspecting import list_plugins
 
     print(list_plugins())
 

@@ -18,11 +18,11 @@ import torch
 from typer.testing import CliRunner, Result
 
 from meshpar import CheckpointError, LaunchError, MeshparError
-from meshpar.launchers import slurm
+from meshpar.launchers.agent import slurm
+from meshpar.launchers.agent.failures import Failure, first_error, record_kills
 from meshpar.launchers.cli import app
-from meshpar.launchers.exporting import bytes_of
-from meshpar.launchers.failures import Failure, first_error, record_kills
-from meshpar.launchers.train import exit_code
+from meshpar.launchers.commands.train import exit_code
+from meshpar.launchers.export.run import bytes_of
 from meshpar.models import TransformerConfig
 
 RECIPE = """\

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, RecipeError, Replicate, TensorParallel
-from meshpar.launchers.accelerate_keys import ACCELERATE, PARALLELISM
-from meshpar.launchers.knobs import translate
-from meshpar.launchers.recipe import Recipe, resolve
-from meshpar.launchers.techniques import make_passes
-from meshpar.launchers.trainer_keys import TRAINER
-from meshpar.launchers.yamlfile import parse_document
+from meshpar.launchers.recipes.foreign.accelerate import ACCELERATE, PARALLELISM
+from meshpar.launchers.recipes.foreign.knobs import translate
+from meshpar.launchers.recipes.foreign.trainer import TRAINER
+from meshpar.launchers.recipes.recipe import Recipe, resolve
+from meshpar.launchers.recipes.techniques import make_passes
+from meshpar.launchers.recipes.yamlfile import parse_document
 
 MODEL = "model: {dim: 32, layers: 2, heads: 2, hidden: 48}\ndata: {source: stdlib, validation_fraction: 0.1}\n"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.launchers.inspecting import check_recipe
+from meshpar.launchers.commands.inspecting import check_recipe
 from meshpar.testing import on_ranks
 
 ROOT = Path(__file__).parent.parent

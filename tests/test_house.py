@@ -24,6 +24,8 @@ FLOORS = [
     {"launchers"},
 ]
 """Lowest first. A part imports from its own floor only what is in no cycle, and from the floors below it."""
+STAIRS = ["recipes", "agent", "doctor", "jobs", "export", "targets", "commands", "cli"]
+"""The floors inside launchers, lowest first."""
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
 EXTRAS = {"accelerate", "numpy", "peft", "pydantic", "yaml", "rich", "typer", "tensorboard", "tokenizers", "torchdata", "safetensors", "transformers", "xxhash"}
 
@@ -76,6 +78,17 @@ def test_imports_point_down():
                 continue
             if FLOOR[there] > FLOOR[here] or {here, there} == {"models", "checkpoints"}:
                 upward.append(f"{name} imports {target}")
+    assert not upward
+
+
+def test_the_launchers_imports_point_down():
+    upward = []
+    for path, name in sources():
+        if not name.startswith("meshpar.launchers."):
+            continue
+        here = STAIRS.index(name.split(".")[2])
+        there = {target.split(".")[2] for target in imports(path, name) if target.startswith("meshpar.launchers.")}
+        upward += [f"{name} imports {part}" for part in there if STAIRS.index(part) > here]
     assert not upward
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from meshpar import PlanError
-from meshpar.launchers.exporting import export_run
-from meshpar.launchers.recipe import Recipe, load_recipe
-from meshpar.launchers.train import train_recipe
+from meshpar.launchers.commands.train import train_recipe
+from meshpar.launchers.export.run import export_run
+from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 from meshpar.training.text import standard_library_root
 
 transformers = pytest.importorskip("transformers")

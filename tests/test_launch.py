@@ -14,11 +14,11 @@ import yaml
 from typer.testing import CliRunner
 
 from meshpar import LaunchError, MeshError, MeshSpec, PlanError, registry
-from meshpar.launchers import elastic
 from meshpar.launchers.cli import app
-from meshpar.launchers.launching import launch_job
-from meshpar.launchers.recipe import load_recipe
+from meshpar.launchers.jobs import elastic
+from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.launchers.targets.job import dns_label, make_target
+from meshpar.launchers.targets.launching import launch_job
 from meshpar.launchers.targets.slurm import Slurm
 from meshpar.testing.hosts import Hosts, Unavailable
 

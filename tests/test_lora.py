@@ -15,7 +15,7 @@ from torch import nn
 
 from meshpar import CheckpointError, FullyShard, HybridShard, MeshparError, Parallelized, Plan, RecipeError, TensorParallel
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors
-from meshpar.launchers.merging import export_adapters, export_merged
+from meshpar.launchers.export.merging import export_adapters, export_merged
 from meshpar.mesh import MeshSpec
 from meshpar.testing import on_ranks, token_steps, whole
 from meshpar.testing.parity import Record, assert_records_match, train_steps
@@ -173,9 +173,9 @@ def test_adapters_on_the_head_are_refused_under_tp() -> None:
 
 
 def test_a_recipe_trains_adapters_goes_on_and_exports_them_merged(tmp_path: Path) -> None:
-    from meshpar.launchers.exporting import export_run
-    from meshpar.launchers.recipe import load_recipe
-    from meshpar.launchers.train import launch as train
+    from meshpar.launchers.commands.train import launch as train
+    from meshpar.launchers.export.run import export_run
+    from meshpar.launchers.recipes.recipe import load_recipe
 
     torch.manual_seed(0)
     base = huggingface("Llama", tie_word_embeddings=True)

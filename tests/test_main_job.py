@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from meshpar import MeshparError, RecipeError
-from meshpar.launchers.exporting import export_run
-from meshpar.launchers.recipe import Recipe, load_recipe
-from meshpar.launchers.train import launch
+from meshpar.launchers.commands.train import launch
+from meshpar.launchers.export.run import export_run
+from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 from meshpar.training.tokenizer import byte_tokenizer
 from meshpar.training.tokens import write_tokens
 
@@ -163,7 +163,7 @@ def test_the_export_is_the_model_that_was_trained(folder: Path) -> None:
     assert ids.tolist()[0] == byte_tokenizer().encode(sentence)
     assert theirs.config.eos_token_id == tokenizer.eos_token_id == byte_tokenizer().eos_id
 
-    from meshpar.launchers import build
+    from meshpar.launchers.jobs import build
     from meshpar.models import Transformer
 
     recipe = load_recipe(folder / "whole" / "recipe.yaml")

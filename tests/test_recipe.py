@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from meshpar import ActivationCheckpoint, FullyShard, HybridShard, RecipeError, Replicate, TensorParallel
-from meshpar.launchers import build
-from meshpar.launchers.knobs import translate
-from meshpar.launchers.recipe import Recipe, load_recipe, resolve, shipped
-from meshpar.launchers.techniques import make_passes
-from meshpar.launchers.yamlfile import parse_document
+from meshpar.launchers.jobs import build
+from meshpar.launchers.recipes.foreign.knobs import translate
+from meshpar.launchers.recipes.recipe import Recipe, load_recipe, resolve, shipped
+from meshpar.launchers.recipes.techniques import make_passes
+from meshpar.launchers.recipes.yamlfile import parse_document
 
 SMALL = """\
 name: small
@@ -32,7 +32,7 @@ training:
 
 def read(text: str = SMALL, *overrides: str) -> Recipe:
     document = parse_document(text, "small.yaml")
-    from meshpar.launchers.yamlfile import apply_overrides
+    from meshpar.launchers.recipes.yamlfile import apply_overrides
 
     apply_overrides(document, overrides)
     return resolve(document)

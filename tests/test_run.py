@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from meshpar import LaunchError
-from meshpar.launchers.failures import NO_USE
-from meshpar.launchers.local import Placement
-from meshpar.launchers.run_command import from_kubeflow, placed
+from meshpar.launchers.agent.failures import NO_USE
+from meshpar.launchers.agent.local import Placement
+from meshpar.launchers.commands.run import from_kubeflow, placed
 
 RUN = [sys.executable, "-m", "meshpar.launchers.cli", "run"]
 

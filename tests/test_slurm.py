@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from slurm_lab import Slurm
 
-from meshpar.launchers.failures import NO_USE
+from meshpar.launchers.agent.failures import NO_USE
 from meshpar.testing.hosts import Hosts, Unavailable
 
 STEPS = 40
@@ -100,7 +100,7 @@ def rank_processes(folder: Path, output: str) -> list[int]:
             words = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"meshpar.launchers.worker" in words and any(word.startswith(mark) for word in words):
+        if b"meshpar.launchers.jobs.worker" in words and any(word.startswith(mark) for word in words):
             found.append(int(path.parent.name))
     return found
 

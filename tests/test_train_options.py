@@ -14,10 +14,10 @@ import torch
 
 import meshpar.forecasting.api
 from meshpar import LaunchError, MeshparError, RecipeError
-from meshpar.launchers import feedback
-from meshpar.launchers.batch_size import find_batch_size
-from meshpar.launchers.objective import make_objective
-from meshpar.launchers.recipe import Recipe, load_recipe
+from meshpar.launchers.jobs import feedback
+from meshpar.launchers.jobs.batch_size import find_batch_size
+from meshpar.launchers.recipes.objective import make_objective
+from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 
 
 def recipe(tmp_path: Path, *overrides: str) -> Recipe:
@@ -53,7 +53,7 @@ def test_the_largest_micro_batch_keeps_the_step(tmp_path: Path, capsys: pytest.C
 
 
 def test_an_accelerator_is_tried_until_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshpar.launchers.build.device_type", lambda recipe: "cuda")
+    monkeypatch.setattr("meshpar.launchers.jobs.build.device_type", lambda recipe: "cuda")
     run, _ = machine(1.0, limit=5.0)
     assert find_batch_size(recipe(tmp_path), run, None).data.micro_batch == 4
 
@@ -173,7 +173,7 @@ def test_options_of_an_objective_are_checked() -> None:
 
 
 def test_a_model_must_suit_its_objective(tmp_path: Path) -> None:
-    from meshpar.launchers import build
+    from meshpar.launchers.jobs import build
 
     wrong = recipe(tmp_path, "training.objective=seq2seq")
     assert any("for the objective seq2seq write kind: huggingface" in line for line in build.check_job(wrong, 2))
@@ -188,7 +188,7 @@ def test_a_pretrained_encoder_gets_a_new_head(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     import meshpar
     from meshpar import Plan
-    from meshpar.launchers.first_weights import with_weights
+    from meshpar.launchers.jobs.first_weights import with_weights
 
     sizes = dict(
         vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32
@@ -215,7 +215,7 @@ def test_a_node_that_fails_stops_the_others() -> None:
     import subprocess
     import sys
 
-    from meshpar.launchers import nodes_here
+    from meshpar.launchers.agent import nodes_here
 
     waiting = "import time; time.sleep(60)"
     running = [subprocess.Popen([sys.executable, "-c", code]) for code in ("raise SystemExit(3)", waiting)]

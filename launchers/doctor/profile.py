@@ -18,7 +18,7 @@ from meshpar.forecasting.hardware import Hardware
 from meshpar.launchers.doctor.checks import hosts_of
 from meshpar.launchers.doctor.examine import Report
 from meshpar.launchers.doctor.measure import measure
-from meshpar.launchers.yamlfile import to_yaml
+from meshpar.launchers.recipes.yamlfile import to_yaml
 from meshpar.mesh import MeshSpec
 
 _LONG_S, _SHORT_S = 0.5, 0.05

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from meshpar import runtime
+from meshpar.launchers.agent.watching import watched
 from meshpar.launchers.doctor.checks import Finding
 from meshpar.launchers.doctor.examine import Folder, Report, examine
 from meshpar.launchers.doctor.measure import measure
@@ -18,7 +19,6 @@ from meshpar.launchers.doctor.meeting import Meeting
 from meshpar.launchers.doctor.placement import placement_findings, price_of_sharding, spans
 from meshpar.launchers.doctor.profile import measured_profile
 from meshpar.launchers.doctor.report import rate_text, report_text
-from meshpar.launchers.watching import watched
 from meshpar.mesh import MeshSpec, default_device_type
 
 WAIT_S = 60.0

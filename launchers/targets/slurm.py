@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from meshpar.launchers.failures import NO_USE
-from meshpar.launchers.local import COMPLETE, NO_RESTART
+from meshpar.launchers.agent.failures import NO_USE
+from meshpar.launchers.agent.local import COMPLETE, NO_RESTART
 from meshpar.launchers.targets.job import RECIPE, Job, fill
 
 

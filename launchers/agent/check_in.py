@@ -1,0 +1,77 @@
+"""Nodes that come together before their agents do, with a bound: who does not come is named."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from meshpar.errors import LaunchError
+from meshpar.launchers.agent.rank_logs import start_id
+
+_TOLD_S = 10.0  # in which node 0's word reaches the others
+
+
+@contextmanager
+def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float) -> Iterator[str]:
+    """Wait until all nodes are there. Node 0 serves the store at ``head``, which the agents share while this is open.
+
+    Yields:
+        The start's id: ``run_id``, or where that is empty one that node 0 chose.
+
+    Raises:
+        LaunchError: naming the nodes that did not come within ``wait_s`` seconds, or two that have one number.
+    """
+    host, _, port = head.rpartition(":")
+    try:
+        store = dist.TCPStore(
+            host, int(port), is_master=node_rank == 0, timeout=timedelta(seconds=wait_s), wait_for_workers=False, multi_tenant=True
+        )
+    except dist.DistError as error:
+        place = "cannot listen" if node_rank == 0 else "node 0 does not answer"
+        why = str(error).splitlines()[0]
+        raise LaunchError(f"{place} at {head} within {wait_s:.0f} s; see whether it runs, its name and its port ({why})") from error
+    space = dist.PrefixStore(f"check-in/{run_id}", store)
+    if space.add(f"count/{node_rank}", 1) > 1:
+        other = space.get(f"host/{node_rank}").decode()
+        raise LaunchError(f"node rank {node_rank} is taken by {other}; each node needs its own (--node-rank), and each start its --run-id")
+    space.set(f"host/{node_rank}", socket.gethostname())
+    if node_rank == 0:
+        space.set("id", run_id or start_id())
+        space.set("missing", ",".join(map(str, _missing(space, nodes, wait_s))))
+    missing = _told(space, wait_s)
+    if missing:
+        came = ", ".join(f"{node} ({space.get(f'host/{node}').decode()})" for node in range(nodes) if str(node) not in missing)
+        _let_read(space, node_rank, [node for node in range(nodes) if str(node) not in missing])
+        raise LaunchError(f"nodes that did not come to {head} within {wait_s:.0f} s: {', '.join(missing)}; there came {came}")
+    yield space.get("id").decode()
+
+
+def _missing(store: dist.Store, nodes: int, wait_s: float) -> list[int]:
+    deadline = time.monotonic() + wait_s
+    while True:
+        missing = [node for node in range(nodes) if not store.check([f"host/{node}"])]
+        if not missing or time.monotonic() > deadline:
+            return missing
+        time.sleep(0.05)
+
+
+def _let_read(store: dist.Store, node_rank: int, came: list[int]) -> None:
+    """Keep the store, which is node 0's, until the others have read what it says."""
+    store.set(f"read/{node_rank}", "")
+    deadline = time.monotonic() + _TOLD_S
+    while node_rank == 0 and time.monotonic() < deadline and not all(store.check([f"read/{node}"]) for node in came):
+        time.sleep(0.05)
+
+
+def _told(store: dist.Store, wait_s: float) -> list[str]:
+    deadline = time.monotonic() + wait_s + _TOLD_S
+    while not store.check(["missing"]):
+        if time.monotonic() > deadline:
+            raise LaunchError(f"node 0 came and has gone: it said nothing for {wait_s:.0f} s")
+        time.sleep(0.05)
+    return list(filter(None, store.get("missing").decode().split(",")))

@@ -1,0 +1,248 @@
+"""Start the ranks of this machine with torch's elastic agent, in this process, and tell how they ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO, final
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from meshpar.errors import LaunchError, MeshparError
+from meshpar.launchers.agent.check_in import checked_in
+from meshpar.launchers.agent.failures import NO_USE, exit_code, first_error, record_kills, recorded
+from meshpar.launchers.agent.rank_logs import Shown, log_file, start_id
+from meshpar.launchers.recipes.recipe import Recipe
+
+SHUTDOWN_S = 600
+"""Seconds that ranks have to write a checkpoint after a signal, before they are killed."""
+
+COMPLETE, NO_RESTART = "complete", "no-restart"
+"""Files in a start's folder of logs: the job is done; another start would fail as this one."""
+
+MEETING_S = 900
+"""Seconds that agents of different nodes wait for each other."""
+
+_OTHERS_S = 1.0  # what a node gives the others to write their errors, to name the first
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_STOPPED = {128 + each for each in _SIGNALS}  # what ranks end with that one of them was asked to stop
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """How many ranks run here, and with which other nodes.
+
+    Attributes:
+        ranks: on this node.
+        nodes: of the job, at most.
+        least_nodes: of an elastic job, which goes on with what is left of its nodes; otherwise the same as ``nodes``.
+        node_rank: this node's place, from 0: ranks are numbered in this order. None in an elastic job, where they are not.
+        head: ``host:port`` on node 0 where the nodes meet; empty for one node.
+        restarts: how often the ranks are started again after a failure. Nodes that are no elastic job have no common restart: there
+            it is 0, and the engine starts the whole job again.
+        run_id: equal on all nodes, another for every start of the job.
+        meeting_s: seconds in which the nodes of a job must come.
+        rejoin_s: of an elastic job: seconds after which a silent node is lost, and so many again in which others may join.
+    """
+
+    ranks: int
+    nodes: int = 1
+    least_nodes: int = 1
+    node_rank: int | None = None
+    head: str = ""
+    restarts: int = 0
+    run_id: str = ""
+    meeting_s: int = MEETING_S
+    rejoin_s: int = 15
+
+    def __post_init__(self) -> None:
+        if self.nodes == 1:
+            return
+        if not self.head:
+            raise LaunchError(f"{self.nodes} nodes need a place to meet: --head HOST:PORT, a port of node 0 that is free")
+        if ":" not in self.head or not self.head.rpartition(":")[2].isdigit():
+            raise LaunchError(f"--head is {self.head!r}; expected HOST:PORT, a port of node 0 that is free")
+        if self.elastic:
+            return
+        if self.node_rank is None or not 0 <= self.node_rank < self.nodes:
+            wanted = f"--node-rank from 0 to {self.nodes - 1}"
+            raise LaunchError(f"node rank is {self.node_rank}; each of {self.nodes} nodes needs its own, {wanted}")
+        if self.restarts:
+            raise LaunchError(
+                "restarts inside a job of several nodes need --nodes MIN:MAX (elastic); without it the engine starts the job again"
+            )
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the job goes on with fewer nodes."""
+        return self.least_nodes < self.nodes
+
+
+def launch_local(recipe: Recipe, ranks: int) -> int:
+    """Run a recipe on ``ranks`` processes of this machine, see :func:`launch_recipe`."""
+    return launch_recipe(recipe, Placement(ranks=ranks))
+
+
+def launch_recipe(recipe: Recipe, placement: Placement, logs: Path | None = None) -> int:
+    """Run a recipe's ranks on this node.
+
+    Raises:
+        MeshparError: see :func:`launch`.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshpar-") as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(recipe.to_yaml(), encoding="utf-8")
+        return launch(["recipe", str(path)], placement, logs or recipe.folder / "logs", sys.stderr)
+
+
+def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextIO) -> int:
+    """Run this node's ranks until they end.
+
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 are passed on to the ranks, which write a checkpoint and stop; nothing is left running.
+
+    Args:
+        work: what :mod:`meshpar.launchers.jobs.worker` takes.
+        placement: how many, and where.
+        logs: every start of the job has a folder in it, with one file a rank.
+        console: is shown what rank 0 writes.
+
+    Returns:
+        The exit code: 0, or 128 + the signal that stopped it.
+
+    Raises:
+        MeshparError: the first failing rank's error, as it was raised there.
+        LaunchError: a rank failed otherwise; with its traceback.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshpar-") as folder, _signals_restored(), ExitStack() as stack:
+        placement = stack.enter_context(_identified(placement))
+        logs = (logs / placement.run_id).absolute()
+        logs.mkdir(parents=True, exist_ok=True)
+        config = _config(placement, folder)
+        terminal = console.isatty() and placement.nodes == 1
+        _set_environment(placement, terminal)
+        if not terminal and not placement.node_rank:
+            stack.enter_context(Shown(log_file(logs, 0), console))
+        try:
+            elastic_launch(config, sys.executable)("-m", "meshpar.launchers.jobs.worker", str(logs), *work)
+        except ChildFailedError as failed:
+            _ignore_signals()
+            codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+            if set(codes.values()) <= _STOPPED:
+                return max(codes.values())
+            record_kills(logs, codes)
+            if placement.nodes > 1:
+                time.sleep(_OTHERS_S)
+            raise _noted(first_error(logs, codes), logs) from None
+        except SignalException as stop:
+            _ignore_signals()
+            _end_ranks(logs)
+            if recorded(logs):
+                raise _noted(first_error(logs, {}), logs) from None
+            return 128 + int(stop.sigval)
+    (logs / COMPLETE).touch()
+    return 0
+
+
+@contextmanager
+def _identified(placement: Placement) -> Iterator[Placement]:
+    """Give a start its id, the same on all nodes; those of a job with fixed nodes come together for it."""
+    if placement.nodes == 1 or placement.elastic:
+        yield replace(placement, run_id=placement.run_id or ("elastic" if placement.elastic else start_id()))
+        return
+    assert placement.node_rank is not None
+    with checked_in(placement.head, placement.node_rank, placement.nodes, placement.run_id, placement.meeting_s) as run_id:
+        yield replace(placement, run_id=run_id)
+
+
+def _noted(error: MeshparError, logs: Path) -> MeshparError:
+    """Leave a file for the engine where another start is of no use: of several nodes' exit codes it may see another one."""
+    if exit_code(error) == NO_USE:
+        (logs / NO_RESTART).touch()
+    return error
+
+
+def _config(placement: Placement, folder: str) -> LaunchConfig:
+    """Return the agent's settings; ``folder`` is for its own files."""
+    meeting: dict[str, Any]
+    if placement.nodes == 1:
+        meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+    elif placement.elastic:
+        configs = {
+            "join_timeout": placement.meeting_s,
+            "last_call_timeout": placement.rejoin_s,
+            "keep_alive_interval": -(-placement.rejoin_s // 3),
+            "keep_alive_max_attempt": 3,
+        }
+        if placement.node_rank is not None:
+            configs["is_host"] = int(placement.node_rank == 0)
+        meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": placement.head, "rdzv_configs": configs}
+    else:
+        # c10d's rendezvous sorts host names as text; the static one keeps the order of the nodes, which is the mesh's.
+        configs = {"rank": placement.node_rank or 0, "timeout": placement.meeting_s}
+        meeting = {"rdzv_backend": "static", "rdzv_endpoint": placement.head, "rdzv_configs": configs}
+    return LaunchConfig(
+        min_nodes=placement.least_nodes if placement.elastic else placement.nodes,
+        max_nodes=placement.nodes,
+        nproc_per_node=placement.ranks,
+        run_id=placement.run_id,
+        max_restarts=placement.restarts,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+        signals_to_handle=",".join(each.name for each in _SIGNALS),
+        shutdown_timeout=SHUTDOWN_S,
+        **meeting,
+    )
+
+
+def _set_environment(placement: Placement, terminal: bool) -> None:
+    """Set what the ranks inherit."""
+    # "Gloo connectFullMesh failed": with torch 2.13's default, a restart meets in the store of the ranks that failed, finds their
+    # addresses there and dies of it, every time. With this, each start makes a store of its own.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // placement.ranks)))
+    os.environ["MESHPAR_TERMINAL"] = str(int(terminal))
+    os.environ["MESHPAR_ELASTIC"] = str(int(placement.elastic))
+    # The launcher's own reports of a failure; what a rank raised is told once, by whoever called.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    """The ranks are gone; an engine that ends the job now must not cut off what is told about it."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end_ranks(mark: Path) -> None:
+    """End ranks that are left: the user was not willing to wait for them, or they did not stop in time.
+
+    Args:
+        mark: a path that stands in their command line and no other's.
+    """
+    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        for child in map(int, path.read_text(encoding="ascii").split()):
+            with suppress(OSError):  # it may be gone by now
+                if os.fsencode(mark) in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+                    os.kill(child, signal.SIGKILL)

@@ -1,0 +1,67 @@
+"""Several nodes on this one machine: an agent each, to try what a job of several nodes does before there are any."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshpar.errors import LaunchError
+from meshpar.launchers.recipes.recipe import Recipe
+
+_POLL_S = 0.2
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def launch_nodes_here(recipe: Recipe, nodes: int, nproc: int) -> int:
+    """Run a recipe on ``nodes`` agents of this machine with ``nproc`` ranks each, and return the exit code.
+
+    To the ranks it is a job of several nodes: ``mesh: auto`` puts replicas across them and shards inside one.
+
+    Raises:
+        LaunchError: a node failed; its own message was shown.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshpar-") as folder:
+        path = Path(folder) / f"{recipe.name}.yaml"
+        path.write_text(recipe.to_yaml(), encoding="utf-8")
+        meeting = ["--nodes", str(nodes), "--nproc", str(nproc), "--head", f"127.0.0.1:{_free_port()}", "--run-id", Path(folder).name]
+        agent = [sys.executable, "-m", "meshpar.launchers.cli", "run", *meeting]
+        running = [subprocess.Popen([*agent, "--node-rank", str(node), str(path)], start_new_session=True) for node in range(nodes)]
+        before = {number: signal.signal(number, lambda got, _: _pass_on(running, got)) for number in _SIGNALS}
+        try:
+            codes = _await(running)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    failed = [node for node, code in enumerate(codes) if code not in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)]
+    if failed:
+        raise LaunchError(f"node {failed[0]} of {nodes} ended with exit code {codes[failed[0]]}; its message stands above")
+    return max(codes)
+
+
+def _await(running: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait for all; where one fails, the others are asked to stop."""
+    asked = False
+    while any(process.poll() is None for process in running):
+        if not asked and any(process.poll() not in (None, 0) for process in running):
+            _pass_on(running, signal.SIGTERM)
+            asked = True
+        time.sleep(_POLL_S)
+    return [process.returncode for process in running]
+
+
+def _pass_on(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for process in running:
+        if process.poll() is None:
+            process.send_signal(number)
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])

@@ -1,0 +1,36 @@
+"""The watchdog of a job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshpar import runtime
+from meshpar.launchers.agent.failures import record_stall
+from meshpar.watchdog import Watchdog
+
+_CONNECT_S = 60.0
+
+
+@contextmanager
+def watched(stall_s: float | None, progress: Callable[[], object]) -> Iterator[None]:
+    """Let a watchdog look after what runs inside; nothing where ``stall_s`` is None or there is one rank.
+
+    Args:
+        stall_s: seconds without progress that are too many.
+        progress: returns another value when the job has moved, such as the step.
+    """
+    if stall_s is None or runtime.world_size() == 1 or not runtime.launched():
+        yield
+        return
+    rank, logs = runtime.rank(), os.environ.get("MESHPAR_LOGS")
+    store = runtime.meeting_store("watchdog", timeout_s=_CONNECT_S)
+
+    def record(verdict: str) -> None:
+        if logs is not None:
+            record_stall(Path(logs), rank, verdict)
+
+    with Watchdog(stall_s, store, progress, rank=rank, world_size=runtime.world_size(), on_stall=record):
+        yield

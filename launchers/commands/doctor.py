@@ -1,0 +1,50 @@
+"""``meshpar doctor``: start the ranks, or be one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshpar import runtime
+from meshpar.errors import LaunchError
+from meshpar.launchers.agent import slurm
+from meshpar.launchers.agent.local import launch
+from meshpar.launchers.commands.run import placed
+from meshpar.launchers.jobs.worker import run_code
+
+_RANK = "meshpar.launchers.doctor.rank"
+
+
+def run_doctor(mesh: str, placement: Mapping[str, object], *, folder: Path | None, profile: Path | None, wait_s: float) -> int:
+    """Examine, and return the exit code: 0 nothing is wrong, 1 there are findings.
+
+    Args:
+        mesh: to look at.
+        placement: what was given of ``nproc``, ``nodes``, ``node_rank`` and ``head``.
+        folder: of checkpoints.
+        profile: where a measured hardware profile goes.
+        wait_s: seconds in which all ranks must come.
+
+    Raises:
+        LaunchError: a rank failed, or ranks did not come.
+    """
+    arguments = [f"mesh={mesh}", f"wait={wait_s}"]
+    arguments += [f"folder={folder.absolute()}"] if folder is not None else []
+    arguments += [f"profile={profile.absolute()}"] if profile is not None else []
+    given = {name: value for name, value in placement.items() if value is not None}
+    if "nodes" not in given:
+        slurm.adopt()
+        if runtime.launched():
+            return run_code("module", _RANK, arguments)
+    with tempfile.TemporaryDirectory(prefix="meshpar-doctor-") as logs:
+        # What rank 0 prints is the report; the exit code of findings is no failure of a rank.
+        found = Path(logs) / "findings"
+        os.environ["MESHPAR_FINDINGS"] = str(found)
+        try:
+            code = launch(["module", _RANK, *arguments], placed({**given, "meeting_s": int(wait_s)}, None), Path(logs), sys.stdout)
+        except LaunchError as error:
+            raise LaunchError(f"the doctor could not finish: {error}") from error
+        return 1 if found.exists() else code

@@ -1,0 +1,75 @@
+"""``meshpar describe``, ``check`` and ``plugins``: look without running."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+
+from meshpar import registry
+from meshpar.errors import PlanError, RecipeError
+from meshpar.launchers.jobs import build
+from meshpar.launchers.recipes.recipe import Recipe, load_recipe, resolve, shipped
+from meshpar.launchers.recipes.yamlfile import Document, apply_overrides
+from meshpar.models.transformer_config import PRESETS
+
+
+def describe_recipe(source: str, overrides: Sequence[str] = (), *, mesh: str | None = None, world_size: int | None = None) -> str:
+    """Return the table of what a rank holds.
+
+    Args:
+        source: a recipe, or the name of a shape (``llama-70b``, ``gpt2``).
+        overrides: of the recipe.
+        mesh: instead of the recipe's.
+        world_size: number of ranks; None: what the mesh says.
+
+    Raises:
+        MeshparError: what does not fit.
+    """
+    recipe = recipe_or_shape(source, [*overrides, *([] if mesh is None else [f"mesh={mesh}"])])
+    model = build.build_shape(recipe)
+    ranks = build.world_size_of(recipe) if world_size is None else world_size
+    return str(build.plan_of(recipe).describe(model, world_size=ranks))
+
+
+def check_recipe(source: str, overrides: Sequence[str] = (), *, world_size: int | None = None) -> str:
+    """Return a line that says that all is well.
+
+    Raises:
+        RecipeError, PlanError: with everything that is not.
+    """
+    recipe = load_recipe(source, overrides)
+    ranks = build.world_size_of(recipe) if world_size is None else world_size
+    problems = build.check_job(recipe, ranks)
+    if problems:
+        raise PlanError(problems)
+    notes = "".join(f"\nnote: {note}" for note in recipe.notes)
+    return f"{source} fits {ranks} rank{'s' if ranks > 1 else ''}: {build.plan_of(recipe)}{notes}"
+
+
+def list_plugins() -> str:
+    """Return the installed plugins, group by group, with the packages they come from."""
+    lines = []
+    for group in registry.GROUPS:
+        lines.append(group)
+        found = sorted(entry_points(group=group), key=lambda each: each.name)
+        lines += [f"  {each.name:24} {each.value}  ({each.dist.name if each.dist else 'unknown'})" for each in found] or ["  (none)"]
+    return "\n".join(lines)
+
+
+def recipe_or_shape(source: str, overrides: Sequence[str]) -> Recipe:
+    """Return the recipe, or one of a shape by its name.
+
+    Raises:
+        RecipeError: it is neither, or has faults.
+    """
+    if source in PRESETS or (source == "gpt2" and source not in shipped()):
+        model = {"kind": "gpt2"} if source == "gpt2" else {"preset": source}
+        document = Document(source, {"name": source, "model": model, "training": {"steps": 1}})
+        apply_overrides(document, overrides)
+        return resolve(document)
+    try:
+        return load_recipe(source, overrides)
+    except RecipeError as error:
+        if str(error).startswith("no recipe file"):
+            raise RecipeError(f"{error}; shapes: {', '.join(PRESETS)}") from None
+        raise

@@ -1,0 +1,99 @@
+"""``meshpar plan``: what a recipe would hold, send and take on hardware that is not here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A recipe, or a shape's name: 124m, llama-8b, llama-70b, gpt2, ...")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set: mesh=dp_shard=-1,tp=8", show_default=False)
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Number of nodes.", min=1)] = 1,
+    gpus_per_node: Annotated[int | None, typer.Option(help="Accelerators in a node; default: the profile's.", min=1)] = None,
+    hardware: Annotated[str, typer.Option(help="h100, h200, a100, b200, or a profile's YAML file.")] = "h100",
+    search: Annotated[bool, typer.Option("--search", help="Rank every legal mesh and setting instead.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Replay every block instead of telling them from a few.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write the report as one HTML file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the forecast as JSON.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Forecast memory, collectives and step time of a recipe on any number of accelerators; none is needed."""
+    from dataclasses import replace
+
+    from meshpar.forecasting.hardware import Hardware
+
+    profile = Hardware.load(hardware)
+    if gpus_per_node is not None:
+        profile = replace(profile, node=gpus_per_node)
+    forecasts, ranking, without = _forecasts(recipe, overrides or [], profile, nodes * profile.node, search=search, full=full)
+    if ranking is not None:
+        from meshpar.forecasting.search import ranking_text
+
+        print(ranking_text(ranking))
+    for each in forecasts[:1]:
+        print(each)
+    if without is not None:
+        print(_recomputation(forecasts[0], without))
+    if html is not None:
+        from meshpar.forecasting.html import page
+
+        html.write_text(page(forecasts, ranking), encoding="utf-8")
+        print(f"report: {html}")
+    if json_file is not None:
+        from meshpar.forecasting.report import as_data
+
+        json_file.write_text(json.dumps([as_data(each) for each in forecasts], indent=1), encoding="utf-8")
+        print(f"data: {json_file}")
+
+
+def _forecasts(
+    source: str, overrides: Sequence[str], profile: Any, ranks: int, *, search: bool, full: bool
+) -> tuple[Sequence[Any], Any, Any]:
+    """Return the forecasts to report, the best first, the ranking of a search, and the forecast without the plan's recomputation."""
+    from meshpar.errors import MeshparError
+    from meshpar.forecasting.api import forecast
+    from meshpar.forecasting.search import search as search_plans
+    from meshpar.forecasting.step import Batch, ObjectiveLoss, summed_token_loss
+    from meshpar.launchers.commands.inspecting import recipe_or_shape
+    from meshpar.launchers.jobs import build
+    from meshpar.plan import Plan
+    from meshpar.registry import layout_for
+
+    recipe = recipe_or_shape(source, overrides)
+    model = build.build_model(recipe, build.vocab_size_of(recipe))
+    data = recipe.data
+    batch = Batch(sequence=data.sequence_length, micro_batch=data.micro_batch, accumulate=data.accumulate)
+    if not search:
+        loss = ObjectiveLoss(build.objective_of(recipe)) if recipe.training.objective == "causal_lm" else summed_token_loss
+        depth: Any = "all" if full else "probes"
+        plan = build.plan_of(recipe)
+        plain = Plan(plan.mesh, [each for each in plan.passes if each.name != "ActivationCheckpoint"])
+        made = [
+            forecast(each, model, batch, hardware=profile, world_size=ranks, loss=loss, depth=depth)
+            for each in (plan, plain)
+            if each is plan or len(plain.passes) < len(plan.passes)
+        ]
+        return made[:1], None, made[1] if len(made) > 1 else None
+    compiled = any("Compile" in written for written in recipe.passes)
+    ranking = search_plans(model, layout_for(model), batch, profile, ranks, compiled=compiled)
+    if not ranking.best:
+        nearest = min(ranking.out, key=lambda each: each.peak or float("inf"))
+        raise MeshparError(f"nothing fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; take more nodes")
+    return ranking.best, ranking, None
+
+
+def _recomputation(made: Any, without: Any) -> str:
+    """Return what recomputation saves and costs."""
+    saved, more = without.memory.peak - made.memory.peak, made.cost.seconds - without.cost.seconds
+    fits = "" if without.fits else ", and without it the step does not fit"
+    return (
+        f"recomputation saves {saved / 2**30:.2f} GiB of a peak of {without.memory.peak / 2**30:.2f} "
+        f"and costs {more * 1e3:,.1f} ms a step, {more / without.cost.seconds:.0%}{fits}"
+    )

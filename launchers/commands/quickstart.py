@@ -1,0 +1,129 @@
+"""``meshpar quickstart``: train, resume on another mesh, export, load with transformers, complete lines; in about three minutes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshpar import runtime
+from meshpar.checkpoints import CheckpointManager
+from meshpar.errors import LaunchError, RecipeError
+from meshpar.launchers.commands.generating import Completer, need_transformers
+from meshpar.launchers.commands.train import launch
+from meshpar.launchers.export.run import export_run
+from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs.job import CHECKPOINTS, METRICS, TENSORBOARD
+from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+from meshpar.training.data import PackedTokens
+
+MESHES = {"fsdp": "dp_shard=2", "hsdp": "dp_replicate=2,dp_shard=1"}
+RANKS = 2
+OTHER_MESH, OTHER_BATCH = "tp=2", 8
+"""Where it resumes: both ranks see the same data there, so a micro-batch twice as large keeps the steps what they were."""
+
+STEPS_A_MINUTE = 180
+TOLERANCE = 1e-4
+"""Of the largest logit: two implementations of one model differ by rounding only."""
+
+_PROMPTS = ("import os\nimport", "    def __init__(self", "        if not isinstance", "        raise")
+
+
+def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides: Sequence[str] = ()) -> int:
+    """Run the whole way and return the exit code.
+
+    Args:
+        out: the run's folder.
+        mesh: ``fsdp`` or ``hsdp``.
+        minutes: about how long, on two CPU cores.
+        overrides: of the recipe ``quickstart``.
+
+    Raises:
+        MeshparError: a step failed, or did not do what it says.
+    """
+    if mesh not in MESHES:
+        raise RecipeError(f"--mesh is {' or '.join(MESHES)}, got {mesh!r}")
+    need_transformers()
+    start = time.monotonic()
+    tenth = max(2, round(STEPS_A_MINUTE * minutes / 10))
+    common = [f"output={out}", f"data.cache={out / 'data'}", f"schedule.steps={10 * tenth}", f"checkpoint.every={3 * tenth}"]
+    common += [f"schedule.warmup_steps={2 * tenth}", *overrides]
+    first = [*common, f"mesh={MESHES[mesh]}", f"training.steps={9 * tenth}"]
+    second = [*common, f"mesh={OTHER_MESH}", f"data.micro_batch={OTHER_BATCH}", f"training.steps={10 * tenth}"]
+
+    _title(f"1  Train on {MESHES[mesh]}: {9 * tenth} steps on the source of Python's standard library")
+    code = launch(load_recipe("quickstart", first), RANKS, quiet=True)
+    if code:
+        return code
+    _title(f"2  Go on from its checkpoint on another mesh, {OTHER_MESH}, to step {10 * tenth}")
+    recipe = load_recipe("quickstart", second)
+    code = launch(recipe, RANKS, quiet=True)
+    if code:
+        return code
+    _tell_losses(out / METRICS)
+    _title("3  Export, and load the export with transformers")
+    completer = Completer(export_run(out, out / "export", overwrite=True))
+    _tell_difference(recipe, completer.model)
+    _title("4  Complete lines of Python")
+    for prompt in _PROMPTS:
+        rest = (completer.complete(prompt, tokens=24).splitlines() or [""])[0]
+        print(f"  {prompt.splitlines()[-1]} »{rest}")
+    _title(f"Done in {(time.monotonic() - start) / 60:.1f} minutes")
+    print(_farewell(out))
+    return 0
+
+
+def _tell_losses(path: Path) -> None:
+    """Print how far the loss fell; raise LaunchError where it did not."""
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    losses = [record["train/loss"] for record in records if record.get("train/loss") is not None]
+    print(f"the training loss fell from {losses[0]:.2f} to {losses[-1]:.2f}")
+    if not losses[-1] < losses[0]:
+        raise LaunchError(f"the loss did not fall: {losses}; please report this")
+
+
+def _tell_difference(recipe: Recipe, exported: Any) -> None:
+    """Print how far the exported model's logits are from the trained one's; raise LaunchError where that is more than rounding."""
+    trained, theirs = _logits(recipe, exported)
+    difference, largest = float((trained - theirs).abs().max()), float(trained.abs().max())
+    print(f"loaded as {type(exported).__name__}; its logits on held-out text differ from the trained model's by at most {difference:.1e}")
+    if not difference <= TOLERANCE * largest:
+        raise LaunchError(f"the exported model is not the trained one (the largest logit is {largest:.1f}); please report this")
+
+
+def _logits(recipe: Recipe, exported: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits (1, L, V) of the last checkpoint, in one process, and of the exported model."""
+    data = build.prepare_data(recipe)
+    held_out = data.tokens.validation or data.tokens.train
+    ids = PackedTokens(held_out, recipe.data.sequence_length).__getitems__([0])["input_ids"]
+    alone = recipe.model_copy(update={"mesh": "", "passes": ()})
+    with runtime.distributed("cpu"), torch.no_grad():
+        par = build.plan_of(alone).apply(build.build_model(alone, data.vocab_size)).materialize(seed=0)
+        CheckpointManager(recipe.folder / CHECKPOINTS).restore(par)
+        return par.module.eval()(input_ids=ids).logits, exported(input_ids=ids).logits
+
+
+def _title(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def _farewell(out: Path) -> str:
+    places = [
+        (out / CHECKPOINTS, "checkpoints; any mesh goes on from them"),
+        (out / "export", "the model for transformers, with its tokenizer"),
+        (out / METRICS, "every reported number"),
+    ]
+    commands = [
+        ("the curves", f"tensorboard --logdir {out / TENSORBOARD}"),
+        ("more of what it has learned", f"meshpar generate {out / 'export'} 'def main('"),
+        ("go on, on a third mesh", f"meshpar train {out / 'recipe.yaml'} mesh=dp_replicate=2 passes=auto training.steps=1000"),
+        ("your own text", "meshpar train quickstart data.source=files data.paths=[FOLDER] output=runs/mine"),
+        ("what each of 512 ranks would hold", "meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8"),
+    ]
+    width = max(len(str(place)) for place, _ in places)
+    lines = [f"  {place!s:<{width}}  {what}" for place, what in places]
+    return "\n".join([*lines, "", "What to try next:", *(f"  {command}    # {what}" for what, command in commands)])

@@ -1,0 +1,117 @@
+"""``meshpar run``: a script or a recipe on the ranks of this node."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshpar import runtime
+from meshpar.errors import LaunchError
+from meshpar.launchers.agent import slurm
+from meshpar.launchers.agent.local import Placement, launch, launch_recipe
+from meshpar.launchers.commands.train import check, run_as_rank, show
+from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs.worker import run_code
+from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+
+
+def run(what: str, arguments: Sequence[str], placement: Mapping[str, object], *, module: bool = False, logs: Path | None = None) -> int:
+    """Run a script, a module or a recipe, and return the exit code.
+
+    Where this process is a rank already (of torchrun, or of an srun with a task a rank), it just runs. Otherwise torch's elastic agent
+    starts the ranks from here.
+
+    Args:
+        what: a file ending in ``.py``, a module's name, or a recipe.
+        arguments: of the script; overrides of the recipe.
+        placement: what was given of ``nproc``, ``nodes``, ``node_rank``, ``head``, ``restarts`` and ``run_id``; Kubeflow's variables
+            (``PET_*``) stand in for what was not.
+        module: ``what`` is a module's name.
+        logs: the folder of logs; None: ``logs`` in the recipe's output folder, or ``runs/<script>/logs``.
+
+    Raises:
+        MeshparError: the first failing rank's error.
+    """
+    kind = "module" if module else "script" if what.endswith(".py") else "recipe"
+    if kind == "script" and not Path(what).is_file():
+        raise LaunchError(f"no file {what}")
+    given = {**from_kubeflow(os.environ), **{name: value for name, value in placement.items() if value is not None}}
+    if "nodes" not in given:
+        slurm.adopt()
+        if runtime.launched():
+            return _as_rank(kind, what, arguments)
+    if kind == "recipe":
+        recipe = load_recipe(what, arguments)
+        place = placed(given, recipe)
+        check(recipe, place.ranks * place.nodes, build.machine_problems(recipe, place.ranks))
+        if not place.node_rank:
+            show(recipe)
+        return launch_recipe(recipe, place, logs)
+    name = Path(what).stem if kind == "script" else what.rpartition(".")[2]
+    return launch([kind, what, *arguments], placed(given, None), logs or Path("runs") / name / "logs", sys.stdout)
+
+
+def from_kubeflow(environment: Mapping[str, str]) -> dict[str, object]:
+    """Return the placement that Kubeflow's trainer writes into its pods: torchrun's options as ``PET_`` variables."""
+    found: dict[str, object] = {}
+    for name, variable in (("nodes", "PET_NNODES"), ("nproc", "PET_NPROC_PER_NODE"), ("node_rank", "PET_NODE_RANK")):
+        if variable in environment:
+            value = environment[variable]
+            found[name] = int(value) if name == "node_rank" else value
+    if "PET_MASTER_ADDR" in environment:
+        found["head"] = f"{environment['PET_MASTER_ADDR']}:{environment.get('PET_MASTER_PORT', '29500')}"
+    return found
+
+
+def placed(given: Mapping[str, object], recipe: Recipe | None) -> Placement:
+    """Return the placement: what was given, and what a recipe's mesh or this machine's accelerators say.
+
+    Raises:
+        LaunchError: a number cannot be read.
+    """
+    least, most = _nodes(str(given.get("nodes", 1)))
+    nproc = str(given.get("nproc", "auto"))
+    if nproc.isdigit() and int(nproc):
+        ranks = int(nproc)
+    elif nproc in ("auto", "gpu", "cpu"):
+        ranks = _ranks_here(recipe, most)
+    else:
+        raise LaunchError(f"--nproc is {nproc!r}; expected a number of ranks on each node, or auto")
+    names = ("restarts", "run_id") if most == 1 else ("node_rank", "head", "restarts", "rejoin_s", "meeting_s", "run_id")
+    more: Any = {name: given[name] for name in names if name in given}
+    return Placement(ranks=ranks, nodes=most, least_nodes=least, **more)
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    if not least.isdigit() or not (most or least).isdigit() or not 1 <= int(least) <= int(most or least):
+        raise LaunchError(f"--nodes is {text!r}; expected a number, or MIN:MAX for a job that goes on with fewer")
+    return int(least), int(most or least)
+
+
+def _ranks_here(recipe: Recipe | None, nodes: int) -> int:
+    import torch
+
+    devices = max(1, torch.accelerator.device_count())
+    if recipe is None:
+        return devices
+    if nodes == 1:
+        return build.world_size_of(recipe)
+    if build.device_type(recipe) != "cpu":
+        return devices
+    world = build.world_size_of(recipe)
+    if world % nodes:
+        raise LaunchError(f"the mesh {recipe.mesh} has {world} ranks, which {nodes} nodes cannot share evenly; give --nproc")
+    return world // nodes
+
+
+def _as_rank(kind: str, what: str, arguments: Sequence[str]) -> int:
+    if kind == "recipe":
+        recipe = load_recipe(what, arguments)
+        if runtime.is_main():
+            show(recipe)
+        return run_as_rank(recipe) or 0
+    return run_code(kind, what, arguments)

@@ -1,0 +1,94 @@
+"""``meshpar train``: read the recipe, check it, and run it here or on ranks of this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from meshpar import runtime
+from meshpar.errors import PlanError, RecipeError
+from meshpar.launchers.agent import slurm
+from meshpar.launchers.agent.local import launch_local
+from meshpar.launchers.agent.nodes_here import launch_nodes_here
+from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs.batch_size import find_batch_size
+from meshpar.launchers.jobs.job import run_job
+from meshpar.launchers.jobs.worker import exit_code
+from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+
+
+def train_recipe(
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    nproc: int | None = None,
+    quiet: bool = False,
+    nodes: int = 1,
+    find_batch: bool = False,
+    memory: int | None = None,
+) -> int:
+    """Train a recipe and return the exit code; see :func:`meshpar.launchers.agent.local.launch_local`.
+
+    Args:
+        source: a file, or the name of a recipe that comes with meshpar.
+        overrides: of its fields.
+        nproc: ranks on this machine, or on each of ``nodes``.
+        quiet: do not print the recipe.
+        nodes: try the recipe as a job of so many nodes, all of them on this machine.
+        find_batch: look for the largest micro-batch first.
+        memory: bytes that a rank may use, for that.
+
+    Raises:
+        MeshparError: what is wrong with the recipe, or went wrong.
+    """
+    recipe = load_recipe(source, overrides)
+    slurm.adopt()
+    if runtime.launched():
+        if nproc is not None:
+            raise RecipeError("--nproc starts ranks, but this process is a rank already; give the number to torchrun or srun")
+        if runtime.is_main() and not quiet:
+            show(recipe)
+        return run_as_rank(recipe) or 0
+    ranks = build.world_size_of(recipe) if nproc is None else nproc
+    if find_batch:
+        recipe = find_batch_size(recipe, lambda each: launch_local(each, ranks), memory)
+    if nodes > 1:
+        check(recipe, ranks * nodes, [])
+        return launch_nodes_here(recipe, nodes, ranks)
+    return launch(recipe, ranks, quiet=quiet)
+
+
+def launch(recipe: Recipe, ranks: int, *, quiet: bool = False) -> int:
+    """Check a recipe on ``ranks`` ranks, then run it: in this process where it is one rank, else on processes of this machine.
+
+    Raises:
+        PlanError, RecipeError: everything that does not fit, before any rank starts.
+        MeshparError: what went wrong.
+    """
+    check(recipe, ranks, build.machine_problems(recipe, ranks))
+    if not quiet:
+        show(recipe)
+    return exit_code(run_job(recipe).stopped) if ranks == 1 else launch_local(recipe, ranks)
+
+
+@record  # torchrun shows the error of the rank that failed first
+def run_as_rank(recipe: Recipe) -> int:
+    """Check and run a recipe in a process that another launcher made a rank, and return the exit code."""
+    check(recipe, runtime.world_size(), [])
+    return exit_code(run_job(recipe).stopped)
+
+
+def check(recipe: Recipe, ranks: int, found: Sequence[str]) -> None:
+    """Raise PlanError with ``found`` and with what is wrong with a recipe on ``ranks`` ranks."""
+    problems = [*found, *build.check_job(recipe, ranks)]
+    if problems:
+        raise PlanError(problems)
+
+
+def show(recipe: Recipe) -> None:
+    """Print what is about to run, as resolved."""
+    print(recipe.to_yaml(), file=sys.stderr)
+    for note in recipe.notes:
+        print(f"note: {note}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""What a run gives away: a folder that transformers or peft loads."""

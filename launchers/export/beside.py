@@ -1,0 +1,103 @@
+"""What goes with an exported model: its config, its generation config, its tokenizer, and the names of its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from meshpar.checkpoints import read_manifest
+from meshpar.checkpoints.export import files_beside_weights
+from meshpar.errors import CheckpointError, LayoutError
+from meshpar.launchers.jobs.job import RECIPE, TOKENIZER
+from meshpar.launchers.recipes.recipe import load_recipe
+from meshpar.training.tokenizer import load_tokenizer
+from meshpar.weights import WeightMap
+
+_GENERATION = "generation_config.json"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What to write beside a model's weights: the contents of ``config.json``, a tokenizer's folder, and more files."""
+
+    config: Mapping[str, Any]
+    tokenizer: Path | None
+    files: tuple[Path, ...]
+
+
+def beside(step: Path, given: Path | None = None) -> Beside:
+    """Find what goes with the model of a step.
+
+    Args:
+        step: the step's folder, in the folder of checkpoints of a run's folder.
+        given: a folder whose ``config.json`` and other files count before the run's; None: the config that was saved with the step, the
+            run's tokenizer, and the generation config of the weights that the run began with.
+
+    Raises:
+        CheckpointError: ``given`` is no folder, or its ``config.json`` cannot be read.
+    """
+    run = step.parent.parent
+    tokenizer = run / TOKENIZER if (run / TOKENIZER).is_dir() else None
+    if given is not None:
+        return Beside(_config_in(given), tokenizer, tuple(files_beside_weights(given)))
+    config = dict(read_manifest(step).config)
+    if tokenizer is not None and config and config.get("eos_token_id") is None:
+        config["eos_token_id"] = load_tokenizer(tokenizer).eos_id
+    return Beside(config, tokenizer, _generation_config(run))
+
+
+def weight_names(layout: str | None) -> WeightMap | None:
+    """Return the rules from the saved names to the published ones.
+
+    Args:
+        layout: ``own``: the names stay; ``llama``, ``qwen3``, ``gpt2``: those of meshpar's models; the path of a JSON file:
+            ``WeightMap.to_json``'s rules; None: those that were saved with the step, which this returns as None.
+    """
+    if layout is None:
+        return None
+    if layout == "own":
+        return WeightMap()
+    if layout.endswith(".json"):
+        try:
+            return WeightMap.from_json(json.loads(Path(layout).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, AttributeError, LayoutError) as error:
+            raise CheckpointError(f"--layout: {layout} holds no rules of a weight map: {error}") from error
+    found = names_of_ours(layout)
+    if found is None:
+        raise CheckpointError(f"--layout must be own, llama, qwen3, gpt2 or a file ending in .json, got {layout!r}")
+    return found
+
+
+def names_of_ours(kind: object) -> WeightMap | None:
+    """Return the rules of meshpar's model that is published as ``kind``; None where there is none."""
+    from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
+
+    with torch.device("meta"):
+        if kind == "gpt2":
+            return GPT2(GPT2Config()).meshpar_layout().weights
+        if kind in ("llama", "qwen3"):
+            return Transformer(TransformerConfig(qk_norm=kind == "qwen3")).meshpar_layout().weights
+    return None
+
+
+def _config_in(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"--config: expected a folder with config.json, got {folder}: {error}") from error
+
+
+def _generation_config(run: Path) -> tuple[Path, ...]:
+    """Return the generation config of the weights or the config that a run's model began with."""
+    if not (run / RECIPE).is_file():
+        return ()
+    model = load_recipe(run / RECIPE).model
+    folders = [Path(each).expanduser() for each in (model.weights, getattr(model, "config", None)) if isinstance(each, (str, Path))]
+    return tuple(each / _GENERATION for each in folders if (each / _GENERATION).is_file())[:1]

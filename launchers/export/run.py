@@ -1,0 +1,130 @@
+"""``meshpar export``: a run's model for transformers, with its tokenizer."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshpar.checkpoints import CheckpointManager, export_safetensors
+from meshpar.checkpoints.manifest import read_manifest
+from meshpar.checkpoints.steps import open_step
+from meshpar.checkpoints.verify import Verify, verify_files
+from meshpar.errors import CheckpointError
+from meshpar.launchers.export.beside import beside, weight_names
+from meshpar.launchers.export.merging import export_merged
+from meshpar.launchers.jobs.job import CHECKPOINTS, RECIPE
+from meshpar.launchers.recipes.recipe import load_recipe
+from meshpar.launchers.recipes.schema import parse_dtype
+from meshpar.training.lora import LoRA
+
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+
+
+def export_run(
+    src: Path,
+    dst: Path,
+    *,
+    dtype: str | None = None,
+    best: str | None = None,
+    max_shard_size: str = "5GB",
+    verify: Verify = "size",
+    config: Path | None = None,
+    layout: str | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Export a checkpoint, with the tokenizer that lies in its run's folder.
+
+    Trained adapters are merged into the weights below them.
+
+    Args:
+        src: a run's folder, its checkpoints, or one step.
+        dst: the folder to make.
+        dtype: of the weights, as text; None: as saved.
+        best: a metric: the step where it is lowest (``+name``: highest) of those that are there; None: the newest.
+        max_shard_size: of one file: ``5GB``, ``500MiB``, or bytes.
+        verify: see :func:`meshpar.checkpoints.export_safetensors`.
+        config: a folder whose ``config.json`` and other files count before the run's, see :func:`meshpar.launchers.export.beside.beside`.
+        layout: how the weights are called, see :func:`meshpar.launchers.export.beside.weight_names`; None: as the step says.
+        overwrite: replace what is there.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or an option cannot be read.
+    """
+    source = src / CHECKPOINTS if (src / CHECKPOINTS).is_dir() else src
+    folder = open_step(source if best is None else _best(source, best))
+    adapted = _adapted(folder.parent.parent)
+    if adapted is not None:
+        if config is not None or layout is not None:
+            raise CheckpointError("adapters are merged into the weights below them, under those weights' names and config; give neither")
+        verify_files(folder, read_manifest(folder), verify)
+        settings, base = adapted
+        with _progress() as told:
+            return export_merged(folder, dst, settings, base, _dtype(dtype), bytes_of(max_shard_size), told, overwrite=overwrite)
+    found, names = beside(folder, config), weight_names(layout)
+    with _progress() as told:
+        return export_safetensors(
+            folder,
+            dst,
+            _dtype(dtype),
+            bytes_of(max_shard_size),
+            found.tokenizer,
+            told,
+            config=found.config,
+            beside=found.files,
+            weights=names,
+            verify=verify,
+            overwrite=overwrite,
+        )
+
+
+def _adapted(run: Path) -> tuple[LoRA, Path] | None:
+    """Return the adapters' settings and the weights below them, where a run trained adapters."""
+    if not (run / RECIPE).is_file():
+        return None
+    recipe = load_recipe(run / RECIPE)
+    settings = recipe.adapters()
+    return None if settings is None or recipe.model.weights is None else (settings, recipe.model.weights.expanduser())
+
+
+def _dtype(text: str | None) -> torch.dtype | None:
+    try:
+        return None if text is None else parse_dtype(text)
+    except ValueError as error:
+        raise CheckpointError(f"--dtype: {error}") from error
+
+
+def _best(root: Path, metric: str) -> Path:
+    step = CheckpointManager(root, best=metric).best()
+    if step is None:
+        raise CheckpointError(
+            f"no step in {root} has the metric {metric.removeprefix('+')!r}; `meshpar checkpoints ls` shows what they have"
+        )
+    return root / f"step-{step:08d}"
+
+
+def bytes_of(text: str) -> int:
+    """Return how many bytes ``5GB``, ``1.5 GiB`` or ``1000`` are."""
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]I?)?B?\s*", text.upper())
+    if found is None:
+        raise CheckpointError(f"cannot read the size {text!r}; write it like 500MB, 5GB or 2GiB")
+    return int(float(found[1]) * _UNITS[found[2] or ""])
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar on a terminal, and nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    with Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True)) as bar:
+        task: Any = bar.add_task("")
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,1 @@
+"""A training job inside one rank: built from its recipe, trained, saved."""

@@ -1,0 +1,205 @@
+"""The parts of a job, made from a recipe."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshpar import registry
+from meshpar.errors import LayoutError, PlanError, RecipeError
+from meshpar.launchers.jobs.datasets import Data, batches, data_problems, examples_of, prepare_data, vocab_size_of
+from meshpar.launchers.jobs.transformers_models import HEAD_OF, DataFacts, build_transformers
+from meshpar.launchers.recipes.objective import OBJECTIVES, make_objective
+from meshpar.launchers.recipes.recipe import Recipe, folder_problems, model_config
+from meshpar.launchers.recipes.techniques import make_passes
+from meshpar.layout import ModelLayout
+from meshpar.mesh import MeshSpec, default_device_type
+from meshpar.models import GPT2, Transformer
+from meshpar.models.gpt2 import GPT2Config
+from meshpar.plan import Plan
+from meshpar.training.data import Batches
+from meshpar.training.distillation import freeze, teacher_problems
+from meshpar.training.lora import add_adapters
+from meshpar.training.optimizer import AdamWSettings
+from meshpar.training.schedule import Schedule, scaled_rate
+from meshpar.training.settings import TrainSettings
+
+__all__ = ["Data", "batches", "prepare_data", "vocab_size_of"]  # of meshpar.launchers.jobs.datasets
+
+
+def device_type(recipe: Recipe) -> str:
+    """Return the device type that a recipe trains on."""
+    return default_device_type() if recipe.device == "auto" else recipe.device
+
+
+def plan_of(recipe: Recipe) -> Plan:
+    """Return the plan."""
+    return Plan(recipe.mesh, make_passes(recipe.passes))
+
+
+def world_size_of(recipe: Recipe) -> int:
+    """Return how many ranks a recipe wants on this machine where nobody says: its mesh's, or an accelerator each."""
+    devices = 1 if device_type(recipe) == "cpu" else torch.accelerator.device_count()
+    if recipe.mesh.strip().startswith("auto"):
+        return devices
+    sizes = MeshSpec(recipe.mesh).axes.values()
+    known = math.prod(size for size in sizes if size != -1)
+    return known * max(1, devices // known) if -1 in sizes else known
+
+
+def build_shape(recipe: Recipe) -> nn.Module:
+    """Return the model on the meta device; the data is looked at only where the model takes its vocabulary from it."""
+    section: Any = recipe.model
+    own = section.kind != "transformer" or section.preset is not None or section.vocab_size is not None
+    return build_model(recipe, 0 if own else vocab_size_of(recipe))
+
+
+def build_model(recipe: Recipe, vocab_size: int, facts: DataFacts | None = None) -> nn.Module:
+    """Return the model on the meta device.
+
+    Args:
+        recipe: says which.
+        vocab_size: of the data.
+        facts: what else the model takes from the data; None: not known yet.
+
+    Raises:
+        RecipeError: the model has fewer tokens or positions than the data needs.
+    """
+    return _model(recipe, recipe.model, vocab_size, facts or DataFacts())
+
+
+def layout_of(recipe: Recipe, model: nn.Module) -> ModelLayout | None:
+    """Put the recipe's adapters into ``model`` and return its layout; None: the model's own."""
+    settings = recipe.adapters()
+    return None if settings is None else add_adapters(model, settings)
+
+
+def build_teacher(recipe: Recipe, vocab_size: int, facts: DataFacts | None = None) -> nn.Module:
+    """Return the frozen teacher on the meta device."""
+    assert recipe.teacher is not None
+    return freeze(_model(recipe, recipe.teacher.model, vocab_size, facts or DataFacts()), recipe.teacher.dtype)
+
+
+def _model(recipe: Recipe, section: Any, vocab_size: int, facts: DataFacts) -> nn.Module:
+    if section.kind == "huggingface":
+        examples = examples_of(recipe)
+        model = build_transformers(section.config, section.head or HEAD_OF[examples], facts)
+        config: Any = model.config
+        text = config.get_text_config()
+        _check_room(recipe, vocab_size, text.vocab_size, getattr(text, "max_position_embeddings", None))
+        return model
+    if examples_of(recipe) != "tokens":
+        raise RecipeError(
+            f"model: {section.kind} predicts the next token; for the objective {recipe.training.objective} write kind: huggingface"
+        )
+    shape = model_config(section, vocab_size)
+    positions = shape.n_positions if isinstance(shape, GPT2Config) else shape.max_positions
+    _check_room(recipe, vocab_size, shape.vocab_size, positions)
+    with torch.device("meta"):
+        return GPT2(shape) if isinstance(shape, GPT2Config) else Transformer(shape)
+
+
+def schedule_of(recipe: Recipe, settings: TrainSettings, train: Batches, data_size: int) -> Schedule:
+    """Return the learning rate over the run."""
+    section = recipe.schedule
+    steps = section.steps or settings.total_steps(train.steps_per_epoch)
+    return Schedule(
+        name=section.name,
+        lr=scaled_rate(recipe.optimizer.lr, recipe.optimizer.scale_lr, data_size),
+        steps=steps,
+        warmup_steps=section.warmup_steps or round(section.warmup_ratio * steps),
+        min_ratio=section.min_ratio,
+        step_every=section.step_every,
+        gamma=section.gamma,
+        decay_fraction=section.decay_fraction,
+    )
+
+
+def settings_of(recipe: Recipe) -> TrainSettings:
+    """Return how long to train, and what to do how often."""
+    section = recipe.training
+    return TrainSettings(
+        steps=section.steps,
+        epochs=section.epochs,
+        clip=section.clip,
+        log_every=section.log_every,
+        validate_every=section.validate_every,
+        validate_steps=section.validate_steps,
+        checkpoint_every=recipe.checkpoint.every,
+        check_replicas_every=section.check_replicas_every,
+        nonfinite=section.nonfinite,
+        reduce_each=section.reduce_each,
+        seed=recipe.seed,
+    )
+
+
+def adamw_of(recipe: Recipe) -> AdamWSettings:
+    """Return AdamW's settings."""
+    section = recipe.optimizer
+    return AdamWSettings(lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay, fused=section.fused)
+
+
+def objective_of(recipe: Recipe, teacher: nn.Module | None = None) -> Any:
+    """Return the objective, found by entry point."""
+    return make_objective(recipe.training.objective, recipe.training.objective_options, teacher)
+
+
+def teacher_plan_of(recipe: Recipe) -> Plan:
+    """Return the teacher's plan."""
+    assert recipe.teacher is not None
+    return Plan(recipe.teacher.mesh, make_passes(recipe.teacher.passes))
+
+
+def wants_scaler(recipe: Recipe) -> bool:
+    """Tell whether the loss is to be scaled: as the recipe says, else where a pass computes in float16."""
+    if recipe.training.loss_scaling is not None:
+        return recipe.training.loss_scaling
+    return any(options.get("param_dtype") == "float16" for written in recipe.passes for options in written.values())
+
+
+def check_job(recipe: Recipe, world_size: int) -> list[str]:
+    """Return every problem that shows before a rank is started: of the plan on the model, and of the data's files."""
+    problems: list[str] = []
+    try:
+        vocab_size = vocab_size_of(recipe)
+    except RecipeError as error:
+        problems.append(f"data: {error}")
+        vocab_size = 0
+    problems += data_problems(recipe)
+    try:
+        model = build_model(recipe, vocab_size)
+        plan_of(recipe).check(model, layout_of(recipe, model), world_size=world_size)
+        missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
+        problems += [f"teacher.model.{text}; train and export the teacher first" for text in missing]
+        if recipe.teacher is not None and not missing:
+            problems += teacher_problems(teacher_plan_of(recipe), build_teacher(recipe, vocab_size), plan_of(recipe), world_size)
+    except PlanError as error:
+        problems += error.problems
+    except (RecipeError, LayoutError) as error:
+        problems.append(str(error))
+    if recipe.training.objective not in registry.names(OBJECTIVES):
+        known = ", ".join(registry.names(OBJECTIVES))
+        problems.append(f"training.objective: no objective {recipe.training.objective!r} is installed; there are: {known}")
+    return problems
+
+
+def machine_problems(recipe: Recipe, ranks: int) -> list[str]:
+    """Return what this machine lacks to run ``ranks`` ranks of a recipe."""
+    kind, here = device_type(recipe), default_device_type()
+    if kind == "cpu":
+        return []
+    if kind != here:
+        return [f"device: {kind} is not available on this machine, which has {here}; write device: {here}, or auto"]
+    devices = torch.accelerator.device_count()
+    return [f"{ranks} ranks want a {kind} device each, and this machine has {devices}; start fewer (--nproc)"] if ranks > devices else []
+
+
+def _check_room(recipe: Recipe, vocab_size: int, model_vocab: int, positions: int | None) -> None:
+    if vocab_size > model_vocab:
+        raise RecipeError(f"the data has {vocab_size} different tokens and the model a vocab_size of {model_vocab}; raise the model's")
+    length = recipe.data.sequence_length
+    if positions is not None and length > positions:
+        raise RecipeError(f"data.sequence_length is {length} and the model has {positions} positions; shorten it, or give the model more")

@@ -1,0 +1,193 @@
+"""A training job, inside one rank: everything built from a recipe, trained, saved."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from meshpar import registry, runtime
+from meshpar.checkpoints import CheckpointManager, Safetensors
+from meshpar.errors import RecipeError
+from meshpar.launchers.agent.watching import watched
+from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs.feedback import forecast_feedback
+from meshpar.launchers.jobs.first_weights import with_weights
+from meshpar.launchers.jobs.preflight import opened
+from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.parallelized import Parallelized
+from meshpar.training.console import Console
+from meshpar.training.data import Batches
+from meshpar.training.loop import Trainer
+from meshpar.training.lora import Adapters, WithAdapters
+from meshpar.training.metrics import JsonLines, Reporter, TensorBoard, flops_per_token
+from meshpar.training.optimizer import build_adamw
+from meshpar.training.scaler import LossScaler
+from meshpar.training.settings import Outcome
+
+log = logging.getLogger(__name__)
+
+CHECKPOINTS, TOKENIZER, RECIPE, TENSORBOARD, METRICS = "checkpoints", "tokenizer", "recipe.yaml", "tensorboard", "metrics.jsonl"
+"""What lies in a run's folder."""
+PROFILE = "profile"
+"""And a folder in it, where the recipe wants a profile."""
+
+
+def run_job(recipe: Recipe) -> Outcome:
+    """Train a recipe; every rank of the job calls it, or one process alone.
+
+    Raises:
+        MeshparError: what is wrong with the recipe on this mesh, or went wrong in training.
+    """
+    kind = build.device_type(recipe)
+    # Before the ranks meet: whoever comes first prepares, the others wait for its lock, without a time-out.
+    data = build.prepare_data(recipe)
+    with opened(recipe, data, kind):
+        par = _parallelize(recipe, data, kind)
+        optimizer = build_adamw(par.module, build.adamw_of(recipe))
+        train, validation = build.batches(recipe, data, par)
+        settings = build.settings_of(recipe)
+        schedule = build.schedule_of(recipe, settings, train, par.data_size)
+        saving = recipe.checkpoint
+        manager = CheckpointManager(recipe.folder / CHECKPOINTS, keep=saving.keep, best=saving.best, async_=saving.background)
+        objective = build.objective_of(recipe, _teacher(recipe, data, kind))
+        saved: Any = par if recipe.lora is None else Adapters(par)
+        trainer = Trainer(
+            par,
+            objective,
+            _profiled(train, par, optimizer, recipe.folder / PROFILE) if recipe.profile else train,
+            optimizer,
+            schedule,
+            settings,
+            validation=validation,
+            checkpointer=Saver(manager, saved),
+            scaler=LossScaler() if build.wants_scaler(recipe) else None,
+            flops_per_token=flops_per_token(par.module),
+        )
+        with manager, contextlib.ExitStack() as stack:
+            come_from = _resume(recipe, manager, saved, optimizer, trainer)
+            if runtime.is_main():
+                _begin_folder(recipe, data)
+                reporters = _reporters(recipe, settings.total_steps(train.steps_per_epoch), trainer.step)
+                trainer.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
+                for reporter in trainer.reporters:
+                    stack.callback(reporter.close)
+                _tell(recipe, par, trainer, come_from)
+            with watched(recipe.watchdog, lambda: trainer.step):
+                return trainer.run()
+
+
+def _profiled(data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
+    from meshpar.training.profile import Profiled  # loads the profiler and the forecast's recorder, which other jobs do without
+
+    return Profiled(data, par, optimizer, folder)
+
+
+@final
+class Saver:
+    """The trainer's checkpointer: the manager, told the last metrics, so that it can keep the best step."""
+
+    def __init__(self, manager: CheckpointManager, saved: Any) -> None:
+        """``saved``: what is kept of the model: all of it, or its adapters."""
+        self._manager, self._saved = manager, saved
+
+    def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> object:
+        """Save and commit. Collective."""
+        metrics: Mapping[str, float] = {name: value for name, value in extra["metrics"].items() if math.isfinite(value)}
+        # A step that is there already is a damaged one, which the run went back behind.
+        return self._manager.save(step, self._saved, optimizer, extra, metrics, replace=True)
+
+
+def _parallelize(recipe: Recipe, data: build.Data, kind: str) -> Parallelized:
+    """Return the model on the mesh, with its first weights."""
+    model = build.build_model(recipe, data.vocab_size, data.facts)
+    layout = build.layout_of(recipe, model)
+    par = build.plan_of(recipe).apply(model, layout, device_type=kind)
+    if recipe.lora is not None:
+        assert recipe.model.weights is not None
+        return par.materialize(weights=WithAdapters(Safetensors(recipe.model.weights.expanduser()), model, seed=recipe.seed))
+    return with_weights(par, recipe.model, recipe.seed)
+
+
+def _teacher(recipe: Recipe, data: build.Data, kind: str) -> nn.Module | None:
+    """Return the frozen teacher, sharded by its own plan over the same ranks; None where the recipe has none."""
+    if recipe.teacher is None:
+        return None
+    model = build.build_teacher(recipe, data.vocab_size, data.facts)
+    par = build.teacher_plan_of(recipe).apply(model, device_type=kind)
+    return with_weights(par, recipe.teacher.model, recipe.seed).module
+
+
+def _resume(recipe: Recipe, manager: CheckpointManager, par: Any, optimizer: torch.optim.Optimizer, trainer: Trainer) -> str:
+    """Restore what the recipe says, and return what it was; empty for a run from the beginning."""
+    wanted, own = recipe.checkpoint.resume, manager.latest()
+    if wanted == "never" and own is not None:
+        raise RecipeError(
+            f"checkpoint.resume is never, but {manager.root} holds step {own}; choose another output, remove it, or write resume: auto"
+        )
+    source, step = manager, own
+    if own is None and wanted not in ("auto", "never"):
+        source, step = _elsewhere(Path(wanted).expanduser())
+    if step is None:
+        return ""
+    # Only what was found by itself may be another than the newest; a step that was asked for is that or an error.
+    restored = source.restore(par, optimizer, None if source is manager else step, fallback=source is manager)
+    trainer.load_state_dict(restored.extra)
+    return f"{restored.folder}{'' if restored.same_mesh else ', saved on another mesh'}"
+
+
+def _elsewhere(path: Path) -> tuple[CheckpointManager, int]:
+    """Return the manager and the step that a path means: a step's folder, ``latest``, or a run's folder."""
+    path = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    step = path.resolve().name.removeprefix("step-")
+    manager = CheckpointManager(path.resolve().parent if step.isdigit() else path)
+    found = int(step) if step.isdigit() else manager.latest()
+    if found is None:
+        raise RecipeError(f"checkpoint.resume: {path} holds no committed step; give a step's folder or a run's folder")
+    return manager, found
+
+
+def _begin_folder(recipe: Recipe, data: build.Data) -> None:
+    """Write what belongs to the run beside its checkpoints."""
+    recipe.folder.mkdir(parents=True, exist_ok=True)
+    (recipe.folder / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
+    if data.tokenizer is not None:
+        data.tokenizer.save(recipe.folder / TOKENIZER)
+
+
+def _reporters(recipe: Recipe, steps: int, step: int) -> tuple[Reporter, ...]:
+    board = [TensorBoard(recipe.folder / TENSORBOARD, step=step)] if recipe.training.tensorboard else []
+    unit = getattr(registry.plugin("meshpar.objectives", recipe.training.objective), "unit", "tok")
+    return (Console(steps, step=step, unit=unit), JsonLines(recipe.folder / METRICS, step=step), *board)
+
+
+def _sequences(recipe: Recipe, batch: int) -> str:
+    packed = build.examples_of(recipe) == "tokens"
+    return f"sequences = {batch * recipe.data.sequence_length:,} tokens" if packed else "examples"
+
+
+def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -> None:
+    """Say what is about to run."""
+    data, schedule = trainer.data, trainer.schedule
+    parameters = sum(parameter.numel() for parameter in par.module.parameters())
+    batch = data.global_batch
+    passes = "".join(f", {each.name}" for each in par.plan.passes)
+    lines = [
+        f"{parameters:,} parameters on {str(par.spec) or 'one process'} ({par.device.type}){passes}",
+        f"{data.samples}, {data.steps_per_epoch:,} steps an epoch; a step: {batch:,} {_sequences(recipe, batch)} "
+        f"({recipe.data.micro_batch} x {recipe.data.accumulate} micro-batches x {par.data_size} data ranks)",
+        f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over {schedule.steps:,} steps",
+    ]
+    if come_from:
+        lines.append(f"going on after step {trainer.step} from {come_from}")
+    if trainer.settings.steps is not None and trainer.step >= trainer.settings.steps:
+        lines.append(f"all {trainer.settings.steps} steps are done already; raise training.steps to go on")
+    for reporter in trainer.reporters[:1]:
+        for line in lines:
+            reporter.note(line)

@@ -1,0 +1,64 @@
+"""What the doctor does before a job trains: ``preflight: warn | fail | off`` in its recipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from meshpar import runtime
+from meshpar.errors import PreflightError
+from meshpar.launchers.doctor.examine import Folder, Report
+from meshpar.launchers.doctor.meeting import Meeting
+from meshpar.launchers.doctor.rank import WAIT_S, examined, measured, mesh_of
+from meshpar.launchers.doctor.report import findings_text, rate_text
+from meshpar.launchers.jobs import build
+from meshpar.launchers.recipes.recipe import Recipe
+
+_STATE = 3  # AdamW: a parameter and its two moments, in float32
+
+
+@contextmanager
+def opened(recipe: Recipe, data: build.Data, kind: str) -> Iterator[torch.device]:
+    """Open a job's process group as :func:`meshpar.runtime.distributed` does, after the doctor has looked at the machines.
+
+    ``warn`` tells what it finds, ``fail`` ends the job with it before training, ``off`` does not look; nor is there anything to see
+    where one process trains alone.
+
+    Raises:
+        PreflightError: with the findings, the same on every rank.
+    """
+    if recipe.preflight == "off" or not runtime.launched() or runtime.world_size() == 1:
+        with runtime.distributed(kind) as device:
+            yield device
+        return
+    spec = mesh_of(recipe.mesh)
+    meeting = Meeting(WAIT_S, "preflight")  # held to the end: its store may be rank 0's own
+    report = examined(meeting, spec, runtime.device(kind), _folder(recipe, data))
+    _tell(recipe, report)
+    with runtime.distributed(kind) as device:
+        report = measured(replace(report, findings=()), spec, device)
+        _tell(recipe, report)
+        if runtime.is_main():
+            speeds = (f"{each.axis}={each.ranks} {each.operation} {rate_text(each.bus)}" for each in report.speeds)
+            print(f"preflight: {', '.join(speeds)}", file=sys.stderr)
+        yield device
+
+
+def _folder(recipe: Recipe, data: build.Data) -> Folder:
+    model = build.build_model(recipe, data.vocab_size, data.facts)
+    size = sum(parameter.numel() for parameter in model.parameters()) * 4 * _STATE
+    return Folder(path=recipe.folder.absolute() / "checkpoints", bytes=size * ((recipe.checkpoint.keep or 1) + 1))
+
+
+def _tell(recipe: Recipe, report: Report) -> None:
+    if not report.findings:
+        return
+    text = f"preflight found {len(report.findings)}:\n{findings_text(report.findings)}"
+    if recipe.preflight == "fail":
+        raise PreflightError(text)
+    if runtime.is_main():
+        print(text, file=sys.stderr)

@@ -1,0 +1,85 @@
+"""One rank that the agent started: ``python -m meshpar.launchers.jobs.worker LOGS recipe|script|module WHAT [ARGS]``."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from meshpar.launchers.agent.failures import error_file, record
+from meshpar.launchers.agent.rank_logs import copy_output, redirect
+from meshpar.launchers.agent.startup import quick_imports
+
+_SET_DEATH_SIGNAL = 1  # linux/prctl.h: PR_SET_PDEATHSIG
+
+
+def main() -> int:
+    """Run the work; an error goes to the launcher, which shows the first one of all ranks and no other."""
+    logs, kind, what, *arguments = sys.argv[1:]
+    folder, rank = Path(logs), int(os.environ["RANK"])
+    on_terminal = rank == 0 and os.environ.get("MESHPAR_TERMINAL") == "1"
+    (copy_output if on_terminal else redirect)(folder, rank)
+    error_file(folder, rank).unlink(missing_ok=True)  # of the start before this one
+    os.environ["MESHPAR_LOGS"] = logs  # for the watchdog's word
+    _end_with_launcher()
+    try:
+        return run_recipe(what) if kind == "recipe" else run_code(kind, what, arguments)
+    except Exception as error:  # noqa: BLE001  whatever ended this rank is handed to the launcher
+        record(folder, rank, error, hide=__file__)
+        if rank:  # the launcher shows rank 0's log, and the error itself once
+            traceback.print_exc()
+        return 1
+
+
+def run_recipe(path: str) -> int:
+    """Train a recipe as one rank."""
+    with quick_imports():
+        from meshpar.launchers.jobs.elastic import fitted
+        from meshpar.launchers.jobs.job import run_job
+        from meshpar.launchers.recipes.recipe import load_recipe
+
+    recipe = load_recipe(path)
+    known = len(recipe.notes)
+    recipe = fitted(recipe, int(os.environ["WORLD_SIZE"]))
+    if os.environ["RANK"] == "0":
+        for note in recipe.notes[known:]:
+            print(f"note: {note}", file=sys.stderr)
+    return exit_code(run_job(recipe).stopped)
+
+
+def exit_code(stopped: str | None) -> int:
+    """Return 0 for a complete run, and 128 + the signal's number for one that was asked to stop."""
+    return 0 if stopped is None else 128 + {"SIGINT": 2, "SIGUSR1": 10, "SIGTERM": 15}.get(stopped, 15)
+
+
+def run_code(kind: str, what: str, arguments: Sequence[str]) -> int:
+    """Run a script or a module as ``python WHAT ARGS`` does: as ``__main__``, whose file processes that it spawns load again."""
+    sys.argv = [what, *arguments]
+    if kind == "module":
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return 0
+    sys.path[0] = str(Path(what).resolve().parent)
+    main_module = ModuleType("__main__")
+    main_module.__dict__.update(__file__=what, __builtins__=builtins)
+    code = compile(Path(what).read_bytes(), what, "exec")
+    sys.modules["__main__"] = main_module
+    exec(code, main_module.__dict__)
+    return 0
+
+
+def _end_with_launcher() -> None:
+    """Let the kernel send SIGTERM (checkpoint and stop) when the launcher dies without a word."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

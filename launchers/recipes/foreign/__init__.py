@@ -1,0 +1,1 @@
+"""Recipes written for other trainers, in meshpar's terms."""

@@ -1,0 +1,229 @@
+"""What the values of TrainingArguments mean, key by key; each function is a handler of the keys' table or makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshpar.launchers.recipes.foreign.keys import Translated, truth, whole
+
+_SCHEDULES = {
+    "linear": ("linear", 0.0),
+    "cosine": ("cosine", 0.0),
+    "constant": ("constant", 0.0),
+    "constant_with_warmup": ("constant", 0.0),
+    "cosine_with_min_lr": ("cosine", 0.0),
+    "cosine_warmup_with_min_lr": ("cosine", 0.0),
+    "warmup_stable_decay": ("wsd", 0.0),
+}
+_OPTIMIZERS = {"adamw_torch": False, "adamw_torch_fused": True, "adamw_hf": False}
+
+
+def epochs(value: Any, result: Translated) -> str:
+    """Take ``num_train_epochs``: whole passes, unless ``max_steps`` counts."""
+    if (result.known.get("max_steps") or -1) > 0:
+        return "has no effect: max_steps says how long"
+    result.put("training.epochs", whole(value))
+    return f"{value} became training.epochs: {int(value)}"
+
+
+def max_steps(value: Any, result: Translated) -> str:
+    """Take ``max_steps``; Trainer writes -1 for none."""
+    if value <= 0:
+        return "has no effect: it is the default"
+    result.put("training.steps", whole(value))
+    return f"{value} became training.steps: {value}"
+
+
+def clip(value: Any, result: Translated) -> str:
+    """Take ``max_grad_norm``; 0 only measures."""
+    wanted = None if not value else float(value)
+    result.put("training.clip", wanted)
+    return f"{value} became training.clip: {wanted or 'nothing: the norm is only measured'}"
+
+
+def beta(place: int) -> Any:
+    """Return the handler of ``adam_beta1`` (place 0) or ``adam_beta2`` (1)."""
+
+    def handler(value: Any, result: Translated) -> str:
+        betas = list(result.known.setdefault("betas", [0.9, 0.999]))
+        betas[place] = float(value)
+        result.known["betas"] = betas
+        result.put("optimizer.betas", betas)
+        return f"{value} became optimizer.betas: {betas}"
+
+    return handler
+
+
+def scheduler(value: Any, result: Translated) -> str:
+    """Take ``lr_scheduler_type``."""
+    if value not in _SCHEDULES:
+        raise ValueError(f"{value!r} is refused: there are {', '.join(_SCHEDULES)}, and schedule.name: step")
+    name, least = _SCHEDULES[value]
+    result.put("schedule.name", name)
+    if not result.has("schedule.min_ratio"):
+        result.put("schedule.min_ratio", least)
+    return f"{value} became schedule.name: {name}"
+
+
+def scheduler_options(value: Any, result: Translated) -> str:
+    """Take ``lr_scheduler_kwargs``."""
+    if not value:
+        return "has no effect: it is empty"
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected min_lr or min_lr_rate, got {value!r}")
+    for key, each in value.items():
+        if key == "min_lr_rate":
+            result.put("schedule.min_ratio", float(each))
+        elif key == "min_lr":
+            result.put("schedule.min_ratio", float(each) / float(result.known.get("learning_rate") or 5e-5))
+        else:
+            raise ValueError(f"{key} is refused: of the options of a schedule there are min_lr and min_lr_rate; see the section schedule")
+    return f"{value} became schedule.min_ratio: {result.data['schedule']['min_ratio']:g}"
+
+
+def warmup_steps(value: Any, result: Translated) -> str:
+    """Take ``warmup_steps``: steps, or below 1 a part of the run."""
+    if not value:
+        return "has no effect: it is the default"
+    if isinstance(value, float) and 0 < value < 1:
+        return warmup_ratio(value, result)
+    result.put("schedule.warmup_steps", whole(value))
+    return f"{value} became schedule.warmup_steps: {int(value)}"
+
+
+def warmup_ratio(value: Any, result: Translated) -> str:
+    """Take ``warmup_ratio``."""
+    if not value or result.known.get("warmup_steps"):
+        return f"has no effect: {'warmup_steps counts' if value else 'it is the default'}"
+    result.put("schedule.warmup_ratio", float(value))
+    return f"{value} became schedule.warmup_ratio: {float(value):g}"
+
+
+def optim(value: Any, result: Translated) -> str:
+    """Take ``optim``."""
+    if value not in _OPTIMIZERS:
+        raise ValueError(f"{value!r} is refused: the optimizer is AdamW (adamw_torch, adamw_torch_fused)")
+    result.put("optimizer.fused", _OPTIMIZERS[value])
+    return f"{value} became optimizer.fused: {str(_OPTIMIZERS[value]).lower()}"
+
+
+def every(kind: str, path: str) -> Any:
+    """Return the handler of ``eval_strategy`` or ``save_strategy``."""
+
+    def handler(value: Any, result: Translated) -> str:
+        text = {False: "no", True: "steps"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+        if text == "no":
+            result.put(path, None)
+            return f"{text} became {path}: nothing" + (" (at the end only)" if kind == "save" else "")
+        if text == "best":
+            raise ValueError("'best' is refused: write save_strategy: epoch or steps; checkpoint.best keeps the best of them")
+        every = "epoch" if text == "epoch" else count(result.known.get(f"{kind}_steps") or result.known.get("logging_steps") or 500)
+        if text not in ("epoch", "steps"):
+            raise ValueError(f"expected no, steps or epoch, got {value!r}")
+        result.put(path, every)
+        return f"{text} became {path}: {every}"
+
+    return handler
+
+
+def steps_of(kind: str, path: str) -> Any:
+    """Return the handler of ``eval_steps`` or ``save_steps``."""
+
+    def handler(value: Any, result: Translated) -> str:
+        strategy = result.known.get(f"{kind}_strategy", "no" if kind == "eval" else "steps")
+        if value is None or str(strategy) != "steps":
+            return f"has no effect: {kind}_strategy is {strategy}"
+        result.put(path, count(value))
+        return f"{value} became {path}: {count(value)}"
+
+    return handler
+
+
+def count(value: Any) -> int:
+    """Return a number of steps; a part of the run is refused."""
+    if isinstance(value, float) and 0 < value < 1:
+        raise ValueError(f"{value} is refused: a part of the run; write the number of steps")
+    return whole(value)
+
+
+def best(value: Any, result: Translated) -> str:
+    """Take ``load_best_model_at_end`` with its metric."""
+    if not truth(value):
+        return "has no effect: it is the default"
+    metric = str(result.known.get("metric_for_best_model") or "loss").removeprefix("eval_")
+    greater = result.known.get("greater_is_better")
+    sign = "+" if (not metric.endswith("loss") if greater is None else truth(greater)) else ""
+    result.put("checkpoint.best", f"{sign}val/{metric}")
+    return f"became checkpoint.best: {sign}val/{metric}; `meshpar export --best {sign}val/{metric}` exports it"
+
+
+def precision(name: str) -> Any:
+    """Return the handler of ``bf16`` or ``fp16``."""
+
+    def handler(value: Any, result: Translated) -> str:
+        if not truth(value):
+            return "has no effect: it is the default"
+        result.fsdp["mixed_precision"] = name
+        return f"became mixed_precision: {name} of the data-parallel pass"
+
+    return handler
+
+
+def recompute(value: Any, result: Translated) -> str:
+    """Take ``gradient_checkpointing``."""
+    if not truth(value):
+        return "has no effect: it is the default"
+    if "ActivationCheckpoint" not in result.before:
+        result.before.insert(0, "ActivationCheckpoint")
+    return "became the pass ActivationCheckpoint"
+
+
+def compile(value: Any, result: Translated) -> str:
+    """Take ``torch_compile``."""
+    if not truth(value):
+        return "has no effect: it is the default"
+    result.before.append("Compile")
+    return "became the pass Compile"
+
+
+def cpu(value: Any, result: Translated) -> str:
+    """Take ``no_cuda``, ``use_cpu``."""
+    if not truth(value):
+        return "has no effect: it is the default"
+    result.put("device", "cpu")
+    return "became device: cpu"
+
+
+def report_to(value: Any, result: Translated) -> str:
+    """Take ``report_to``: TensorBoard or not."""
+    names = [value] if isinstance(value, str) else list(value or ["none"])
+    result.put("training.tensorboard", bool({"tensorboard", "all"} & set(names)))
+    others = sorted(set(names) - {"tensorboard", "all", "none"})
+    more = f"; {', '.join(others)} not: metrics.jsonl holds every number" if others else ""
+    return f"became training.tensorboard: {str(result.data['training']['tensorboard']).lower()}{more}"
+
+
+def resume(value: Any, result: Translated) -> str:
+    """Take ``resume_from_checkpoint``."""
+    wanted = "auto" if value in (True, "true", "True") else str(value)
+    if value in (None, False, "false"):
+        return "has no effect: a run goes on from its own newest checkpoint; checkpoint.resume: never refuses to"
+    result.put("checkpoint.resume", wanted)
+    return f"became checkpoint.resume: {wanted}"
+
+
+def run_name(value: Any, result: Translated) -> str:
+    """Take ``run_name``."""
+    if value is None or result.has("name"):
+        return "has no effect: the recipe has a name"
+    result.put("name", str(value))
+    return f"became name: {value}"
+
+
+def sampling(value: Any, result: Translated) -> str:
+    """Take ``train_sampling_strategy``."""
+    if value not in ("random", "sequential"):
+        raise ValueError(f"{value!r} is refused: an epoch's order is random or that of the data (data.shuffle)")
+    result.put("data.shuffle", value == "random")
+    return f"became data.shuffle: {str(value == 'random').lower()}"

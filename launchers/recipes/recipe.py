@@ -1,0 +1,292 @@
+"""Recipes: what a run is made of, as strict YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, final
+
+from pydantic import Field, PrivateAttr
+
+from meshpar import registry
+from meshpar.errors import MeshError, MeshparError, RecipeError
+from meshpar.launchers.recipes.foreign.translate import take_foreign_keys
+from meshpar.launchers.recipes.objective import OBJECTIVES, option_problems, wants_teacher
+from meshpar.launchers.recipes.schema import Section, build, validate
+from meshpar.launchers.recipes.sections import (
+    CheckpointSection,
+    DataSection,
+    LoRASection,
+    Model,
+    OptimizerSection,
+    ScheduleSection,
+    TeacherSection,
+    TrainingSection,
+)
+from meshpar.launchers.recipes.techniques import read_passes
+from meshpar.launchers.recipes.yamlfile import Document, Place, apply_overrides, read_document, to_yaml
+from meshpar.mesh import MeshSpec
+from meshpar.models.gpt2 import GPT2Config
+from meshpar.models.transformer_config import RopeScaling, TransformerConfig
+from meshpar.patterns import nearest
+from meshpar.training.lora import LoRA
+
+
+@final
+class Recipe(Section):
+    """A run.
+
+    Attributes:
+        name: of the run.
+        seed: of initial weights, order of the data and dropout.
+        device: ``auto``: the accelerator where there is one.
+        preflight: whether the doctor looks at the machines before training, and whether what it finds ends the job.
+        watchdog: seconds without any progress after which ranks say where they are, and the job ends; None: never.
+        profile: write a profile of a few early steps into the run's folder (:mod:`meshpar.training.profile`).
+        output: the run's folder.
+        mesh: axes and sizes; empty: one process.
+        passes: name -> options, in their order; None: those that the mesh's axes call for.
+        teacher: of a distillation.
+        lora: adapters, which alone are trained.
+        notes: what became of names that are not meshpar's own.
+    """
+
+    name: str
+    seed: Annotated[int, Field(ge=0)] = 0
+    device: Literal["auto", "cpu", "cuda", "xpu", "hpu", "mps"] = "auto"
+    preflight: Literal["off", "warn", "fail"] = "off"
+    watchdog: Annotated[float, Field(gt=0)] | None = 600.0
+    profile: bool = False
+    output: str = ""
+    mesh: str = ""
+    passes: tuple[dict[str, dict[str, Any]], ...] = ()
+    model: Model
+    teacher: TeacherSection | None = None
+    lora: LoRASection | None = None
+    data: DataSection = DataSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    training: TrainingSection
+    checkpoint: CheckpointSection = CheckpointSection()
+    _notes: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What became of old names."""
+        return self._notes
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.output).expanduser()
+
+    def adapters(self) -> LoRA | None:
+        """Return the settings of the adapters."""
+        return None if self.lora is None else build(LoRA, self.lora)
+
+    def noting(self, notes: Sequence[str]) -> Self:
+        """Return the recipe with what is to be told about it."""
+        self._notes = tuple(notes)
+        return self
+
+    def to_yaml(self) -> str:
+        """Return the recipe as resolved: reading this text gives the same recipe."""
+        data = self.model_dump(mode="json")
+        data["model"] = _model_text(self.model)
+        if self.lora is None:
+            del data["lora"]
+        else:
+            data["lora"] = _written(data["lora"])
+        if self.teacher is None:
+            del data["teacher"]
+        else:
+            data["teacher"] = {**_written(data["teacher"]), "model": _model_text(self.teacher.model)}
+        return to_yaml(data)
+
+
+def _model_text(section: Any) -> dict[str, Any]:
+    fields = section.model_dump(mode="json")
+    if section.kind == "huggingface":
+        return {name: value for name, value in fields.items() if value is not None}
+    return {"kind": section.kind} | _written(fields)
+
+
+def _written(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that have a value: in a model's section, none means the shape's default."""
+    return {name: _written(value) if isinstance(value, dict) else value for name, value in fields.items() if value is not None}
+
+
+def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe, with fields set from the command line.
+
+    Args:
+        source: a YAML file, or the name of a recipe that comes with meshpar (:func:`shipped`).
+        overrides: ``training.steps=50``; values are YAML.
+
+    Raises:
+        RecipeError: listing everything that is wrong.
+    """
+    document = _find(source)
+    apply_overrides(document, overrides)
+    return resolve(document)
+
+
+def shipped() -> dict[str, Path]:
+    """Return the recipes that come with meshpar."""
+    folder = resources.files("meshpar.launchers.recipes")
+    return {
+        Path(each.name).stem: Path(str(each)) for each in sorted(folder.iterdir(), key=lambda one: one.name) if each.name.endswith(".yaml")
+    }
+
+
+def resolve(document: Document) -> Recipe:
+    """Return the recipe of a document, or raise RecipeError with every problem."""
+    data = dict(document.data)
+    problems: list[str] = []
+    notes = _read_plan(data, document, problems)
+    if isinstance(data.get("teacher"), Mapping):
+        data["teacher"] = dict(data["teacher"])
+        data["teacher"].setdefault("mesh", data["mesh"])
+        notes += [f"teacher.{note}" for note in _read_plan(data["teacher"], document, problems, ("teacher",))]
+    data["name"] = data.get("name") or Path(document.name).stem
+    data["output"] = data.get("output") or f"runs/{data['name']}"
+    found = validate(Recipe, data, document)
+    if isinstance(found, Recipe):
+        problems += [f"{document.where(place)}: {text}" for place, text in _conflicts(found)]
+    else:
+        assert isinstance(found, list)
+        problems = found + problems
+    if problems:
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in this recipe"
+        raise RecipeError("\n  ".join([count, *problems]))
+    assert isinstance(found, Recipe)
+    return found.noting(notes)
+
+
+def _find(source: str | Path) -> Document:
+    known = shipped()
+    if str(source) in known and not Path(source).is_file():
+        return read_document(known[str(source)])
+    if not Path(source).is_file():
+        near = nearest(str(source), known) or sorted(known)
+        raise RecipeError(f"no recipe file {source}, and none of that name comes with meshpar; nearest: {', '.join(near)}")
+    return read_document(Path(source))
+
+
+def _read_plan(data: dict[str, Any], document: Document, problems: list[str], at: Place = ()) -> list[str]:
+    """Put model, mesh and passes of a mapping in the form that the recipe has, and return what is to be told about old names."""
+    if isinstance(data.get("model"), Mapping):
+        data["model"] = {"kind": "transformer", **data["model"]}
+    notes = take_foreign_keys(data, document, problems, at)
+    data["mesh"] = data.get("mesh") or ""
+    mesh = _read_mesh(data["mesh"], document, problems, at)
+    data["passes"], more = read_passes(data.get("passes"), mesh, document, problems, at)
+    return [*notes, *more]
+
+
+def _read_mesh(text: Any, document: Document, problems: list[str], at: Place) -> MeshSpec | str | None:
+    if not isinstance(text, str):
+        return None  # the section's own type says what is wrong
+    if text.strip().startswith("auto"):
+        return text.strip()
+    try:
+        return MeshSpec(text)
+    except MeshError as error:
+        problems.append(f"{document.where((*at, 'mesh'))}: {error}")
+        return None
+
+
+def _conflicts(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield fields that are right by themselves and wrong together."""
+    data, training = recipe.data, recipe.training
+    if training.steps is None and training.epochs is None:
+        yield ("training",), "say how long to train: steps, epochs or both"
+    if data.source == "stdlib" and data.paths:
+        yield ("data", "paths"), "stdlib needs no paths; for files of your own write source: files"
+    if data.source != "stdlib" and not data.paths:
+        yield ("data", "paths"), f"source: {data.source} needs paths"
+    if data.source == "tokens" and (len(data.paths) > 1 or len(data.validation_paths) > 1):
+        yield ("data", "paths"), f"tokens are one .bin file, got {len(data.paths)}"
+    if data.source == "tokens" and data.tokenizer in ("bytes", "bpe"):
+        yield (
+            ("data", "tokenizer"),
+            "the input is tokens already: leave it out, or give the folder of the tokenizer that made them, for the export",
+        )
+    if data.source == "jsonl":
+        for path in data.paths:
+            if Path(path).suffix not in ("", ".jsonl") and not Path(path).expanduser().is_dir():
+                yield ("data", "paths"), f"JSON lines are files ending in .jsonl, got {path!r}"
+    yield from _objective_problems(recipe)
+    if data.validation_paths and data.validation_fraction:
+        yield ("data", "validation_fraction"), "validation is text of its own (validation_paths) or a part of this text, not both"
+    if training.validate_every is not None and not data.validation_paths and not data.validation_fraction:
+        yield ("training", "validate_every"), "there is nothing to validate on; give data.validation_fraction or data.validation_paths"
+    length = recipe.schedule.steps or training.steps
+    if length is not None and recipe.schedule.warmup_steps > length:
+        yield ("schedule", "warmup_steps"), f"{recipe.schedule.warmup_steps} steps of warm-up do not fit in {length} steps"
+    if recipe.schedule.warmup_steps and recipe.schedule.warmup_ratio:
+        yield ("schedule", "warmup_ratio"), "the warm-up is told in steps (warmup_steps) or as a part of the run, not both"
+    if recipe.lora is not None and (recipe.model.kind != "huggingface" or recipe.model.weights is None):
+        yield ("lora",), "adapters need a model of transformers (kind: huggingface) with its weights"
+    if recipe.lora is not None:
+        try:
+            recipe.adapters()
+        except MeshparError as error:
+            yield ("lora",), str(error)
+    # The folders of a teacher may be made by a run before; whether they are there is seen when the job is checked.
+    for name, section in (("model", recipe.model), *([] if recipe.teacher is None else [("teacher.model", recipe.teacher.model)])):
+        files = folder_problems(section) if name == "model" else ()
+        yield from ((tuple(name.split(".")), text) for text in (*files, *_model_problems(section)))
+
+
+def _objective_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    training, data = recipe.training, recipe.data
+    if training.objective not in registry.names(OBJECTIVES):
+        return  # told by build.check_job, with what is installed
+    factory = registry.plugin(OBJECTIVES, training.objective)
+    yield from ((("training", "objective_options"), text) for text in option_problems(factory, training.objective_options))
+    if wants_teacher(factory) != (recipe.teacher is not None):
+        words = "needs a teacher: give it a model and its weights" if recipe.teacher is None else "has no use for a teacher"
+        yield ("teacher",), f"the objective {training.objective} {words}"
+    if getattr(factory, "examples", "tokens") != "tokens" and data.source not in ("stdlib", "jsonl"):
+        yield (
+            ("data", "source"),
+            f"the objective {training.objective} learns from stdlib or jsonl, which hold two fields, got {data.source!r}",
+        )
+
+
+def folder_problems(section: Any) -> Iterator[str]:
+    """Yield the folders of a model's section that are not there."""
+    if section.weights is not None and not section.weights.expanduser().exists():
+        yield f"weights: {section.weights} does not exist"
+    folder = section.config if section.kind == "huggingface" and isinstance(section.config, str) else None
+    if folder is not None and not (Path(folder).expanduser() / "config.json").is_file():
+        yield f"config: no config.json in {folder}"
+
+
+def _model_problems(section: Any) -> Iterator[str]:
+    try:
+        if section.kind != "huggingface":
+            model_config(section, vocab_size=512)
+        elif isinstance(section.config, dict) and "model_type" not in section.config:
+            yield "config: a config.json names its model_type, such as llama, qwen3 or gpt2"
+    except ValueError as error:
+        yield str(error)
+
+
+def model_config(section: Any, vocab_size: int) -> TransformerConfig | GPT2Config:
+    """Return the shape of a ``transformer`` or ``gpt2`` section.
+
+    Args:
+        section: of the recipe.
+        vocab_size: of the data. A transformer that names neither a preset nor its own gets it, rounded up to a multiple of 64, which
+            every usual tensor axis divides.
+    """
+    given = {name: value for name, value in section.given().items() if name not in ("kind", "preset", "weights")}
+    if section.kind == "gpt2":
+        return GPT2Config(**given)
+    given |= {"rope_scaling": RopeScaling(**section.rope_scaling.given())} if section.rope_scaling is not None else {}
+    if section.preset is not None:
+        return TransformerConfig.preset(section.preset, **given)
+    return TransformerConfig(**{"vocab_size": -(-vocab_size // 64) * 64, **given})

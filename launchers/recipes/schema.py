@@ -1,0 +1,186 @@
+"""Strict models of sections: of a dataclass's fields, or written out; and their errors, in a recipe's terms."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
+
+import torch
+from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, ValidationError, create_model
+from pydantic_core import ErrorDetails
+from torch import nn
+
+from meshpar.launchers.recipes.yamlfile import Document, Place
+from meshpar.patterns import nearest
+
+_TYPES: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    type(None): "nothing",
+    torch.dtype: "a dtype",
+}
+
+
+class Section(BaseModel):
+    """Fields under one heading: no other keys, no conversions, no changes afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, protected_namespaces=())
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that were written, with nested sections as their objects."""
+        return {name: getattr(self, name) for name in self.model_fields_set if getattr(self, name) is not None}
+
+
+def parse_dtype(text: object) -> torch.dtype:
+    """Return the dtype called ``bfloat16``, ``bf16``, ``torch.bfloat16``, ...; raises ValueError for anything else."""
+    name = str(text).removeprefix("torch.")
+    value = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}.get(name, name), None)
+    if not isinstance(value, torch.dtype):
+        raise ValueError(f"expected a dtype such as float32, bfloat16 or float16, got {text!r}")
+    return value
+
+
+Dtype = Annotated[torch.dtype, PlainValidator(parse_dtype), PlainSerializer(lambda value: str(value).removeprefix("torch."))]
+
+
+@cache
+def section_of(cls: type) -> type[Section]:
+    """Return the section whose fields are those of a dataclass; all are optional, and None means the dataclass's default.
+
+    Fields that hold functions or modules are left out: a recipe cannot write them.
+    """
+    hints = typing.get_type_hints(cls)
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if field.init and not _takes_functions(hints[field.name]):
+            fields[field.name] = (typing.Optional[_adapted(hints[field.name])], None)  # noqa: UP045  built at run time
+    return create_model(cls.__name__, __base__=Section, **fields)
+
+
+def build(cls: Callable[..., Any], section: Section, **given: Any) -> Any:
+    """Return the dataclass object of a section made by :func:`section_of`, with the fields in ``given`` that a recipe cannot write."""
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for name, value in section.given().items():
+        inner = next((each for each in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(each)), None)
+        values[name] = build(cast(Any, inner), value) if inner is not None and isinstance(value, Section) else value
+    return cls(**values, **given)
+
+
+def validate(model: type[Section], data: Any, document: Document, place: Place = ()) -> Section | list[str]:
+    """Return the section of ``data``, or every problem in it, one line each with file, line and dotted path."""
+    try:
+        # By way of JSON, whose strict mode takes a list for a tuple and a text for a path, and nothing else.
+        return model.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        by_place: dict[Place, list[ErrorDetails]] = {}
+        for each in error.errors():
+            by_place.setdefault(_in_data(each, data), []).append(each)
+        return [f"{document.where((*place, *where))}: {_message(where, errors, data, model)}" for where, errors in by_place.items()]
+
+
+def describe_type(hint: Any) -> str:
+    """Return what a field takes, in words: ``a whole number, 'epoch' or nothing``."""
+    parts = list(dict.fromkeys(_words(hint)))
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
+
+
+def _words(hint: Any) -> Iterator[str]:
+    origin = get_origin(hint)
+    if origin is Annotated:
+        yield from _words(get_args(hint)[0])
+    elif origin in (typing.Union, types.UnionType):
+        for each in sorted(get_args(hint), key=lambda one: one is type(None)):
+            yield from _words(each)
+    elif origin is Literal:
+        yield from (repr(each) for each in get_args(hint))
+    elif origin is tuple and Ellipsis not in get_args(hint):
+        yield f"a list of {len(get_args(hint))}"
+    elif origin is not None or hint in (dict, list, tuple):
+        yield "a mapping" if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)) else "a list"
+    elif isinstance(hint, type) and issubclass(hint, BaseModel):
+        yield f"fields ({', '.join(hint.model_fields)})"
+    else:
+        yield _TYPES.get(hint, str(hint))
+
+
+def _takes_functions(hint: Any) -> bool:
+    return get_origin(hint) is Callable or hint is nn.Module or any(_takes_functions(each) for each in get_args(hint))
+
+
+def _adapted(hint: Any) -> Any:
+    """Put dtypes and nested dataclasses in a form that a recipe can write."""
+    if hint is torch.dtype:
+        return Dtype
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return section_of(hint)
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.Union[tuple(_adapted(each) for each in get_args(hint))]  # noqa: UP007  built at run time
+    return hint
+
+
+def _in_data(error: ErrorDetails, data: Any) -> Place:
+    """Return the place in the data of pydantic's location, which also names branches of unions."""
+    place: list[str | int] = []
+    for part in error["loc"]:
+        if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int) and part < len(data)):
+            data = cast(Any, data)[part]
+            place.append(part)
+    return (*place, error["loc"][-1]) if error["type"] == "missing" and isinstance(data, dict) else tuple(place)
+
+
+def _message(place: Place, errors: list[ErrorDetails], data: Any, model: type[BaseModel]) -> str:
+    error = errors[0]
+    owner, hint = _field(model, error["loc"])
+    value = _value(data, place)
+    match error["type"]:
+        case "extra_forbidden":
+            near = nearest(str(place[-1]), owner.model_fields)
+            return f"unknown key; nearest: {', '.join(near)}" if near else f"unknown key; there are: {', '.join(owner.model_fields)}"
+        case "missing" if isinstance(place[-1], str) and place[-1] == error["loc"][-1]:
+            return f"missing; expected {describe_type(hint)}"
+        case "value_error":
+            return str(error["ctx"]["error"])
+        case "union_tag_invalid":
+            return f"kind must be one of {error['ctx']['expected_tags']}, got {error['ctx']['tag']!r}"
+        case kind if kind.startswith(("greater", "less")):
+            return f"{error['msg'].replace('Input should', 'must')}, got {value!r}"
+    return f"expected {describe_type(hint)}, got {value!r}"
+
+
+def _value(data: Any, place: Place) -> Any:
+    for part in place:
+        data = cast(Any, data)[part] if isinstance(data, list) or part in data else None
+    return data
+
+
+def _field(model: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[type[BaseModel], Any]:
+    """Return the innermost section on the way to a location, and the type of the field there."""
+    branches: list[type[BaseModel]] = []
+    owner: type[BaseModel] = model
+    hint: Any = Any
+    for part in loc:
+        if part in owner.model_fields:
+            field = owner.model_fields[str(part)]
+            hint = field.annotation
+            inner = [each for each in (hint, *get_args(hint)) if isinstance(each, type) and issubclass(each, BaseModel)]
+            if inner and part != loc[-1]:
+                owner = inner[0]
+                branches = inner
+        elif isinstance(part, str):
+            owner = next((each for each in branches if _tag(each) == part), owner) if part != loc[-1] else owner
+    return owner, hint
+
+
+def _tag(section: type[BaseModel]) -> object:
+    kind = section.model_fields.get("kind")
+    return None if kind is None else kind.default

@@ -1,0 +1,217 @@
+"""The sections of a recipe: what may stand in each, and what it means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, final
+
+from pydantic import Field
+
+from meshpar.launchers.recipes.schema import Dtype, Section, section_of
+from meshpar.models.gpt2 import GPT2Config
+from meshpar.models.transformer_config import TransformerConfig
+from meshpar.training.lora import LoRA
+
+Count = Annotated[int, Field(ge=1)]
+Every = Count | Literal["epoch"] | None
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+_TransformerFields: Any = section_of(TransformerConfig)
+_GPT2Fields: Any = section_of(GPT2Config)
+
+
+@final
+class TransformerSection(_TransformerFields):
+    """A :class:`meshpar.models.Transformer`: the fields of its config, from a ``preset`` where one is named."""
+
+    kind: Literal["transformer"] = "transformer"
+    preset: str | None = None
+    weights: Path | None = None
+
+
+@final
+class GPT2Section(_GPT2Fields):
+    """A :class:`meshpar.models.GPT2`: the fields of its config; the defaults are the 124M model."""
+
+    kind: Literal["gpt2"] = "gpt2"
+    weights: Path | None = None
+
+
+@final
+class HuggingFaceSection(Section):
+    """A model of transformers.
+
+    Attributes:
+        config: the contents of a ``config.json``, or the folder that holds one; nothing is downloaded.
+        head: what stands on the model; None: what the objective needs (for packed text ``causal_lm``).
+        weights: a folder of safetensors to start from; None: drawn from the seed.
+        new: patterns of parameters that are drawn from the seed although there are weights: ``classifier.*`` on a pretrained encoder.
+    """
+
+    kind: Literal["huggingface"] = "huggingface"
+    config: dict[str, Any] | str
+    head: Literal["causal_lm", "seq2seq_lm", "sequence_classification"] | None = None
+    weights: Path | None = None
+    new: tuple[str, ...] = ()
+
+
+Model = Annotated[TransformerSection | GPT2Section | HuggingFaceSection, Field(discriminator="kind")]
+
+
+_LoRAFields: Any = section_of(LoRA)
+
+
+@final
+class LoRASection(_LoRAFields):
+    """Adapters beside frozen weights, see :class:`meshpar.training.lora.LoRA`; the model needs ``weights``."""
+
+
+@final
+class TeacherSection(Section):
+    """The frozen teacher of a distillation, on the same ranks as the student.
+
+    Attributes:
+        model: the teacher; it needs ``weights`` to have anything to teach.
+        mesh: axes and sizes; None: the student's.
+        passes: name -> options; None: those that the mesh's axes call for.
+        dtype: of its parameters; None: float32.
+    """
+
+    model: Model
+    mesh: str
+    passes: tuple[dict[str, dict[str, Any]], ...] = ()
+    dtype: Dtype | None = None
+
+
+@final
+class DataSection(Section):
+    """What is read, and how it becomes batches.
+
+    Attributes:
+        source: ``stdlib`` (the source of Python's standard library; for pairs of texts its functions with the first sentence of their
+            docstrings, for labels its lines with their modules), ``files`` (text), ``jsonl``, or ``tokens`` (a ``.bin`` and its ``.json``).
+        paths: files, folders and globs; one token file for ``tokens``.
+        field: the key of the text in a line of JSON.
+        target_field: the key of the target text, where the objective wants pairs of texts.
+        label_field: the key of the label, where it wants labels.
+        separator: text that divides a file into documents; None: a file is one document.
+        tokenizer: ``bytes``, ``bpe`` (trained on the text) or a folder with a ``tokenizer.json``; None: ``bytes`` for text, none for
+            tokens.
+        vocab_size: of a trained BPE.
+        eos: the token that ends a document, where the tokenizer's folder does not say.
+        sequence_length: tokens of a sample; a text with a target or a label is cut to it.
+        target_length: tokens of a target text, which is cut to it.
+        micro_batch: samples of a data rank in one forward pass.
+        accumulate: micro-batches in a step.
+        shuffle: whether an epoch's order is drawn from the seed.
+        validation_fraction: part of the documents that is kept for validation.
+        validation_paths: text (or a token file) of its own to validate on.
+        workers: processes that read ahead; 0: the training process itself.
+        pin_memory: copy batches to page-locked memory; None: where there is an accelerator.
+        persistent_workers: keep the workers from one epoch to the next.
+        prefetch: batches that each worker keeps ready.
+        cache: where tokenizers and tokens are kept.
+    """
+
+    source: Literal["stdlib", "files", "jsonl", "tokens"] = "stdlib"
+    paths: tuple[str, ...] = ()
+    field: str = "text"
+    target_field: str = "target"
+    label_field: str = "label"
+    separator: str | None = None
+    tokenizer: str | None = None
+    vocab_size: Annotated[int, Field(ge=257)] = 4096
+    eos: str | None = None
+    sequence_length: Count = 256
+    target_length: Count = 64
+    micro_batch: Count = 8
+    accumulate: Count = 1
+    shuffle: bool = True
+    validation_fraction: Fraction = 0.0
+    validation_paths: tuple[str, ...] = ()
+    workers: Annotated[int, Field(ge=0)] = 0
+    pin_memory: bool | None = None
+    persistent_workers: bool = True
+    prefetch: Count = 2
+    cache: str = "~/.cache/meshpar"
+
+
+@final
+class OptimizerSection(Section):
+    """AdamW; ``lr`` is the peak that the schedule reaches."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    fused: bool | None = None
+
+
+@final
+class ScheduleSection(Section):
+    """The learning rate over the run, see :class:`meshpar.training.schedule.Schedule`.
+
+    Attributes:
+        steps: the length that it is laid out for, where the run stops before or goes on after; None: the run's.
+        warmup_steps, warmup_ratio: the warm-up in steps, or as a part of the length.
+    """
+
+    name: Literal["constant", "linear", "cosine", "step", "wsd"] = "cosine"
+    steps: Count | None = None
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_ratio: Fraction = 0.0
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    step_every: Count = 1
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+
+
+@final
+class TrainingSection(Section):
+    """How long, and what how often, see :class:`meshpar.training.settings.TrainSettings`.
+
+    Attributes:
+        objective: a plugin of the group ``meshpar.objectives``.
+        objective_options: its options.
+        loss_scaling: for float16; None: where a pass computes in float16.
+        tensorboard: write TensorBoard scalars.
+        forecast: make the job's forecast beside its first steps and say how they compare: on an accelerator with a profile of its own,
+            or with the profile named here (``h100``, or a file that ``meshpar doctor --profile`` wrote).
+    """
+
+    objective: str = "causal_lm"
+    objective_options: dict[str, Any] = Field(default_factory=dict)
+    steps: Count | None = None
+    epochs: Count | None = None
+    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    log_every: Count = 10
+    validate_every: Every = None
+    validate_steps: Count | None = None
+    check_replicas_every: Count | None = None
+    nonfinite: Literal["raise", "skip"] = "raise"
+    reduce_each: bool = False
+    loss_scaling: bool | None = None
+    tensorboard: bool = True
+    forecast: bool | str = True
+
+
+@final
+class CheckpointSection(Section):
+    """When checkpoints are written, which stay, and what a run starts from.
+
+    Attributes:
+        every: steps between two, ``epoch``, or None: at the end only.
+        keep: how many of the newest stay; None: all.
+        best: a metric (``val/loss``; ``+name`` for the highest) whose best step stays as well.
+        background: write beside training; the optimizer is held back only while the state is copied.
+        resume: ``auto`` goes on from the newest undamaged one in the output folder; ``never`` refuses a folder that holds any;
+            a path (a step or a run) is gone on from where the output folder holds none.
+    """
+
+    every: Every = None
+    keep: Count | None = 3
+    best: str | None = None
+    background: bool = False
+    resume: str = "auto"
