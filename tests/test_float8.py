@@ -9,7 +9,7 @@ import torch
 from models_for_parity import VOCAB, transformer
 
 import meshpar
-from meshpar import Float8, FullyShard, Plan, PlanError, TensorParallel
+from meshpar import Float8, FullyShard, Plan, PlanError, Replicate, TensorParallel
 from meshpar.placements import local_tensor
 from meshpar.testing import on_ranks
 
@@ -75,6 +75,24 @@ def test_on_shards_of_data_it_is_what_one_process_computes() -> None:
     assert torch.allclose(par.data_sum(mine), loss, rtol=1e-6)
     for name, gradient in gradients(par.module).items():
         assert torch.allclose(gradient, expected[name], rtol=1e-4, atol=1e-5 * float(expected[name].abs().max())), name
+
+
+@needs_torchao
+@on_ranks(4)
+def test_shards_of_data_change_nothing_under_tensor_parallelism() -> None:
+    found = []
+    for mesh, data in (("dp_replicate=2,tp=2", Replicate()), ("dp_shard=2,tp=2", FullyShard())):
+        par = Plan(mesh, [TensorParallel(), Float8(recipe="rowwise_with_gw_hp", emulate=True), data]).apply(model())
+        mine = losses_of(par.module, batch().chunk(2)[par.data_rank], 2 / 4)
+        found.append((par.data_sum(mine), gradients(par.module)))
+    (loss, expected), (again, got) = found
+    plain = model()
+    losses_of(plain, batch(), 1 / 4)
+    exact = gradients(plain)
+    torch.testing.assert_close(again, loss, rtol=1e-6, atol=0.0)
+    for name, gradient in got.items():
+        assert torch.allclose(gradient, expected[name], rtol=1e-4, atol=1e-5 * float(expected[name].abs().max())), name
+        assert (gradient - exact[name]).norm() < 0.1 * exact[name].norm(), name
 
 
 @needs_torchao

@@ -23,6 +23,7 @@ import meshpar
 from meshpar import FullyShard, MeshparError, Parallelized, Plan, RecipeError, TensorParallel
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.passes.random import mix
+from meshpar.placements import local_tensor
 from meshpar.testing import on_ranks, whole
 from meshpar.training.console import Console
 from meshpar.training.data import Batches, PackedTokens
@@ -424,6 +425,55 @@ def test_the_scaler_changes_nothing_but_skips_overflows(group: None, tmp_path: P
     other = LossScaler()
     other.load_state_dict(scaler.state_dict())
     assert other.state_dict() == scaler.state_dict()
+
+
+@on_ranks(4)
+def test_an_overflow_on_the_shards_of_one_rank_is_skipped_by_all() -> None:
+    """``torch.amp.GradScaler`` would look at each rank's own shards, and the others would step."""
+    with tempfile.TemporaryDirectory() as folder:
+        passes = [TensorParallel(), FullyShard(param_dtype=torch.float16, reduce_dtype=torch.float32)]
+        par, records, scaler = parallel("dp_shard=2,tp=2", passes), Records(), LossScaler(scale=2.0**10)
+        shards = {name: local_tensor(parameter) for name, parameter in par.module.named_parameters()}
+        seen: dict[int, dict[str, torch.Tensor]] = {}
+
+        def overflow(norm: float) -> bool:
+            seen[run.step] = {name: shard.clone() for name, shard in shards.items()}
+            return good(norm)
+
+        good, scaler.update = scaler.update, overflow
+        run = trainer(par, packed(Path(folder)), accumulate=1, scaler=scaler, reporters=[records], steps=4)
+        last = list(par.module.parameters())[-1]
+        handle = last.register_post_accumulate_grad_hook(
+            lambda parameter: local_tensor(parameter.grad).fill_(math.inf) if run.step == 2 and dist.get_rank() == 3 else None
+        )
+        run.run()
+        handle.remove()
+        assert [record["step"] for record in records.records] == [1, 2, 4] and (run.skipped, scaler.skipped, scaler.scale) == (1, 1, 2.0**9)
+        assert all(torch.equal(seen[2][name], seen[3][name]) for name in shards)  # no shard of any rank moved
+        assert not all(torch.equal(seen[1][name], seen[2][name]) for name in shards)
+        assert all(bool(shard.isfinite().all()) for shard in shards.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks(2)
+def test_half_precision_keeps_masters_in_float32(dtype: torch.dtype) -> None:
+    """Updates too small for the dtype that computes add up, in float32 moments and weights; the loss falls as in float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        losses = {}
+        for computed in (torch.float32, dtype):
+            par, records = parallel("dp_shard=2", [FullyShard(param_dtype=computed, reduce_dtype=torch.float32)]), Records()
+            before = weights(par)
+            run = trainer(par, packed(Path(folder)), accumulate=1, reporters=[records], scaler=LossScaler() if dtype == torch.float16 else None)
+            run.schedule = Schedule(name="constant", lr=1e-7, steps=6, warmup_steps=0)
+            run.run()
+            moved = weights(par)
+            assert all(parameter.dtype == torch.float32 for parameter in par.module.parameters())
+            assert all(each.dtype == torch.float32 for state in run.optimizer.state.values() for each in state.values())
+            losses[computed] = [record["train/loss"] for record in records.records]
+        moves = torch.cat([(moved[name] - before[name]).flatten() for name in before])
+        same = torch.cat([(moved[name].to(dtype) == before[name].to(dtype)).flatten() for name in before])
+        assert float((moves != 0).float().mean()) > 0.8 and float(same.float().mean()) > 0.9
+        torch.testing.assert_close(losses[dtype], losses[torch.float32], rtol=2e-2, atol=0.0)
 
 
 def test_random_state_of_a_step_needs_only_seed_and_step(group: None, tmp_path: Path) -> None:
