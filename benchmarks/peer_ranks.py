@@ -382,6 +382,7 @@ def with_torchtitan(session: Session) -> None:
 
 PEERS: dict[str, Callable[[Session], None]] = {
     "torch by hand": by_hand,
+    "torch by hand, once more": by_hand,
     "meshpar": with_meshpar,
     "accelerate": with_accelerate,
     "accelerate, made to shard": with_accelerate_forced,

@@ -21,8 +21,8 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     yield f"**{result['plan']}**"
     yield ""
     yield (
-        "| | step, ms | tokens/s | of torch by hand (lowest to highest round) | peak MiB a rank | start to first step, s | parameters here "
-        "| loss |"
+        "| | step, ms | tokens/s | of torch by hand (middle half of the rounds) | peak MiB a rank | start to first step, s "
+        "| parameters here | loss |"
     )
     yield "|---|---:|---:|---|---:|---:|---:|---|"
     for name, one in result["peers"].items():
@@ -31,7 +31,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
             continue
         step = statistics.median(one["seconds"])
         ratios = one.get("ratios", [])
-        ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})" if ratios else ""
+        ratio = "{1:.3f} ({0:.3f} to {2:.3f})".format(*_quarters(ratios)) if ratios else ""
         startup = statistics.median(one["startups"])
         held = f"{one['share']:.0%}" + ("" if one["split"] else ", not sharded")
         note = f" ({_short(one['note'])})" if one["note"] else ""
@@ -58,12 +58,12 @@ def write(source: Path, page: Path, drawing: Path) -> None:
 
 
 def draw(plans: dict[str, Any]) -> str:
-    """Return bars of each peer's step relative to torch by hand, with the lowest and highest round."""
+    """Return bars of each peer's step relative to torch by hand, with the middle half of the rounds."""
     rows: list[tuple[str, str, list[float]]] = []
     for plan, result in plans.items():
         rows.append(("plan", plan, []))
         rows += [("peer", name, one["ratios"]) for name, one in result["peers"].items() if "ratios" in one and one["split"]]
-    most = max((max(ratios) for _, _, ratios in rows if ratios), default=1.0)
+    most = max((_quarters(ratios)[-1] for _, _, ratios in rows if ratios), default=1.0)
     scale = SPAN / most
     height = ROW * len(rows) + 40
     parts = [
@@ -76,8 +76,8 @@ def draw(plans: dict[str, Any]) -> str:
         if kind == "plan":
             parts.append(f'<text x="12" y="{y + 9}" font-weight="bold">{name}</text>')
             continue
-        middle = statistics.median(ratios)
-        low, high = LEFT + min(ratios) * scale, LEFT + max(ratios) * scale
+        lower, middle, upper = _quarters(ratios)
+        low, high = LEFT + lower * scale, LEFT + upper * scale
         parts += [
             f'<text x="{LEFT - 8}" y="{y + 9}" text-anchor="end">{name}</text>',
             f'<rect x="{LEFT}" y="{y}" width="{middle * scale:.1f}" height="{ROW - 6}" fill="{COLOURS.get(name, "#9ecae1")}"/>',
@@ -85,10 +85,16 @@ def draw(plans: dict[str, Any]) -> str:
             f'<text x="{max(high, LEFT + middle * scale) + 6:.1f}" y="{y + 9}" fill="#555">{middle:.2f}</text>',
         ]
     parts.append(
-        f'<text x="{WIDTH / 2}" y="{height - 8}" text-anchor="middle" fill="#555">seconds of a step, torch by hand = 1; line: lowest to '
-        "highest round; peers that shard</text></svg>"
+        f'<text x="{WIDTH / 2}" y="{height - 8}" text-anchor="middle" fill="#555">seconds of a step, torch by hand = 1; line: middle half '
+        "of the rounds; peers that shard</text></svg>"
     )
     return "\n".join(parts) + "\n"
+
+
+def _quarters(ratios: list[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    lower, middle, upper = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return lower, middle, upper
 
 
 def _short(text: str) -> str:
