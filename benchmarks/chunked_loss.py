@@ -1,4 +1,4 @@
-"""The loss of a large vocabulary, in chunks and in one piece: peak memory, time and gradients.
+"""The loss of a large vocabulary, by torch's cross entropy, by meshpar's and in chunks: peak memory, time and gradients.
 
     python benchmarks/chunked_loss.py [--vocabulary 131072] [--tokens 4096] [--width 512] [--repeats 5] [--dtype float32]
 
@@ -10,17 +10,22 @@ the recorder of the forecast on a CPU and by the allocator on a GPU. Printed as 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshpar.chunked import CHUNK, chunked_token_loss
 from meshpar.forecasting.recorder import Recorder
 from meshpar.loss import token_loss
+
+Loss = Callable[["Head", Tensor], Tensor]
 
 
 class Head(nn.Module):
@@ -38,33 +43,35 @@ class Head(nn.Module):
         return SimpleNamespace(logits=self.lm_head(self.hidden))
 
 
-def loss_of(model: Head, labels: Tensor, chunk: int) -> Tensor:
-    if chunk:
-        return chunked_token_loss(model, {}, labels, chunk=chunk)
+def torchs(model: Head, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model().logits.flatten(0, 1).float(), labels.flatten())
+
+
+def plain(model: Head, labels: Tensor) -> Tensor:
     return token_loss(model().logits, labels)
 
 
-def seconds_of(model: Head, labels: Tensor, chunk: int) -> float:
+def seconds_of(model: Head, labels: Tensor, loss_of: Loss) -> float:
     wait(labels.device)
     start = time.perf_counter()
-    loss_of(model, labels, chunk).backward()
+    loss_of(model, labels).backward()
     wait(labels.device)
     return time.perf_counter() - start
 
 
-def peak_of(model: Head, labels: Tensor, chunk: int) -> int:
+def peak_of(model: Head, labels: Tensor, loss_of: Loss) -> int:
     """Return the bytes of loss and backward at their peak, less the parameters' gradients, which stay."""
     model.zero_grad(set_to_none=True)
     if labels.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        loss_of(model, labels, chunk).backward()
+        loss_of(model, labels).backward()
         return torch.cuda.max_memory_allocated() - before - kept(model)
     recorder = Recorder({})
     recorder.hold(iter([*model.parameters(), labels]), "parameters")
     with recorder:
         recorder.phase("step")
-        loss_of(model, labels, chunk).backward()
+        loss_of(model, labels).backward()
         phases = recorder.finished()
     now = most = 0
     for event in (event for phase in phases for event in phase.events):
@@ -96,27 +103,34 @@ def main() -> None:
     with torch.device(device):
         model = Head(options.tokens, options.width, options.vocabulary, getattr(torch, options.dtype))
         labels = torch.randint(0, options.vocabulary, (1, options.tokens))
-    chunks = {"in one piece": 0, f"chunks of {options.chunk}": options.chunk}
+    chunks = functools.partial(chunked_token_loss, inputs={}, chunk=options.chunk)
+    ways: dict[str, Loss] = {
+        "F.cross_entropy": torchs,
+        "token_loss": plain,
+        f"in chunks of {options.chunk}": lambda model, labels: chunks(model, labels_BL=labels),
+    }
     peaks, grads = {}, {}
-    for name, chunk in chunks.items():
-        peaks[name] = peak_of(model, labels, chunk)
+    for name, loss_of in ways.items():
+        peaks[name] = peak_of(model, labels, loss_of)
         grads[name] = [each.grad.clone() for each in model.parameters() if each.grad is not None]
-    times: dict[str, list[float]] = {name: [] for name in chunks}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.repeats):
-        for name, chunk in chunks.items():
+        for name, loss_of in ways.items():
             model.zero_grad(set_to_none=True)
-            times[name].append(seconds_of(model, labels, chunk))
-    plain, chunked = chunks
-    apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(grads[chunked], grads[plain]))
-    ratios = [mine / theirs for mine, theirs in zip(times[chunked], times[plain])]
-    shape = f"vocabulary {options.vocabulary:,}, {options.tokens:,} positions of {options.width}"
-    print(f"{shape}, {options.dtype}, {device}, torch {torch.__version__}")
-    print("| | peak of loss and backward, MiB | seconds |")
-    print("|---|---:|---:|")
-    for name in chunks:
-        print(f"| {name} | {peaks[name] / 2**20:,.0f} | {statistics.median(times[name]):.2f} |")
-    print(f"| ratio | {peaks[chunked] / peaks[plain]:.3f} | {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |")
-    print(f"gradients differ by at most {apart:.1e} of the largest")
+            times[name].append(seconds_of(model, labels, loss_of))
+    print(
+        f"vocabulary {options.vocabulary:,}, {options.tokens:,} positions of {options.width}, {options.dtype}, {device}, torch {torch.__version__}"
+    )
+    print("| | peak of loss and backward, MiB | of torch's | seconds | of torch's | gradients apart, of the largest |")
+    print("|---|---:|---:|---:|---:|---:|")
+    first = next(iter(ways))
+    for name in ways:
+        ratios = [mine / theirs for mine, theirs in zip(times[name], times[first])]
+        apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(grads[name], grads[first]))
+        print(
+            f"| {name} | {peaks[name] / 2**20:,.0f} | {peaks[name] / peaks[first]:.3f} | {statistics.median(times[name]):.2f} "
+            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {apart:.1e} |"
+        )
 
 
 if __name__ == "__main__":
