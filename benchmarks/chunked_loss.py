@@ -118,9 +118,8 @@ def main() -> None:
         for name, loss_of in ways.items():
             model.zero_grad(set_to_none=True)
             times[name].append(seconds_of(model, labels, loss_of))
-    print(
-        f"vocabulary {options.vocabulary:,}, {options.tokens:,} positions of {options.width}, {options.dtype}, {device}, torch {torch.__version__}"
-    )
+    shape = f"vocabulary {options.vocabulary:,}, {options.tokens:,} positions of {options.width}"
+    print(f"{shape}, {options.dtype}, {device}, torch {torch.__version__}")
     print("| | peak of loss and backward, MiB | of torch's | seconds | of torch's | gradients apart, of the largest |")
     print("|---|---:|---:|---:|---:|---:|")
     first = next(iter(ways))
