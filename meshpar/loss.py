@@ -48,7 +48,7 @@ def _sharded_sum(logits: DTensor, labels_N: torch.Tensor, ignore_index: int) -> 
 
 
 class _TokenLoss(torch.autograd.Function):
-    """Cross entropy that keeps the logits as they are and one number a position; the gradient is made a few rows at a time.
+    """Cross entropy that keeps the logits as they are, and makes of them what it needs a few rows at a time.
 
     Beside the logits there is then only their gradient, in their dtype; ``F.cross_entropy(logits.float())`` keeps all logarithms of
     probabilities, in float32, and needs two more of that size in backward.
@@ -58,21 +58,28 @@ class _TokenLoss(torch.autograd.Function):
     def forward(ctx: FunctionCtx, logits_NV: torch.Tensor, labels_N: torch.Tensor, ignore_index: int) -> torch.Tensor:
         counted_N = labels_N != ignore_index
         index_N1 = torch.where(counted_N, labels_N, 0)[:, None]
-        sums_N = torch.cat([rows.float().logsumexp(-1) for rows in logits_NV.split(_rows(logits_NV))])
-        ctx.save_for_backward(logits_NV, sums_N, index_N1, counted_N)
-        return torch.where(counted_N, sums_N - logits_NV.gather(1, index_N1)[:, 0].float(), 0.0).sum()
+        rows = zip(logits_NV.split(_rows(logits_NV)), index_N1.split(_rows(logits_NV)))
+        chosen_N1 = torch.cat([logits_nV.log_softmax(-1, torch.float32).gather(1, index_n1) for logits_nV, index_n1 in rows])
+        ctx.save_for_backward(logits_NV, index_N1, counted_N)
+        return -torch.where(counted_N, chosen_N1[:, 0], 0.0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        logits_NV, sums_N, index_N1, counted_N = ctx.saved_tensors  # type: ignore[attr-defined]
+        logits_NV, index_N1, counted_N = ctx.saved_tensors  # type: ignore[attr-defined]
+        scale_N1 = (counted_N * upstream)[:, None]
+        if logits_NV.dtype == torch.float32:
+            return _gradient(logits_NV, index_N1, scale_N1), None, None
         grad_NV = torch.empty_like(logits_NV)
-        parts = (each.split(_rows(logits_NV)) for each in (grad_NV, logits_NV, sums_N[:, None], index_N1, ~counted_N[:, None]))
-        for grad_nV, logits_nV, sums_n1, index_n1, ignored_n1 in zip(*parts):
-            probabilities_nV = torch.sub(logits_nV, sums_n1).exp_()
-            probabilities_nV.scatter_add_(1, index_n1, probabilities_nV.new_full(index_n1.shape, -1.0))
-            torch.mul(probabilities_nV, upstream, out=grad_nV).masked_fill_(ignored_n1, 0.0)
+        for grad_nV, *rows in zip(*(each.split(_rows(logits_NV)) for each in (grad_NV, logits_NV, index_N1, scale_N1))):
+            grad_nV.copy_(_gradient(*rows))
         return grad_NV, None, None
+
+
+def _gradient(logits_nV: torch.Tensor, index_n1: torch.Tensor, scale_n1: torch.Tensor) -> torch.Tensor:
+    grad_nV = logits_nV.softmax(-1, torch.float32)
+    # One is subtracted before the scale: where a probability is near to one, the difference is exact.
+    return grad_nV.scatter_add_(1, index_n1, grad_nV.new_full((1, 1), -1.0).expand(index_n1.shape)).mul_(scale_n1)
 
 
 def _rows(logits_NV: torch.Tensor) -> int:
