@@ -5,11 +5,10 @@
     python benchmarks/peers.py --report docs/peers.json docs/speed.md docs/peers.svg
 
 Every peer is a group of gloo processes of its own on this machine's CPUs, one thread each, started one after the other; then the peers
-take their turns, while the others sleep. All are started several times, for where a process happens to lie in memory alone makes some
-percent; "torch by hand" runs twice, and what lies between the two is the noise. Measured: the seconds of a step (the slowest rank's,
-over a turn), each round's ratio to torch by hand, seconds from the start of the processes to the end of the first step, and the largest
-resident memory of a rank. The losses of all are compared. A peer that does not run is reported with what it said. The report puts the
-table into a page and draws it.
+take their turns, while the others sleep. All are started several times, and "torch by hand" runs twice: what lies between the two is
+the noise. Measured: the seconds of a step (the slowest rank's, over a turn), each round's ratio to torch by hand, seconds from the
+start of the processes to the end of the first step, and the largest resident memory of a rank. The losses of all are compared. A peer
+that does not run is reported with what it said. The report puts the table into a page and draws it.
 """
 
 from __future__ import annotations
@@ -36,6 +35,9 @@ PEERS = (
 )  # fmt: skip
 SCRIPT = Path(__file__).with_name("peer_ranks.py")
 PATIENCE_S = 180.0
+MEMORY = {"MALLOC_TRIM_THRESHOLD_": 1 << 30, "MALLOC_MMAP_THRESHOLD_": 1 << 25}
+"""glibc keeps what a step frees for the next. By itself it gives more or less of it back, by what the process did before: 1,300 to 7,500
+page faults a step, and some percent of its time, were seen of one and the same loop."""
 VERSIONS = ("torch", "transformers", "accelerate", "lightning", "torchtitan")
 
 
@@ -75,7 +77,7 @@ class Peer:
     def _start(self, rank: int, world: int, plan: str, folder: Path, port: int) -> subprocess.Popen[str]:
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "NODE_RANK": 0, "GROUP_RANK": 0}
         launched = {"TORCHELASTIC_RUN_ID": "peers", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        environment = os.environ | {name: str(value) for name, value in (places | launched).items()}
+        environment = os.environ | {name: str(value) for name, value in (places | launched | MEMORY).items()}
         return subprocess.Popen(
             [sys.executable, str(SCRIPT), self.name, plan, str(folder)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log.open("a"), text=True, env=environment,
