@@ -20,7 +20,7 @@ TILE_BYTES = 4 << 20  # of tensors that are rearranged
 BLOCK_BYTES = 512 << 10  # of bytes that go through as they are: stays in a core's cache, and larger writes, for which the kernel looks for
 # memory in one piece, cost several times as much where that is short (or was given back to a virtual machine's host)
 PAGE_BYTES = 4096  # of the page cache
-ALIGNMENT = 64  # of payloads in files, as torch.save has it: copies between addresses that differ within a cache line take twice as long
+ALIGNMENT = 64  # of payloads in files, as torch.save has it: unlike places in a cache line make copies half as slow again
 _LEAST_RUN_BYTES, _MOST_WASTE_BYTES = 1024, 8192  # a call costs as much as reading 8 KiB; shorter runs are read with what is between
 
 

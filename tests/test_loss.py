@@ -39,7 +39,7 @@ def test_it_is_torchs_value_and_gradient(rows: None, dtype: torch.dtype, exact: 
     assert torch.equal(logits.grad[labels == -100], torch.zeros_like(logits.grad[labels == -100]))
 
 
-def test_what_does_not_count_may_be_anything(rows: None) -> None:
+def test_the_value_is_finite_whatever_does_not_count(rows: None) -> None:
     logits, labels = batch(torch.float32)
     with torch.no_grad():
         logits[labels == -100] = float("nan")
