@@ -13,6 +13,7 @@
 - ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664).
 - ``collective_counts``, ``last_collectives``: which process groups there are, their numbers of collectives, and the flight recorder
   (gloo's in memory since torch 2.13); private without a public form.
+- ``gloo_threads``: a trace names the thread that ran a collective, gloo does not say whose thread it is; private without a public form.
 - ``stored_at``: the class in which a distributed checkpoint's ``.metadata`` names each part's place, and stock ``dcp.load`` looks for it;
   private without a public form.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,6 +79,23 @@ def collective_counts() -> dict[str, int]:
         with suppress(RuntimeError):  # a backend without numbers (fake, mpi)
             found[group_title(group)] = group._get_sequence_number_for_group()
     return found
+
+
+def gloo_threads() -> dict[int, str]:
+    """Return the threads of this process that run gloo's collectives, by number, and the title of each one's group; empty where not known.
+
+    Each of a process's groups starts threads of its own, as many as every other and before the next group's. Linux tells their names.
+    """
+    threads = []
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # a thread that has just ended
+            if (task / "comm").read_text().strip() == "pt_gloo_runloop":
+                threads.append((int((task / "stat").read_text().rsplit(")", 1)[1].split()[19]), int(task.name)))  # when it was started
+    groups = [group for group, (backend, _) in dist.distributed_c10d._world.pg_map.items() if "gloo" in str(backend)]
+    each, rest = divmod(len(threads), len(groups)) if groups else (0, 1)
+    if rest or not each:
+        return {}
+    return {number: group_title(groups[place // each]) for place, (_, number) in enumerate(sorted(threads))}
 
 
 def stored_at(file: str, position: int, length: int) -> Any:

@@ -6,10 +6,19 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as profiler
 
+from meshpar import _torch
+from meshpar.mesh import MeshSpec
+from meshpar.testing import on_ranks
 from meshpar.training.profile_summary import Page, Times, times_of
 
 RECIPE = """\
@@ -50,6 +59,36 @@ def test_a_job_profiles_itself_and_trains_as_without(tmp_path: Path) -> None:
     assert sizes["optimizer"] == pytest.approx(2 * sizes["parameters"], rel=0.1) and sizes["activations"] > 0, page
 
 
+@on_ranks(4)
+def test_gloos_threads_are_their_groups_also_when_others_start_in_between(tmp_path: Path) -> None:
+    stopped = threading.Event()
+
+    def busy() -> None:
+        while not stopped.is_set():
+            other = threading.Thread(target=time.sleep, args=(0.001,))
+            other.start()
+            other.join()
+
+    beside = threading.Thread(target=busy)
+    beside.start()
+    mesh = MeshSpec("dp_shard=2,tp=2").build("cpu")
+    stopped.set()
+    beside.join()
+    titles = {_torch.group_title(mesh.get_group(axis)): axis for axis in ("dp_shard", "tp")}
+    threads = {number: titles.get(title, "") for number, title in _torch.gloo_threads().items()}
+    assert sorted(threads.values()) == ["", "", "dp_shard", "dp_shard", "tp", "tp"]
+    for axis in ("dp_shard", "tp", None):
+        with profiler(activities=[ProfilerActivity.CPU]) as tracer:
+            works = [dist.all_reduce(torch.ones(1), group=mesh.get_group(axis) if axis else None, async_op=True) for _ in range(20)]
+            for work in works:
+                work.wait()
+        path = tmp_path / f"{axis}-{dist.get_rank()}.json"
+        tracer.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text())
+        assert sum(each["name"] == "gloo:all_reduce" for each in trace["traceEvents"]) == 20
+        assert set(times_of(trace, threads).communication) == ({axis} if axis else set())
+
+
 def event(category: str, name: str, start: float, length: float, thread: int = 1, **args: object) -> dict[str, object]:
     return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "tid": thread, "args": args}
 
@@ -73,17 +112,19 @@ def test_of_a_gpu_the_kernels_count_and_groups_have_names() -> None:
     assert times.data == pytest.approx(20e-6) and times.idle == pytest.approx(400e-6 - 110e-6 - 50e-6 - 50e-6 - 20e-6)
 
 
-def test_on_a_cpu_gloos_threads_tell_the_axes_where_they_fit() -> None:
+def test_on_a_cpu_gloos_threads_tell_the_axes_where_all_are_known() -> None:
     trace = {
         "traceEvents": [
             event("cpu_op", "aten::mm", 0, 100, 10),
             event("user_annotation", "gloo:all_gather", 100, 10, 20),
             event("user_annotation", "gloo:all_gather", 120, 10, 21),
             event("user_annotation", "gloo:all_reduce", 90, 20, 33),
+            event("user_annotation", "gloo:barrier", 200, 20, 35),
         ]
     }
-    assert times_of(trace, ["dp_shard", "tp"]).communication == {"dp_shard": pytest.approx(20e-6), "tp": pytest.approx(20e-6)}
-    assert set(times_of(trace, ["dp_shard"]).communication) == {"all axes"}
+    threads = {20: "dp_shard", 21: "dp_shard", 33: "tp", 34: "tp", 35: ""}
+    assert times_of(trace, threads).communication == {"dp_shard": pytest.approx(20e-6), "tp": pytest.approx(20e-6)}
+    assert set(times_of(trace, {20: "dp_shard", 33: "tp"}).communication) == {"all axes"}
 
 
 def test_the_page_suggests_what_the_times_say() -> None:

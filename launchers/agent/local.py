@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, final
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -128,9 +128,9 @@ def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextI
         placement = stack.enter_context(_identified(placement))
         logs = (logs / placement.run_id).absolute()
         logs.mkdir(parents=True, exist_ok=True)
-        config = _config(placement, folder)
         terminal = console.isatty() and placement.nodes == 1
         _set_environment(placement, terminal)
+        config = _config(placement, folder)
         if not terminal and not placement.node_rank:
             stack.enter_context(Shown(log_file(logs, 0), console))
         try:
@@ -199,7 +199,6 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
         max_restarts=placement.restarts,
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         signals_to_handle=",".join(each.name for each in _SIGNALS),
-        shutdown_timeout=SHUTDOWN_S,
         **meeting,
     )
 
@@ -211,6 +210,9 @@ def _set_environment(placement: Placement, terminal: bool) -> None:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // placement.ranks)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
+    if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:  # torch 2.11 does not ask: 30 s, by this function's default
+        PContext.close.__defaults__ = (None, SHUTDOWN_S)
     os.environ["MESHPAR_TERMINAL"] = str(int(terminal))
     os.environ["MESHPAR_ELASTIC"] = str(int(placement.elastic))
     # The launcher's own reports of a failure; what a rank raised is told once, by whoever called.

@@ -57,7 +57,6 @@ class Profiled:
         device = self._par.device
         gpu = device.type == "cuda"
         tracer = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) if dist.get_rank() == 0 else None
-        before = _torch.collective_counts()
         if tracer is not None:
             tracer.start()
         start = time.perf_counter()
@@ -69,7 +68,7 @@ class Profiled:
         if tracer is not None:
             tracer.stop()
         axes = {_torch.group_title(self._par.mesh.get_group(axis)): axis for axis in self._par.spec.axes}
-        groups = [axes.get(name, "") for name, count in _torch.collective_counts().items() if count > before.get(name, 0)]
+        threads = {number: axes.get(title, "") for number, title in _torch.gloo_threads().items()}
         ranks: list[Any] = [None] * dist.get_world_size()
         mine = {"seconds": seconds / STEPS, "data": self._waited / STEPS, "memory": float(peak_memory(device))}
         holders: dict[str, int] = {}
@@ -79,7 +78,7 @@ class Profiled:
             yield from self._watched(batches, holders)
         dist.all_gather_object(ranks, mine)
         if tracer is not None:
-            self._write(tracer, groups, ranks, holders)
+            self._write(tracer, threads, ranks, holders)
 
     def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
         start = time.perf_counter()
@@ -120,10 +119,10 @@ class Profiled:
             mark.remove()
         holders |= at_the_peak(held, phases)
 
-    def _write(self, tracer: Any, groups: list[str], ranks: list[Any], holders: Mapping[str, int]) -> None:
+    def _write(self, tracer: Any, threads: Mapping[int, str], ranks: list[Any], holders: Mapping[str, int]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         tracer.export_chrome_trace(str(self._folder / TRACE))
-        times = times_of(json.loads((self._folder / TRACE).read_text(encoding="utf-8")), groups)
+        times = times_of(json.loads((self._folder / TRACE).read_text(encoding="utf-8")), threads)
         files = {TRACE: "open in https://ui.perfetto.dev"}
         with suppress(FileNotFoundError):
             files |= {SNAPSHOT: f"{(self._folder / SNAPSHOT).stat().st_size >> 10} KiB, open in https://pytorch.org/memory_viz"}

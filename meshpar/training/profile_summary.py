@@ -121,13 +121,13 @@ class Page:
             yield "logits hold much of the memory: training.objective_options={chunk: 1024}"
 
 
-def times_of(trace: Mapping[str, Any], groups: Sequence[str] = ()) -> Times:
+def times_of(trace: Mapping[str, Any], threads: Mapping[int, str] | None = None) -> Times:
     """Return the times that a Chrome trace of torch's profiler tells.
 
     Args:
         trace: the JSON, read.
-        groups: of a trace without a GPU: the axes whose groups worked, in the order in which the groups were made (gloo's threads, which
-            do not say whose they are, were started in that order); empty text for a group of no axis, whose work is left out.
+        threads: of a trace without a GPU: gloo's threads, and the axis whose collectives each one runs; empty text for none, whose work is
+            left out.
     """
     events = [each for each in trace["traceEvents"] if each.get("ph") == "X" and "dur" in each]
     on_device = [each for each in events if each.get("cat") in _DEVICE]
@@ -137,7 +137,7 @@ def times_of(trace: Mapping[str, Any], groups: Sequence[str] = ()) -> Times:
     else:
         main = _busiest(events)
         compute = _spans(each for each in events if each["tid"] == main and each["name"].startswith("aten::"))
-        sent = _gloo(events, groups)
+        sent = _gloo(events, threads or {})
     data = _spans(each for each in events if each["name"] == DATA and each.get("cat") == "user_annotation")
     joined = {axis: _union(spans) for axis, spans in sent.items()}
     everything = _union([*compute, *data, *(span for spans in joined.values() for span in spans)])
@@ -158,19 +158,12 @@ def _described(event: Mapping[str, Any]) -> str:
     return str(text).removeprefix("mesh_")
 
 
-def _gloo(events: Sequence[Mapping[str, Any]], groups: Sequence[str]) -> dict[str, list[Span]]:
-    """Return the spans of gloo's collectives by axis; all as one where its threads do not fit the groups."""
+def _gloo(events: Sequence[Mapping[str, Any]], threads: Mapping[int, str]) -> dict[str, list[Span]]:
+    """Return the spans of gloo's collectives by axis; all as one where a thread is nobody's."""
     mine = [each for each in events if each["name"].startswith("gloo:")]
-    clusters: list[list[int]] = []
-    for thread in sorted({each["tid"] for each in mine}):  # a group's threads are started together
-        if clusters and thread - clusters[-1][-1] <= 1:
-            clusters[-1].append(thread)
-        else:
-            clusters.append([thread])
-    if len(clusters) != len(groups):
+    if any(each["tid"] not in threads for each in mine):
         return _by_axis(("all axes", each) for each in mine)
-    owner = {thread: axis for axis, cluster in zip(groups, clusters, strict=True) for thread in cluster}
-    return _by_axis((owner[each["tid"]], each) for each in mine if owner[each["tid"]])
+    return _by_axis((threads[each["tid"]], each) for each in mine if threads[each["tid"]])
 
 
 def _by_axis(pairs: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, list[Span]]:
