@@ -48,6 +48,7 @@ class Recorder(TorchDispatchMode):
         self._log: list[tuple[int, int, int]] = []
         self._alive: dict[int, int] = {}
         self._pending: dict[int, int] = {}
+        self._waited_for: dict[tuple[str, str], int] = {}
         self._hidden = 0
         self._fusion = Fusion()
 
@@ -79,8 +80,16 @@ class Recorder(TorchDispatchMode):
                     self.storages[known].holder = "gradients"
 
     def wait(self, stream: Any, target: int) -> None:
-        """A simulated stream waits for an event."""
-        if target < len(self.events):
+        """A simulated stream waits for an event, if it has not waited for it, or for a later one of the same stream, already.
+
+        FSDP2 waits anew for each of its groups at the end of a backward (torch 2.11) or for the last (2.13), by when there is nothing to
+        wait for.
+        """
+        if target >= len(self.events):
+            return
+        key = stream.name, self.events[target].stream
+        if target > self._waited_for.get(key, -1):
+            self._waited_for[key] = target
             self.events.append(Event(kind="wait", name="wait", stream=stream.name, scope=self.scope, target=target))
 
     def finished(self) -> tuple[Phase, ...]:
