@@ -26,6 +26,7 @@ from meshpar.checkpoints.dcp import METADATA_NAME
 from meshpar.checkpoints.files import TILE_BYTES, memory_of, tiles, write_all
 from meshpar.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
+from meshpar.watchdog import moved
 
 Checksum = Literal["crc32", "sha256"]
 
@@ -185,6 +186,7 @@ def write_file(path: Path, items: Iterable[Item], checksum: Checksum) -> Written
             if digest is not None:
                 digest.update(data)
             write_all(file.fileno(), memoryview(data))
+            moved()
 
         for item in items:
             length, summed = write_tensor(item.shape, item.dtype, item.blocks, write, position)

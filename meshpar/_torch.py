@@ -14,6 +14,7 @@
 - ``collective_counts``, ``last_collectives``: which process groups there are, their numbers of collectives, and the flight recorder
   (gloo's in memory since torch 2.13); private without a public form.
 - ``gloo_threads``: a trace names the thread that ran a collective, gloo does not say whose thread it is; private without a public form.
+- ``share_timeout``: a mesh's groups do not take the time-out of the group that they are made in; private without a public form.
 - ``stored_at``: the class in which a distributed checkpoint's ``.metadata`` names each part's place, and stock ``dcp.load`` looks for it;
   private without a public form.
 """
@@ -21,6 +22,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,16 @@ def gloo_threads() -> dict[int, str]:
     if rest or not each:
         return {}
     return {number: group_title(groups[place // each]) for place, (_, number) in enumerate(sorted(threads))}
+
+
+def share_timeout(groups: Iterable[Any]) -> None:
+    """Give groups the default group's bound on collectives; torch gives a mesh's groups 30 minutes with gloo and 10 with NCCL."""
+    world: Any = dist.group.WORLD
+    backend = world._get_backend(world._device_types[0])
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    if timeout is not None:  # a simulated group has none
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def stored_at(file: str, position: int, length: int) -> Any:

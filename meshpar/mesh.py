@@ -163,10 +163,15 @@ class MeshSpec:
     def build(self, device_type: str) -> DeviceMesh:
         """Return the DeviceMesh of a resolved spec; rank order is row-major over the axes.
 
-        Collective: every rank calls it. A spec without axes is the mesh of one process and gets one axis of size 1.
+        Collective: every rank calls it. A spec without axes is the mesh of one process and gets one axis of size 1. The bound on
+        collectives is the open process group's on every axis.
         """
+        from meshpar._torch import share_timeout  # loads FSDP2, which those who only name a mesh do without
+
         axes = dict(self.axes) or {"dp_shard": 1}
-        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        share_timeout(mesh.get_group(axis) for axis in axes)
+        return mesh
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the place of ``rank`` on every axis, row-major."""

@@ -72,7 +72,7 @@ def distributed(device_type: str | None = None, *, timeout_s: float = DEFAULT_TI
 
     Args:
         device_type: ``"cpu"``, ``"cuda"``, ...; None: the accelerator where there is one.
-        timeout_s: bound in seconds on every collective of the group.
+        timeout_s: bound in seconds on every collective of the group and of a plan's mesh made in it.
 
     Yields:
         This rank's device.

@@ -23,16 +23,25 @@ from meshpar._torch import collective_counts, last_collectives
 STALLED = 75
 """The exit code of a rank that the watchdog ended (sysexits.h: EX_TEMPFAIL); another start may heal it."""
 
+_STORE = "it is on rank 0's host: rank 0 or its launcher is stopped or dead"
+_moves = 0
+
+
+def moved() -> None:
+    """Tell this process's watchdog that work moves in which there is neither step nor collective: writing, validation. From any thread."""
+    global _moves
+    _moves += 1  # two threads at once may count one: it is another number all the same
+
 
 @final
 class Watchdog:
     """Ends a job that stands still. A context manager; no collective, for they are what stalls: ranks talk through the store.
 
-    Progress is a new value of ``progress()`` or one more collective on any process group. When there was none for ``stall_s``
-    seconds, this rank writes its stacks, its step and the last collective of each group to ``file``, asks the others to do the same,
-    and rank 0 (the lowest rank that answers) names those that did not arrive: ranks that do not answer at all, and ranks that are
-    behind the others in some group. Then every rank leaves with :data:`STALLED`, at most about 20 seconds after the bound. A rank
-    that does not answer (stopped, or stuck) is killed by one of its host's, so that the launcher need not wait for it.
+    Progress is a new value of ``progress()``, one more collective on any process group, or a call of :func:`moved`. When there was
+    none for ``stall_s`` seconds, this rank writes its stacks, its step and the last collective of each group to ``file``, asks the
+    others to do the same, and rank 0 (the lowest rank that answers) names those that did not arrive: ranks that do not answer at all,
+    and ranks that are behind the others in some group. Then every rank leaves with :data:`STALLED`, at most about 20 seconds after
+    the bound. A rank that does not answer (stopped, or stuck) is killed by one of its host's, so that the launcher need not wait for it.
     """
 
     def __init__(
@@ -43,19 +52,20 @@ class Watchdog:
         *,
         rank: int,
         world_size: int,
-        on_stall: Callable[[str], None] | None = None,
+        on_stall: Callable[[str, bool], None] | None = None,
         file: TextIO | None = None,
         answer_s: float = 5.0,
     ) -> None:
         """Prepare; entering starts it.
 
         Args:
-            stall_s: seconds without progress that are too many.
+            stall_s: seconds without progress that are too many; time-outs of collectives must be longer, or they end the job first.
             store: a connection of this watchdog's own, equal on all ranks.
             progress: returns another value when the job has moved, such as the step.
             rank: of this process.
             world_size: number of ranks.
-            on_stall: is told the verdict before the process ends.
+            on_stall: is told the verdict before the process ends, and whether ranks were found that did not arrive; otherwise the store
+                could not be asked, and what took it down is told by others.
             file: for stacks and verdict; None: standard error.
             answer_s: seconds in which a rank that lives answers when one of them asks.
         """
@@ -80,16 +90,18 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Look for progress; this thread never talks, so that nothing can hold it up."""
-        seen, since = self._moved(), time.monotonic()
+        seen, idle_s, looked = self._state(), 0.0, time.monotonic()
         while not self._end.wait(self._every):
-            now = self._moved()
+            # Of a longer pause this process, or its machine, was itself stopped: the job had no time to move.
+            idle_s, looked = idle_s + min(time.monotonic() - looked, 2 * self._every), time.monotonic()
+            now = self._state()
             if now != seen:
-                seen, since = now, time.monotonic()
-            if time.monotonic() - since > self._stall_s or self._asked.is_set():
-                self._give_up(time.monotonic() - since)
+                seen, idle_s = now, 0.0
+            if idle_s > self._stall_s or self._asked.is_set():
+                self._give_up(idle_s)
 
-    def _moved(self) -> object:
-        return self._progress(), tuple(collective_counts().values())
+    def _state(self) -> object:
+        return self._progress(), tuple(collective_counts().values()), _moves
 
     def _stay_in_touch(self) -> None:
         """Tell the others where this process is, and listen whether one of them has given up."""
@@ -111,23 +123,23 @@ class Watchdog:
         )
         file.flush()
         faulthandler.dump_traceback(file=file, all_threads=True)
-        verdict = self._ask(where)
+        verdict, sure = self._ask(where)
         file.write(f"watchdog: {verdict}\n")
         file.flush()
         if self._on_stall is not None:
-            self._on_stall(verdict)
+            self._on_stall(verdict, sure)
         self._silent()  # last: it breaks the connections of those that still write
         os._exit(STALLED)  # the main thread waits for a collective that will not end
 
-    def _ask(self, where: Mapping[str, Any]) -> str:
-        """Return the verdict; the talking is done in a thread of its own, for a store that hangs must not hold up the end."""
-        found: list[str] = []
+    def _ask(self, where: Mapping[str, Any]) -> tuple[str, bool]:
+        """Return the verdict, and whether the others were asked; in a thread of its own, for a store that hangs must not hold it up."""
+        found: list[tuple[str, bool]] = []
         talk = threading.Thread(target=lambda: found.append(self._agree(where)), daemon=True)
         talk.start()
         talk.join(self._answer_s * 3)
-        return found[0] if found else "the store does not answer; it is on rank 0's host: rank 0 or its launcher is stopped or dead"
+        return found[0] if found else (f"the store does not answer; {_STORE}", False)
 
-    def _agree(self, where: Mapping[str, Any]) -> str:
+    def _agree(self, where: Mapping[str, Any]) -> tuple[str, bool]:
         store, deadline = self._store, time.monotonic() + self._answer_s + self._every
         try:
             store.set(f"told/{self._rank}", json.dumps(where))
@@ -139,14 +151,14 @@ class Watchdog:
             told = {rank: json.loads(store.get(f"told/{rank}")) for rank in range(self._world) if rank not in missing}
             beats = {rank: json.loads(store.get(f"beat/{rank}")) for rank in missing if store.check([f"beat/{rank}"])}
         except dist.DistError as error:
-            return f"the store does not answer ({error}); it is on rank 0's host: rank 0 or its launcher is stopped or dead"
+            return f"the store does not answer ({error}); {_STORE}", False
         text = verdict_of(told, sorted(missing), {rank: beat["host"] for rank, beat in beats.items()})
         first = min(told)
         store.set(f"done/{self._rank}", "")
         while time.monotonic() < deadline + self._answer_s and not all(store.check([f"done/{rank}"]) for rank in told):
             time.sleep(0.02)  # who leaves early breaks the connections of those that still write
         self._silent = lambda: self._end_silent(beats, told)
-        return text if self._rank == first else f"{text} (rank {first} tells the same)"
+        return text if self._rank == first else f"{text} (rank {first} tells the same)", True
 
     def _end_silent(self, beats: Mapping[int, Mapping[str, Any]], told: Mapping[int, Mapping[str, Any]]) -> None:
         """Kill ranks of this host that do not answer; done by the host's first rank that does, to its launcher's children alone."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from datetime import timedelta
 
 import pytest
+import torch
 
 from meshpar import MeshError, MeshSpec
+from meshpar.testing import on_ranks
 
 
 def test_text_and_keywords_are_the_same_mesh():
@@ -19,6 +22,14 @@ def test_text_and_keywords_are_the_same_mesh():
 
 def test_the_open_axis_takes_what_is_left():
     assert dict(MeshSpec("dp_replicate=2,dp_shard=-1,tp=4").resolve(32).axes) == {"dp_replicate": 2, "dp_shard": 4, "tp": 4}
+
+
+@on_ranks(4, timeout_s=50)
+def test_every_axis_has_the_groups_time_out():
+    mesh = MeshSpec("dp_shard=2,tp=2").build("cpu")
+    for axis in ("dp_shard", "tp"):
+        options = mesh.get_group(axis)._get_backend(torch.device("cpu")).options
+        assert options._timeout == timedelta(seconds=45), "of which on_ranks opens the group"
 
 
 def test_five_axes_and_strangers_outermost():

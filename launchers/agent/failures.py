@@ -64,9 +64,13 @@ def record(logs: Path, rank: int, error: BaseException, *, hide: str = "") -> No
     )
 
 
-def record_stall(logs: Path, rank: int, message: str) -> None:
-    """Write that the watchdog ended a rank, and why; it stands before a rank that was killed, for the watchdog did that, too."""
-    _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message, seconds=-1.0))
+def record_stall(logs: Path, rank: int, message: str, *, cause: bool = True) -> None:
+    """Write that the watchdog ended a rank, and why.
+
+    As the cause it stands before a rank that was killed, for the watchdog did that, too; otherwise after what came before it.
+    """
+    seconds = -1.0 if cause else time.time()
+    _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message, seconds=seconds))
 
 
 def _write(logs: Path, failure: Failure) -> None:

@@ -28,9 +28,9 @@ def watched(stall_s: float | None, progress: Callable[[], object]) -> Iterator[N
     rank, logs = runtime.rank(), os.environ.get("MESHPAR_LOGS")
     store = runtime.meeting_store("watchdog", timeout_s=_CONNECT_S)
 
-    def record(verdict: str) -> None:
+    def record(verdict: str, sure: bool) -> None:
         if logs is not None:
-            record_stall(Path(logs), rank, verdict)
+            record_stall(Path(logs), rank, verdict, cause=sure)
 
     with Watchdog(stall_s, store, progress, rank=rank, world_size=runtime.world_size(), on_stall=record):
         yield

@@ -18,6 +18,7 @@ from meshpar.launchers.doctor.report import findings_text, rate_text
 from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe
 
+_LATER_S = 120.0  # that collectives wait longer than the watchdog
 _STATE = 3  # AdamW: a parameter and its two moments, in float32
 
 
@@ -31,15 +32,17 @@ def opened(recipe: Recipe, data: build.Data, kind: str) -> Iterator[torch.device
     Raises:
         PreflightError: with the findings, the same on every rank.
     """
+    # The watchdog comes first: it names the ranks that did not arrive.
+    timeout_s = max(runtime.DEFAULT_TIMEOUT_S, (recipe.watchdog or 0.0) + _LATER_S)
     if recipe.preflight == "off" or not runtime.launched() or runtime.world_size() == 1:
-        with runtime.distributed(kind) as device:
+        with runtime.distributed(kind, timeout_s=timeout_s) as device:
             yield device
         return
     spec = mesh_of(recipe.mesh)
     meeting = Meeting(WAIT_S, "preflight")  # held to the end: its store may be rank 0's own
     report = examined(meeting, spec, runtime.device(kind), _folder(recipe, data))
     _tell(recipe, report)
-    with runtime.distributed(kind) as device:
+    with runtime.distributed(kind, timeout_s=timeout_s) as device:
         report = measured(replace(report, findings=()), spec, device)
         _tell(recipe, report)
         if runtime.is_main():

@@ -25,6 +25,7 @@ from meshpar.training.schedule import Schedule
 from meshpar.training.settings import Every, Outcome, TrainSettings
 from meshpar.training.stop import StopRequest
 from meshpar.training.transfer import Transfer
+from meshpar.watchdog import moved
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +159,7 @@ class Trainer:
         with torch.no_grad(), self._meter.paused():
             for batch in chain.from_iterable(islice(self.validation.one_epoch(), self.settings.validate_steps)):
                 loss_sum, _, more = self.objective.loss(module, self._on_device(batch))
+                moved()
                 tokens += self.objective.tokens(batch)
                 for name, value in {"loss": loss_sum, **more}.items():
                     totals[name] = totals.get(name, 0) + value.float()
