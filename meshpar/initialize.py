@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.passes import random
-from meshpar.patterns import class_name, matches
+from meshpar.patterns import class_name, matches, nearest
 from meshpar.placements import held_by_this_rank, local_tensor
-from meshpar.weights import WeightSource
+from meshpar.weights import Mapped, WeightSource
 
 
 def without_memory(module: nn.Module) -> set[str]:
@@ -81,38 +82,116 @@ def from_seed(module: nn.Module, layout: ModelLayout, seed: int, device: torch.d
 
 
 @torch.no_grad()
-def from_source(module: nn.Module, layout: ModelLayout, source: WeightSource, device: torch.device, missing: set[str]) -> None:
+def from_source(
+    module: nn.Module,
+    layout: ModelLayout,
+    source: WeightSource,
+    device: torch.device,
+    missing: set[str],
+    *,
+    ignore: Collection[str] = (),
+    cast: bool = False,
+) -> None:
     """Read every parameter and persistent buffer from ``source``, each rank its own part only.
 
     Raises:
-        MeshparError: listing every name that is missing and every shape that differs, before anything is read.
+        MeshparError: before anything is read, listing every name that is missing or unexpected, and every shape and dtype that differs;
+            or tied names whose values differ, which is seen where the first of them is read.
     """
     wanted: dict[str, Tensor] = dict(state(module))
     ties = {name: group for group in tied_names(module) for name in group}
-    offered = source.shapes()
-    if not set(wanted) & set(offered) or any(name not in offered and not set(ties.get(name, ())) & set(offered) for name in wanted):
+    names = {name: (name, *(each for each in ties.get(name, ()) if each != name)) for name in wanted}
+    offered = set(source.shapes())
+    if any(not offered.intersection(each) for each in names.values()):
         source = layout.weights.view(source)
-        offered = source.shapes()
-    chosen: dict[str, str] = {}
-    problems: list[str] = []
-    rebuilt: set[str] = set()
-    for name, tensor in wanted.items():
-        found = next((each for each in (name, *ties.get(name, ())) if each in offered), None)
-        if found is None and any(matches(pattern, name) for pattern in layout.rebuilt):
-            rebuilt.add(name)
-        elif found is None:
-            problems.append(f"missing: {name} {tuple(tensor.shape)}")
-        elif tuple(offered[found]) != tuple(tensor.shape):
-            problems.append(f"shape of {name}: expected {tuple(tensor.shape)}, got {tuple(offered[found])}")
-        else:
-            chosen[name] = found
-    if problems:
-        raise MeshparError("these weights do not fit this model:\n  " + "\n  ".join(problems))
+    told = _told_names(source)
+    covered = {pattern: {name for name in told if _covers(pattern, name) or _covers(pattern, told[name])} for pattern in ignore}
+    ignored = set[str]().union(*covered.values())
+    problems = [
+        f"ignore: {pattern!r} fits no tensor of these weights; nearest: {nearest(pattern, told.values())}"
+        for pattern, found in covered.items()
+        if not found
+    ]
+    held = {name: [each for each in group if each in told and each not in ignored] for name, group in names.items()}
+    rebuilt = {name for name in wanted if not held[name] and any(matches(pattern, name) for pattern in layout.rebuilt)}
+    problems += _misfits({name: tensor for name, tensor in wanted.items() if name not in rebuilt}, held, source, cast=cast)
+    known = ignored.union(*held.values(), _not_stored(module))
+    unexpected = [
+        f"unexpected: {told[name]} {tuple(shape)}"
+        for name, shape in source.shapes().items()
+        if name not in known and not _harmless(name, told[name], layout)
+    ]
+    if problems or unexpected:
+        remedy = ["ignore=[...], in a recipe model.ignore, leaves unexpected tensors unread"] if unexpected else []
+        raise MeshparError("\n  ".join(["these weights do not fit this model:", *problems, *unexpected, *remedy]))
     _rebuild(module, layout, device, missing, rebuilt)
-    for name, found in chosen.items():
-        index, out = held_by_this_rank(wanted[name]), local_tensor(wanted[name])
-        if out.numel() or not out.ndim:
-            source.read(found, index, out)
+    for name in wanted:
+        if name not in rebuilt:
+            _read(source, held[name], wanted[name])
+
+
+def _told_names(source: WeightSource) -> dict[str, str]:
+    """Return the names of the tensors in ``source`` -> those in the files, where a tensor comes whole from one of there."""
+    origin = source.origin if isinstance(source, Mapped) else lambda name: name
+    return {name: origin(name) or name for name in source.shapes()}
+
+
+def _covers(pattern: str, name: str) -> bool:
+    """Tell whether a pattern fits a tensor's name or that of a module around it."""
+    return matches(pattern, ".".join(name.split(".")[: pattern.count(".") + 1]))
+
+
+def _misfits(wanted: Mapping[str, Tensor], held: Mapping[str, list[str]], source: WeightSource, *, cast: bool) -> list[str]:
+    """Return what is missing, and what has another shape, or a dtype that the model's cannot stand for."""
+    shapes, problems = source.shapes(), []
+    dtypes: Mapping[str, torch.dtype] = source.dtypes() if hasattr(source, "dtypes") else {}
+    for name, tensor in wanted.items():
+        if not held[name]:
+            problems.append(f"missing: {name} {tuple(tensor.shape)}")
+        for each in held[name]:
+            if tuple(shapes[each]) != tuple(tensor.shape):
+                problems.append(f"shape of {each}: expected {tuple(tensor.shape)}, got {tuple(shapes[each])}")
+            elif not cast and not _converts(dtypes.get(each, tensor.dtype), tensor.dtype):
+                problems.append(
+                    f"dtype of {each}: expected {tensor.dtype}, got {dtypes[each]}, whose values may need scales that are stored beside "
+                    "them; give weights in a wider floating-point dtype, or cast=True to take the bare values"
+                )
+    return problems
+
+
+def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Tell whether values of one dtype mean the same in another: not float8's, which are scaled, nor integers as floats."""
+    scaled = any(each.is_floating_point and each.itemsize == 1 for each in (stored, wanted))
+    kinds = {(each.is_floating_point, each.is_complex) for each in (stored, wanted)}
+    return stored == wanted or (not scaled and len(kinds) == 1)
+
+
+def _not_stored(module: nn.Module) -> set[str]:
+    """Return the names of the buffers that no file needs to hold, because the modules compute them; old files may."""
+    return {name for name, _ in module.named_buffers(remove_duplicate=False)} - {name for name, _ in state(module)}
+
+
+def _harmless(name: str, stored: str, layout: ModelLayout) -> bool:
+    """Tell whether the layout knows of a tensor in files that the model has no use for."""
+    return any(matches(pattern, name) for pattern in layout.rebuilt) or any(
+        re.search(pattern, each) for pattern in layout.ignored for each in (name, stored)
+    )
+
+
+def _read(source: WeightSource, names: list[str], tensor: Tensor) -> None:
+    """Read this rank's part of a tensor; what is tied and stored under several names must be the same under each."""
+    index, out = held_by_this_rank(tensor), local_tensor(tensor)
+    if not out.numel() and out.ndim:
+        return
+    source.read(names[0], index, out)
+    for other in names[1:]:
+        again = torch.empty_like(out)
+        source.read(other, index, again)
+        if not torch.equal(out, again):
+            raise MeshparError(
+                f"{names[0]} and {other} are one tensor in this model and differ in these weights; build the model untied, "
+                "or choose one: ignore=[...] leaves the other unread"
+            )
 
 
 def state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -32,6 +32,8 @@ class ModelLayout:
         init: fills the parameters and buffers that one module owns itself, in place; None: the module's own
             ``reset_parameters``.
         rebuilt: patterns of parameters and persistent buffers that files need not hold, because the initialisation computes them.
+        ignored: regular expressions, searched for in stored names, of tensors that files may hold and the model has no use for
+            (``rotary_emb\\.inv_freq``), as transformers' ``_keys_to_ignore_on_load_unexpected``.
         weights: the model's names and shapes <-> those of its published form (Hugging Face's).
         config: the contents of ``config.json`` that an export needs; empty where there is no such form.
         hidden_inputs: keyword names under which a ``region`` may receive its hidden states.
@@ -47,6 +49,7 @@ class ModelLayout:
     dropout: bool = False
     init: Callable[[nn.Module], None] | None = None
     rebuilt: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     weights: WeightMap = field(default_factory=WeightMap)
     config: Mapping[str, Any] = field(default_factory=dict)
     hidden_inputs: tuple[str, ...] = ("hidden_states",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar, final
 
 import torch
@@ -67,19 +67,26 @@ class Parallelized:
             place = place * self.spec.axes[axis] + self._place[axis]
         return place
 
-    def materialize(self, *, seed: int | None = None, weights: WeightSource | None = None) -> Parallelized:
+    def materialize(
+        self, *, seed: int | None = None, weights: WeightSource | None = None, ignore: Collection[str] = (), cast: bool = False
+    ) -> Parallelized:
         """Give what was built on meta its memory and values, and return self. A part that had values keeps them under ``seed``.
 
         Args:
             seed: draw the initial weights; for a seed they are the same on every mesh, bit for bit (CPU and GPU draw different ones).
-            weights: read them, each rank its own part, by the module's names or those of ``layout.weights``.
+            weights: read them, each rank its own part, by the module's names or those of ``layout.weights``. Floating-point values are
+                converted to the model's dtype.
+            ignore: patterns of tensors, or of modules, in ``weights`` that this model has no use for (``lm_head``).
+            cast: read float8 and integers into other dtypes, too, as they are, without the scales that may lie beside them.
 
         Raises:
-            MeshparError: neither or both given; weights that do not fit, all of them named.
+            MeshparError: neither or both given; weights that do not fit (missing, unexpected, of another shape or dtype), all named.
             LayoutError: a module that has no initialisation.
         """
         if (seed is None) == (weights is None):
             raise MeshparError(f"materialize takes either seed= or weights=, got seed={seed} and weights={weights}")
+        if seed is not None and (ignore or cast):
+            raise MeshparError(f"ignore and cast are of weights=, and a seed was given; got ignore={list(ignore)} and cast={cast}")
         reshard(self.module)
         missing = initialize.without_memory(self.module)
         if seed is not None and not missing:
@@ -87,7 +94,7 @@ class Parallelized:
         offload = any(getattr(each, "offload", None) == "cpu" for each in self.plan.passes)
         initialize.allocate(self.module, self.device, torch.device("cpu") if offload else self.device)
         if weights is not None:
-            initialize.from_source(self.module, self.layout, weights, self.device, missing)
+            initialize.from_source(self.module, self.layout, weights, self.device, missing, ignore=ignore, cast=cast)
         else:
             assert seed is not None
             initialize.from_seed(self.module, self.layout, seed, self.device, missing)

@@ -48,6 +48,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         dropout=_has_dropout(model),
         init=_initialiser(model),
         rebuilt=tuple(sorted(model._keys_to_ignore_on_save or ())),
+        ignored=_ignored(model),
         weights=weight_map(model),
         config=_published_config(model),
         refusals=_refusals(model, table),
@@ -108,6 +109,14 @@ def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _ignored(model: Any) -> tuple[str, ...]:
+    """Return what transformers passes over in files, the two patterns included that it adds by the model's buffers."""
+    buffers = [name for name, _ in model.named_buffers()]
+    added = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+    found = {pattern for end, pattern in added.items() if any(name.endswith(end) for name in buffers)}
+    return tuple(sorted(found.union(model._keys_to_ignore_on_load_unexpected or ())))
 
 
 def _fp32(model: Any) -> tuple[str, ...]:

@@ -65,6 +65,7 @@ class Transformer(nn.Module):
             copied_heads=("layers.*.attn.k", "layers.*.attn.v"),
             tied=(("embed.weight", "head.weight"),) if config.tied else (),
             dropout=config.dropout > 0,
+            ignored=(r"rotary_emb\.inv_freq$",),
             weights=WeightMap(rules=tuple(Rename(ours, theirs) for ours, theirs in published_names(config))),
             config=published_config(config),
         )

@@ -197,15 +197,19 @@ def test_a_pretrained_encoder_gets_a_new_head(tmp_path: Path) -> None:
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "pretrained")
     source = transformers.BertForMaskedLM.from_pretrained(tmp_path / "pretrained").state_dict()
     new = ("classifier.*", "bert.pooler.dense.*")
-    section = SimpleNamespace(weights=tmp_path / "pretrained", new=new)
+    section = SimpleNamespace(weights=tmp_path / "pretrained", new=new, ignore=("cls",))
     with torch.device("meta"):
         model = transformers.BertForSequenceClassification(config)
     with meshpar.distributed("cpu"):
+        with pytest.raises(MeshparError, match=r"unexpected: cls\.predictions"):
+            with_weights(Plan().apply(model), SimpleNamespace(weights=tmp_path / "pretrained", new=new, ignore=()), 0)
+        with torch.device("meta"):
+            model = transformers.BertForSequenceClassification(config)
         par = with_weights(Plan().apply(model), section, 0)
         with torch.device("meta"):
             other = transformers.BertForSequenceClassification(config)
         with pytest.raises(RecipeError, match=r"model.new: 'clasifier.\*' fits no parameter"):
-            with_weights(Plan().apply(other), SimpleNamespace(weights=tmp_path / "pretrained", new=("clasifier.*",)), 0)
+            with_weights(Plan().apply(other), SimpleNamespace(weights=tmp_path / "pretrained", new=("clasifier.*",), ignore=()), 0)
     held = par.module.state_dict()
     assert all(torch.equal(held[name], source[name]) for name in held if not name.startswith(("classifier", "bert.pooler")))
     assert float(held["classifier.weight"].std()) == pytest.approx(0.02, rel=0.5) and not held["classifier.bias"].any()

@@ -12,7 +12,7 @@ from meshpar.checkpoints import Safetensors
 from meshpar.errors import RecipeError
 from meshpar.parallelized import Parallelized
 from meshpar.patterns import matches, nearest
-from meshpar.weights import WeightSource
+from meshpar.weights import TypedSource
 
 
 def with_weights(par: Parallelized, section: Any, seed: int) -> Parallelized:
@@ -27,13 +27,13 @@ def with_weights(par: Parallelized, section: Any, seed: int) -> Parallelized:
     source = Safetensors(section.weights.expanduser())
     patterns = getattr(section, "new", ())
     if not patterns:
-        return par.materialize(weights=source)
+        return par.materialize(weights=source, ignore=section.ignore)
     shapes = {name: tuple(tensor.shape) for name, tensor in initialize.state(par.module)}
     for pattern in patterns:
         if not any(matches(pattern, name) for name in shapes):
             raise RecipeError(f"model.new: {pattern!r} fits no parameter; nearest: {', '.join(nearest(pattern, shapes)) or 'none'}")
     new = {name: shape for name, shape in shapes.items() if any(matches(pattern, name) for pattern in patterns)}
-    par.materialize(weights=_Without(source, new))
+    par.materialize(weights=_Without(source, new), ignore=section.ignore)
     initialize.from_seed(par.module, par.layout, seed, par.device, set(new))
     return par
 
@@ -42,11 +42,14 @@ def with_weights(par: Parallelized, section: Any, seed: int) -> Parallelized:
 class _Without:
     """A source that has zeros under some names."""
 
-    def __init__(self, source: WeightSource, new: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, source: TypedSource, new: Mapping[str, tuple[int, ...]]) -> None:
         self._source, self._new = source, new
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {**self._source.shapes(), **self._new}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: dtype for name, dtype in self._source.dtypes().items() if name not in self._new}
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         if name in self._new:

@@ -111,7 +111,8 @@ def _parallelize(recipe: Recipe, data: build.Data, kind: str) -> Parallelized:
     par = build.plan_of(recipe).apply(model, layout, device_type=kind)
     if recipe.lora is not None:
         assert recipe.model.weights is not None
-        return par.materialize(weights=WithAdapters(Safetensors(recipe.model.weights.expanduser()), model, seed=recipe.seed))
+        source = WithAdapters(Safetensors(recipe.model.weights.expanduser()), model, seed=recipe.seed)
+        return par.materialize(weights=source, ignore=recipe.model.ignore)
     return with_weights(par, recipe.model, recipe.seed)
 
 

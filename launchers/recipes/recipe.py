@@ -283,7 +283,7 @@ def model_config(section: Any, vocab_size: int) -> TransformerConfig | GPT2Confi
         vocab_size: of the data. A transformer that names neither a preset nor its own gets it, rounded up to a multiple of 64, which
             every usual tensor axis divides.
     """
-    given = {name: value for name, value in section.given().items() if name not in ("kind", "preset", "weights")}
+    given = {name: value for name, value in section.given().items() if name not in ("kind", "preset", "weights", "ignore")}
     if section.kind == "gpt2":
         return GPT2Config(**given)
     given |= {"rope_scaling": RopeScaling(**section.rope_scaling.given())} if section.rope_scaling is not None else {}

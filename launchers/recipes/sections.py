@@ -27,6 +27,7 @@ class TransformerSection(_TransformerFields):
     kind: Literal["transformer"] = "transformer"
     preset: str | None = None
     weights: Path | None = None
+    ignore: tuple[str, ...] = ()
 
 
 @final
@@ -35,6 +36,7 @@ class GPT2Section(_GPT2Fields):
 
     kind: Literal["gpt2"] = "gpt2"
     weights: Path | None = None
+    ignore: tuple[str, ...] = ()
 
 
 @final
@@ -46,6 +48,7 @@ class HuggingFaceSection(Section):
         head: what stands on the model; None: what the objective needs (for packed text ``causal_lm``).
         weights: a folder of safetensors to start from; None: drawn from the seed.
         new: patterns of parameters that are drawn from the seed although there are weights: ``classifier.*`` on a pretrained encoder.
+        ignore: patterns of tensors, or of modules, in the weights that the model has no use for: ``lm_head`` under a classifier.
     """
 
     kind: Literal["huggingface"] = "huggingface"
@@ -53,6 +56,7 @@ class HuggingFaceSection(Section):
     head: Literal["causal_lm", "seq2seq_lm", "sequence_classification"] | None = None
     weights: Path | None = None
     new: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
 
 
 Model = Annotated[TransformerSection | GPT2Section | HuggingFaceSection, Field(discriminator="kind")]

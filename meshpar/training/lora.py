@@ -102,6 +102,11 @@ class WithAdapters:
         moved = {name: offered.pop(base) for name, base in self._renamed.items() if base in offered}
         return offered | moved | self._adapters
 
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Return the dtypes that the published weights tell of."""
+        known = dict(self._source.dtypes()) if hasattr(self._source, "dtypes") else {}
+        return known | {name: known.pop(base) for name, base in self._renamed.items() if base in known}
+
     def read(self, name: str, index: tuple[slice, ...], out: Tensor) -> None:
         """Copy ``tensor[index]`` into ``out``."""
         if name in self._adapters:
