@@ -19,7 +19,7 @@ from meshpar.checkpoints.restoring import RestoredState, Restoring
 from meshpar.checkpoints.saving import Noted, Saving
 from meshpar.checkpoints.staging import Stager
 from meshpar.checkpoints.state import plain
-from meshpar.checkpoints.steps import Steps
+from meshpar.checkpoints.steps import Steps, told_only
 from meshpar.checkpoints.verify import Verify
 from meshpar.checkpoints.writing import Checksum
 from meshpar.errors import CheckpointError
@@ -243,8 +243,9 @@ class CheckpointManager:
 
     def _commit(self, folder: Path, manifest: Manifest) -> Path:
         path = self._steps.commit(folder, manifest)
-        best = self.best() if self._best else None
-        self._steps.retain(self._keep, () if best is None else {best})
+        with told_only(f"step {manifest.step} is committed, but older steps were not removed"):
+            metric, largest = (self._best or "").removeprefix("+"), (self._best or "").startswith("+")
+            self._steps.retain(self._keep, self._steps.best_or_unknown(metric, largest=largest) if metric else ())
         return path
 
     @contextmanager

@@ -12,7 +12,8 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
@@ -65,7 +66,7 @@ class Steps:
         return temporary
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
-        """Make a whole step out of a temporary folder whose files are on the disk."""
+        """Make a whole step out of a temporary folder whose files are on the disk; what fails after the step is there is only told."""
         write_durably(temporary / MANIFEST_NAME, manifest.to_json())
         final = self.path(manifest.step)
         replaced = self._leftover(manifest.step, "old") if final.exists() else None
@@ -73,11 +74,17 @@ class Steps:
             if (final / PIN_FILE).exists():
                 write_durably(temporary / PIN_FILE, "")
             final.rename(replaced)
-        temporary.rename(final)
-        fsync(self.root)
-        if replaced:
-            self._remove(replaced)
-        self._mark_latest(self.committed()[-1])
+        try:
+            temporary.rename(final)
+        except OSError:
+            if replaced:
+                replaced.rename(final)
+            raise
+        with told_only(f"step {manifest.step} is committed, but the folder around it is not in order"):
+            fsync(self.root)
+            if replaced:
+                self._remove(replaced)
+            self._mark_latest(self.committed()[-1])
         return final
 
     def abandon(self, temporary: Path) -> None:
@@ -120,10 +127,21 @@ class Steps:
                 self._remove(each)
 
     def best(self, metric: str, *, largest: bool) -> int | None:
-        """Return the committed step with the best value of a metric; None where none has it."""
-        scores = {step: read_manifest(self.path(step)).metrics.get(metric) for step in self.committed()}
-        known = {step: score for step, score in scores.items() if score is not None and score == score}
-        return (max if largest else min)(known, key=lambda step: (known[step], -step if largest else step)) if known else None
+        """Return the committed step with the best value of a metric; None where none has it. A damaged manifest is told and passed over."""
+        return _best(self._scores(metric), largest)
+
+    def best_or_unknown(self, metric: str, *, largest: bool) -> set[int]:
+        """Return the best step, and those whose manifest cannot be read, since one of them may be the best."""
+        scores = self._scores(metric)
+        best = _best(scores, largest)
+        return set(self.committed()) - set(scores) | (set() if best is None else {best})
+
+    def _scores(self, metric: str) -> dict[int, float | None]:
+        scores: dict[int, float | None] = {}
+        for step in self.committed():
+            with told_only(f"step {step} is not compared by {metric}"):
+                scores[step] = read_manifest(self.path(step)).metrics.get(metric)
+        return scores
 
     def _folders(self) -> Sequence[Path]:
         if not self.root.is_dir():
@@ -153,6 +171,20 @@ class Steps:
             shutil.rmtree(folder)
         except OSError as error:
             _log.warning("cannot remove %s: %s", folder, error)
+
+
+def _best(scores: Mapping[int, float | None], largest: bool) -> int | None:
+    known = {step: score for step, score in scores.items() if score is not None and score == score}
+    return (max if largest else min)(known, key=lambda step: (known[step], -step if largest else step)) if known else None
+
+
+@contextmanager
+def told_only(what: str) -> Iterator[None]:
+    """Make a warning, which begins with ``what``, of an error that must not fail what is done already."""
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        _log.warning("%s: %s", what, error)
 
 
 def _alive(host: str, process: int) -> bool:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +126,56 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
     assert (tmp_path / "LATEST").read_text() == "step-00000005\n"
     assert os.readlink(tmp_path / "latest") == "step-00000005"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["LATEST", "latest", "step-00000002", "step-00000004", "step-00000005"]
+
+
+def test_a_damaged_manifest_is_passed_over_when_the_best_is_sought(tmp_path, caplog):
+    manager = CheckpointManager(tmp_path, keep=1, best="loss")
+    for step in (1, 2):
+        manager.save(step, linear(), metrics={"loss": step})
+    manifest = tmp_path / "step-00000001" / "meshpar.json"
+    text = manifest.read_text()
+    manifest.write_text("{")
+    manager.save(3, linear(), metrics={"loss": 3.0})
+    assert manager.best() == 2 and manager.steps() == [1, 2, 3], "what cannot be compared may be the best, and stays"
+    assert "step 1 is not compared by loss: " in caplog.text and "meshpar.json cannot be read" in caplog.text
+    manifest.write_text(text)
+    manager.save(4, linear(), metrics={"loss": 3.0})
+    assert manager.steps() == [1, 4]
+
+
+@pytest.mark.parametrize("where", ["steps.fsync", "steps.Steps._mark_latest", "steps.Steps.retain"])
+def test_what_fails_after_the_commit_does_not_fail_the_save(tmp_path, monkeypatch, caplog, where):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, linear(1))
+
+    def fail(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"meshpar.checkpoints.{where}", fail)
+    assert manager.save(2, linear(2)).is_dir()
+    assert manager.steps() == [1, 2] and not manager.ignored()
+    assert "step 2 is committed, but" in caplog.text and "No space left on device" in caplog.text
+    monkeypatch.undo()
+    assert manager.restore(linear()).step == 2
+
+
+def test_a_replacement_that_cannot_take_its_place_leaves_the_old_step(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, linear(1))
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if ".tmp-" in path.name:
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(CheckpointError, match="No space left"):
+        manager.save(1, linear(2), replace=True)
+    monkeypatch.undo()
+    restored = linear(3)
+    assert manager.restore(restored).step == 1 and not manager.ignored()
+    assert torch.equal(restored.module.weight, linear(1).module.weight)
 
 
 def test_a_step_is_not_saved_over_unless_told(tmp_path):
