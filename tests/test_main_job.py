@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 from meshpar.training.tokenizer import byte_tokenizer
 from meshpar.training.tokens import write_tokens
 
-STEPS = 40
+STEPS = 100
 RECIPE = """\
 name: job
 mesh: dp_shard=2
@@ -32,7 +33,7 @@ device: cpu
 model: {dim: 32, layers: 2, heads: 2, hidden: 64, max_positions: 64, dropout: 0.0}
 data: {source: files, sequence_length: 64, micro_batch: 4, accumulate: 2, validation_fraction: 0.1}
 optimizer: {lr: 1e-3, eps: 1e-4}
-training: {steps: 40, log_every: 1, validate_steps: 2, tensorboard: false}
+training: {steps: 100, log_every: 1, validate_steps: 2, tensorboard: false}
 """
 
 
@@ -62,7 +63,7 @@ def start(folder: Path, output: str, *overrides: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    _, told = process.communicate(timeout=100)
+    _, told = process.communicate(timeout=150)
     assert process.returncode == 0, told
     return told
 
@@ -95,11 +96,24 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def rest_of(process: subprocess.Popen[str]) -> str:
+    """What a run says from here to its end. Of lines read so far Python may hold more, which communicate() would lose."""
+    assert process.stderr is not None
+    too_long = threading.Timer(90, os.killpg, (process.pid, signal.SIGKILL))
+    too_long.start()
+    try:
+        rest = process.stderr.read()
+        process.wait()
+    finally:
+        too_long.cancel()
+    return rest
+
+
 def stop(process: subprocess.Popen[str]) -> str:
     ranks = children_of(process.pid)
     assert len(ranks) == 2
     process.send_signal(signal.SIGTERM)
-    _, rest = process.communicate(timeout=60)
+    rest = rest_of(process)
     assert process.returncode == 128 + signal.SIGTERM, rest
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()], "ranks were left running"
     assert "Traceback" not in rest
@@ -112,7 +126,7 @@ def kill_launcher(folder: Path, output: str, *, until_step: int) -> None:
     with running(folder, output, until_step=until_step) as process:
         ranks = children_of(process.pid)
         process.kill()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while (left := [rank for rank in ranks if Path(f"/proc/{rank}").exists()]) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left
@@ -188,7 +202,7 @@ def test_a_killed_rank_ends_the_job_with_one_message(folder: Path) -> None:
     with running(folder, "killed", "training.steps=100000", until_step=2) as process:
         ranks = children_of(process.pid)
         os.kill(ranks[1], signal.SIGKILL)
-        _, rest = process.communicate(timeout=60)
+        rest = rest_of(process)
         assert process.returncode == 1
         assert [line for line in rest.splitlines() if not line.startswith("step")] == [
             "meshpar: rank 1 was ended by SIGKILL; the kernel does this to a process when memory runs out"
