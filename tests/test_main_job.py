@@ -210,6 +210,14 @@ def test_a_killed_rank_ends_the_job_with_one_message(folder: Path) -> None:
         assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 
+def test_a_signal_that_one_rank_gets_is_the_reason_and_the_exit_code_of_all(folder: Path) -> None:
+    with running(folder, "signalled", "training.steps=100000", until_step=2) as process:
+        os.kill(children_of(process.pid)[1], signal.SIGUSR1)
+        told = rest_of(process)
+        assert process.returncode == 128 + signal.SIGUSR1, told
+    assert "asked to stop (SIGUSR1) after step" in told, "rank 0 says so"
+
+
 def small(folder: Path, *overrides: str) -> Recipe:
     common = ["mesh=", f"data.cache={folder / 'cache'}", "training.steps=3", "checkpoint.every=2"]
     return load_recipe(folder / "job.yaml", [*common, *overrides])

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last: SLURM, before the time limit
+_NUMBERS = {each.name: int(each) for each in _SIGNALS}
+_OTHERWISE = 1  # a request that is no signal; less than any signal's number
 _SAME_S = 1.0  # one Ctrl-C may arrive twice: from the terminal and from the launcher that passes it on
 
 
@@ -21,6 +23,7 @@ class StopRequest:
 
     A context manager. Collective: every rank enters it. The ranks' flags are joined by a small all-reduce of CPU memory on a
     group of its own, which runs beside the next step: agreement comes one step after the request, and nothing waits for it.
+    A flag is the signal's number, so that all ranks name the signal that one of them got.
     Outside the main thread, where Python allows no signal handlers, only :meth:`request` asks.
     """
 
@@ -34,7 +37,8 @@ class StopRequest:
 
     def request(self, reason: str) -> None:
         """Ask all ranks to stop; needed on one of them only."""
-        self.reason = self.reason or reason
+        if self.reason is None:
+            self.reason, self._asked = reason, time.monotonic()
 
     def __enter__(self) -> StopRequest:
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -52,7 +56,7 @@ class StopRequest:
         if self._group is None:
             return self.reason is not None
         stop = self._finish()
-        self._flag.fill_(int(self.reason is not None))
+        self._flag.fill_(0 if self.reason is None else _NUMBERS.get(self.reason, _OTHERWISE))
         self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return stop
 
@@ -68,14 +72,14 @@ class StopRequest:
             return False
         self._work.wait()
         self._work = None
-        stop = bool(self._flag)
-        if stop:
+        flag = int(self._flag)
+        if flag:
             self.request("another rank was asked to stop")
-        return stop
+        if flag > _OTHERWISE:
+            self.reason = signal.Signals(flag).name  # also where this rank has got another one
+        return bool(flag)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if number == signal.SIGINT and self.reason is not None and now - self._asked > _SAME_S:
+        if number == signal.SIGINT and self.reason is not None and time.monotonic() - self._asked > _SAME_S:
             raise KeyboardInterrupt
-        self._asked = now if self.reason is None else self._asked
         self.request(signal.Signals(number).name)
