@@ -40,7 +40,7 @@ AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
 ReturnToService=2
 MailProg=/bin/true
-SlurmdTimeout=8
+SlurmdTimeout=20
 KillWait=5
 UnkillableStepTimeout=30
 SlurmdParameters=config_overrides
@@ -80,7 +80,7 @@ class Slurm:
 
     def call(self, *command: str) -> str:
         """Run one of SLURM's commands."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False, timeout=30)
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
@@ -88,7 +88,7 @@ class Slurm:
         """Return a job's fields."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.call("scontrol", "show", "job", number)))
 
-    def wait(self, number: str, states: tuple[str, ...] = ("COMPLETED",), seconds: float = 150) -> dict[str, str]:
+    def wait(self, number: str, states: tuple[str, ...] = ("COMPLETED",), seconds: float = 400) -> dict[str, str]:
         """Wait until a job is in one of the states, and fail when it ends in another."""
         deadline = time.monotonic() + seconds
         while True:
@@ -118,15 +118,15 @@ class Slurm:
         _daemon("unshare", "--uts", "bash", "-c", f"hostname ctl; exec slurmctld -i -f {conf}", env=self.environment)
         for host in self.hosts.names:
             self.start_node(host)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 90
         while self.states() != {"idle"}:
             if time.monotonic() > deadline:
-                raise subprocess.SubprocessError(f"nodes are {self.states()} after 20 s")
+                raise subprocess.SubprocessError(f"nodes are {self.states()} after 90 s")
             time.sleep(0.1)
 
     def states(self) -> set[str]:
         """Return the states that nodes are in."""
-        done = subprocess.run(["sinfo", "-h", "-o", "%T"], env=self.environment, capture_output=True, text=True, check=False, timeout=30)
+        done = subprocess.run(["sinfo", "-h", "-o", "%T"], env=self.environment, capture_output=True, text=True, check=False, timeout=60)
         return set(done.stdout.split())
 
     def start_node(self, host: str) -> None:
@@ -137,6 +137,6 @@ class Slurm:
 
 
 def _daemon(*command: str, env: dict[str, str] | None = None) -> None:
-    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60)
     if done.returncode:
         raise subprocess.SubprocessError(f"{command[0]} ended with {done.returncode}: {done.stderr.strip()[-400:]}")

@@ -18,7 +18,7 @@ from slurm_lab import Slurm
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.testing.hosts import Hosts, Unavailable
 
-STEPS = 40
+STEPS = 100
 RECIPE = """\
 name: job
 mesh: dp_replicate=2,dp_shard=2
@@ -26,10 +26,10 @@ device: cpu
 model: {dim: 32, layers: 2, heads: 2, hidden: 64, max_positions: 64, dropout: 0.0}
 data: {source: files, paths: [text.md], cache: cache, sequence_length: 64, micro_batch: 2, accumulate: 2}
 optimizer: {lr: 1e-3, eps: 1e-4}
-training: {steps: 40, log_every: 1, tensorboard: false}
+training: {steps: 100, log_every: 1, tensorboard: false}
 checkpoint: {every: 5}
 """
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 MESHPAR = [sys.executable, "-m", "meshpar.launchers.cli"]
 
 
@@ -75,10 +75,10 @@ def submit(slurm: Slurm, folder: Path, output: str, *more: str) -> str:
     return found[1]
 
 
-def until(true: Callable[[], bool], seconds: float = 60) -> None:
+def until(true: Callable[[], bool], seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, f"it is not so after {seconds:.0f} s"
         time.sleep(0.05)
 
 
@@ -141,7 +141,8 @@ def test_a_worker_killed_in_mid_run_is_requeued_and_ends_as_if_it_had_not_been(
 ) -> None:
     done = slurm.wait(disturbed["killed"])
     assert done["Restarts"] == "1"
-    assert "was ended by SIGKILL" in told(folder, "killed")
+    errors = "".join(path.read_text() for path in (folder / "killed" / "logs").glob("*/rank-*.error.json"))
+    assert "was ended by SIGKILL" in told(folder, "killed") + errors, "srun may end the step before the launcher tells it"
     assert "going on after step" in told(folder, "killed")
     assert_losses(folder, "killed", expected)
 
