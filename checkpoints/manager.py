@@ -137,7 +137,7 @@ class CheckpointManager:
         if stager is None:
             self._finish(saving, folder)
         else:
-            self._background.start(lambda: self._stage(saving, stager), lambda: self._finish(saving, folder), optimizer)
+            self._background.start(lambda: saving.stage(stager), lambda: self._finish(saving, folder), optimizer)
         return self._steps.path(step)
 
     def before_step(self) -> None:
@@ -232,10 +232,6 @@ class CheckpointManager:
         self._steps.reap()
         self._temporary = self._steps.begin(noted.step, replace=replace)
         return self._temporary
-
-    def _stage(self, saving: Saving, stager: Stager) -> None:
-        with self._abandoned_on_error():
-            saving.stage(stager)
 
     def _finish(self, saving: Saving, folder: Path) -> None:
         with self._abandoned_on_error():

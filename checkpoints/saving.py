@@ -76,6 +76,7 @@ class Saving:
         self._ranks, self._folder, self._noted = ranks, folder, noted
         self._threads, self._checksum = threads, checksum
         self._tensors: dict[str, Tensor] = {}
+        self._stage_error: Exception | None = None
 
     def plan(self, par: Job, optimizer: torch.optim.Optimizer | None, *, later: bool = False) -> None:
         """Agree on who writes what; collective.
@@ -92,8 +93,11 @@ class Saving:
         self._tensors = {}
 
     def stage(self, stager: Stager) -> None:
-        """Copy what this rank writes; on return the module and the optimizer may change."""
-        self._parts = stager.stage(self._parts, self._device, self._ready)
+        """Copy what this rank writes; on return the module and the optimizer may change. An error is kept for :meth:`finish`."""
+        try:
+            self._parts = stager.stage(self._parts, self._device, self._ready)
+        except Exception as error:  # noqa: BLE001 - the other ranks, which go on to finish(), must hear of it there
+            self._stage_error = error
 
     def finish(self, commit: Callable[[Manifest], Path]) -> Path:
         """Write, check and commit; return the step's folder. Collective; raises CheckpointError on every rank when any of them fails."""
@@ -147,6 +151,8 @@ class Saving:
         return self._plans
 
     def _write(self) -> list[WrittenFile]:
+        if self._stage_error is not None:
+            raise self._stage_error
         return write_parts(self._folder, self._ranks.rank, self._parts, threads=self._threads, checksum=self._checksum)
 
     def _check(self, files: list[WrittenFile]) -> Manifest:

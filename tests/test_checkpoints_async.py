@@ -19,26 +19,36 @@ from meshpar.checkpoints.writing import write_parts
 from meshpar.errors import CheckpointError
 from meshpar.testing import on_ranks
 from tests.test_checkpoints import full, go_on, parallelized
-from tests.test_checkpoints_commit import Job, linear, stepped
+from tests.test_checkpoints_commit import Job, impatient, linear, stepped
 
 
-class Slow:
-    """Makes a function take its time, and counts how many calls run at once."""
+class Gate:
+    """Holds a function's calls until it is opened, and counts how many run at once."""
 
-    def __init__(self, monkeypatch, where: str, function, seconds: float) -> None:
-        self.now = self.most = 0
-        self.done: list[float] = []
+    def __init__(self, monkeypatch, where: str, function) -> None:
+        self.now = self.most = self.done = 0
+        self.open = threading.Event()
+        self.reached = threading.Event()
 
-        def slow(*args: Any, **kwargs: Any) -> Any:
+        def gated(*args: Any, **kwargs: Any) -> Any:
             self.now += 1
             self.most = max(self.most, self.now)
-            time.sleep(seconds)
+            self.reached.set()
+            assert self.open.wait(60)
             result = function(*args, **kwargs)
             self.now -= 1
-            self.done.append(time.monotonic())
+            self.done += 1
             return result
 
-        monkeypatch.setattr(where, slow)
+        monkeypatch.setattr(where, gated)
+
+
+def staging(monkeypatch) -> Gate:
+    return Gate(monkeypatch, "meshpar.checkpoints.staging.Stager.stage", Stager.stage)
+
+
+def writing(monkeypatch) -> Gate:
+    return Gate(monkeypatch, "meshpar.checkpoints.saving.write_parts", write_parts)
 
 
 def step_of(job: Job, optimizer: torch.optim.Optimizer) -> None:
@@ -47,33 +57,36 @@ def step_of(job: Job, optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_the_next_step_waits_for_staging_and_for_nothing_more(tmp_path, monkeypatch):
-    stages = Slow(monkeypatch, "meshpar.checkpoints.staging.Stager.stage", Stager.stage, 0.2)
-    writes = Slow(monkeypatch, "meshpar.checkpoints.saving.write_parts", write_parts, 0.4)
+    stages, writes = staging(monkeypatch), writing(monkeypatch)
     job = linear(1)
     optimizer = stepped(job)
     with CheckpointManager(tmp_path, async_=True) as manager:
         want = [{name: value.clone() for name, value in job.module.state_dict().items()}]
-        began = time.monotonic()
         manager.save(1, job, optimizer, extra={"at": 1})
-        assert time.monotonic() - began < 0.15, "saving returns before anything is copied"
         job.module(torch.ones(1, 3)).sum().backward()
-        assert not stages.done
-        optimizer.step()
-        assert stages.done and not writes.done, "the step waits until all is copied, not until it is written"
-        assert manager.steps() == []
+        assert not stages.done, "saving returns before anything is copied"
+        step = threading.Thread(target=optimizer.step)
+        step.start()
+        assert stages.reached.wait(60)
+        assert torch.equal(job.module.weight, want[0]["weight"]), "the step waits until all is copied"
+        stages.open.set()
+        step.join(60)
+        assert not step.is_alive() and stages.done == 1 and not writes.done, "and not until it is written"
+        assert not torch.equal(job.module.weight, want[0]["weight"]) and manager.steps() == []
         want.append({name: value.clone() for name, value in job.module.state_dict().items()})
+        writes.open.set()
         manager.save(2, job, optimizer, extra={"at": 2})
         assert manager.steps() == [1], "one save at a time"
         step_of(job, optimizer)
     assert manager.steps() == [1, 2] and writes.most == 1
-    for step in (1, 2):
+    for number in (1, 2):
         again = linear(5)
-        assert CheckpointManager(tmp_path).restore(again, step=step, verify="full").extra == {"at": step}
-        assert all(torch.equal(again.module.state_dict()[name], value) for name, value in want[step - 1].items())
+        assert CheckpointManager(tmp_path).restore(again, step=number, verify="full").extra == {"at": number}
+        assert all(torch.equal(again.module.state_dict()[name], value) for name, value in want[number - 1].items())
 
 
 def test_buffers_and_random_state_are_those_of_the_moment(tmp_path, monkeypatch):
-    Slow(monkeypatch, "meshpar.checkpoints.staging.Stager.stage", Stager.stage, 0.1)
+    stages = staging(monkeypatch)
     module = nn.Module()
     module.weight = nn.Parameter(torch.ones(2))
     module.register_buffer("seen", torch.zeros(2))
@@ -82,16 +95,21 @@ def test_buffers_and_random_state_are_those_of_the_moment(tmp_path, monkeypatch)
         manager.save(1, Job(module), optimizer)
         want = torch.rand(3)
         module.seen += 1  # as a forward pass does to running statistics
+        stages.open.set()
     assert manager.restore(Job(module)).random == "restored"
     assert module.seen.tolist() == [0, 0] and torch.equal(torch.rand(3), want)
 
 
 def test_without_an_optimizer_save_waits_for_staging_itself(tmp_path, monkeypatch):
-    stages = Slow(monkeypatch, "meshpar.checkpoints.staging.Stager.stage", Stager.stage, 0.1)
+    stages = staging(monkeypatch)
     job = linear(1)
     with CheckpointManager(tmp_path, async_=True) as manager:
-        manager.save(1, job)
-        assert stages.done
+        save = threading.Thread(target=lambda: manager.save(1, job))
+        save.start()
+        assert stages.reached.wait(60) and save.is_alive()
+        stages.open.set()
+        save.join(60)
+        assert not save.is_alive() and stages.done == 1
         nn.init.zeros_(job.module.weight)
     again = linear(2)
     manager.restore(again)
@@ -183,17 +201,46 @@ def test_training_that_went_on_during_a_save_resumes_bitwise_from_it(tmp_path):
 
 
 @on_ranks(2)
+def fail_to_stage_on_one_rank(root: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, CheckpointManager(root, async_=True, timeout_s=120) as manager:
+        job = linear(1)
+        optimizer = stepped(job)
+        manager.save(1, job, optimizer)
+        manager.wait()
+        if dist.get_rank() == 1:
+            patch.setattr("meshpar.checkpoints.staging.Stager.stage", lambda *_: torch.empty(1 << 60))
+        began = time.monotonic()
+        manager.save(2, job, optimizer)
+        with pytest.raises(CheckpointError, match=r"failed on 1 of 2 ranks:\n.*rank 1: RuntimeError: .*memory"):
+            manager.wait()
+        assert time.monotonic() - began < 60
+        dist.barrier()
+        assert manager.steps() == [1] and not manager.ignored()
+        dist.barrier()
+        patch.undo()
+        manager.save(3, job, optimizer)
+    assert manager.steps() == [1, 3]
+
+
+def test_an_error_of_staging_on_one_rank_fails_all_at_once(tmp_path):
+    fail_to_stage_on_one_rank(str(tmp_path))
+
+
+@on_ranks(2)
 def lose_and_find_a_rank(root: str) -> None:
-    manager = CheckpointManager(root, timeout_s=2)
+    manager = CheckpointManager(root)
     manager.save(1, linear(1))
+    impatient(manager)
+    store = dist.FileStore(f"{root}.store", 2)
     if dist.get_rank() == 1:
-        time.sleep(3)
+        store.wait(["rank 0 has given up"])
     with pytest.raises(CheckpointError, match="lost the others, or waited over"):
         manager.save(2, linear(2))
+    store.set("rank 0 has given up", "")
     dist.barrier()
     manager.save(2, linear(2))
     assert manager.steps() == [1, 2] and not [path for path in Path(root).iterdir() if "tmp" in path.name]
 
 
 def test_ranks_that_missed_each_other_meet_again_at_the_next_save(tmp_path):
-    lose_and_find_a_rank(str(tmp_path))
+    lose_and_find_a_rank(str(tmp_path / "run"))
