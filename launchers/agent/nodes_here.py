@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from meshpar.errors import LaunchError
@@ -29,7 +31,7 @@ def launch_nodes_here(recipe: Recipe, nodes: int, nproc: int) -> int:
     with tempfile.TemporaryDirectory(prefix="meshpar-") as folder:
         path = Path(folder) / f"{recipe.name}.yaml"
         path.write_text(recipe.to_yaml(), encoding="utf-8")
-        meeting = ["--nodes", str(nodes), "--nproc", str(nproc), "--head", f"127.0.0.1:{_free_port()}", "--run-id", Path(folder).name]
+        meeting = ["--nodes", str(nodes), "--nproc", str(nproc), "--head", f"127.0.0.1:{free_port()}", "--run-id", Path(folder).name]
         agent = [sys.executable, "-m", "meshpar.launchers.cli", "run", *meeting]
         running = [subprocess.Popen([*agent, "--node-rank", str(node), str(path)], start_new_session=True) for node in range(nodes)]
         before = {number: signal.signal(number, lambda got, _: _pass_on(running, got)) for number in _SIGNALS}
@@ -61,7 +63,10 @@ def _pass_on(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
             process.send_signal(number)
 
 
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+def free_port() -> int:
+    """Return a port to listen at some seconds from now: none of those that the kernel gives to whoever asks for any (32768 and up)."""
+    for port in range(20000 + os.getpid() % 10000, 32768):
+        with socket.socket() as server, suppress(OSError):  # taken
+            server.bind(("", port))
+            return port
+    raise LaunchError("no free port from 20000 to 32767")
