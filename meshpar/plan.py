@@ -101,6 +101,10 @@ class Plan:
         assert mesh is not None
         return mesh
 
+    def machine_problems(self, device_type: str) -> list[str]:
+        """Return what this machine lacks to run a rank of the plan on a device of this type; the plan itself may be right."""
+        return [problem for each in self.passes for problem in getattr(each, "machine_problems", _no_problems)(device_type)]
+
     def apply(self, module: nn.Module, layout: ModelLayout | None = None, *, device_type: str | None = None) -> Parallelized:
         """Run the passes on ``module`` in place.
 
@@ -115,7 +119,7 @@ class Plan:
             device_type: where it trains; None: the accelerator that the process group serves, else the CPU.
 
         Raises:
-            PlanError: what :meth:`check` finds, on every rank alike, before anything is touched.
+            PlanError: what :meth:`check` finds, on every rank alike, or :meth:`machine_problems`; before anything is touched.
             MeshparError: the ranks hand in different weights, or a pass breaks its promise to keep names and ties.
         """
         if not dist.is_initialized():
@@ -126,6 +130,8 @@ class Plan:
             for warning in getattr(each, "warnings", _no_warnings)(module, layout, spec):
                 log.warning("%s", warning)
         kind = device_type or ("cpu" if dist.get_backend() in ("gloo", "fake") else default_device_type())
+        if dist.get_backend() != "fake" and (lacking := self.machine_problems(kind)):
+            raise PlanError(lacking)
         device = runtime.device(kind)
         built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         weights = {name: tensor for name, tensor in state(module) if not tensor.is_meta}
@@ -168,6 +174,10 @@ def _title(each: Pass) -> str:
 
 
 def _no_warnings(module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+    return iter(())
+
+
+def _no_problems(device_type: str) -> Iterator[str]:
     return iter(())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -43,18 +44,55 @@ def alone(recipe: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return losses_of(module, batch(), 1 / 4), gradients(module)
 
 
-def test_it_is_refused_with_the_reason_where_the_hardware_or_torchao_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(PlanError, match=r"compute capability 8\.9 .* there is none here; .* emulate=True"):
-        Plan("", [Float8()]).check(model(), world_size=1)
+def test_it_is_refused_where_it_runs_with_what_hardware_or_torchao_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(device_type: str, emulate: bool = False) -> str:
+        (problem,) = Plan("", [Float8(emulate=emulate)]).machine_problems(device_type)
+        return problem
+
+    assert re.search(r"compute capability 8\.9 .* there is none here; .* emulate=True", lacking("cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
-    with pytest.raises(PlanError, match=r"A100 has 8\.0"):
-        Plan("", [Float8()]).check(model(), world_size=1)
+    assert "A100 has 8.0" in lacking("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(PlanError, match=r"pip install 'meshpar\[float8\]'"):
-        Plan("", [Float8(emulate=True)]).check(model(), world_size=1)
+    assert "pip install 'meshpar[float8]'" in lacking("cuda")
+    assert "pip install 'meshpar[float8]'" in lacking("cpu", emulate=True)
+
+
+@on_ranks(1)
+def test_a_machine_without_it_refuses_to_apply_but_not_to_check() -> None:
+    module = model()
+    plan = Plan("", [Float8()])
+    plan.check(module, world_size=1)
+    with pytest.raises(PlanError, match="needs an NVIDIA GPU"):
+        plan.apply(module)
+    assert all("_meshpar_product" not in each.__dict__ for each in module.modules())
+
+
+@needs_torchao
+@on_ranks(2)
+def test_a_layer_whose_part_float8_cannot_hold_stays_as_it_is() -> None:
+    torch.manual_seed(0)
+    module = transformer(dim=64, hidden=48, heads=4, kv_heads=4)  # 24 of the hidden features a rank
+    Plan("tp=2", [TensorParallel(), Float8(emulate=True)]).apply(module)
+    held = {name.split(".")[2] for name, each in module.named_modules() if "_meshpar_product" in each.__dict__}
+    assert held == {"attn"}, "and not mlp"
+
+
+@needs_torchao
+def test_tokens_that_16_does_not_divide_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchao.float8 import float8_ops
+
+    padded: list[tuple[int, ...]] = []
+    pad = float8_ops.pad_tensor_for_matmul
+    monkeypatch.setattr(float8_ops, "pad_tensor_for_matmul", lambda tensor, dims: padded.append(tuple(tensor.shape)) or pad(tensor, dims))
+    module = model()
+    Float8(emulate=True).apply(module, module.meshpar_layout(), None)  # type: ignore[arg-type]
+    losses_of(module, batch(), 1 / 4)
+    assert not padded
+    losses_of(module, batch()[:3, :15], 1 / 4)
+    assert any(45 in shape for shape in padded)
 
 
 @needs_torchao

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import math
 import subprocess
@@ -14,7 +15,7 @@ import torch
 from models_for_parity import Masked
 
 import meshpar
-from meshpar import ActivationCheckpoint, FullyShard, HybridShard, Plan, PlanError, TensorParallel
+from meshpar import ActivationCheckpoint, Float8, FullyShard, HybridShard, Plan, PlanError, TensorParallel
 from meshpar.errors import MeshparError
 from meshpar.forecasting import Batch, Hardware, Trace, cost, forecast
 from meshpar.forecasting.api import evaluated, probes
@@ -80,6 +81,8 @@ def traces():
         replace(SMALL, layers=2), "tp=2", [TensorParallel(sequence_parallel=True, styles={"layers.*.attn": None, "layers.*.mlp": None})]
     )
     jobs["logits"] = job(replace(SMALL, vocab_size=2048), "tp=2", [TensorParallel(sequence_parallel=True)])
+    if importlib.util.find_spec("torchao") is not None:
+        jobs |= {name: job(SMALL, "dp_shard=2", [*more, FullyShard(**BF16)]) for name, more in {"eight": [Float8()], "sixteen": []}.items()}
     jobs["padded"] = job(replace(SMALL, layers=2), "dp_shard=48", [FullyShard(**BF16)])
     jobs["masked"] = Job(plan=Plan("dp_shard=2", [FullyShard(**BF16)]), model=meta(Masked), batch=Batch(sequence=2048), world_size=2)
     gpt2 = meta(lambda: GPT2(GPT2Config()))
@@ -99,6 +102,19 @@ def test_a_batch_of_tensors_forecasts_like_its_shape():
     assert given.trace.parameters == sum(each.numel() for each in model.parameters())
     with pytest.raises(MeshparError, match=r"needs input_ids of \(batch, length\), got none"):
         meshpar.forecast(plan, model, {"pixels": ids}, hardware="h100")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed (the extra float8)")
+def test_float8_products_count_at_their_own_speed():
+    eight, sixteen = traces()["eight"], traces()["sixteen"]
+    assert eight.flops() == sixteen.flops()
+    products = [event for _, event in eight.events() if event.name == "_scaled_mm"]
+    assert len(products) == 3 * 7 * SMALL.layers, "forward and two gradients of each layer's seven"
+    assert {event.dtype for event in products} == {"float8"}
+    h100 = Hardware.load("h100")
+    assert h100.flops("float8") == 2 * h100.flops("bfloat16") + 1e12
+    with pytest.raises(MeshparError, match="a100 does not compute in float8"):
+        cost(eight, Hardware.load("a100"))
 
 
 def test_gpt2_on_four_ranks_holds_the_closed_form():

@@ -189,12 +189,12 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
 def machine_problems(recipe: Recipe, ranks: int) -> list[str]:
     """Return what this machine lacks to run ``ranks`` ranks of a recipe."""
     kind, here = device_type(recipe), default_device_type()
-    if kind == "cpu":
-        return []
-    if kind != here:
-        return [f"device: {kind} is not available on this machine, which has {here}; write device: {here}, or auto"]
-    devices = torch.accelerator.device_count()
-    return [f"{ranks} ranks want a {kind} device each, and this machine has {devices}; start fewer (--nproc)"] if ranks > devices else []
+    problems = plan_of(recipe).machine_problems(kind)
+    if kind not in ("cpu", here):
+        problems.append(f"device: {kind} is not available on this machine, which has {here}; write device: {here}, or auto")
+    elif kind != "cpu" and ranks > (devices := torch.accelerator.device_count()):
+        problems.append(f"{ranks} ranks want a {kind} device each, and this machine has {devices}; start fewer (--nproc)")
+    return problems
 
 
 def _check_room(recipe: Recipe, vocab_size: int, model_vocab: int, positions: int | None) -> None:

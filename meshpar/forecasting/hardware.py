@@ -11,6 +11,7 @@ from typing import final
 import yaml
 
 from meshpar.errors import MeshparError
+from meshpar.forecasting.operators import FLOAT8
 from meshpar.patterns import nearest
 
 
@@ -21,7 +22,7 @@ class Hardware:
 
     Attributes:
         name: of the profile.
-        peak: dtype -> floating-point operations a second, dense, as the maker states them.
+        peak: dtype -> floating-point operations a second, dense, as the maker states them; float8 is both of its formats.
         memory: bytes of device memory.
         reserved: bytes of it that tensors cannot have: the driver's context, collectives' buffers, fragments.
         memory_bandwidth: bytes a second of device memory, as stated.
@@ -97,7 +98,13 @@ class Hardware:
         return cls(**values)  # type: ignore[arg-type]
 
     def flops(self, dtype: str) -> float:
-        """Return the peak for ``dtype``; one that is not listed counts as float32."""
+        """Return the peak for ``dtype``; one that is not listed counts as float32.
+
+        Raises:
+            MeshparError: float8 is not listed, in which such hardware computes nothing.
+        """
+        if dtype == FLOAT8 and FLOAT8 not in self.peak:
+            raise MeshparError(f"{self.name} does not compute in float8 (its peak has {', '.join(self.peak)}); leave Float8 out")
         return self.peak.get(dtype, self.peak["float32"])
 
 

@@ -32,11 +32,15 @@ COLLECTIVES: dict[Any, str] = {
 }
 """Operators that cross the network. One that is not here and looks like one is refused by the recorder, never overlooked."""
 
+FLOAT8 = "float8"
+"""What profiles call the speed of products of eight-bit numbers, in either of their formats."""
+
 _PRODUCTS = {
     aten.mm.default: (0, 1),
     aten.addmm.default: (1, 2),
     aten.bmm.default: (0, 1),
     aten.baddbmm.default: (1, 2),
+    aten._scaled_mm.default: (0, 1),
 }
 _LOOKUPS = {aten.embedding.default, aten.index_select.default, aten.gather.default}
 _WRITES_ALL = {aten.embedding_dense_backward.default}
@@ -70,6 +74,13 @@ def matrix_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
         query, key = args[first].shape, args[first + 1].shape
         return (query[0] * query[1], query[2], key[2], query[3])
     return ()
+
+
+def computing_dtype(func: Any, outputs: Sequence[Tensor]) -> str:
+    """Return the dtype at whose speed the operator computes: its result's, or float8 whatever its products are handed out in."""
+    if func is aten._scaled_mm.default:
+        return FLOAT8
+    return str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
 
 
 def is_attention(func: Any) -> bool:

@@ -173,7 +173,6 @@ class Recorder(TorchDispatchMode):
             self._fuse()
         elif moved:
             self._fusion.add(args, kwargs, outputs)
-        dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
         self._append(
             Event(
                 kind="compute",
@@ -185,7 +184,7 @@ class Recorder(TorchDispatchMode):
                 moved=moved,
                 fused=0 if self._fusion.open and moved else moved,
                 shape=shape,
-                dtype=dtype,
+                dtype=operators.computing_dtype(func, outputs),
             )
         )
 

@@ -58,7 +58,7 @@ class Event:
         moved: bytes read and written in device memory by this operator alone.
         fused: the same where a compiler joins neighbouring element-wise operators; the last of the joined carries all of it.
         shape: (batch, m, k, n) of a matrix product; (batch x heads, queries, keys, channels) of attention; else empty.
-        dtype: of the result.
+        dtype: in which it computes: its result's, or float8.
         memory: (held by, bytes more or less), in order.
         collective: of a ``collective`` or ``async``.
         target: index of the event that a ``wait`` waits for, -1 otherwise.

@@ -37,8 +37,9 @@ class Pass(Protocol):
         axes: the mesh axes it claims; each must be in the mesh, and no other pass may claim it. The ranks of an axis that a
             ``Stage.DATA`` pass claims get different data.
 
-    Two more members are asked for where they exist: ``warnings(module, layout, mesh) -> Iterator[str]``, and
-    ``shards(module, layout) -> set[str]``, the names of the parameters that it splits.
+    Three more members are asked for where they exist: ``warnings(module, layout, mesh) -> Iterator[str]``;
+    ``machine_problems(device_type) -> Iterator[str]``, what the machine lacks that runs a rank, which a plan may be checked and forecast
+    without; and ``shards(module, layout) -> set[str]``, the names of the parameters that it splits.
     """
 
     @property

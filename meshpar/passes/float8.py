@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshpar.errors import MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes.base import Stage, block_problems, find_blocks
 from meshpar.passes.local import set_product
 from meshpar.patterns import matches
+from meshpar.placements import local_tensor
+
+log = logging.getLogger(__name__)
 
 _CAPABILITY = (8, 9)
 _MULTIPLE = 16
+_NO_TORCHAO = "Float8 needs torchao, which is not installed; install it with: pip install 'meshpar[float8]'"
 
 
 @final
@@ -36,7 +43,8 @@ class Float8:
 
     Args:
         recipe: torchao's: ``tensorwise`` (fastest), ``rowwise``, or ``rowwise_with_gw_hp`` (closest to full precision).
-        skip: patterns of layers that stay as they are, beside those that float8 cannot hold (features that 16 does not divide).
+        skip: patterns of layers that stay as they are, beside those that float8 cannot hold (features, or under tensor parallelism a
+            rank's part of them, that 16 does not divide).
         emulate: compute the same in higher precision, on any hardware: to try, not to train.
         blocks: where the layers are, instead of the layout's blocks: name patterns or class names. The head is best left out.
     """
@@ -54,17 +62,24 @@ class Float8:
         yield from block_problems(self.name, module, layout, self.blocks)
         if self.recipe not in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
             yield f"Float8(recipe={self.recipe!r}) is not known; use 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'"
-        if importlib.util.find_spec("torchao") is None:
-            yield "Float8 needs torchao, which is not installed; install it with: pip install 'meshpar[float8]'"
-        if not self.emulate:
-            yield from _hardware_problems()
         if not self._layers(module, layout):
             yield f"Float8 finds no linear layer in the blocks whose features are multiples of {_MULTIPLE} and that skip leaves"
 
+    def machine_problems(self, device_type: str) -> Iterator[str]:
+        """Yield what this machine lacks to compute in float8."""
+        if importlib.util.find_spec("torchao") is None:
+            yield _NO_TORCHAO
+        if not self.emulate:
+            yield from _hardware_problems(device_type)
+
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         product = _product(self.recipe, self.emulate)
-        for layer in self._layers(module, layout).values():
-            set_product(layer, product)
+        for name, layer in self._layers(module, layout).items():
+            part = tuple(local_tensor(layer.weight).shape)
+            if any(size % _MULTIPLE for size in part):
+                log.warning("Float8 leaves %s as it is: a rank's part of it is %s, not multiples of %d", name, part, _MULTIPLE)
+            else:
+                set_product(layer, product)
 
     def _layers(self, module: nn.Module, layout: ModelLayout) -> dict[str, nn.Linear]:
         """Return the layers by name that float8 can hold."""
@@ -78,9 +93,9 @@ class Float8:
         return found
 
 
-def _hardware_problems() -> Iterator[str]:
+def _hardware_problems(device_type: str) -> Iterator[str]:
     remedy = "leave Float8 out, or try its arithmetic with emulate=True"
-    if not torch.cuda.is_available():
+    if device_type != "cuda" or not torch.cuda.is_available():
         yield f"Float8 needs an NVIDIA GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell), and there is none here; {remedy}"
     elif torch.cuda.get_device_capability() < _CAPABILITY:
         got = ".".join(map(str, torch.cuda.get_device_capability()))
@@ -89,17 +104,21 @@ def _hardware_problems() -> Iterator[str]:
 
 def _product(recipe: str, emulate: bool) -> Any:
     """Return ``(x, weight, bias) -> x @ weight.T + bias`` in float8."""
-    from dataclasses import replace
-
+    if importlib.util.find_spec("torchao") is None:  # a forecast, which asks for no machine
+        raise MeshparError(_NO_TORCHAO)
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     with torch.device("meta"):
-        settings = Float8Linear(_MULTIPLE, _MULTIPLE, bias=False, config=config).linear_mm_config
+        settings, padded = (
+            Float8Linear(_MULTIPLE, _MULTIPLE, bias=False, config=replace(config, pad_inner_dim=each)).linear_mm_config
+            for each in (False, True)
+        )
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = matmul_with_hp_or_float8_args.apply(x, weight.t(), settings, config)
+        whole = math.prod(x.shape[:-1]) % _MULTIPLE == 0  # tokens are what the weight's gradient sums over; padding copies
+        y = matmul_with_hp_or_float8_args.apply(x, weight.t(), settings if whole else padded, config)
         return y if bias is None else y + bias.to(y.dtype)
 
     return product
