@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-FIRST_BYTES, ENOUGH_S, REPEATS = 1 << 18, 0.02, 3
+FIRST_BYTES, ENOUGH_S, REPEATS = 1 << 18, 0.02, 5
 MOST_BYTES = {"cpu": 1 << 24}
 _MOST_BYTES = 1 << 28  # on an accelerator
 
@@ -69,8 +69,8 @@ def _collective(axis: str, operation: str, group: dist.ProcessGroup, size: int, 
     most = MOST_BYTES.get(device.type, _MOST_BYTES)
     while True:
         run = _prepared(operation, count, group, size, device)
-        seconds = _slowest(_timed(run, device), device)
-        if seconds >= ENOUGH_S or count * 8 * 4 > most:
+        # A call may be held up by what else the machine does: that none of several is quick makes a tensor large enough.
+        if count * 8 * 4 > most or all(_slowest(_timed(run, device), device) >= ENOUGH_S for _ in range(REPEATS)):
             break
         count *= 8
     seconds = _slowest(min(_timed(run, device) for _ in range(REPEATS)), device)
