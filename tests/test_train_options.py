@@ -86,13 +86,19 @@ class Notes:
 RECORD = {"step": 1, "tokens_per_second": 1000.0, "memory_gib": 2.0}
 
 
+def wait_for_forecast(seconds: float) -> None:
+    """Wait until the reporter's own thread is done."""
+    deadline = time.monotonic() + seconds
+    while any(each.is_alive() and each.name == "forecast" for each in threading.enumerate()):
+        assert time.monotonic() < deadline, f"no forecast within {seconds:.0f} s"
+        time.sleep(0.01)
+
+
 def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forecast: Any, records: int = 4) -> list[str]:
     monkeypatch.setattr(meshpar.forecasting.api, "forecast", forecast)
     console = Notes()
     reporter = feedback.ForecastFeedback(recipe(tmp_path), "h100", console)
-    deadline = time.monotonic() + 20
-    while any(each.is_alive() and each.name == "forecast" for each in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for_forecast(60)
     for _ in range(records):
         reporter.report(RECORD)
     reporter.close()
@@ -103,11 +109,10 @@ def test_a_profile_named_in_the_recipe_makes_a_real_forecast_on_a_cpu(tmp_path: 
     console = Notes()
     named = recipe(tmp_path, "mesh=dp_shard=1", "training.forecast=h100")
     (reporter,) = feedback.forecast_feedback(named, torch.device("cpu"), console)
-    deadline = time.monotonic() + 60
-    while any(each.is_alive() and each.name == "forecast" for each in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_forecast(150)
     for _ in range(4):
         reporter.report(RECORD)
+    assert len(console.notes) == 2, console.notes
     line, warning = console.notes  # bytes of the process are no tensors' bytes: time alone is compared
     assert line.startswith("forecast: step: forecast ") and " ms, measured " in line
     assert warning.startswith("warning: a step takes ") and "forecast for h100" in warning
