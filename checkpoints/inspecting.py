@@ -25,9 +25,10 @@ def list_steps(root: str | Path) -> str:
     rows = [("step", "saved at (UTC)", "size", "mesh", "metrics", "")]
     for step in committed:
         try:
-            found = read_manifest(steps.path(step))
+            found = read_manifest(steps.folder(step))
             metrics = ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items())
             marks = ", ".join([*(["latest"] if step == committed[-1] else []), *(["pinned"] if step in pinned else [])])
+            marks += "" if steps.path(step).exists() else f" (in {steps.folder(step).name}: its replacement goes on or did not finish)"
             rows.append((str(step), found.saved_at[:19].replace("T", " "), _size(_bytes(found)), _mesh(found), metrics, marks))
         except CheckpointError as error:
             rows.append((str(step), "damaged", "", "", "", str(error)))

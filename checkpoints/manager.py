@@ -13,13 +13,14 @@ import torch
 
 from meshpar.checkpoints.background import Background
 from meshpar.checkpoints.job import Job
+from meshpar.checkpoints.leftovers import told_only
 from meshpar.checkpoints.manifest import Manifest
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.restoring import RestoredState, Restoring
 from meshpar.checkpoints.saving import Noted, Saving
 from meshpar.checkpoints.staging import Stager
 from meshpar.checkpoints.state import plain
-from meshpar.checkpoints.steps import Steps, told_only
+from meshpar.checkpoints.steps import Steps
 from meshpar.checkpoints.verify import Verify
 from meshpar.checkpoints.writing import Checksum
 from meshpar.errors import CheckpointError
@@ -229,7 +230,7 @@ class CheckpointManager:
     def _begin(self, noted: Noted, replace: bool) -> Path:
         plain(noted.extra, "extra")
         plain(noted.metrics, "metrics")
-        self._steps.reap()
+        self._steps.reap(sole_writer=True)
         self._temporary = self._steps.begin(noted.step, replace=replace)
         return self._temporary
 
@@ -261,4 +262,4 @@ class CheckpointManager:
             raise CheckpointError("\n  ".join([f"{self.root} holds no committed step", *reasons]))
         if step is not None and step not in steps:
             raise CheckpointError(f"{self.root} holds no committed step {step}; it holds {', '.join(map(str, steps))}")
-        return [self._steps.path(each) for each in reversed(steps) if step is None or each <= step]
+        return [self._steps.folder(each) for each in reversed(steps) if step is None or each <= step]

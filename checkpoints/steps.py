@@ -1,31 +1,25 @@
 """The folder of a run's checkpoints: which steps are committed, how one becomes so, and which go.
 
 A step is written in ``step-00000012.tmp-<host>-<pid>-<id>`` and renamed to ``step-00000012`` when it is whole and on the disk, so that
-at every instant each ``step-N`` is a whole checkpoint. ``LATEST`` names the newest; ``latest`` is a link to it.
+at every instant each ``step-N`` is a whole checkpoint. A step that is replaced lies in ``step-00000012.old-...`` until the new one has its
+name, and is found there. ``LATEST`` names the newest; ``latest`` is a link to it.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import re
 import shutil
-import socket
-import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
+from meshpar.checkpoints.leftovers import Leftover, forgotten, leftover, on_the_way, told_only
 from meshpar.checkpoints.manifest import MANIFEST_NAME, Manifest, fsync, read_manifest, write_durably
 from meshpar.errors import CheckpointError
 
 LATEST_FILE, LATEST_LINK = "LATEST", "latest"
 PIN_FILE = "PINNED"
 _STEP = re.compile(r"step-(\d+)")
-_LEFTOVER = re.compile(r"step-(\d+)\.(tmp|old)-(.+)-(\d+)-[0-9a-f]+")
-_log = logging.getLogger("meshpar.checkpoints")
-_OURS: set[str] = set()  # leftovers that this process has made and not yet removed: another process may have had its number before
 
 
 @final
@@ -36,32 +30,35 @@ class Steps:
         self.root = root
 
     def path(self, step: int) -> Path:
-        """Return where a step lies."""
+        """Return the place of a step, which it may be about to take."""
         return self.root / f"step-{step:08d}"
+
+    def folder(self, step: int) -> Path:
+        """Return where a committed step is read: in its place, or aside where whoever replaces it has not come to its end."""
+        return self._found().get(step, self.path(step))
 
     def committed(self) -> list[int]:
         """Return the committed steps, oldest first."""
-        return sorted(
-            int(found[1]) for each in self._folders() if (found := _STEP.fullmatch(each.name)) and (each / MANIFEST_NAME).is_file()
-        )
+        return sorted(self._found())
 
     def ignored(self) -> dict[Path, str]:
         """Return the folders that look like steps but are none, and why."""
-        reasons = {}
+        found = set(self._found().values())
+        reasons = {
+            each.path: "of a save or a removal that goes on or did not finish" for _, each in self._leftovers() if each.path not in found
+        }
         for each in self._folders():
-            if _LEFTOVER.fullmatch(each.name):
-                reasons[each] = "left over from a save or a removal that did not finish"
-            elif _STEP.fullmatch(each.name) and not (each / MANIFEST_NAME).is_file():
+            if _STEP.fullmatch(each.name) and not (each / MANIFEST_NAME).is_file():
                 reasons[each] = f"it has no {MANIFEST_NAME}, so it was never committed"
         return reasons
 
     def begin(self, step: int, *, replace: bool) -> Path:
         """Make the temporary folder of a new step; raises CheckpointError where the step is saved already, unless ``replace``."""
-        if self.path(step).exists() and not replace:
+        if (self.path(step).exists() or step in self.committed()) and not replace:
             what = "is saved already" if step in self.committed() else "cannot be saved: something that is no checkpoint is"
-            raise CheckpointError(f"step {step} {what} in {self.path(step)}; save another step, or pass replace=True")
+            raise CheckpointError(f"step {step} {what} in {self.folder(step)}; save another step, or pass replace=True")
         self.root.mkdir(parents=True, exist_ok=True)
-        temporary = self._leftover(step, "tmp")
+        temporary = on_the_way(self.path(step), "tmp")
         temporary.mkdir()
         return temporary
 
@@ -69,7 +66,7 @@ class Steps:
         """Make a whole step out of a temporary folder whose files are on the disk; what fails after the step is there is only told."""
         write_durably(temporary / MANIFEST_NAME, manifest.to_json())
         final = self.path(manifest.step)
-        replaced = self._leftover(manifest.step, "old") if final.exists() else None
+        replaced = on_the_way(final, "old") if final.exists() else None
         if replaced:
             if (final / PIN_FILE).exists():
                 write_durably(temporary / PIN_FILE, "")
@@ -79,6 +76,7 @@ class Steps:
         except OSError:
             if replaced:
                 replaced.rename(final)
+                forgotten(replaced)
             raise
         with told_only(f"step {manifest.step} is committed, but the folder around it is not in order"):
             fsync(self.root)
@@ -97,34 +95,38 @@ class Steps:
         if step not in self.committed():
             raise CheckpointError(f"{self.root} holds no committed step {step}; it holds {self.committed()}")
         if pinned:
-            write_durably(self.path(step) / PIN_FILE, "")
+            write_durably(self.folder(step) / PIN_FILE, "")
         else:
-            (self.path(step) / PIN_FILE).unlink(missing_ok=True)
+            (self.folder(step) / PIN_FILE).unlink(missing_ok=True)
 
     def pinned(self) -> set[int]:
         """Return the steps that are protected from retention."""
-        return {step for step in self.committed() if (self.path(step) / PIN_FILE).exists()}
+        return {step for step, folder in self._found().items() if (folder / PIN_FILE).exists()}
 
     def retain(self, keep: int | None, protected: Collection[int] = ()) -> list[int]:
         """Remove all committed steps but the newest ``keep``, the pinned and the protected ones; return those removed."""
         steps, kept = self.committed(), self.pinned() | set(protected)
-        doomed = [step for step in (steps[:-keep] if keep else []) if step not in kept]
+        doomed = [step for step in (steps[:-keep] if keep else []) if step not in kept and self.path(step).exists()]
         for step in doomed:
-            folder = self._leftover(step, "tmp")
+            folder = on_the_way(self.path(step), "tmp")
             self.path(step).rename(folder)
             self._remove(folder)
         return doomed
 
-    def reap(self) -> None:
-        """Remove what dead processes left; a step that was being replaced when its process died comes back."""
-        for each in self._folders():
-            found = _LEFTOVER.fullmatch(each.name)
-            if not found or each.name in _OURS or _alive(found[3], int(found[4])):
+    def reap(self, *, sole_writer: bool = False) -> None:
+        """Remove what dead processes left; a step that was being replaced when its process died comes back.
+
+        Args:
+            sole_writer: whether this is the run's one writer, rank 0, so that what another host left is dead; otherwise that is left alone
+                until it has not changed for hours.
+        """
+        for step, each in self._leftovers():
+            if not each.abandoned(sole_writer=sole_writer):
                 continue
-            if found[2] == "old" and not self.path(int(found[1])).exists():
-                each.rename(self.path(int(found[1])))
+            if each.kind == "old" and not self.path(step).exists() and (each.path / MANIFEST_NAME).is_file():
+                each.path.rename(self.path(step))
             else:
-                self._remove(each)
+                self._remove(each.path)
 
     def best(self, metric: str, *, largest: bool) -> int | None:
         """Return the committed step with the best value of a metric; None where none has it. A damaged manifest is told and passed over."""
@@ -140,7 +142,7 @@ class Steps:
         scores: dict[int, float | None] = {}
         for step in self.committed():
             with told_only(f"step {step} is not compared by {metric}"):
-                scores[step] = read_manifest(self.path(step)).metrics.get(metric)
+                scores[step] = read_manifest(self.folder(step)).metrics.get(metric)
         return scores
 
     def _folders(self) -> Sequence[Path]:
@@ -148,10 +150,16 @@ class Steps:
             return []
         return sorted(each for each in self.root.iterdir() if each.is_dir() and not each.is_symlink())
 
-    def _leftover(self, step: int, kind: str) -> Path:
-        name = f"{self.path(step).name}.{kind}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        _OURS.add(name)
-        return self.root / name
+    def _found(self) -> dict[int, Path]:
+        """Return the committed steps and where each is read."""
+        aside = {step: each.path for step, each in self._leftovers() if each.kind == "old"}
+        placed = {int(name[1]): each for each in self._folders() if (name := _STEP.fullmatch(each.name))}
+        return {step: each for step, each in {**aside, **placed}.items() if (each / MANIFEST_NAME).is_file()}
+
+    def _leftovers(self) -> list[tuple[int, Leftover]]:
+        """Return the folders that are on their way to a step, or were one, with its number."""
+        found = [each for folder in self._folders() if (each := leftover(folder))]
+        return [(int(name[1]), each) for each in found if (name := _STEP.fullmatch(each.of))]
 
     def _mark_latest(self, step: int) -> None:
         name = self.path(step).name
@@ -166,38 +174,15 @@ class Steps:
 
     def _remove(self, folder: Path) -> None:
         """Remove a folder that is no checkpoint any more; what cannot be removed is told and tried again at the next save."""
-        _OURS.discard(folder.name)
-        try:
+        forgotten(folder)
+        with told_only(f"cannot remove {folder}"):
+            (folder / MANIFEST_NAME).unlink(missing_ok=True)  # first, so that half of an old step is not taken for it
             shutil.rmtree(folder)
-        except OSError as error:
-            _log.warning("cannot remove %s: %s", folder, error)
 
 
 def _best(scores: Mapping[int, float | None], largest: bool) -> int | None:
     known = {step: score for step, score in scores.items() if score is not None and score == score}
     return (max if largest else min)(known, key=lambda step: (known[step], -step if largest else step)) if known else None
-
-
-@contextmanager
-def told_only(what: str) -> Iterator[None]:
-    """Make a warning, which begins with ``what``, of an error that must not fail what is done already."""
-    try:
-        yield
-    except (CheckpointError, OSError) as error:
-        _log.warning("%s: %s", what, error)
-
-
-def _alive(host: str, process: int) -> bool:
-    """Tell whether a process may still be at work; one on another host counts as dead, since a run has one writer: rank 0."""
-    if host != socket.gethostname() or process == os.getpid():
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def open_step(path: str | Path) -> Path:
@@ -211,6 +196,8 @@ def open_step(path: str | Path) -> Path:
         return path.resolve()
     steps = Steps(path.parent if path.name == LATEST_LINK and not path.is_dir() else path)
     if committed := steps.committed():
-        return steps.path(committed[-1])
+        return steps.folder(committed[-1])
+    if (name := _STEP.fullmatch(path.name)) and int(name[1]) in (around := Steps(path.parent)).committed():
+        return around.folder(int(name[1]))
     read_manifest(path)
     raise CheckpointError(f"{path} holds no committed step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -12,11 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshpar.checkpoints import CheckpointManager, export_safetensors, read_manifest
+from meshpar.checkpoints import (
+    CheckpointManager,
+    export_safetensors,
+    import_safetensors,
+    list_steps,
+    prune_steps,
+    read_manifest,
+    verify_step,
+)
 from meshpar.errors import CheckpointError
 from meshpar.layout import ModelLayout
 from meshpar.testing import on_ranks
@@ -202,13 +212,64 @@ def test_a_step_whose_replacement_died_comes_back(tmp_path):
     manager.save(1, linear(1)).rename(tmp_path / "step-00000001.old-elsewhere-1-abcdef01")
     (tmp_path / "step-00000002.tmp-elsewhere-1-abcdef01").mkdir()
     (tmp_path / "step-00000009").mkdir()
-    assert manager.latest() is None and len(manager.ignored()) == 3
-    with pytest.raises(CheckpointError, match=r"(?s)no committed step.*step-00000009: it has no meshpar.json"):
-        manager.restore(linear())
+    assert manager.latest() == 1 and len(manager.ignored()) == 2
+    restored = linear(3)
+    assert manager.restore(restored, verify="full").step == 1 and torch.equal(restored.module.weight, linear(1).module.weight)
+    for path in (tmp_path, tmp_path / "step-00000001"):
+        assert verify_step(path).startswith(str(tmp_path / "step-00000001.old-elsewhere-1-abcdef01"))
+    assert "(in step-00000001.old-elsewhere-1-abcdef01: its replacement goes on or did not finish)" in list_steps(tmp_path)
+    with pytest.raises(CheckpointError, match="step 1 is saved already"):
+        import_safetensors(save_weights(tmp_path), tmp_path, step=1)
+    assert manager.ignored().keys() == {tmp_path / "step-00000002.tmp-elsewhere-1-abcdef01", tmp_path / "step-00000009"}
     manager.save(3, linear())
     assert manager.steps() == [1, 3] and list(manager.ignored()) == [tmp_path / "step-00000009"]
     with pytest.raises(CheckpointError, match="step 9 cannot be saved: something that is no checkpoint is in"):
         manager.save(9, linear())
+
+
+def test_a_folder_without_committed_steps_says_what_is_there(tmp_path):
+    (tmp_path / "step-00000002.tmp-elsewhere-1-abcdef01").mkdir()
+    (tmp_path / "step-00000009").mkdir()
+    with pytest.raises(CheckpointError, match=r"(?s)no committed step.*step-00000009: it has no meshpar.json"):
+        CheckpointManager(tmp_path).restore(linear())
+
+
+def test_an_old_step_that_is_half_removed_does_not_come_back(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, linear(1))
+
+    def fail(folder: Path) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr("shutil.rmtree", fail)
+    manager.save(1, linear(2), replace=True)
+    manager.save(2, linear(2))
+    (tmp_path / "step-00000001").rename(tmp_path / "gone")
+    assert manager.steps() == [2]
+    monkeypatch.undo()
+    manager.save(3, linear(3))
+    assert manager.steps() == [2, 3] and not manager.ignored()
+
+
+@pytest.mark.parametrize("clean", [lambda root: prune_steps(root, 3), lambda root: import_safetensors(save_weights(root), root, step=7)])
+def test_only_the_run_itself_removes_what_another_host_left_lately(tmp_path, clean):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, linear(1))
+    live, dead, here = (tmp_path / f"step-00000002.tmp-{host}-abcdef01" for host in ("a-1", "b-1", f"{socket.gethostname()}-{2**22 + 1}"))
+    for each in (live, dead, here):
+        each.mkdir()
+        (each / "__0_0.distcp").write_bytes(b"12")
+    for each in (dead / "__0_0.distcp", dead, live):
+        os.utime(each, (time.time() - 7 * 3600,) * 2)
+    clean(tmp_path)
+    assert list(manager.ignored()) == [live], "it is written to, on a host whose processes are not seen from here"
+    manager.save(2, linear(2))
+    assert not manager.ignored()
+
+
+def save_weights(folder: Path) -> Path:
+    safetensors.torch.save_file({"weight": torch.ones(2)}, folder / "model.safetensors")
+    return folder / "model.safetensors"
 
 
 def test_every_and_wrong_arguments():
