@@ -13,7 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from meshpar import LaunchError, MeshError, MeshSpec, PlanError, registry
+from meshpar import LaunchError, MeshError, MeshSpec, PlanError, RecipeError, registry
 from meshpar.launchers.cli import app
 from meshpar.launchers.jobs import elastic
 from meshpar.launchers.recipes.recipe import load_recipe
@@ -162,10 +162,15 @@ def run_as_hosts(hosts: Hosts, folder: Path, command: list[str], variables: list
         )
         for name, more in zip(hosts.names, variables)
     ]  # fmt: skip
-    told = [process.communicate(timeout=150)[0] for process in started]
+    try:
+        told = [process.communicate(timeout=150)[0] for process in started]
+    finally:
+        for process in started:  # where one hangs, none is left
+            process.kill()
     assert [process.returncode for process in started] == [0, 0], told
 
 
+@pytest.mark.timeout(400)
 def test_the_commands_run_as_two_hosts(folder: Path) -> None:
     made = {target: render(target) for target in ("kubernetes", "trainjob")}
     try:
@@ -246,6 +251,7 @@ def test_the_command_tells_what_it_made(folder: Path) -> None:
 
 def test_names_that_kubernetes_takes() -> None:
     assert dns_label("My_Job v2.") == "my-job-v2"
+    assert (dns_label("7b_run"), dns_label("...")) == ("job-7b-run", "job")
     assert len(dns_label("x" * 90)) == 50
 
 
@@ -263,12 +269,42 @@ def test_a_mesh_is_worked_out_anew_from_what_is_left(mesh: str, ranks: int, left
 
 
 def test_ranks_that_make_no_legal_mesh_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MESHPAR_ELASTIC", "1")
+    monkeypatch.setenv("MESHPAR_ELASTIC", "4")
     recipe = load_recipe("job.yaml", ["mesh=dp_shard=2,tp=2"])
     with pytest.raises(LaunchError, match=r"3 of the job's 4 ranks are left: .* tp=2 needs a multiple of 2"):
         elastic.fitted(recipe, 3)
+    assert elastic.fitted(recipe, 4) is recipe
     smaller = elastic.fitted(recipe, 2)
     assert (smaller.mesh, smaller.data.accumulate) == ("dp_shard=1,tp=2", 2), "the same global batch"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "micro_batch", "accumulate", "left", "now", "told"),
+    [
+        ("dp_shard=-1", 3, 1, 3, ("dp_shard=3", 2, 2), "2 x 2 a data rank instead of 1 x 3: 12 in all as before"),
+        ("", 6, 2, 2, ("dp_shard=2", 6, 4), "48 in all as before"),
+        ("dp_shard=4", 2, 1, 3, ("dp_shard=3", 2, 1), "6 in all instead of 8, which 3 ranks do not divide"),
+        ("dp_replicate=2,dp_shard=-1", 4, 1, 3, ("dp_replicate=3,dp_shard=1", 4, 1), "12 in all instead of 16"),
+        ("auto", 1, 1, 2, ("dp_replicate=1,dp_shard=2", 1, 2), "4 in all as before"),
+    ],
+)
+def test_the_batch_of_an_elastic_job_is_kept_or_its_change_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, mesh: str, micro_batch: int, accumulate: int, left: int, now: tuple[object, ...], told: str
+) -> None:
+    monkeypatch.setenv("MESHPAR_ELASTIC", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    recipe = load_recipe("job.yaml", [f"mesh={mesh}", f"data.micro_batch={micro_batch}", f"data.accumulate={accumulate}"])
+    fitted = elastic.fitted(recipe, left)
+    assert (fitted.mesh, fitted.data.micro_batch, fitted.data.accumulate) == now
+    assert told in fitted.notes[-1]
+
+
+def test_a_preflight_of_another_name_is_refused_before_anything_is_rendered(folder: Path) -> None:
+    with pytest.raises(RecipeError, match="preflight"):
+        render("slurm", preflight="sometimes")
+    assert not (folder / "runs").exists()
+    for wanted, told in (("off", "preflight: 'off'"), ("fail", "preflight: fail"), (None, "preflight: warn")):
+        assert told in (render("slurm", preflight=wanted) / "recipe.resolved.yaml").read_text()
 
 
 def test_kubectl_is_what_hands_kubernetes_files_over() -> None:

@@ -214,7 +214,7 @@ def _set_environment(placement: Placement, terminal: bool) -> None:
     if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:  # torch 2.11 does not ask: 30 s, by this function's default
         PContext.close.__defaults__ = (None, SHUTDOWN_S)
     os.environ["MESHPAR_TERMINAL"] = str(int(terminal))
-    os.environ["MESHPAR_ELASTIC"] = str(int(placement.elastic))
+    os.environ["MESHPAR_ELASTIC"] = str(placement.nodes * placement.ranks if placement.elastic else 0)
     # The launcher's own reports of a failure; what a rank raised is told once, by whoever called.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):

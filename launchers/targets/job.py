@@ -142,5 +142,6 @@ def indented(text: str, spaces: int) -> str:
 
 
 def dns_label(name: str) -> str:
-    """Return a name that Kubernetes takes: lower case, digits and dashes, at most 50 characters (pods add an index)."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50].rstrip("-") or "job"
+    """Return a name that Kubernetes takes, a Service's too: lower case, digits and dashes, a letter first, at most 50 characters."""
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return (label if label[:1].isalpha() else f"job-{label}")[:50].rstrip("-")  # pods add an index

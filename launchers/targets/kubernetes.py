@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.targets.job import Job, dns_label, fill, indented
 
 
@@ -52,6 +53,7 @@ class Kubernetes:
             "namespace": f"  namespace: {self.namespace}" if self.namespace else "",
             "nodes": job.nodes,
             "backoff": self.restarts * job.nodes,
+            "no_use": NO_USE,
             "image": self.image,
             "workdir": self.workdir,
             "ranks": job.ranks_per_node,

@@ -51,11 +51,12 @@ def launch_job(
         raise LaunchError("say what a node has: --gpus-per-node, or --nproc for ranks on CPUs (--gpus-per-node 0)")
     plugin = make_target(target, registry.plugin("meshpar.launchers", target), options)
     wants = overrides if mesh is None else [*overrides, f"mesh={MeshSpec.placed(mesh, nodes * ranks, ranks)}"]
+    wants = wants if preflight is None else [*wants, f"preflight='{preflight}'"]
     recipe = load_recipe(source, wants)
     spec = MeshSpec.placed(recipe.mesh, nodes * ranks, ranks)
     if AUTO.fullmatch((recipe.mesh if mesh is None else mesh).strip()):
         recipe = _hybrid(recipe)
-    wanted = preflight or (recipe.preflight if recipe.preflight != "off" else "warn")
+    wanted = "warn" if preflight is None and recipe.preflight == "off" else recipe.preflight
     recipe = recipe.model_copy(update={"mesh": str(spec), "preflight": wanted}).noting(recipe.notes)
     _refuse_problems(recipe, spec, gpus_per_node, elastic=elastic, target=target)
     folder = recipe.folder.absolute()
