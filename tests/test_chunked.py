@@ -27,6 +27,12 @@ MODELS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same weights whichever tests run before: in bfloat16 some are further from the bound than others."""
+    torch.manual_seed(0)
+
+
 def batch(rows=4, length=24):
     torch.manual_seed(1)
     ids = torch.randint(0, VOCAB, (rows, length))
