@@ -9,7 +9,6 @@ import json
 import math
 import os
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,8 @@ import torch
 
 from meshpar.checkpoints.copying import Copier, Count, Progress, StoredSource, check_piece, lies_in_one_run, position_of
 from meshpar.checkpoints.dcp import DistributedCheckpoint
-from meshpar.checkpoints.files import aligned, memory_of, pwrite_all, tiles, write_all
+from meshpar.checkpoints.files import aligned, failing_as, memory_of, pwrite_all, tiles, write_all
+from meshpar.checkpoints.leftovers import forgotten, leftover, on_the_way, told_only
 from meshpar.checkpoints.manifest import fsync, read_manifest
 from meshpar.checkpoints.published import PublishedModel, StoredModel
 from meshpar.checkpoints.safetensors import INDEX_NAME, write_header
@@ -67,12 +67,10 @@ def export_safetensors(
         ``dst``.
 
     Raises:
-        CheckpointError: no committed checkpoint, damage, tied tensors that differ, or a folder that is there already.
+        CheckpointError: no committed checkpoint, damage, tied tensors that differ, a folder that is there already, or a full disk.
         LayoutError: the weight map does not fit the tensors, or makes two of one name.
     """
-    target = Path(dst)
-    if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} is there already and not empty; remove it, choose another folder, or pass overwrite=True")
+    target = free_target(dst, overwrite=overwrite)
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(f"expected a floating-point dtype to export to, got {dtype}")
     source, config = _opened(Path(src), weights, verify, config) if isinstance(src, (str, Path)) else (_named(src, weights), config)
@@ -84,7 +82,7 @@ def export_safetensors(
         for file in (*(files_beside_weights(tokenizer) if tokenizer is not None else ()), *map(Path, beside)):
             shutil.copyfile(file, folder / file.name)
             fsync(folder / file.name)
-    return target
+    return Path(dst)
 
 
 def _opened(
@@ -185,26 +183,56 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def free_target(dst: str | Path, *, overwrite: bool) -> Path:
+    """Return the folder that ``dst`` means, for :func:`made_whole`; what dead exports to it left is removed, or comes back to its place.
+
+    Raises:
+        CheckpointError: it is there already and not empty, unless ``overwrite``.
+    """
+    target = Path(dst).resolve()
+    if not target.name:
+        raise CheckpointError(f"{target} cannot be replaced by an export; choose a folder in it")
+    with failing_as(f"exporting to {target}"):
+        for each in target.parent.glob(".*") if target.parent.is_dir() else ():
+            found = leftover(each)
+            if found is None or found.of != f".{target.name}" or not found.abandoned():
+                continue
+            if found.kind == "old" and not target.exists():
+                each.rename(target)
+            else:
+                shutil.rmtree(each)
+        if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
+            raise CheckpointError(f"{target} is there already and not empty; remove it, choose another folder, or pass overwrite=True")
+    return target
+
+
 @contextmanager
 def made_whole(target: Path) -> Iterator[Path]:
-    """Make a folder beside ``target`` that takes its place, old content and all, when the block ends well, and goes when it does not."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:8]}")
-    folder.mkdir()
-    try:
-        yield folder
-        fsync(folder)
-        if target.exists():
-            replaced = folder.with_suffix(".old")
-            target.rename(replaced)
+    """Make a folder beside ``target`` that takes its place, old content and all, when the block ends well, and goes when it does not.
+
+    Raises:
+        CheckpointError: in the place of an OSError, of the block's too.
+    """
+    hidden = target.with_name(f".{target.name}")
+    folder, replaced = on_the_way(hidden, "tmp"), on_the_way(hidden, "old")
+    with failing_as(f"exporting to {target}"):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+            yield folder
+            fsync(folder)
+            if target.exists():
+                target.rename(replaced)
             folder.rename(target)
-            shutil.rmtree(replaced)
-        else:
-            folder.rename(target)
-        fsync(target.parent)
-    finally:
-        if folder.exists():
-            shutil.rmtree(folder)
+            fsync(target.parent)
+        finally:
+            if replaced.exists() and not target.exists():
+                replaced.rename(target)
+            for each in (folder, replaced):
+                if each.exists():
+                    with told_only(f"cannot remove {each}"):
+                        shutil.rmtree(each) if each.is_dir() else each.unlink()
+                forgotten(each)
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -147,6 +149,17 @@ class Box:
 
     def _at(self, prefix: tuple[int, ...]) -> int:
         return self.position + sum(self._bytes(dim, index) for dim, index in enumerate(prefix))
+
+
+@contextmanager
+def failing_as(what: str) -> Iterator[None]:
+    """Raise CheckpointError, beginning with ``what``, in the place of what the system refuses, with the remedy where a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "; free some space there, or write to another disk" if full else ""
+        raise CheckpointError(f"{what} failed: {error}{remedy}") from error
 
 
 def inside(file: str) -> str:

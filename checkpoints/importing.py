@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 from meshpar.checkpoints.copying import Count, Piece, Progress
-from meshpar.checkpoints.files import BLOCK_BYTES, TILE_BYTES, memory_of, tiles
+from meshpar.checkpoints.files import BLOCK_BYTES, TILE_BYTES, failing_as, memory_of, tiles
 from meshpar.checkpoints.job import MODEL
 from meshpar.checkpoints.safetensors import Safetensors
 from meshpar.checkpoints.saving import make_manifest
@@ -58,20 +58,20 @@ def import_safetensors(
     source = rules.view(stored)
     dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
     total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
+    published = config_beside(src) if config is None else dict(config)
     steps = Steps(Path(root))
-    steps.reap()
-    folder = steps.begin(step, replace=False)
-    try:
-        if (free := shutil.disk_usage(folder).free) < total:
-            raise CheckpointError(f"{root} has {free / 1e9:.2f} GB free; this import needs {total / 1e9:.2f} GB")
-        file = write_file(folder / "__0_0.distcp", _items(source, stored, dtypes, Count(total, progress).add), checksum)
-        _, metadata = divide([SavePlan([write_item(MODEL + n, (0,) * len(s), s, s, dtypes[n]) for n, s in source.shapes().items()])])
-        told = {"step": step, "mesh": {}, "world_size": 1, "device": "cpu", "plan": f"imported from {src}"}
-        published = _config_beside(Path(src)) if config is None else dict(config)
-        manifest = make_manifest(folder, metadata, [file], {**told, "weights": rules.to_json(), "config": published})
-        return steps.commit(folder, manifest)
-    finally:
-        steps.abandon(folder)
+    with failing_as(f"importing to {root}"):
+        steps.reap()
+        folder = steps.begin(step, replace=False)
+        try:
+            if (free := shutil.disk_usage(folder).free) < total:
+                raise CheckpointError(f"{root} has {free / 1e9:.2f} GB free; this import needs {total / 1e9:.2f} GB")
+            file = write_file(folder / "__0_0.distcp", _items(source, stored, dtypes, Count(total, progress).add), checksum)
+            _, metadata = divide([SavePlan([write_item(MODEL + n, (0,) * len(s), s, s, dtypes[n]) for n, s in source.shapes().items()])])
+            told = {"step": step, "mesh": {}, "world_size": 1, "device": "cpu", "plan": f"imported from {src}"}
+            return steps.commit(folder, make_manifest(folder, metadata, [file], {**told, "weights": rules.to_json(), "config": published}))
+        finally:
+            steps.abandon(folder)
 
 
 def _items(source: Mapped, stored: Safetensors, dtypes: Mapping[str, torch.dtype], told: Callable[[int], None]) -> Iterator[Item]:
@@ -105,9 +105,14 @@ def _built(
         told(tile.nbytes)
 
 
-def _config_beside(src: Path) -> dict[str, Any]:
+def config_beside(src: str | Path) -> dict[str, Any]:
+    """Return the contents of the ``config.json`` beside published weights, or {}; raises CheckpointError for one that is damaged."""
+    src = Path(src)
     path = (src if src.is_dir() else src.parent) / "config.json"
     try:
-        return json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} does not hold a model's config: expected an object, got {type(found).__name__}")
+    return found

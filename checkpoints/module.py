@@ -43,7 +43,7 @@ def export_module(
         CheckpointError: on every rank, when any of them fails.
     """
     ranks = Ranks(timeout_s)
-    target = Path(dst)
+    target = Path(dst).resolve()
     root = ranks.share("exporting", lambda: _make_beside(target))
     try:
         steps = Steps(root)
@@ -51,9 +51,8 @@ def export_module(
         saving = Saving(ranks, folder, Noted(step=0, extra={}, metrics={}))
         saving.plan(par, None)
         step = saving.finish(lambda manifest: steps.commit(folder, manifest))
-        return ranks.share(
-            "exporting", lambda: export_safetensors(step, target, dtype, max_shard_size, tokenizer, progress, overwrite=overwrite)
-        )
+        ranks.share("exporting", lambda: export_safetensors(step, target, dtype, max_shard_size, tokenizer, progress, overwrite=overwrite))
+        return Path(dst)
     finally:
         if ranks.rank == 0:
             shutil.rmtree(root)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,55 @@ def test_an_existing_folder_is_kept_unless_told_otherwise(runs, tmp_path):
     export_safetensors(runs / "llama", tmp_path / "hf", overwrite=True)
     assert not (tmp_path / "hf" / "mine").exists()
     assert [each.name for each in tmp_path.iterdir()] == ["hf"]
+
+
+def test_the_folder_one_stands_in_is_replaced_and_a_link_is_followed(runs, tmp_path, monkeypatch):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "mine").write_text("work")
+    monkeypatch.chdir(tmp_path / "hf")
+    assert export_safetensors(runs / "llama", ".", overwrite=True) == Path()
+    assert [each.name for each in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "model.safetensors").is_file()
+    (tmp_path / "link").symlink_to("hf")
+    export_safetensors(runs / "qwen3", tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink() and json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "qwen3"
+    with pytest.raises(CheckpointError, match="cannot be replaced by an export; choose a folder in it"):
+        export_safetensors(runs / "llama", "/", overwrite=True)
+
+
+def left(folder: Path, kind: str, host: str = socket.gethostname(), process: int = 2**22 + 1) -> Path:
+    """A folder that a process which is no more, or runs elsewhere, has left beside an export."""
+    made = folder / f".hf.{kind}-{host}-{process}-abcdef01"
+    made.mkdir()
+    (made / "mine").write_text("work")
+    return made
+
+
+def test_what_a_killed_export_left_is_removed_or_comes_back(runs, tmp_path):
+    left(tmp_path, "tmp")
+    left(tmp_path, "old")
+    elsewhere = left(tmp_path, "tmp", "elsewhere")
+    with pytest.raises(CheckpointError, match="there already and not empty"):
+        export_safetensors(runs / "llama", tmp_path / "hf")
+    assert (tmp_path / "hf" / "mine").read_text() == "work", "set aside by an export that was killed before its own took the place"
+    left(tmp_path, "old")
+    export_safetensors(runs / "llama", tmp_path / "hf", overwrite=True)
+    assert {each.name for each in tmp_path.iterdir()} == {"hf", elsewhere.name} and not (tmp_path / "hf" / "mine").exists()
+
+
+def test_what_stood_there_stays_where_the_export_cannot_take_its_place(runs, tmp_path, monkeypatch):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "mine").write_text("work")
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if ".tmp-" in path.name:
+            raise PermissionError(13, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(CheckpointError, match=r"exporting to .*hf failed: .*Permission denied"):
+        export_safetensors(runs / "llama", tmp_path / "hf", overwrite=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "mine").exists()
 
 
 def test_a_failed_export_leaves_nothing(runs, tmp_path):
@@ -229,12 +279,16 @@ def published_folder(path: Path) -> Path:
     return path
 
 
-def export_command(*arguments: object):
+def command(*arguments: object):
     from typer.testing import CliRunner
 
     from meshpar.launchers.cli import app
 
-    return CliRunner().invoke(app, ["export", *map(str, arguments)])
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def export_command(*arguments: object):
+    return command("export", *arguments)
 
 
 def test_the_command_takes_names_config_and_files_that_it_is_given(runs, tmp_path):
@@ -265,11 +319,22 @@ def test_the_command_takes_names_config_and_files_that_it_is_given(runs, tmp_pat
         (("--layout", "absent.json"), "absent.json holds no rules"),
         (("--config", "absent"), "--config: expected a folder with config.json"),
         (("--verify", "some"), "verify must be 'none', 'size' or 'full'"),
+        (("--max-shard-size", "1.2.3GB"), "cannot read the size '1.2.3GB'"),
+        (("--max-shard-size", "."), "cannot read the size '.'"),
     ],
 )
 def test_the_command_says_what_an_option_takes(runs, tmp_path, options, message):
     done = export_command(runs / "llama", tmp_path / "hf", *options)
     assert done.exit_code == 1 and message in done.stderr and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "cannot be read as JSON"), ("[1]", "expected an object, got list")])
+@pytest.mark.parametrize("model", ["ours", "transformers"])
+def test_an_import_names_the_config_that_is_damaged(tmp_path, text, message, model):
+    safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(text)
+    done = command("import", tmp_path, tmp_path / "run", "--model", model)
+    assert done.exit_code == 1 and message in done.stderr and not (tmp_path / "run").exists()
 
 
 def test_a_run_of_published_weights_exports_their_generation_config(runs, tmp_path):

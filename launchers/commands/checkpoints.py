@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,6 +102,7 @@ def _steps_in(path: Path) -> Path:
 
 def _rules(src: Path, model: str) -> WeightMap:
     """Return the names of the model that will restore the step -> those in ``src``."""
+    from meshpar.checkpoints.importing import config_beside
     from meshpar.errors import CheckpointError
     from meshpar.launchers.export.beside import names_of_ours
     from meshpar.weights import WeightMap
@@ -111,8 +111,7 @@ def _rules(src: Path, model: str) -> WeightMap:
         return WeightMap()
     if model != "ours":
         raise CheckpointError(f"--model must be ours or transformers, got {model!r}")
-    path = src / "config.json"
-    kind = json.loads(path.read_text()).get("model_type") if path.is_file() else None
+    kind = config_beside(src).get("model_type")
     found = names_of_ours(kind)
     if found is None:
         raise CheckpointError(f"{src} holds a model of type {kind!r}; ours are llama, qwen3 and gpt2, for others pass --model transformers")

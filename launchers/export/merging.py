@@ -11,7 +11,7 @@ import torch
 
 from meshpar.checkpoints import DistributedCheckpoint, Safetensors, export_safetensors, open_step
 from meshpar.checkpoints.copying import Progress
-from meshpar.checkpoints.export import made_whole
+from meshpar.checkpoints.export import free_target, made_whole
 from meshpar.checkpoints.manifest import fsync
 from meshpar.errors import CheckpointError
 from meshpar.training.lora import NAME, LoRA
@@ -89,8 +89,7 @@ def export_adapters(src: Path, dst: Path, settings: LoRA, base: Path, *, overwri
     import peft
     from safetensors.torch import save_file
 
-    if dst.exists() and any(dst.iterdir()) and not overwrite:
-        raise CheckpointError(f"{dst} is there already and not empty; remove it, choose another folder, or pass overwrite=True")
+    target = free_target(dst, overwrite=overwrite)
     adapters = stored_adapters(src)
     layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
     config = peft.LoraConfig(
@@ -102,7 +101,7 @@ def export_adapters(src: Path, dst: Path, settings: LoRA, base: Path, *, overwri
         fan_in_fan_out=_transposed(adapters, Safetensors(base)),
         inference_mode=True,
     )
-    with made_whole(dst) as folder:
+    with made_whole(target) as folder:
         save_file({f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}, folder / _ADAPTERS)
         fsync(folder / _ADAPTERS)
         config.save_pretrained(folder)

@@ -110,7 +110,7 @@ def _best(root: Path, metric: str) -> Path:
 
 def bytes_of(text: str) -> int:
     """Return how many bytes ``5GB``, ``1.5 GiB`` or ``1000`` are."""
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]I?)?B?\s*", text.upper())
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]I?)?B?\s*", text.upper())
     if found is None:
         raise CheckpointError(f"cannot read the size {text!r}; write it like 500MB, 5GB or 2GiB")
     return int(float(found[1]) * _UNITS[found[2] or ""])
