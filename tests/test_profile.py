@@ -47,6 +47,9 @@ def test_a_job_profiles_itself_and_trains_as_without(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         losses[name] = [record["train/loss"] for record in records if "train/loss" in record]
+    few = [*more, f"output={tmp_path / 'with'}", "profile=on", "training.steps=10"]  # of which 9 are done
+    done = subprocess.run([*command[:4], str(tmp_path / "job.yaml"), *few], capture_output=True, text=True, timeout=150, check=True)
+    assert "no profile: it takes 8 steps, and 1 are left" in done.stderr
     assert losses["with"] == losses["without"] and len(losses["with"]) == 9
     assert not (tmp_path / "without" / "profile").exists()
     trace = json.loads((tmp_path / "with" / "profile" / "trace.json").read_text())
@@ -136,5 +139,7 @@ def test_the_page_suggests_what_the_times_say() -> None:
     text = str(Page(title="t", steps=2, times=times, ranks=ranks, holders={"activations": 9, "parameters": 1}))
     for wanted in ("waits for tp", "data.workers", "Compile", "2.00 times", "ActivationCheckpoint"):
         assert wanted in text, wanted
+    page = Page(title="t", steps=2, times=times, ranks=ranks, unseen="`memory.pickle` tells it")
+    assert "Who holds the memory at its peak: `memory.pickle` tells it" in str(page)
     quiet = Times(total=1.0, compute=1.0, communication={}, exposed={}, data=0.0, idle=0.0)
     assert "nothing stands out" in str(Page(title="t", steps=2, times=quiet, ranks=ranks[:1]))

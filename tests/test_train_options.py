@@ -16,6 +16,7 @@ import meshpar.forecasting.api
 from meshpar import LaunchError, MeshparError, RecipeError
 from meshpar.launchers.jobs import feedback
 from meshpar.launchers.jobs.batch_size import find_batch_size
+from meshpar.launchers.jobs.job import Saver
 from meshpar.launchers.recipes.objective import make_objective
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 
@@ -231,3 +232,15 @@ def test_a_node_that_fails_stops_the_others() -> None:
     start = time.monotonic()
     assert nodes_here._await(running) == [3, -15]
     assert time.monotonic() - start < 30
+
+
+def test_a_step_without_the_metric_of_the_best_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Manager:
+        def save(self, *args: object, **more: object) -> None:
+            assert args[-1] == {"val/loss": 1.0}
+
+    manager: Any = Manager()
+    for best in ("val/loss", "+val/los"):
+        Saver(manager, None, best).save(4, None, None, {"metrics": {"val/loss": 1.0, "val/other": float("nan")}})  # type: ignore[arg-type]
+    (warning,) = caplog.records
+    assert warning.getMessage() == "checkpoint.best: step 4 has no val/los and cannot be it; it has val/loss"

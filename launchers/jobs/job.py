@@ -28,6 +28,7 @@ from meshpar.training.loop import Trainer
 from meshpar.training.lora import Adapters, WithAdapters
 from meshpar.training.metrics import JsonLines, Reporter, TensorBoard, flops_per_token
 from meshpar.training.optimizer import build_adamw
+from meshpar.training.profile_summary import LEAST as PROFILED
 from meshpar.training.scaler import LossScaler
 from meshpar.training.settings import Outcome
 
@@ -61,17 +62,20 @@ def run_job(recipe: Recipe) -> Outcome:
         trainer = Trainer(
             par,
             objective,
-            _profiled(train, par, optimizer, recipe.folder / PROFILE) if recipe.profile else train,
+            train,
             optimizer,
             schedule,
             settings,
             validation=validation,
-            checkpointer=Saver(manager, saved),
+            checkpointer=Saver(manager, saved, saving.best),
             scaler=LossScaler() if build.wants_scaler(recipe) else None,
             flops_per_token=flops_per_token(par.module),
         )
         with manager, contextlib.ExitStack() as stack:
             come_from = _resume(recipe, manager, saved, optimizer, trainer)
+            left = settings.total_steps(train.steps_per_epoch) - trainer.step
+            if recipe.profile and left >= PROFILED:
+                trainer.data = _profiled(train, par, optimizer, recipe.folder / PROFILE)
             if runtime.is_main():
                 _begin_folder(recipe, data)
                 reporters = _reporters(recipe, settings.total_steps(train.steps_per_epoch), trainer.step)
@@ -79,6 +83,8 @@ def run_job(recipe: Recipe) -> Outcome:
                 for reporter in trainer.reporters:
                     stack.callback(reporter.close)
                 _tell(recipe, par, trainer, come_from)
+                if recipe.profile and left < PROFILED:
+                    reporters[0].note(f"no profile: it takes {PROFILED} steps, and {left} are left")
             with watched(recipe.watchdog, lambda: trainer.step):
                 return trainer.run()
 
@@ -93,13 +99,15 @@ def _profiled(data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer
 class Saver:
     """The trainer's checkpointer: the manager, told the last metrics, so that it can keep the best step."""
 
-    def __init__(self, manager: CheckpointManager, saved: Any) -> None:
-        """``saved``: what is kept of the model: all of it, or its adapters."""
-        self._manager, self._saved = manager, saved
+    def __init__(self, manager: CheckpointManager, saved: Any, best: str | None = None) -> None:
+        """``saved``: what is kept of the model: all of it, or its adapters; ``best``: the metric whose best step is kept."""
+        self._manager, self._saved, self._best = manager, saved, (best or "").removeprefix("+")
 
     def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> object:
         """Save and commit. Collective."""
         metrics: Mapping[str, float] = {name: value for name, value in extra["metrics"].items() if math.isfinite(value)}
+        if self._best and self._best not in metrics and runtime.is_main():
+            log.warning("checkpoint.best: step %d has no %s and cannot be it; it has %s", step, self._best, ", ".join(metrics) or "none")
         # A step that is there already is a damaged one, which the run went back behind.
         return self._manager.save(step, self._saved, optimizer, extra, metrics, replace=True)
 

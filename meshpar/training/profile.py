@@ -21,12 +21,9 @@ from meshpar.parallelized import Parallelized
 from meshpar.placements import local_tensor
 from meshpar.training.data import Batch, Batches
 from meshpar.training.metrics import peak_memory
-from meshpar.training.profile_summary import DATA, Page, times_of
+from meshpar.training.profile_summary import DATA, STEPS, WARM, Page, times_of
 
 TRACE, SNAPSHOT, SUMMARY = "trace.json", "memory.pickle", "summary.md"
-
-WARM, STEPS = 3, 3
-"""Steps before the profile, which also allocate, compile and tune, and steps in it. One more is watched for its memory."""
 
 
 @final
@@ -34,7 +31,7 @@ class Profiled:
     """A job's batches, which profile the steps made of them: the loop asks for the next one when a step is done.
 
     Written are, by rank 0 into ``folder``: the trace (Chrome's format), a memory snapshot (of a GPU: https://pytorch.org/memory_viz), and
-    the summary. Where training ends before the profile does, nothing is written.
+    the summary. Nothing is written where training ends before the ``LEAST`` steps that it takes.
     """
 
     def __init__(self, data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -60,13 +57,15 @@ class Profiled:
         if tracer is not None:
             tracer.start()
         start = time.perf_counter()
-        for _ in range(STEPS):
-            yield self._next(batches)
-        if gpu:
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - start
-        if tracer is not None:
-            tracer.stop()
+        try:
+            for _ in range(STEPS):
+                yield self._next(batches)
+            if gpu:
+                torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - start
+        finally:
+            if tracer is not None:
+                tracer.stop()
         axes = {_torch.group_title(self._par.mesh.get_group(axis)): axis for axis in self._par.spec.axes}
         threads = {number: axes.get(title, "") for number, title in _torch.gloo_threads().items()}
         ranks: list[Any] = [None] * dist.get_world_size()
@@ -127,7 +126,8 @@ class Profiled:
         with suppress(FileNotFoundError):
             files |= {SNAPSHOT: f"{(self._folder / SNAPSHOT).stat().st_size >> 10} KiB, open in https://pytorch.org/memory_viz"}
         title = f"{self._par.plan} on {len(ranks)} ranks ({self._par.device.type})"
-        page = Page(title=title, steps=STEPS, times=times, ranks=ranks, holders=holders, files=files)
+        where = f"`{SNAPSHOT}` tells it" if SNAPSHOT in files else "compiled blocks do not show it; `meshpar plan` forecasts it"
+        page = Page(title=title, steps=STEPS, times=times, ranks=ranks, holders=holders, unseen=where, files=files)
         (self._folder / SUMMARY).write_text(str(page), encoding="utf-8")
 
 

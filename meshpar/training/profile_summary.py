@@ -11,6 +11,11 @@ Span = tuple[float, float]
 DATA = "data"
 """What the profile calls waiting for a batch, in the trace."""
 
+WARM, STEPS = 3, 3
+"""Steps before the profile, which also allocate, compile and tune, and steps in it. One more is watched for its memory."""
+LEAST = WARM + STEPS + 2
+"""Steps that a run needs for a profile: it is written when the step after it begins."""
+
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -46,7 +51,8 @@ class Page:
         steps: how many were profiled.
         times: of rank 0.
         ranks: each rank's seconds a step, seconds of waiting for data a step, and peak memory in bytes.
-        holders: who holds the memory at the peak -> bytes; empty where a snapshot file tells it instead.
+        holders: who holds the memory at the peak -> bytes; empty where ``unseen`` says why.
+        unseen: why nobody is known to hold the memory, and where to look.
         files: what lies beside the page, and what it is.
     """
 
@@ -55,6 +61,7 @@ class Page:
     times: Times
     ranks: Sequence[Mapping[str, float]]
     holders: Mapping[str, int] = field(default_factory=dict)
+    unseen: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -92,6 +99,8 @@ class Page:
             yield "|---|---:|---:|"
             for name, size in sorted(self.holders.items(), key=lambda item: -item[1]):
                 yield f"| {name} | {size / 2**20:,.1f} | {size / total:.0%} |"
+        elif self.unseen:
+            yield f"\nWho holds the memory at its peak: {self.unseen}"
         yield ""
         yield from (f"- `{name}`: {what}" for name, what in self.files.items())
 
