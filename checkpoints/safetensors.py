@@ -122,7 +122,11 @@ def read_header(file: ReadFile) -> dict[str, Box]:
             raise CheckpointError(f"its header claims {length} bytes of a file of {file.size}")
         header = json.loads(file.bytes(8, length))
         boxes = {name: _box(file, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
-        end = max((box.position + math.prod(box.shape) * box.dtype.itemsize for box in boxes.values()), default=8 + length)
+        end = 8 + length
+        for name, box in sorted(boxes.items(), key=lambda each: (each[1].position, each[1].nbytes)):
+            if box.position != end:
+                raise CheckpointError(f"{name!r} begins at byte {box.position}, and what is before it ends at {end}")
+            end += box.nbytes
         if end != file.size:
             raise CheckpointError(f"its tensors end at byte {end} and the file at {file.size}")
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -135,7 +139,7 @@ def _box(file: ReadFile, base: int, entry: Mapping[str, Any]) -> Box:
     if entry["dtype"] not in DTYPES:
         raise CheckpointError(f"it holds the dtype {entry['dtype']!r}; this version reads {', '.join(DTYPES)}")
     box = Box(file, base + start, tuple(entry["shape"]), DTYPES[entry["dtype"]])
-    if start < 0 or stop - start != math.prod(box.shape) * box.dtype.itemsize:
+    if start < 0 or any(size < 0 for size in box.shape) or stop - start != math.prod(box.shape) * box.dtype.itemsize:
         raise CheckpointError(f"a tensor of shape {box.shape} and dtype {entry['dtype']} cannot lie in bytes {start} to {stop}")
     return box
 

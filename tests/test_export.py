@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -239,6 +240,41 @@ def test_a_damaged_safetensors_file_is_named(tmp_path, damage, message):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(CheckpointError, match=message):
         Safetensors(path)
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ([(0, 8), (4, 12)], "'b' begins at byte .*, and what is before it ends at"),
+        ([(0, 8), (0, 8)], "'b' begins at byte"),
+        ([(0, 8), (12, 20)], "'b' begins at byte"),
+        ([(4, 12), (12, 20)], "'a' begins at byte"),
+        ([(8, 16), (0, 8)], "its tensors end at byte"),
+    ],
+)
+def test_tensors_that_overlap_or_leave_holes_are_refused(tmp_path, places, message):
+    entries = {name: {"dtype": "F32", "shape": [2], "data_offsets": place} for name, place in zip("ab", places)}
+    header = json.dumps(entries | {"c": {"dtype": "F32", "shape": [0], "data_offsets": [8, 8]}}).encode()
+    data = bytes(max(stop for _, stop in places) + (places[0][0] == 8) * 4)
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+    with pytest.raises(CheckpointError, match=message):
+        Safetensors(tmp_path / "x.safetensors")
+
+
+def test_tensors_may_lie_in_any_order_and_be_empty(tmp_path):
+    header = json.dumps(
+        {
+            "a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+            "b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+            "c": {"dtype": "F32", "shape": [0, 2], "data_offsets": [4, 4]},
+        }
+    )
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + struct.pack("<ff", 1.0, 2.0))
+    found = Safetensors(tmp_path / "x.safetensors")
+    values = {name: torch.empty(1) for name in "ab"}
+    for name, value in values.items():
+        found.read(name, (), value)
+    assert {name: float(value) for name, value in values.items()} == {"a": 2.0, "b": 1.0} and found.shapes()["c"] == (0, 2)
 
 
 def test_missing_files_and_names_are_named(tmp_path):
