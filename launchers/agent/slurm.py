@@ -40,8 +40,8 @@ def adopt() -> None:
 
 
 def first_node(text: str) -> str:
-    """Return the first host of a SLURM node list: ``n[01-04,7],m1`` -> ``n01``."""
-    found = re.fullmatch(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,]*))?(?:,.*)?", text)
-    if not text or found is None:
+    """Return the first host of a SLURM node list: ``n[01-04,7],m1`` -> ``n01``, ``rack[1-2]n[3,5]`` -> ``rack1n3``."""
+    head = re.match(r"(?:[^\[\],]|\[\d[^\[\]]*\])+(?=,|$)", text)
+    if head is None:
         raise LaunchError(f"cannot read SLURM node list {text!r}")
-    return found[1] + (found[2] or "") + (found[3] or "")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", head[0])
