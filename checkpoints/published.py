@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import final
 
 import torch
@@ -10,6 +11,9 @@ import torch
 from meshpar.checkpoints.copying import Piece, check_of, check_piece
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.files import TILE_BYTES, memory_of, tiles
+from meshpar.checkpoints.manifest import read_manifest
+from meshpar.checkpoints.steps import open_step
+from meshpar.checkpoints.verify import verify_files
 from meshpar.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource
 
@@ -57,6 +61,21 @@ class StoredModel:
             check = None if expected is None else check_of(key, box, chunk.position, chunk.length, expected)
             pieces.append(Piece(chunk.offsets, box, check))
         return pieces
+
+
+def stored_model(path: str | Path) -> StoredModel:
+    """Return the model of a committed step as a source of weights, by the module's names.
+
+    Args:
+        path: a step, ``.../latest``, or a folder of steps (its newest).
+
+    Raises:
+        CheckpointError: there is no committed step, or a file of it is missing or has another size.
+    """
+    folder = open_step(path)
+    manifest = read_manifest(folder)
+    verify_files(folder, manifest, "size")
+    return StoredModel(DistributedCheckpoint(folder), manifest.tied, {})
 
 
 @final

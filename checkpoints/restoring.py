@@ -108,7 +108,7 @@ class Restoring:
             lenient += group_differences(groups, type(self._optimizer).__name__, table)
         lenient += [f"unexpected: {name}" for name in sorted(set.intersection(*(each.unexpected for each in found)))]
         if wrong or (lenient and not partial):
-            remedy = [] if wrong else ["partial=True restores what fits"]
+            remedy = [] if wrong else ["CheckpointManager.restore(..., partial=True) restores what fits"]
             lines = [f"{self._folder} does not fit this job; nothing was changed:", *wrong, *lenient, *remedy]
             raise CheckpointError("\n  ".join(lines))
         return lenient

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from meshpar import MeshparError, RecipeError
+from meshpar.launchers.cli import app
 from meshpar.launchers.commands.train import launch
 from meshpar.launchers.export.run import export_run
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
@@ -299,6 +301,28 @@ def test_weights_of_an_export_are_a_beginning(folder: Path) -> None:
     expected, got = weights(folder, "first"), weights(folder, "tuned")
     assert sorted(expected) == sorted(got)
     assert all(float((expected[name] - got[name]).abs().max()) < 1e-5 for name in expected)
+
+
+def test_an_imported_model_is_a_beginning_in_the_runs_folder_and_elsewhere(folder: Path) -> None:
+    paths = f"data.paths=[{folder / 'text.txt'}]"
+    assert launch(small(folder, f"output={folder / 'source'}", paths), 1, quiet=True) == 0
+    expected = weights(folder, "source")
+
+    def imported(to: str, *options: str) -> None:
+        words = ["import", str(folder / "source-export"), str(folder / to / "checkpoints"), "--dtype", "bfloat16", *options]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+
+    imported("own")
+    imported("imported", "--step", "7")
+    for name, resume in (("own", "auto"), ("elsewhere", folder / "imported")):
+        recipe = small(folder, f"output={folder / name}", paths, f"checkpoint.resume={resume}", "optimizer.lr=1e-9")
+        assert launch(recipe, 1, quiet=True) == 0
+        assert len(losses(recipe)) == 3, "from step 0"
+        got = weights(folder, name)
+        assert all(float((got[name] - expected[name].bfloat16().float()).abs().max()) < 1e-6 for name in expected)
+    with pytest.raises(RecipeError, match=r"import it as step 0, or into another folder, which checkpoint\.resume names"):
+        launch(small(folder, f"output={folder / 'imported'}", paths), 1, quiet=True)
 
 
 def test_a_dataset_that_changed_is_not_resumed_silently(folder: Path) -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from meshpar import registry, runtime
-from meshpar.checkpoints import CheckpointManager, Safetensors
-from meshpar.errors import RecipeError
+from meshpar.checkpoints import CheckpointManager, Safetensors, open_step, read_manifest
+from meshpar.checkpoints.published import stored_model
+from meshpar.errors import CheckpointError, RecipeError
 from meshpar.launchers.agent.watching import watched
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.feedback import forecast_feedback
@@ -145,10 +146,35 @@ def _resume(recipe: Recipe, manager: CheckpointManager, par: Any, optimizer: tor
         source, step = _elsewhere(Path(wanted).expanduser())
     if step is None:
         return ""
+    if (folder := _model_only(source, step)) is not None:
+        return _begin_from(folder, recipe, trainer, own_step=None if own is None else step)
     # Only what was found by itself may be another than the newest; a step that was asked for is that or an error.
     restored = source.restore(par, optimizer, None if source is manager else step, fallback=source is manager)
     trainer.load_state_dict(restored.extra)
     return f"{restored.folder}{'' if restored.same_mesh else ', saved on another mesh'}"
+
+
+def _model_only(source: CheckpointManager, step: int) -> Path | None:
+    """Return the folder of a step that holds a model and nothing of a run, as ``meshpar import`` makes it; None for any other."""
+    try:
+        folder = open_step(source.root / f"step-{step:08d}")
+        manifest = read_manifest(folder)
+    except CheckpointError:
+        return None  # restore tells, or takes the step before it
+    return folder if manifest.optimizer is None and not manifest.extra else None
+
+
+def _begin_from(folder: Path, recipe: Recipe, trainer: Trainer, own_step: int | None) -> str:
+    """Read the first weights from a step that holds a model alone, and return where they are from."""
+    if recipe.lora is not None:
+        raise RecipeError(f"{folder} holds a model and no adapters; export it (`meshpar export`) and name the export in model.weights")
+    if own_step:
+        raise RecipeError(
+            f"{folder} holds a model and nothing of a run, which would begin at step 0 and leave {own_step} the newest; import it as step "
+            "0, or into another folder, which checkpoint.resume names"
+        )
+    trainer.par.materialize(weights=stored_model(folder), ignore=recipe.model.ignore)
+    return f"{folder}, which holds a model alone"
 
 
 def _elsewhere(path: Path) -> tuple[CheckpointManager, int]:
