@@ -200,7 +200,7 @@ def free_target(dst: str | Path, *, overwrite: bool) -> Path:
             if found.kind == "old" and not target.exists():
                 each.rename(target)
             else:
-                shutil.rmtree(each)
+                _remove(each)
         if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
             raise CheckpointError(f"{target} is there already and not empty; remove it, choose another folder, or pass overwrite=True")
     return target
@@ -231,8 +231,16 @@ def made_whole(target: Path) -> Iterator[Path]:
             for each in (folder, replaced):
                 if each.exists():
                     with told_only(f"cannot remove {each}"):
-                        shutil.rmtree(each) if each.is_dir() else each.unlink()
+                        _remove(each)
                 forgotten(each)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or the file that was exported over."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:

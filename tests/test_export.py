@@ -130,6 +130,14 @@ def test_the_folder_one_stands_in_is_replaced_and_a_link_is_followed(runs, tmp_p
         export_safetensors(runs / "llama", "/", overwrite=True)
 
 
+def test_a_file_is_exported_over_when_told(runs, tmp_path):
+    (tmp_path / "hf").write_text("work")
+    with pytest.raises(CheckpointError, match="there already and not empty"):
+        export_safetensors(runs / "llama", tmp_path / "hf")
+    export_safetensors(runs / "llama", tmp_path / "hf", overwrite=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "config.json").is_file()
+
+
 def left(folder: Path, kind: str, host: str = socket.gethostname(), process: int = 2**22 + 1) -> Path:
     """A folder that a process which is no more, or runs elsewhere, has left beside an export."""
     made = folder / f".hf.{kind}-{host}-{process}-abcdef01"
