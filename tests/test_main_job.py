@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -24,6 +25,8 @@ from meshpar.launchers.cli import app
 from meshpar.launchers.commands.train import launch
 from meshpar.launchers.export.run import export_run
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+from meshpar.testing import on_ranks
+from meshpar.training.stop import StopRequest
 from meshpar.training.tokenizer import byte_tokenizer
 from meshpar.training.tokens import write_tokens
 
@@ -212,12 +215,16 @@ def test_a_killed_rank_ends_the_job_with_one_message(folder: Path) -> None:
         assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 
-def test_a_signal_that_one_rank_gets_is_the_reason_and_the_exit_code_of_all(folder: Path) -> None:
-    with running(folder, "signalled", "training.steps=100000", until_step=2) as process:
-        os.kill(children_of(process.pid)[1], signal.SIGUSR1)
-        told = rest_of(process)
-        assert process.returncode == 128 + signal.SIGUSR1, told
-    assert "asked to stop (SIGUSR1) after step" in told, "rank 0 says so"
+@on_ranks(2)
+def test_a_signal_that_one_rank_gets_is_the_reason_of_all() -> None:
+    for mine in ({1: signal.SIGUSR1}, {0: signal.SIGINT}, {0: signal.SIGINT, 1: signal.SIGUSR1}):
+        with StopRequest() as stop:
+            assert not stop.agreed()
+            if dist.get_rank() in mine:
+                os.kill(os.getpid(), mine[dist.get_rank()])
+            while not stop.agreed():
+                pass
+            assert stop.reason == max(mine.values()).name
 
 
 def small(folder: Path, *overrides: str) -> Recipe:
