@@ -18,6 +18,8 @@ from meshpar.patterns import class_name, matches, nearest
 from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.weights import Mapped, WeightSource
 
+_TILE_BYTES = 4 << 20  # of tied tensors that are compared: nothing more than that is held beside a rank's part
+
 
 def without_memory(module: nn.Module) -> set[str]:
     """Return the names of the parameters and buffers that are on the meta device, tied ones under every name."""
@@ -185,13 +187,28 @@ def _read(source: WeightSource, names: list[str], tensor: Tensor) -> None:
         return
     source.read(names[0], index, out)
     for other in names[1:]:
-        again = torch.empty_like(out)
-        source.read(other, index, again)
-        if not torch.equal(out, again):
+        if not all(torch.equal(part, _part(source, other, at, part)) for at, part in _by_rows(index, out)):
             raise MeshparError(
                 f"{names[0]} and {other} are one tensor in this model and differ in these weights; build the model untied, "
                 "or choose one: ignore=[...] leaves the other unread"
             )
+
+
+def _by_rows(index: tuple[slice, ...], out: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """Yield the place and the values of pieces of at most some MiB, of a tensor whose place is ``index``."""
+    if not out.ndim:
+        yield index, out
+        return
+    step = max(1, len(out) * _TILE_BYTES // out.nbytes)
+    for first, part in zip(range(0, len(out), step), out.split(step)):
+        begin = index[0].start + first
+        yield (slice(begin, begin + len(part)), *index[1:]), part
+
+
+def _part(source: WeightSource, name: str, index: tuple[slice, ...], like: Tensor) -> Tensor:
+    part = torch.empty_like(like)
+    source.read(name, index, part)
+    return part
 
 
 def state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

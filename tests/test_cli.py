@@ -208,9 +208,14 @@ def test_an_incomplete_srun_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "host"),
     [
-        ("n1", "n1"), ("n1,n2", "n1"), ("n[1-3]", "n1"), ("n[01-03,07],m1", "n01"), ("rack2-n[7,9]", "rack2-n7"), ("n[1-2]-ib", "n1-ib"),
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[1-3]", "n1"),
+        ("n[01-03,07],m1", "n01"),
+        ("rack2-n[7,9]", "rack2-n7"),
+        ("n[1-2]-ib", "n1-ib"),
         ("rack[1-2]n[03-4,9],m", "rack1n03"),
-    ],  # fmt: skip
+    ],
 )
 def test_the_first_host_of_a_node_list(text: str, host: str) -> None:
     assert slurm.first_node(text) == host

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import meshpar
-from meshpar import MeshparError, Parallelized, Plan
+from meshpar import MeshparError, Parallelized, Plan, initialize
 from meshpar.layout import ModelLayout
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.registry import layout_for
@@ -97,6 +97,25 @@ def test_quantised_weights_do_not_load_without_their_scales():
     for dtype in (torch.float64, torch.bfloat16):
         par = parallel(lambda: nn.Linear(2, 2, bias=False)).materialize(weights=Given({"weight": ours.weight.detach().to(dtype)}))
         assert torch.equal(par.module.weight, ours.weight.to(dtype).float())
+
+
+def test_tied_tensors_are_compared_to_the_last_row_in_little_memory(monkeypatch: pytest.MonkeyPatch):
+    read: list[int] = []
+
+    class Told(Given):
+        def read(self, name, index, out):
+            read.append(out.numel())
+            super().read(name, index, out)
+
+    monkeypatch.setattr(initialize, "_TILE_BYTES", 5 * 16 * 4)
+    tied = replace(QWEN3, tied=True)
+    weights = published(Transformer(tied))
+    both = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    parallel(lambda: Transformer(tied)).materialize(weights=Told(both))
+    assert (read.count(5 * 16), read.count(2 * 16)) == (6, 1), "32 rows, five at a time"
+    both["lm_head.weight"][31, 15] += 1
+    with pytest.raises(MeshparError, match="differ in these weights"):
+        parallel(lambda: Transformer(tied)).materialize(weights=Given(both))
 
 
 def test_a_tied_tensor_may_come_under_each_of_its_names_but_with_one_value():
