@@ -103,6 +103,12 @@ def test_control_c_ends_all_ranks(tmp_path: Path) -> None:
     assert not [pid for pid in ((tmp_path / name).read_text() for name in "01") if Path(f"/proc/{pid}").exists()]
 
 
+def test_ranks_that_stop_as_asked_end_with_the_signals_code_also_when_one_is_ended_on_its_way_out(tmp_path: Path) -> None:
+    done = run(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '0':\n    sys.exit(138)\ntime.sleep(120)\n", "--nproc", "2")
+    assert done.returncode == 128 + signal.SIGUSR1, done.stderr
+    assert not done.stderr
+
+
 def test_what_no_restart_heals_has_its_own_exit_code(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("model: {dim: 32, layers: 2, heads: 2, hidden: 48}\ntraining: {stepz: 5}\n")
     done = subprocess.run([*RUN, "job.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False)

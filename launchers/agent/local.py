@@ -138,8 +138,9 @@ def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextI
         except ChildFailedError as failed:
             _ignore_signals()
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            if set(codes.values()) <= _STOPPED:
-                return max(codes.values())
+            stopped = _STOPPED & set(codes.values())
+            if stopped and set(codes.values()) <= _STOPPED | {-signal.SIGTERM}:  # the agent ends the others when one has gone
+                return max(stopped)
             record_kills(logs, codes)
             if placement.nodes > 1:
                 time.sleep(_OTHERS_S)
