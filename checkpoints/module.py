@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 
 from meshpar.checkpoints.copying import Progress
-from meshpar.checkpoints.export import export_safetensors
+from meshpar.checkpoints.export import export_safetensors, free_target
 from meshpar.checkpoints.job import Job
+from meshpar.checkpoints.leftovers import forgotten, on_the_way, told_only
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.saving import Noted, Saving
 from meshpar.checkpoints.steps import Steps
@@ -44,7 +44,7 @@ def export_module(
     """
     ranks = Ranks(timeout_s)
     target = Path(dst).resolve()
-    root = ranks.share("exporting", lambda: _make_beside(target))
+    root = ranks.share("exporting", lambda: _make_beside(target, overwrite=overwrite))
     try:
         steps = Steps(root)
         folder = ranks.share("exporting", lambda: steps.begin(0, replace=False))
@@ -55,9 +55,14 @@ def export_module(
         return Path(dst)
     finally:
         if ranks.rank == 0:
-            shutil.rmtree(root)
+            with told_only(f"cannot remove {root}"):
+                shutil.rmtree(root)
+            forgotten(root)
 
 
-def _make_beside(target: Path) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=f".{target.name}.export-", dir=target.parent))
+def _make_beside(target: Path, *, overwrite: bool) -> Path:
+    """Make a folder for the checkpoint; a later export removes one whose process was killed."""
+    free_target(target, overwrite=overwrite)
+    root = on_the_way(target.with_name(f".{target.name}"), "tmp")
+    root.mkdir(parents=True)
+    return root

@@ -97,6 +97,19 @@ def test_a_live_module_exports_as_its_checkpoint_does(runs, tmp_path):
     assert not list(runs.glob(".*"))
 
 
+def test_a_live_module_does_not_replace_what_is_there_and_removes_what_a_killed_export_left(tmp_path, one_process):
+    par = build("llama", "dp_shard=1").materialize(seed=0)
+    dead = left(tmp_path, "tmp")
+    export_module(par, tmp_path / "hf")
+    assert not dead.exists() and [each.name for each in tmp_path.iterdir()] == ["hf"]
+    before = {each: each.stat().st_mtime_ns for each in (tmp_path / "hf").iterdir()}
+    with pytest.raises(CheckpointError, match="overwrite=True"):
+        export_module(par, tmp_path / "hf")
+    assert before == {each: each.stat().st_mtime_ns for each in (tmp_path / "hf").iterdir()}
+    export_module(par, tmp_path / "hf", overwrite=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["hf"]
+
+
 def test_tokenizer_files_come_along_and_its_weights_do_not(runs, tmp_path):
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
