@@ -84,9 +84,9 @@ def _runs(process: int) -> bool:
     return True
 
 
-def _untouched_s(folder: Path) -> float:
-    """Return for how many seconds nothing in a folder has changed; 0 where it is changing now."""
+def _untouched_s(path: Path) -> float:
+    """Return for how many seconds a file, or nothing in a folder, has changed; 0 where it is changing now."""
     try:
-        return time.time() - max(each.stat().st_mtime for each in (folder, *folder.iterdir()))
+        return time.time() - max(each.stat().st_mtime for each in (path, *(path.iterdir() if path.is_dir() else ())))
     except FileNotFoundError:
         return 0.0

@@ -106,6 +106,8 @@ class Steps:
     def retain(self, keep: int | None, protected: Collection[int] = ()) -> list[int]:
         """Remove all committed steps but the newest ``keep``, the pinned and the protected ones; return those removed."""
         steps, kept = self.committed(), self.pinned() | set(protected)
+        if self.root.is_dir():
+            fsync(self.root)  # or, after a crash, an older step might be gone and a newer one not be there yet
         doomed = [step for step in (steps[:-keep] if keep else []) if step not in kept and self.path(step).exists()]
         for step in doomed:
             folder = on_the_way(self.path(step), "tmp")

@@ -103,8 +103,9 @@ def gloo_threads() -> dict[int, str]:
 def share_timeout(groups: Iterable[Any]) -> None:
     """Give groups the default group's bound on collectives; torch gives a mesh's groups 30 minutes with gloo and 10 with NCCL."""
     world: Any = dist.group.WORLD
-    backend = world._get_backend(world._device_types[0])
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    timeout = None
+    with suppress(IndexError, RuntimeError):  # a group of no device; a backend without options
+        timeout = getattr(getattr(world._get_backend(world._device_types[0]), "options", None), "_timeout", None)
     if timeout is not None:  # a simulated group has none
         for group in groups:
             dist.distributed_c10d._set_pg_timeout(timeout, group)

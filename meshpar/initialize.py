@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshpar.errors import LayoutError, MeshparError
@@ -98,7 +99,7 @@ def from_source(
 
     Raises:
         MeshparError: before anything is read, listing every name that is missing or unexpected, and every shape and dtype that differs;
-            or tied names whose values differ, which is seen where the first of them is read.
+            or afterwards, tied names whose values differ. On all ranks alike.
     """
     wanted: dict[str, Tensor] = dict(state(module))
     ties = {name: group for group in tied_names(module) for name in group}
@@ -127,9 +128,15 @@ def from_source(
         remedy = ["ignore=[...], in a recipe model.ignore, leaves unexpected tensors unread"] if unexpected else []
         raise MeshparError("\n  ".join(["these weights do not fit this model:", *problems, *unexpected, *remedy]))
     _rebuild(module, layout, device, missing, rebuilt)
-    for name in wanted:
-        if name not in rebuilt:
-            _read(source, held[name], wanted[name])
+    twice = [(name, other) for name in wanted if name not in rebuilt for other in held[name][1:]]
+    differing = [twice.index((name, other)) for name in wanted if name not in rebuilt for other in _read(source, held[name], wanted[name])]
+    found = _agreed(min(differing, default=len(twice)), device) if twice else 0
+    if found < len(twice):
+        name, other = twice[found]
+        raise MeshparError(
+            f"{held[name][0]} and {other} are one tensor in this model and differ in these weights; build the model untied, "
+            "or choose one: ignore=[...] leaves the other unread"
+        )
 
 
 def _told_names(source: WeightSource) -> dict[str, str]:
@@ -180,18 +187,27 @@ def _harmless(name: str, stored: str, layout: ModelLayout) -> bool:
     )
 
 
-def _read(source: WeightSource, names: list[str], tensor: Tensor) -> None:
-    """Read this rank's part of a tensor; what is tied and stored under several names must be the same under each."""
+def _read(source: WeightSource, names: list[str], tensor: Tensor) -> list[str]:
+    """Read this rank's part of a tensor; return the other names under which it is stored with other values."""
     index, out = held_by_this_rank(tensor), local_tensor(tensor)
     if not out.numel() and out.ndim:
-        return
+        return []
     source.read(names[0], index, out)
-    for other in names[1:]:
-        if not all(torch.equal(part, _part(source, other, at, part)) for at, part in _by_rows(index, out)):
-            raise MeshparError(
-                f"{names[0]} and {other} are one tensor in this model and differ in these weights; build the model untied, "
-                "or choose one: ignore=[...] leaves the other unread"
-            )
+    return [other for other in names[1:] if not all(_same(part, _part(source, other, at, part)) for at, part in _by_rows(index, out))]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors have the same bits, also where they are no numbers."""
+    return torch.equal(*(each.reshape(-1).contiguous().view(torch.uint8) for each in (one, other)))
+
+
+def _agreed(place: int, device: torch.device) -> int:
+    """Return the least of all ranks' numbers."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return place
+    least = torch.tensor(place, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least)
 
 
 def _by_rows(index: tuple[slice, ...], out: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:

@@ -116,7 +116,8 @@ def _ignored(model: Any) -> tuple[str, ...]:
     buffers = [name for name, _ in model.named_buffers()]
     added = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
     found = {pattern for end, pattern in added.items() if any(name.endswith(end) for name in buffers)}
-    return tuple(sorted(found.union(model._keys_to_ignore_on_load_unexpected or ())))
+    masks = r"\.attn(ention)?\.masked_bias$"  # a number that transformers stored once beside causal masks
+    return tuple(sorted(found.union([masks], model._keys_to_ignore_on_load_unexpected or ())))
 
 
 def _fp32(model: Any) -> tuple[str, ...]:

@@ -163,12 +163,14 @@ def test_what_a_killed_export_left_is_removed_or_comes_back(runs, tmp_path):
     left(tmp_path, "tmp")
     left(tmp_path, "old")
     elsewhere = left(tmp_path, "tmp", "elsewhere")
+    file = tmp_path / ".hf.old-elsewhere-1-abcdef01"  # which an export took the place of
+    file.write_text("work")
     with pytest.raises(CheckpointError, match="there already and not empty"):
         export_safetensors(runs / "llama", tmp_path / "hf")
     assert (tmp_path / "hf" / "mine").read_text() == "work", "set aside by an export that was killed before its own took the place"
     left(tmp_path, "old")
     export_safetensors(runs / "llama", tmp_path / "hf", overwrite=True)
-    assert {each.name for each in tmp_path.iterdir()} == {"hf", elsewhere.name} and not (tmp_path / "hf" / "mine").exists()
+    assert {each.name for each in tmp_path.iterdir()} == {"hf", elsewhere.name, file.name} and not (tmp_path / "hf" / "mine").exists()
 
 
 def test_what_stood_there_stays_where_the_export_cannot_take_its_place(runs, tmp_path, monkeypatch):

@@ -283,8 +283,8 @@ def test_ranks_that_make_no_legal_mesh_are_refused(folder: Path, monkeypatch: py
     [
         ("dp_shard=-1", 3, 1, 3, ("dp_shard=3", 2, 2), "2 x 2 a data rank instead of 1 x 3: 12 in all as before"),
         ("", 6, 2, 2, ("dp_shard=2", 6, 4), "48 in all as before"),
-        ("dp_shard=4", 2, 1, 3, ("dp_shard=3", 2, 1), "6 in all instead of 8, which 3 ranks do not divide"),
-        ("dp_replicate=2,dp_shard=-1", 4, 1, 3, ("dp_replicate=3,dp_shard=1", 4, 1), "12 in all instead of 16"),
+        ("dp_shard=4", 2, 1, 3, ("dp_shard=3", 1, 3), "9 in all instead of 8, which 3 ranks do not divide"),
+        ("dp_replicate=2,dp_shard=-1", 4, 1, 3, ("dp_replicate=3,dp_shard=1", 1, 5), "15 in all instead of 16"),
         ("auto", 1, 1, 2, ("dp_replicate=1,dp_shard=2", 1, 2), "4 in all as before"),
     ],
 )

@@ -13,6 +13,7 @@ from meshpar import MeshparError, Parallelized, Plan, initialize
 from meshpar.layout import ModelLayout
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.registry import layout_for
+from meshpar.testing import on_ranks
 
 QWEN3 = TransformerConfig(vocab_size=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, qk_norm=True, tied=False)
 
@@ -134,6 +135,28 @@ def test_a_tied_tensor_may_come_under_each_of_its_names_but_with_one_value():
         parallel(lambda: Transformer(tied)).materialize(weights=Given(both))
 
 
+def test_what_is_no_number_is_the_same_where_its_bits_are():
+    tied = replace(QWEN3, tied=True)
+    weights = published(Transformer(tied))
+    weights["model.embed_tokens.weight"][1, 1] = torch.nan
+    both = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    parallel(lambda: Transformer(tied)).materialize(weights=Given(both))
+
+
+@on_ranks(2)
+def test_tied_tensors_that_differ_on_one_ranks_part_are_refused_by_all():
+    tied = replace(QWEN3, tied=True)
+    torch.manual_seed(0)
+    weights = published(Transformer(tied))
+    both = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    both["lm_head.weight"][31, 15] += 1
+    with torch.device("meta"):
+        model = Transformer(tied)
+    par = Plan("dp_shard=2", [meshpar.FullyShard()]).apply(model)
+    with pytest.raises(MeshparError, match=r"embed\.weight and head\.weight are one tensor"):
+        par.materialize(weights=Given(both))
+
+
 def test_what_the_model_computes_itself_may_be_in_the_files():
     llama = TransformerConfig(vocab_size=32, dim=16, layers=1, heads=4, hidden=24)
     old = published(Transformer(llama)) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
@@ -162,6 +185,7 @@ def test_transformers_models_take_what_transformers_ignores():
     for config, old in (
         (transformers.LlamaConfig(**sizes), "model.layers.0.self_attn.rotary_emb.inv_freq"),
         (transformers.GPTNeoXConfig(**sizes), "gpt_neox.layers.0.attention.masked_bias"),
+        (transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32), "transformer.h.0.attn.masked_bias"),
     ):
         weights = transformers.AutoModelForCausalLM.from_config(config).state_dict()
         make = lambda config=config: transformers.AutoModelForCausalLM.from_config(config)  # noqa: E731

@@ -155,8 +155,6 @@ def test_text_that_is_no_recipe_is_refused(text: str, message: str) -> None:
         (["data={source: tokens, paths: [a.bin], tokenizer: bpe}"], "data.tokenizer: the input is tokens already"),
         (["data.validation_fraction=0.1", "data.validation_paths=[a]"], "data.validation_fraction: validation is text of its own"),
         (["training.validate_every=5"], "training.validate_every: there is nothing to validate on"),
-        (["checkpoint.best=+val/accuracy"], "checkpoint.best: nothing measures val/accuracy; give data.validation_fraction"),
-        (["profile=true"], "profile: a profile takes 8 steps, and training.steps is 5"),
         (["schedule.warmup_steps=6"], "schedule.warmup_steps: 6 steps of warm-up do not fit in 5 steps"),
         (["mesh=dp_shard=2,dp_shard=2"], "mesh: axis 'dp_shard' appears twice"),
         (["passes=FullyShard"], "passes: expected a list of passes (- FullyShard"),
@@ -166,6 +164,14 @@ def test_text_that_is_no_recipe_is_refused(text: str, message: str) -> None:
 )
 def test_fields_that_do_not_fit_say_why(overrides: list[str], message: str) -> None:
     assert f": {message}" in only(SMALL, *overrides)
+
+
+def test_what_a_run_cannot_measure_is_no_wrong_recipe_but_does_not_start() -> None:
+    recipe = read(SMALL, "checkpoint.best=+val/accuracy", "profile=true")
+    assert build.check_job(recipe, 2) == [
+        "checkpoint.best: nothing measures val/accuracy; give data.validation_fraction or data.validation_paths",
+        "profile: a profile takes 8 steps, and training.steps is 5; train longer, or profile: off",
+    ]
 
 
 def test_an_unknown_recipe_names_those_that_come_with_meshpar() -> None:

@@ -10,13 +10,15 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import PContext
 
 from meshpar import LaunchError
 from meshpar.launchers.agent.check_in import checked_in
 from meshpar.launchers.agent.failures import NO_USE
-from meshpar.launchers.agent.local import Placement
+from meshpar.launchers.agent.local import Placement, _patient
 from meshpar.launchers.agent.nodes_here import free_port
 from meshpar.launchers.commands.run import from_kubeflow, placed
 
@@ -107,6 +109,17 @@ def test_ranks_that_stop_as_asked_end_with_the_signals_code_also_when_one_is_end
     done = run(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '0':\n    sys.exit(138)\ntime.sleep(120)\n", "--nproc", "2")
     assert done.returncode == 128 + signal.SIGUSR1, done.stderr
     assert not done.stderr
+
+
+def test_torch_2_11_gives_ranks_time_after_a_signal_and_none_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PContext.close, "__defaults__", PContext.close.__defaults__)  # which comes back
+    given: list[object] = []
+    agent: Any = None
+    shutdown = _patient(lambda *_: given.append(PContext.close.__defaults__))
+    shutdown(agent)
+    shutdown(agent, signal.SIGTERM)
+    shutdown(agent)
+    assert given == [(None, 30), (None, 600), (None, 30)]
 
 
 def test_what_no_restart_heals_has_its_own_exit_code(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, final
 
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -33,6 +34,7 @@ COMPLETE, NO_RESTART = "complete", "no-restart"
 MEETING_S = 900
 """Seconds that agents of different nodes wait for each other."""
 
+_SHUTDOWN_AFTER_FAILURE_S = 30  # torch's own
 _OTHERS_S = 1.0  # what a node gives the others to write their errors, to name the first
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _STOPPED = {128 + each for each in _SIGNALS}  # what ranks end with that one of them was asked to stop
@@ -87,6 +89,20 @@ class Placement:
     def elastic(self) -> bool:
         """Whether the job goes on with fewer nodes."""
         return self.least_nodes < self.nodes
+
+
+def _patient(shutdown: Callable[..., None]) -> Callable[..., None]:
+    """Return the agent's way to end ranks with as much time after a signal as torch 2.13 asks for; 2.11 has 30 s, as after a failure."""
+
+    def ended(agent: LocalElasticAgent, *signals: signal.Signals) -> None:
+        PContext.close.__defaults__ = (None, SHUTDOWN_S if signals else _SHUTDOWN_AFTER_FAILURE_S)
+        shutdown(agent, *signals)
+
+    return ended
+
+
+if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
+    LocalElasticAgent._shutdown = _patient(LocalElasticAgent._shutdown)  # type: ignore[method-assign]
 
 
 def launch_local(recipe: Recipe, ranks: int) -> int:
@@ -212,8 +228,6 @@ def _set_environment(placement: Placement, terminal: bool) -> None:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // placement.ranks)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
-    if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:  # torch 2.11 does not ask: 30 s, by this function's default
-        PContext.close.__defaults__ = (None, SHUTDOWN_S)
     os.environ["MESHPAR_TERMINAL"] = str(int(terminal))
     os.environ["MESHPAR_ELASTIC"] = str(placement.nodes * placement.ranks if placement.elastic else 0)
     # The launcher's own reports of a failure; what a rank raised is told once, by whoever called.

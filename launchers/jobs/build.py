@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from meshpar.training.data import Batches
 from meshpar.training.distillation import freeze, teacher_problems
 from meshpar.training.lora import add_adapters
 from meshpar.training.optimizer import AdamWSettings
+from meshpar.training.profile_summary import LEAST as PROFILED
 from meshpar.training.schedule import Schedule, scaled_rate
 from meshpar.training.settings import TrainSettings
 
@@ -169,6 +171,7 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
         problems.append(f"data: {error}")
         vocab_size = 0
     problems += data_problems(recipe)
+    problems += _unmeasured(recipe)
     try:
         model = build_model(recipe, vocab_size)
         plan_of(recipe).check(model, layout_of(recipe, model), world_size=world_size)
@@ -184,6 +187,15 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
         known = ", ".join(registry.names(OBJECTIVES))
         problems.append(f"training.objective: no objective {recipe.training.objective!r} is installed; there are: {known}")
     return problems
+
+
+def _unmeasured(recipe: Recipe) -> Iterator[str]:
+    """Yield what a run was asked to measure and cannot; one that has run so is no wrong recipe for what comes after it."""
+    best, data, steps = (recipe.checkpoint.best or "").removeprefix("+"), recipe.data, recipe.training.steps
+    if best.startswith("val/") and not data.validation_paths and not data.validation_fraction:
+        yield f"checkpoint.best: nothing measures {best}; give data.validation_fraction or data.validation_paths"
+    if recipe.profile and steps is not None and steps < PROFILED:
+        yield f"profile: a profile takes {PROFILED} steps, and training.steps is {steps}; train longer, or profile: off"
 
 
 def machine_problems(recipe: Recipe, ranks: int) -> list[str]:

@@ -50,11 +50,8 @@ def _meshes(text: str, whole: int, left: int) -> tuple[MeshSpec, MeshSpec]:
 
 
 def _divided(data: DataSection, before: int, now: int) -> DataSection:
-    """Return the micro-batches of ``now`` data ranks that make the batch of ``before``; none is larger than they were."""
-    batch = data.micro_batch * data.accumulate * before
-    each, rest = divmod(batch, now)
-    if rest:
-        return data.model_copy(update={"accumulate": max(1, round(data.accumulate * before / now))})
+    """Return the micro-batches of ``now`` data ranks that make the batch of ``before``, or come nearest; none is larger than they were."""
+    each = max(1, round(data.micro_batch * data.accumulate * before / now))
     micro_batch = max(size for size in range(1, data.micro_batch + 1) if each % size == 0)
     return data.model_copy(update={"micro_batch": micro_batch, "accumulate": each // micro_batch})
 

@@ -20,7 +20,7 @@ from meshpar.launchers.agent.watching import watched
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.feedback import forecast_feedback
 from meshpar.launchers.jobs.first_weights import with_weights
-from meshpar.launchers.jobs.preflight import opened
+from meshpar.launchers.jobs.preflight import opened, patience_s
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.parallelized import Parallelized
 from meshpar.training.console import Console
@@ -57,7 +57,9 @@ def run_job(recipe: Recipe) -> Outcome:
         settings = build.settings_of(recipe)
         schedule = build.schedule_of(recipe, settings, train, par.data_size)
         saving = recipe.checkpoint
-        manager = CheckpointManager(recipe.folder / CHECKPOINTS, keep=saving.keep, best=saving.best, async_=saving.background)
+        manager = CheckpointManager(
+            recipe.folder / CHECKPOINTS, keep=saving.keep, best=saving.best, async_=saving.background, timeout_s=patience_s(recipe)
+        )
         objective = build.objective_of(recipe, _teacher(recipe, data, kind))
         saved: Any = par if recipe.lora is None else Adapters(par)
         trainer = Trainer(

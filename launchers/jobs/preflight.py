@@ -32,8 +32,7 @@ def opened(recipe: Recipe, data: build.Data, kind: str) -> Iterator[torch.device
     Raises:
         PreflightError: with the findings, the same on every rank.
     """
-    # The watchdog comes first: it names the ranks that did not arrive.
-    timeout_s = max(runtime.DEFAULT_TIMEOUT_S, (recipe.watchdog or 0.0) + _LATER_S)
+    timeout_s = patience_s(recipe)
     if recipe.preflight == "off" or not runtime.launched() or runtime.world_size() == 1:
         with runtime.distributed(kind, timeout_s=timeout_s) as device:
             yield device
@@ -49,6 +48,11 @@ def opened(recipe: Recipe, data: build.Data, kind: str) -> Iterator[torch.device
             speeds = (f"{each.axis}={each.ranks} {each.operation} {rate_text(each.bus)}" for each in report.speeds)
             print(f"preflight: {', '.join(speeds)}", file=sys.stderr)
         yield device
+
+
+def patience_s(recipe: Recipe) -> float:
+    """Return how long ranks of a job wait for each other: the watchdog comes before that, since it names who did not arrive."""
+    return max(runtime.DEFAULT_TIMEOUT_S, (recipe.watchdog or 0.0) + _LATER_S)
 
 
 def _folder(recipe: Recipe, data: build.Data) -> Folder:

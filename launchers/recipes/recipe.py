@@ -31,7 +31,6 @@ from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import RopeScaling, TransformerConfig
 from meshpar.patterns import nearest
 from meshpar.training.lora import LoRA
-from meshpar.training.profile_summary import LEAST as PROFILED
 
 
 @final
@@ -221,14 +220,8 @@ def _conflicts(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     yield from _objective_problems(recipe)
     if data.validation_paths and data.validation_fraction:
         yield ("data", "validation_fraction"), "validation is text of its own (validation_paths) or a part of this text, not both"
-    validates = bool(data.validation_paths or data.validation_fraction)
-    if training.validate_every is not None and not validates:
+    if training.validate_every is not None and not data.validation_paths and not data.validation_fraction:
         yield ("training", "validate_every"), "there is nothing to validate on; give data.validation_fraction or data.validation_paths"
-    best = (recipe.checkpoint.best or "").removeprefix("+")
-    if best.startswith("val/") and not validates:
-        yield ("checkpoint", "best"), f"nothing measures {best}; give data.validation_fraction or data.validation_paths"
-    if recipe.profile and training.steps is not None and training.steps < PROFILED:
-        yield ("profile",), f"a profile takes {PROFILED} steps, and training.steps is {training.steps}; train longer, or profile: off"
     length = recipe.schedule.steps or training.steps
     if length is not None and recipe.schedule.warmup_steps > length:
         yield ("schedule", "warmup_steps"), f"{recipe.schedule.warmup_steps} steps of warm-up do not fit in {length} steps"

@@ -101,10 +101,11 @@ class Hardware:
         """Return the peak for ``dtype``; one that is not listed counts as float32.
 
         Raises:
-            MeshparError: float8 is not listed, in which such hardware computes nothing.
+            MeshparError: float8 is not listed.
         """
         if dtype == FLOAT8 and FLOAT8 not in self.peak:
-            raise MeshparError(f"{self.name} does not compute in float8 (its peak has {', '.join(self.peak)}); leave Float8 out")
+            known = ", ".join(self.peak)
+            raise MeshparError(f"{self.name} tells no speed of float8 (its peak has {known}); leave Float8 out, or add peak.float8 to it")
         return self.peak.get(dtype, self.peak["float32"])
 
 

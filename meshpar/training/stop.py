@@ -11,6 +11,8 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from meshpar._torch import share_timeout
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last: SLURM, before the time limit
 _NUMBERS = {each.name: int(each) for each in _SIGNALS}
 _OTHERWISE = 1  # a request that is no signal; less than any signal's number
@@ -43,6 +45,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
+            share_timeout([self._group])
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 self._before[number] = signal.signal(number, self._handle)
