@@ -106,7 +106,7 @@ def prune_steps(root: str | Path, keep: int, *, best: str | None = None) -> str:
         raise CheckpointError(f"{root} holds no committed step")
     leftovers = len(steps.ignored())
     steps.reap()
-    gone = steps.retain(keep, steps.best_or_unknown(best.removeprefix("+"), largest=best.startswith("+")) if best else ())
+    gone = steps.retain(keep, steps.best_or_unknown(best) if best else ())
     removed = f"removed {', '.join(map(str, gone)) or 'no step'} and {leftovers - len(steps.ignored())} leftovers"
     return f"{removed}; kept {', '.join(map(str, steps.committed()))}"
 

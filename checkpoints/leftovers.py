@@ -85,7 +85,7 @@ def _runs(process: int) -> bool:
 
 
 def _untouched_s(path: Path) -> float:
-    """Return for how many seconds a file, or nothing in a folder, has changed; 0 where it is changing now."""
+    """Return how many seconds ago a file, or anything in a folder, last changed; 0 where it is changing now."""
     try:
         return time.time() - max(each.stat().st_mtime for each in (path, *(path.iterdir() if path.is_dir() else ())))
     except FileNotFoundError:

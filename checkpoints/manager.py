@@ -94,7 +94,7 @@ class CheckpointManager:
         """Return the step with the best metric; None where no step has it."""
         if self._best is None:
             raise CheckpointError("this manager was given no metric; pass best='validation_loss', or another name given to save(metrics=)")
-        return self._steps.best(self._best.removeprefix("+"), largest=self._best.startswith("+"))
+        return self._steps.best(self._best)
 
     def save(
         self,
@@ -241,8 +241,7 @@ class CheckpointManager:
     def _commit(self, folder: Path, manifest: Manifest) -> Path:
         path = self._steps.commit(folder, manifest)
         with told_only(f"step {manifest.step} is committed, but older steps were not removed"):
-            metric, largest = (self._best or "").removeprefix("+"), (self._best or "").startswith("+")
-            self._steps.retain(self._keep, self._steps.best_or_unknown(metric, largest=largest) if metric else ())
+            self._steps.retain(self._keep, self._steps.best_or_unknown(self._best) if self._best else ())
         return path
 
     @contextmanager

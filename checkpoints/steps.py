@@ -130,15 +130,18 @@ class Steps:
             else:
                 self._remove(each.path)
 
-    def best(self, metric: str, *, largest: bool) -> int | None:
-        """Return the committed step with the best value of a metric; None where none has it. A damaged manifest is told and passed over."""
-        return _best(self._scores(metric), largest)
+    def best(self, best: str) -> int | None:
+        """Return the committed step with the least ``metric``, or the largest of ``+metric``; None where none has it.
 
-    def best_or_unknown(self, metric: str, *, largest: bool) -> set[int]:
+        A damaged manifest is told and passed over.
+        """
+        return _best(self._scores(best.removeprefix("+")), largest=best.startswith("+"))
+
+    def best_or_unknown(self, best: str) -> set[int]:
         """Return the best step, and those whose manifest cannot be read, since one of them may be the best."""
-        scores = self._scores(metric)
-        best = _best(scores, largest)
-        return set(self.committed()) - set(scores) | (set() if best is None else {best})
+        scores = self._scores(best.removeprefix("+"))
+        found = _best(scores, largest=best.startswith("+"))
+        return set(self.committed()) - set(scores) | (set() if found is None else {found})
 
     def _scores(self, metric: str) -> dict[int, float | None]:
         scores: dict[int, float | None] = {}
@@ -182,7 +185,7 @@ class Steps:
             shutil.rmtree(folder)
 
 
-def _best(scores: Mapping[int, float | None], largest: bool) -> int | None:
+def _best(scores: Mapping[int, float | None], *, largest: bool) -> int | None:
     known = {step: score for step, score in scores.items() if score is not None and score == score}
     return (max if largest else min)(known, key=lambda step: (known[step], -step if largest else step)) if known else None
 

@@ -1,4 +1,4 @@
-"""Small models, of which parity tests make many."""
+"""Small models, of which parity tests make many, and weights in memory."""
 
 from __future__ import annotations
 
@@ -60,3 +60,19 @@ class Masked(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return SimpleNamespace(logits=self.head(x))
+
+
+class Given:
+    """Tensors in memory as a source of weights."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def shapes(self):
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def dtypes(self):
+        return {name: tensor.dtype for name, tensor in self.tensors.items()}
+
+    def read(self, name, index, out):
+        out.copy_(self.tensors[name][index])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from models_for_parity import Given
 from torch import nn
 
 import meshpar
@@ -16,22 +17,6 @@ from meshpar.registry import layout_for
 from meshpar.testing import on_ranks
 
 QWEN3 = TransformerConfig(vocab_size=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, qk_norm=True, tied=False)
-
-
-class Given:
-    """Tensors in memory as a source of weights."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def shapes(self):
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-
-    def dtypes(self):
-        return {name: tensor.dtype for name, tensor in self.tensors.items()}
-
-    def read(self, name, index, out):
-        out.copy_(self.tensors[name][index])
 
 
 @pytest.fixture(autouse=True)

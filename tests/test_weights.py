@@ -7,25 +7,10 @@ import random
 
 import pytest
 import torch
+from models_for_parity import Given
 
 from meshpar.errors import LayoutError
 from meshpar.weights import Fuse, Permute, Rename, Split, Transpose, WeightMap
-
-
-class Dict:
-    """A WeightSource over tensors in memory."""
-
-    def __init__(self, tensors):
-        self.tensors = tensors
-
-    def shapes(self):
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-
-    def dtypes(self):
-        return {name: tensor.dtype for name, tensor in self.tensors.items()}
-
-    def read(self, name, index, out):
-        out.copy_(self.tensors[name][index])
 
 
 def tensors(**shapes):
@@ -81,7 +66,7 @@ def test_stages_chain_so_that_a_part_is_renamed_after_the_split():
 
 
 def test_published_tensors_are_what_the_rules_say():
-    published = LLAMA.publish(Dict(OURS))
+    published = LLAMA.publish(Given(OURS))
     q, k, v = OURS["layers.1.qkv.weight"].split((16, 8, 8))
     assert torch.equal(whole(published, "model.layers.1.part.v.weight"), v)
     assert torch.equal(whole(published, "model.layers.1.part.q.weight"), q.view(4, 2, 2, 6).transpose(1, 2).reshape(16, 6))
@@ -93,8 +78,8 @@ def test_published_tensors_are_what_the_rules_say():
 
 
 def test_out_and_in_again_is_the_identity_for_every_slice():
-    again = LLAMA.view(LLAMA.publish(Dict(OURS)))
-    assert again.shapes() == Dict(OURS).shapes() and again.dtypes() == Dict(OURS).dtypes()
+    again = LLAMA.view(LLAMA.publish(Given(OURS)))
+    assert again.shapes() == Given(OURS).shapes() and again.dtypes() == Given(OURS).dtypes()
     random.seed(1)
     for name, tensor in OURS.items():
         for _ in range(20):
@@ -119,7 +104,7 @@ def random_rule(name, shape):
 @pytest.mark.parametrize("seed", range(12))
 def test_any_chain_of_rules_reads_back_what_it_published(seed):
     random.seed(seed)
-    source = Dict(tensors(a=(12, 24), b=(24,), c__d=(6, 36, 2)))
+    source = Given(tensors(a=(12, 24), b=(24,), c__d=(6, 36, 2)))
     rules = []
     for _ in range(8):
         shapes = WeightMap(rules).publish(source).shapes()
@@ -128,7 +113,7 @@ def test_any_chain_of_rules_reads_back_what_it_published(seed):
     table = WeightMap(rules)
     published = table.publish(source)
     assert {each for name in source.tensors for each in table.theirs(name)} == set(published.shapes())
-    again = WeightMap.from_json(json.loads(json.dumps(table.to_json()))).view(Dict({n: whole(published, n) for n in published.shapes()}))
+    again = WeightMap.from_json(json.loads(json.dumps(table.to_json()))).view(Given({n: whole(published, n) for n in published.shapes()}))
     for name, tensor in source.tensors.items():
         assert torch.equal(whole(again, name), tensor)
 
@@ -136,9 +121,9 @@ def test_any_chain_of_rules_reads_back_what_it_published(seed):
 def test_fuse_of_unequal_parts_along_a_later_dim():
     table = WeightMap((Fuse(("q", "k", "v"), "qkv", dim=1, parts=(2, 1, 1)),))
     ours = tensors(q=(3, 8), k=(3, 4), v=(3, 4))
-    fused = whole(table.publish(Dict(ours)), "qkv")
+    fused = whole(table.publish(Given(ours)), "qkv")
     assert torch.equal(fused, torch.cat(list(ours.values()), dim=1))
-    assert torch.equal(whole(table.view(Dict({"qkv": fused})), "k"), ours["k"])
+    assert torch.equal(whole(table.view(Given({"qkv": fused})), "k"), ours["k"])
 
 
 def test_the_table_travels_as_plain_data():
@@ -149,9 +134,9 @@ def test_the_table_travels_as_plain_data():
 
 def test_clashes_of_names_are_refused_both_ways():
     with pytest.raises(LayoutError, match="two tensors would be called 'x'"):
-        WeightMap((Rename("a", "x"), Rename("b", "x"))).publish(Dict(tensors(a=(1,), b=(1,))))
+        WeightMap((Rename("a", "x"), Rename("b", "x"))).publish(Given(tensors(a=(1,), b=(1,))))
     with pytest.raises(LayoutError, match="two tensors would be called 'a'"):
-        WeightMap((Rename("a", "x"),)).view(Dict(tensors(a=(1,), x=(1,))))
+        WeightMap((Rename("a", "x"),)).view(Given(tensors(a=(1,), x=(1,))))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +151,7 @@ def test_clashes_of_names_are_refused_both_ways():
 )
 def test_a_rule_that_does_not_fit_says_why(rule, have, message):
     with pytest.raises(LayoutError, match=message):
-        WeightMap((rule,)).publish(Dict(tensors(**have)))
+        WeightMap((rule,)).publish(Given(tensors(**have)))
 
 
 def test_rules_are_checked_when_written():
@@ -177,7 +162,7 @@ def test_rules_are_checked_when_written():
 
 
 def test_a_wrong_name_or_index_is_named():
-    source = WeightMap().view(Dict(tensors(layers__0__up=(2,))))
+    source = WeightMap().view(Given(tensors(layers__0__up=(2,))))
     with pytest.raises(LayoutError, match=r"nearest are \['layers"):
         source.read("layers.0.ups", (), torch.empty(2))
     with pytest.raises(LayoutError, match="without a step"):
