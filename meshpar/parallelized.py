@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from meshpar import _torch, initialize, norms
 from meshpar.cycle import Cycle
@@ -19,10 +20,12 @@ from meshpar.full_state import gather_state, scatter_state
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes import random
-from meshpar.passes.base import Stage
+from meshpar.passes.base import Stage, find_blocks
+from meshpar.passes.installed import installed
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, sharded_axes
 from meshpar.replicas import check_equal
+from meshpar.verify import SplitTest, Verification, call, verified
 from meshpar.weights import WeightSource
 
 if TYPE_CHECKING:
@@ -246,6 +249,54 @@ class Parallelized:
                 known = powers.get(rest)
                 powers[rest] = value if known is None else torch.maximum(known, value) if largest else known + value
         return powers.get(frozenset(), torch.zeros((), device=self.device))
+
+    def split_test(self) -> SplitTest | None:
+        """Return what tries the split of this module's blocks; None where no features are split."""
+        known = installed(self.module)
+        if known is None or known.split is None or known.split.size == 1:
+            return None
+
+        def whole(name: str) -> Tensor:
+            parameter = self.module.get_parameter(name).detach()
+            return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).to(self.device)
+
+        return SplitTest(self.module, known.split, [name for name, _ in find_blocks(self.module, self.layout)], whole)
+
+    def verify(self, batch: Any) -> Verification:
+        """Try on a batch whether split blocks compute what they compute whole, one of each kind; the first forward does so by itself.
+
+        A block runs twice on the same input in float32 or wider, as its author wrote it with whole weights, and split; outputs and
+        gradients are compared. At most one block is whole at a time. Nothing of the module changes.
+
+        Args:
+            batch: keywords of the module's forward as a mapping, its arguments as a list or tuple, or its one argument.
+
+        Returns:
+            What was tried, and the largest difference; it prints itself. Empty where no features are split.
+
+        Raises:
+            ParallelError: naming the modules that differ, by how much, and what to look at.
+
+        Collective: every rank calls it.
+        """
+        test = self.split_test()
+        if test is None:
+            return Verification(modules={}, differences=(), skipped={}, seconds=0.0)
+        waiting = None
+        if self.cycle is not None:
+            waiting, self.cycle.split_test = self.cycle.split_test, None
+        training = [each for each in self.module.modules() if each.training]
+        try:
+            self.module.eval()
+            with test.watch(), torch.enable_grad():
+                call(self.module, batch)
+        finally:
+            for each in training:
+                each.training = True
+            if self.cycle is not None:
+                self.cycle.split_test = waiting
+        self._reshard()
+        return verified(test.run())
 
     def register_method(self, name: str) -> None:
         """Let ``module.name(...)`` enter the module as a call of it does: on gathered weights, with the plan's checks.

@@ -44,12 +44,16 @@ class Plan:
             ranks per node.
         passes: objects with the :class:`meshpar.passes.Pass` protocol. What is written is what runs: their order is checked, never
             rearranged.
+        verify: where a pass splits features, let the first forward try one block of each kind unsplit; see
+            :meth:`Parallelized.verify`.
     """
 
     mesh: MeshSpec | str
     passes: tuple[Pass, ...]
+    verify: bool
 
-    def __init__(self, mesh: MeshSpec | str = "", passes: Sequence[Pass] = ()) -> None:
+    def __init__(self, mesh: MeshSpec | str = "", passes: Sequence[Pass] = (), *, verify: bool = True) -> None:
+        object.__setattr__(self, "verify", verify)
         object.__setattr__(self, "mesh", mesh if isinstance(mesh, MeshSpec) or mesh.strip().startswith("auto") else MeshSpec(mesh))
         object.__setattr__(self, "passes", tuple(passes))
 
@@ -156,6 +160,7 @@ class Plan:
         par = Parallelized(module, mesh, spec, self, layout, device, cycle)
         same = [axis for axis, size in spec.axes.items() if size > 1 and axis not in par.data_axes]
         draws = (layout.dropout or draws_random(module)) and not any(getattr(each, "sequence_parallel", False) for each in self.passes)
+        cycle.split_test = par.split_test() if self.verify and dist.get_backend() != "fake" else None
         cycle.agreement = Agreement(module, mesh, [axis for axis in par.data_axes if spec.axes[axis] > 1], same, device, draws=draws)
         return par
 

@@ -142,7 +142,7 @@ def test_tied_parameters_in_two_units():
 
 def test_tied_parameters_of_which_one_is_split():
     text = only("tp=2", [TensorParallel(styles={"head": None})], model(tied=True), world_size=2)
-    assert "embed.weight is tied to head.weight, but only embed.weight is split over tp" in text
+    assert "embed.weight is tied to head.weight, and only embed.weight is split over tp" in text
 
 
 def test_a_tie_that_is_none():
