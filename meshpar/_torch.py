@@ -8,6 +8,8 @@
 - ``ignore_profiler_marks``: torch's own list of operators to ignore lacks them; it goes when the list has them.
 - ``drop_unreduced_gradients``: torch 2.13 has ``reset_iter_state`` for it, 2.11 nothing.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself.
+- ``in_backward``: whether autograd runs backward on this thread, by which a forward knows that it is recomputed; torch/utils/checkpoint.py
+  asks the same of the same private function, with no public form.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
 - ``StridedShard``: how FSDP2 names its split of a dim that the tensor axis split before (pytorch/pytorch#126697).
 - ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664).
@@ -58,6 +60,11 @@ def drop_unreduced_gradients(module: nn.Module) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
+
+def in_backward() -> bool:
+    """Tell whether this thread is inside of a backward pass; a forward that runs there is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def output_dtype(module: nn.Module) -> torch.dtype | None:

@@ -21,6 +21,7 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type
 from meshpar.parallelized import Parallelized
 from meshpar.passes.base import Pass, Stage
+from meshpar.passes.batch_norm import batch_norm_problems, synchronize_batch_norm
 from meshpar.registry import layout_for
 from meshpar.replicas import check_equal
 
@@ -139,6 +140,7 @@ class Plan:
         check_equal(weights, dict.fromkeys(weights, world), device, "the weights handed to apply")
         mesh = spec.build(kind)
         self._run_passes(module, layout, mesh)
+        synchronize_batch_norm(module, mesh, [axis for each in self.passes if each.stage == Stage.DATA for axis in each.axes])
         if not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
             module.to(device)
         if self.passes:
@@ -231,12 +233,8 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
         elif len({id(parameters[name]) for name in group}) > 1:
             yield f"layout.tied says that {' and '.join(group)} are one tensor, but the model holds them apart; tie them or drop the entry"
     data_axes = [axis for each in ready if each.stage == Stage.DATA for axis in each.axes if mesh.axes[axis] > 1]
-    for name, child in module.named_modules():
-        if data_axes and isinstance(child, nn.modules.batchnorm._BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
-            yield (
-                f"{name} ({type(child).__name__}) would take its statistics from one data rank's part of the batch; use "
-                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a norm that does not look across the batch"
-            )
+    if data_axes:
+        yield from batch_norm_problems(module)
     yield from _unsharded_problems(ready, module, layout, mesh, parameters)
 
 
