@@ -17,7 +17,7 @@ FLOORS = [
     {"layout"},
     {"passes"},
     {"replicas", "initialize", "guards", "description", "registry", "runtime", "watchdog"},
-    {"parallelized", "chunked", "chunking"},
+    {"parallelized", "averaging", "chunked", "chunking"},
     {"plan"},
     {"testing", "forecasting", "training"},
     {"models", "checkpoints"},
