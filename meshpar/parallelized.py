@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshpar import _torch, initialize, norms
+from meshpar.averaging import Averaged, Decay
 from meshpar.cycle import Cycle
 from meshpar.description import Description, describe
 from meshpar.errors import MeshparError
@@ -97,7 +98,7 @@ class Parallelized:
             raise MeshparError(f"materialize takes either seed= or weights=, got seed={seed} and weights={weights}")
         if seed is not None and (ignore or cast):
             raise MeshparError(f"ignore and cast are of weights=, and a seed was given; got ignore={list(ignore)} and cast={cast}")
-        self._reshard()
+        self.reshard()
         missing = initialize.without_memory(self.module)
         if seed is not None and not missing:
             raise MeshparError("the module has its weights already, and a seed would replace them; build it on meta to draw new ones")
@@ -218,7 +219,7 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
-        self._reshard()
+        self.reshard()
         parts: dict[frozenset[str], list[Tensor]] = {}
         for parameter in self.module.parameters():
             if (grad := norms.whole_gradient(parameter)) is not None:
@@ -295,7 +296,7 @@ class Parallelized:
                 each.training = True
             if self.cycle is not None:
                 self.cycle.split_test = waiting
-        self._reshard()
+        self.reshard()
         return verified(test.run())
 
     def register_method(self, name: str) -> None:
@@ -321,7 +322,7 @@ class Parallelized:
         """
         if not full:
             return dict(self.module.state_dict())
-        self._reshard()
+        self.reshard()
         return gather_state(self.module, everywhere=everywhere)
 
     def load_state_dict(self, state: Mapping[str, Any], *, from_rank_0: bool = False, strict: bool = True) -> None:
@@ -337,10 +338,15 @@ class Parallelized:
 
         Collective where ``from_rank_0``: every rank calls it.
         """
-        self._reshard()
+        self.reshard()
         scatter_state(self.module, state, self.device, from_rank_0=from_rank_0, strict=strict)
 
-    def _reshard(self) -> None:
+    def averaged(self, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False) -> Averaged:
+        """Return an exponential moving average of the parameters, kept by shards; see :class:`meshpar.averaging.Averaged`."""
+        return Averaged(self, decay, dtype=dtype, buffers=buffers)
+
+    def reshard(self) -> None:
+        """Let go of gathered parameters, so that the module's parameters are this rank's shards; a forward gathers them again."""
         if self.cycle is not None:
             self.cycle.reshard()
 
@@ -352,7 +358,7 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
-        self._reshard()
+        self.reshard()
         state = dict(initialize.state(self.module))
         tensors = {name: local_tensor(tensor) for name, tensor in state.items()}
         groups = {}
@@ -364,7 +370,7 @@ class Parallelized:
 
     def describe(self) -> Description:
         """Return what this rank holds: a table that prints itself, with bytes a rank by block and the totals."""
-        self._reshard()
+        self.reshard()
         return describe(self.module, self.layout, str(self.plan))
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ FLOORS = [
     {"layout"},
     {"passes"},
     {"replicas", "initialize", "guards", "agreement", "explain", "full_state", "verify", "cycle", "description", "registry", "runtime", "watchdog"},
-    {"parallelized", "chunked", "chunking"},
+    {"averaging", "parallelized", "chunked", "chunking"},
     {"plan"},
     {"testing", "forecasting", "training"},
     {"models", "checkpoints"},
