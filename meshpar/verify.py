@@ -130,7 +130,8 @@ class SplitTest:
             if inner not in seen.masks and isinstance(output, Tensor):
                 x = args[0].detach()
                 zeros = (output.detach() == 0) & (x != 0)
-                seen.masks[inner] = (digest(x), digest(zeros), int(zeros.sum()))
+                told = int(zeros.sum()) if bool((x != x.flatten()[0]).any()) else 0  # equal constants may be of different parts
+                seen.masks[inner] = (digest(x), digest(zeros), told)
 
         return hook
 
