@@ -91,6 +91,8 @@ class Cycle:
         for unit in self._units.modules:
             unit.register_forward_pre_hook(self._before_unit, prepend=True)
         self._show_shards()
+        if self._units.modules:
+            module._is_fsdp_managed_module = True  # by which transformers' generate knows that ranks must go in step
         me = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
