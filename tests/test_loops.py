@@ -1,0 +1,22 @@
+"""Every habit of a training loop is exact or refused under every plan, as docs/loops.md says."""
+
+from __future__ import annotations
+
+import pytest
+from loop_habits import HABITS
+from loop_sides import PLANS
+from loop_table import PAGE, columns_of, differences, page, run_plan
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("title", PLANS)
+def test_every_habit_is_exact_or_refused_as_the_page_says(title):
+    told = columns_of(PAGE.read_text(encoding="utf-8"))[title]
+    found = differences(title, run_plan(title), told)
+    assert not found, "\n".join([f"{len(found)} cells; `python docs/write_loops.py` rewrites the page:", *found])
+
+
+def test_the_page_is_what_the_run_writes():
+    text = PAGE.read_text(encoding="utf-8")
+    assert page(columns_of(text)) == text
+    assert all(set(column) == set(HABITS) for column in columns_of(text).values())
