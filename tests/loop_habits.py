@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from meshpar import ModelLayout
+from meshpar.testing import whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,6 +334,12 @@ def torchs_clipping(side):
     train(side, net, sgd(net), before_step=lambda x: side.note("norm", nn.utils.clip_grad_norm_(net.parameters(), 0.1)))
 
 
+@habit(GRADIENTS, "the norm that it returns, read by `.item()`")
+def torchs_norm(side):
+    net = side.apply(side.net())
+    train(side, net, sgd(net), before_step=lambda x: side.note("norm", nn.utils.clip_grad_norm_(net.parameters(), 0.1).item()))
+
+
 @habit(GRADIENTS, "`torch.nn.utils.clip_grad_value_(module.parameters(), bound)`")
 def clipping_values(side):
     net = side.apply(side.net())
@@ -500,7 +507,7 @@ def post_hooks_accumulating(side):
     net = side.apply(side.net())
     calls = []
     for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda parameter: calls.append(float(parameter.grad.norm())))
+        parameter.register_post_accumulate_grad_hook(lambda parameter: calls.append(whole(parameter.grad).norm()))
     accumulate_twice(side, net, sgd(net))
     side.note("calls", len(calls))
     side.note("norms", sum(calls))
@@ -519,13 +526,38 @@ def penalty(side):
     side.weights(net)
 
 
-@habit(GRADIENTS, "norms for a log: `sum(p.grad.norm() ** 2 for p in module.parameters())`, `p.norm()`")
+@habit(GRADIENTS, "the same as a whole tensor: `loss + penalty.full_tensor()`")
+def whole_penalty(side):
+    net = side.apply(side.net())
+    optimizer = sgd(net)
+    for x, y in side.batches():
+        value = 0.01 * sum(parameter.square().sum() for parameter in net.parameters())
+        loss = mse_loss(net(x), y) + (value if side.alone else value.full_tensor())
+        loss.backward()
+        side.gradients(net)
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights(net)
+
+
+@habit(GRADIENTS, "norms for a log: `p.grad.norm().item()`, `p.norm().item()`")
 def norms(side):
     net = side.apply(side.net())
 
     def log(x):
-        side.note("gradient norm", sum(parameter.grad.norm() ** 2 for parameter in net.parameters()))
-        side.note("weight norm", sum(parameter.norm() ** 2 for parameter in net.parameters()).detach())
+        side.note("gradient norm", sum(parameter.grad.norm().item() ** 2 for parameter in net.parameters()))
+        side.note("weight norm", sum(parameter.norm().item() ** 2 for parameter in net.parameters()))
+
+    train(side, net, sgd(net), before_step=log)
+
+
+@habit(GRADIENTS, "the same as whole tensors: `p.grad.full_tensor().norm().item()`")
+def whole_norms(side):
+    net = side.apply(side.net())
+
+    def log(x):
+        grads = [parameter.grad if side.alone else parameter.grad.full_tensor() for parameter in net.parameters()]
+        side.note("gradient norm", sum(grad.norm().item() ** 2 for grad in grads))
 
     train(side, net, sgd(net), before_step=log)
 
@@ -778,11 +810,11 @@ def saving_the_optimizer(side):
         side.note(f"exp_avg of {number}", torch.as_tensor(state["exp_avg"]).shape.numel())
 
 
-@habit(WEIGHTS, "`par.state_dict(full=True)`")
+@habit(WEIGHTS, "`par.state_dict(full=True, everywhere=True)`")
 def full_state(side):
     net = side.apply(side.net())
     train(side, net, sgd(net))
-    for name, value in (net.state_dict() if side.alone else side.par.state_dict(full=True)).items():
+    for name, value in (net.state_dict() if side.alone else side.par.state_dict(full=True, everywhere=True)).items():
         assert type(value) is torch.Tensor
         side.note(name, value)
 
@@ -827,7 +859,7 @@ def casting(side):
     train(side, net, sgd(net), forward=lambda x: net(x.float()).double())
 
 
-@habit(WEIGHTS, "weights set under `no_grad` between steps: `p.copy_(values)` from a whole tensor")
+@habit(WEIGHTS, "`p.copy_(values)` from a whole tensor, under `no_grad` between steps")
 def setting(side):
     net = side.apply(side.net())
     values = {name: 0.5 * value.detach() for name, value in side.net().named_parameters()}
@@ -904,7 +936,7 @@ def modes(side):
     side.note("differs in training", float(not torch.equal(net.train()(batch(0)[0]), net.eval()(batch(0)[0]))))
 
 
-@habit(EVALUATION, "`generate` of a transformers model, between steps")
+@habit(EVALUATION, "`generate` of a transformers model, between steps (its norms are float32)", tolerance=1e-5)
 def generating(side):
     import transformers
 
@@ -1069,7 +1101,7 @@ def branching(side):
     side.weights(net)
 
 
-@habit(DATA, "`par.accumulate` over more micro-batches on one rank", refused=True, limit_s=10.0)
+@habit(DATA, "`par.accumulate` over more micro-batches on one rank", refused=True, limit_s=20.0)
 def uneven_micro_batches(side):
     net = side.apply(side.net())
     optimizer = sgd(net)
@@ -1081,7 +1113,7 @@ def uneven_micro_batches(side):
         optimizer.zero_grad()
 
 
-@habit(DATA, "one rank ends its loop early, and its job", refused=True, limit_s=10.0)
+@habit(DATA, "one rank ends its loop early, and its job", refused=True, limit_s=20.0)
 def stopping_early(side):
     net = side.apply(side.net())
     optimizer = sgd(net)
