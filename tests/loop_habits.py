@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from meshpar import ModelLayout
+from meshpar import MeshparError, ModelLayout
+from meshpar.placements import local_tensor
 from meshpar.testing import whole
 
 
@@ -39,11 +40,14 @@ class Habit:
 
 
 HABITS: dict[str, Habit] = {}
+CONTROLS: dict[str, Habit] = {}
+"""Habits with a fault of their own, which no table may let pass."""
+CONTROL = "control"
 
 
 def habit(group: str, title: str, *, tolerance: float = 1e-9, refused: bool = False, limit_s: float = 30.0):
     def keep(run: Callable[[Side], None]) -> Callable[[Side], None]:
-        HABITS[run.__name__] = Habit(group=group, title=title, run=run, tolerance=tolerance, refused=refused, limit_s=limit_s)
+        (CONTROLS if group == CONTROL else HABITS)[run.__name__] = Habit(group=group, title=title, run=run, tolerance=tolerance, refused=refused, limit_s=limit_s)
         return run
 
     return keep
@@ -102,7 +106,7 @@ def checkpointed(side):
     train(side, net, sgd(net))
 
 
-@habit(FORWARD, "the same, two forwards before a backward")
+@habit(FORWARD, "`checkpoint(..., use_reentrant=False)`, two forwards before a backward")
 def checkpointed_twice(side):
     net = side.apply(side.net(Checkpointed))
     train(side, net, sgd(net), forward=two_forwards(net))
@@ -114,7 +118,7 @@ def reentrant(side):
     train(side, net, sgd(net))
 
 
-@habit(FORWARD, "the same, two forwards before a backward (reentrant)")
+@habit(FORWARD, "`checkpoint(..., use_reentrant=True)`, two forwards before a backward")
 def reentrant_twice(side):
     net = side.apply(side.net(Reentrant))
     train(side, net, sgd(net), forward=two_forwards(net))
@@ -334,7 +338,7 @@ def torchs_clipping(side):
     train(side, net, sgd(net), before_step=lambda x: side.note("norm", nn.utils.clip_grad_norm_(net.parameters(), 0.1)))
 
 
-@habit(GRADIENTS, "the norm that it returns, read by `.item()`")
+@habit(GRADIENTS, "the norm that `torch.nn.utils.clip_grad_norm_` returns, read by `.item()`")
 def torchs_norm(side):
     net = side.apply(side.net())
     train(side, net, sgd(net), before_step=lambda x: side.note("norm", nn.utils.clip_grad_norm_(net.parameters(), 0.1).item()))
@@ -459,7 +463,7 @@ def tensor_hooks(side):
     train(side, net, sgd(net))
 
 
-@habit(GRADIENTS, "the same, two forwards before a backward (hook)")
+@habit(GRADIENTS, "`parameter.register_hook`, two forwards before a backward")
 def tensor_hooks_twice(side):
     net = side.apply(side.net())
     for parameter in net.parameters():
@@ -467,7 +471,7 @@ def tensor_hooks_twice(side):
     train(side, net, sgd(net), forward=two_forwards(net))
 
 
-@habit(GRADIENTS, "the same, two backwards before a step (hook)")
+@habit(GRADIENTS, "`parameter.register_hook`, two backwards before a step")
 def tensor_hooks_accumulating(side):
     net = side.apply(side.net())
     for parameter in net.parameters():
@@ -502,7 +506,7 @@ def step_in_backward(side):
     side.weights(net)
 
 
-@habit(GRADIENTS, "the same, two backwards before a step (post-accumulate hook)")
+@habit(GRADIENTS, "`register_post_accumulate_grad_hook`, two backwards before a step")
 def post_hooks_accumulating(side):
     net = side.apply(side.net())
     calls = []
@@ -526,7 +530,7 @@ def penalty(side):
     side.weights(net)
 
 
-@habit(GRADIENTS, "the same as a whole tensor: `loss + penalty.full_tensor()`")
+@habit(GRADIENTS, "L2 penalty as a whole tensor: `loss + penalty.full_tensor()`")
 def whole_penalty(side):
     net = side.apply(side.net())
     optimizer = sgd(net)
@@ -551,7 +555,7 @@ def norms(side):
     train(side, net, sgd(net), before_step=log)
 
 
-@habit(GRADIENTS, "the same as whole tensors: `p.grad.full_tensor().norm().item()`")
+@habit(GRADIENTS, "norms of whole tensors: `p.grad.full_tensor().norm().item()`")
 def whole_norms(side):
     net = side.apply(side.net())
 
@@ -807,7 +811,7 @@ def saving_the_optimizer(side):
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     for number, state in torch.load(file)["state"].items():
-        side.note(f"exp_avg of {number}", torch.as_tensor(state["exp_avg"]).shape.numel())
+        side.note(f"exp_avg of {number}", local_tensor(state["exp_avg"]))  # what the file has
 
 
 @habit(WEIGHTS, "`par.state_dict(full=True, everywhere=True)`")
@@ -1127,3 +1131,32 @@ def stopping_early(side):
 
 class Left(Exception):
     """A rank ends here, as a script does that has come to its last line."""
+
+
+@habit(CONTROL, "weights that differ on rank 1")
+def control_wrong(side):
+    net = side.apply(side.net())
+    train(side, net, sgd(net, lr=0.2 if side.rank == 1 else 0.1))
+
+
+@habit(CONTROL, "an error that is not meshpar's")
+def control_raw(side):
+    if not side.alone:
+        raise ValueError("raw")
+
+
+@habit(CONTROL, "a refusal on rank 0 alone")
+def control_refused_on_one_rank(side):
+    if not side.alone and side.rank == 0:
+        raise MeshparError("refused")
+
+
+@habit(CONTROL, "a rank that waits for ever", limit_s=4.0)
+def control_hang(side):
+    if not side.alone and side.rank == 0:
+        side.apply(side.net())
+
+
+@habit(CONTROL, "nothing wrong, after all of these")
+def control_exact(side):
+    no_clipping(side)

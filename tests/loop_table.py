@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from loop_habits import HABITS, Left
+from loop_habits import CONTROLS, HABITS, Habit, Left
 from loop_sides import PLANS, Side, ranks_of
 
 from meshpar import MeshparError
@@ -61,7 +61,7 @@ def run_plan(title: str, names: Iterable[str] | None = None) -> dict[str, Outcom
 
 def _read(path: Path) -> dict[str, Outcome]:
     """A rank's outcomes; a habit that it began and did not end is a hang."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
     return {name: Outcome(**outcome) for name, outcome in lines}
 
 
@@ -84,24 +84,37 @@ def run_habits(title: str, names: list[str], folder: str) -> None:
         for name in names:
             report = lambda outcome, name=name: file.write(json.dumps([name, asdict(outcome)]) + "\n")  # noqa: E731
             report(Outcome(kind="hang"))  # until the next line says what else
-            timer = threading.Timer(HABITS[name].limit_s, os._exit, (0,))
+            timer = threading.Timer(_habit(name).limit_s, os._exit, (0,))
             timer.daemon = True
             timer.start()
             outcome = _run(title, name)
             report(outcome)
             if outcome.kind == "left":
-                _leave(HABITS[name].limit_s)
-            outcomes = [None] * dist.get_world_size()
-            dist.all_gather_object(outcomes, (outcome.kind, outcome.message if outcome.kind == "raw" else ""))
+                _leave(_habit(name).limit_s)
+            outcomes = _of_all_ranks(folder, name)
             timer.cancel()
             torch._dynamo.reset()
             gc.collect()
-            if len(set(outcomes)) > 1:
+            if len({(each.kind, each.message if each.kind == "raw" else "") for each in outcomes}) > 1:
                 return
 
 
+def _of_all_ranks(folder: str, name: str) -> list[Outcome]:
+    """Every rank's outcome, awaited through their files: a collective might meet one that the habit left behind."""
+    files = [Path(folder, str(rank)) for rank in range(dist.get_world_size())]
+    while True:
+        outcomes = [_read(file).get(name) for file in files]
+        if all(each is not None and each.kind != "hang" for each in outcomes):
+            return outcomes
+        time.sleep(0.005)
+
+
+def _habit(name: str) -> Habit:
+    return HABITS.get(name) or CONTROLS[name]
+
+
 def _run(title: str, name: str) -> Outcome:
-    habit, began = HABITS[name], time.monotonic()
+    habit, began = _habit(name), time.monotonic()
     try:
         if not habit.refused:
             alone = Side(title, alone=True)
@@ -116,7 +129,8 @@ def _run(title: str, name: str) -> Outcome:
     except Left:
         return Outcome(kind="left")
     except Exception as error:
-        return Outcome(kind="raw", message=f"{type(error).__name__}: {str(error)[:200]}", seconds=time.monotonic() - began)
+        text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+        return Outcome(kind="raw", message=text, seconds=time.monotonic() - began)
     return Outcome(kind="exact" if difference is None else "wrong", message=difference or "", seconds=time.monotonic() - began)
 
 
@@ -143,6 +157,7 @@ def _leave(seconds: float) -> None:
 
 # The page
 
+UNKNOWN = Outcome(kind="unknown", message="not run yet")
 HEAD = """# What a training loop may do
 
 Each row is a habit of PyTorch loops and each column a plan. `exact`: loss, gradients and weights equal those of one process on the
@@ -170,7 +185,7 @@ def page(columns: Mapping[str, Mapping[str, Outcome]]) -> str:
         if habit.group != group:
             group = habit.group
             lines.append(f"| **{group}** |{'  |' * len(columns)}")
-        lines.append(f"| {habit.title} | {' | '.join(cell(column[name]) for column in columns.values())} |")
+        lines.append(f"| {habit.title} | {' | '.join(cell(column.get(name, UNKNOWN)) for column in columns.values())} |")
     lines += ["", "## Messages", "", *(f"{number}. {_escaped(message)}" for message, number in numbers.items()), ""]
     return "\n".join(lines)
 
