@@ -45,7 +45,7 @@ CONTROLS: dict[str, Habit] = {}
 CONTROL = "control"
 
 
-def habit(group: str, title: str, *, tolerance: float = 1e-9, refused: bool = False, limit_s: float = 30.0):
+def habit(group: str, title: str, *, tolerance: float = 1e-9, refused: bool = False, limit_s: float = 60.0):
     def keep(run: Callable[[Side], None]) -> Callable[[Side], None]:
         (CONTROLS if group == CONTROL else HABITS)[run.__name__] = Habit(group=group, title=title, run=run, tolerance=tolerance, refused=refused, limit_s=limit_s)
         return run
@@ -67,13 +67,13 @@ def autocast(side):
     train(side, net, sgd(net), forward=forward)
 
 
-@habit(FORWARD, '`torch.compile(module, backend="eager")`')
+@habit(FORWARD, '`torch.compile(module, backend="eager")`', limit_s=120.0)
 def compiled_eager(side):
     net = side.apply(side.net())
     train(side, net, sgd(net), forward=torch.compile(net, backend="eager"))
 
 
-@habit(FORWARD, '`torch.compile(module, backend="aot_eager")`')
+@habit(FORWARD, '`torch.compile(module, backend="aot_eager")`', limit_s=120.0)
 def compiled_aot(side):
     net = side.apply(side.net())
     train(side, net, sgd(net), forward=torch.compile(net, backend="aot_eager"))
@@ -811,7 +811,9 @@ def saving_the_optimizer(side):
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     for number, state in torch.load(file)["state"].items():
-        side.note(f"exp_avg of {number}", local_tensor(state["exp_avg"]))  # what the file has
+        average = state["exp_avg"]
+        side.note(f"exp_avg of {number} is a DTensor", float(type(average) is not torch.Tensor))
+        side.note(f"exp_avg of {number}", local_tensor(average))  # what the file has
 
 
 @habit(WEIGHTS, "`par.state_dict(full=True, everywhere=True)`")
@@ -1105,7 +1107,7 @@ def branching(side):
     side.weights(net)
 
 
-@habit(DATA, "`par.accumulate` over more micro-batches on one rank", refused=True, limit_s=20.0)
+@habit(DATA, "`par.accumulate` over more micro-batches on one rank", refused=True, limit_s=30.0)
 def uneven_micro_batches(side):
     net = side.apply(side.net())
     optimizer = sgd(net)
@@ -1117,7 +1119,7 @@ def uneven_micro_batches(side):
         optimizer.zero_grad()
 
 
-@habit(DATA, "one rank ends its loop early, and its job", refused=True, limit_s=20.0)
+@habit(DATA, "one rank ends its loop early, and its job", refused=True, limit_s=30.0)
 def stopping_early(side):
     net = side.apply(side.net())
     optimizer = sgd(net)
