@@ -19,12 +19,17 @@ def whole_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return sum |g|^p over ``grads`` (their maximum for p = inf), in float32."""
+    """Return sum |g|^p over ``grads`` (their maximum for p = inf), in float32; float64 gradients are measured in float64 first."""
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), device=device)
-    norms = [norm for together in by_device(grads).values() for norm in torch._foreach_norm(together, norm_type, dtype=torch.float32)]
-    stacked = torch.stack([norm.to(device) for norm in norms])
+    norms = []
+    for together in by_device(grads).values():
+        for dtype in (torch.float32, torch.float64):
+            of_dtype = [grad for grad in together if (grad.dtype == torch.float64) == (dtype == torch.float64)]
+            norms += torch._foreach_norm(of_dtype, norm_type, dtype=dtype) if of_dtype else ()
+    # Ranks without a gradient join with float32 zeros, so every rank's part has that dtype.
+    stacked = torch.stack([norm.to(device, torch.float32) for norm in norms])
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
 
 
