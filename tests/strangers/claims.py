@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import logging
 import math
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import vision_operators
 from torch import Tensor, nn
 
 import meshpar
@@ -26,8 +28,10 @@ from meshpar.testing import whole
 from models import STRANGERS, Batch, Stranger
 
 STEPS = 3
-SECONDS = 60.0
-"""For a case, imports and its model alone in one process included."""
+WEIGHT = 1e-3
+"""Weights below this are held against it: a bias whose gradient is zero by theory holds rounding noise alone."""
+SECONDS = 120.0
+"""For a case, its model alone in one process included."""
 SAMPLES = 8
 
 MESHES: dict[str, tuple[int, str, Callable[[], list[meshpar.Pass]]]] = {
@@ -141,7 +145,7 @@ def differences(expected: Trace, got: Trace, tolerance: float) -> Iterator[str]:
         largest = max(float(each.abs().max()) for each in want.values())
         yield from compared_by_name(f"gradient in step {step}", want, have, tolerance, floor=1e-3 * largest)
     for step, (want, have) in enumerate(zip(expected.weights, got.weights, strict=True)):
-        yield from compared_by_name(f"after step {step}", want, have, tolerance)
+        yield from compared_by_name(f"after step {step}", want, have, tolerance, floor=WEIGHT)
 
 
 def compared(what: str, want: Sequence[Tensor], have: Sequence[Tensor], tolerance: float) -> Iterator[str]:
@@ -163,8 +167,9 @@ def apart(what: str, want: Tensor, have: Tensor, tolerance: float, floor: float 
     if want.shape != have.shape:
         yield f"{what}: shape {tuple(have.shape)}, expected {tuple(want.shape)}"
     elif want.numel():
-        error = float((want.double() - have.double()).abs().max())
-        scale = max(float(want.double().abs().max()), floor)
+        want, have = want.double(), have.double()
+        error = float((want - have).where(want != have, 0.0).abs().max())  # infinities that agree (masks) do not differ by nan
+        scale = max(float(want.where(want.isfinite(), 0.0).abs().max()), floor)
         if not error <= tolerance * scale:
             yield f"{what}: off by {error:.1e} of {scale:.1e}"
 
@@ -215,7 +220,7 @@ def goes_on_elsewhere(name: str, mesh: str, folder: Path) -> None:
         other = applied(stranger, ELSEWHERE[mesh], seed=1)
         optimizer = optimizer_of(other.module)
         manager.restore(other, optimizer)
-    check(compared_by_name("as restored", expected.weights[0], state_of(other.module), stranger.tolerance))
+    check(compared_by_name("as restored", expected.weights[0], state_of(other.module), stranger.tolerance, floor=WEIGHT))
     remaining = Trace(*(list(getattr(expected, each))[1:] for each in ("losses", "norms", "gradients", "weights")))
     check(differences(remaining, trained(stranger, other, optimizer, range(1, STEPS)), stranger.tolerance))
 
@@ -258,6 +263,9 @@ def run_cases(cases: Sequence[tuple[str, str, str]], folder: str) -> None:
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     os.environ["HF_HUB_OFFLINE"] = "1"
+    vision_operators.declared()
+    for needs in sorted({STRANGERS[name].needs for _, name, _ in cases} - {""}):
+        importlib.import_module(needs)  # which takes longer than any case
     for number, (claim, name, mesh) in enumerate(cases):
         report = Path(folder) / f"{number}.json"
         if dist.get_rank() == 0:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import vision_operators
 from torch import Tensor, nn
 
 from meshpar import ModelLayout
@@ -51,7 +50,6 @@ class Stranger:
 
     def made(self, seed: int) -> nn.Module:
         """Return the model with the weights of ``seed``, ready to train."""
-        vision_operators.declared()
         torch.manual_seed(seed)
         return self.build().to(self.dtype).train()
 
@@ -208,6 +206,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for num
 @cache
 def bert_folder() -> str:
     """Return a folder with a tiny BERT and its tokenizer, as a published one has."""
+    from safetensors.torch import save_file
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
     folder = tempfile.mkdtemp(prefix="meshpar-strangers-")
@@ -215,7 +214,13 @@ def bert_folder() -> str:
     vocabulary.write_text("\n".join(WORDS))
     sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, max_position_embeddings=16)
     quiet = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    BertModel(BertConfig(vocab_size=VOCAB, **sizes, **quiet)).save_pretrained(folder)
+    config = BertConfig(vocab_size=VOCAB, architectures=["BertModel"], **sizes, **quiet)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        weights = BertModel(config).state_dict()
+    # By hand: in a process group, save_pretrained leaves most of the files to rank 0, and every rank has a folder of its own here.
+    config.to_json_file(Path(folder) / "config.json", use_diff=False)
+    save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
     BertTokenizerFast(vocab=dict(zip(WORDS, range(VOCAB)))).save_pretrained(folder)
     return folder
 
@@ -226,7 +231,7 @@ def sentence_transformer() -> nn.Module:
 
     body = Transformer(bert_folder())
     for parameter in body.parameters():
-        nn.init.normal_(parameter, std=0.3)  # the folder's weights are another draw in every process
+        nn.init.normal_(parameter, std=0.3)  # the folder holds the same weights for every seed
     return SentenceTransformer(modules=[body, Pooling(32), Normalize()], device="cpu")
 
 

@@ -76,8 +76,8 @@ def measured(pending: list[Case], ranks: int, folder: Path) -> dict[Case, str]:
         if told is None:
             break
         found[case] = f"broke its group of ranks: {failure}" if told == "began" else told
-    assert found, f"the ranks did not start: {failure}"
-    return found
+    # Ranks that do not start will not start for the next case either.
+    return found or dict.fromkeys(pending, f"the ranks did not start: {failure}")
 
 
 CLAIM = "test_it_equals_one_process"
