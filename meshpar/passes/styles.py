@@ -94,6 +94,11 @@ class Colwise:
     parts: int = 1
     gather: str = "no"
 
+    @property
+    def stands_alone(self) -> bool:
+        """Whether what goes in and comes out is not split, so that it can be tried by itself."""
+        return self.gather != "no"
+
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         features = features_of(module)
         if features is None:
@@ -131,7 +136,7 @@ class Colwise:
         def finish(y: Tensor) -> Tensor:
             if self.gather == "no":
                 return y
-            if self.gather == "loss" and context.loss_parallel:
+            if self.gather == "loss" and context.loss_parallel and torch.is_grad_enabled():  # generation wants all logits
                 shape = torch.Size((*y.shape[:-1], width))
                 return DTensor.from_local(y, context.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=strides(shape))
             return gather_replicated(y, width, group)
@@ -184,6 +189,8 @@ class Sequence:
 
     An embedding (of positions) looks up every position and keeps this rank's; other modules (norms) get theirs as input.
     """
+
+    stands_alone = True
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         return iter(())
