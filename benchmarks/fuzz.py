@@ -51,13 +51,13 @@ def main() -> int:
             _report(result, verbose=bool(args.only) or args.verbose)
             if len(results) % 50 == 0:
                 print(f"[{time.monotonic() - began:5.0f} s] {_summary(results)}", flush=True)
+        _save(args, results)
         if args.shrink:
             _shrink(results, Path(args.shrink), pools)
     finally:
         while not pools.empty():
             pools.get().close()
-        if args.out:
-            Path(args.out).write_text(json.dumps({"summary": _summary(results), "results": results}, indent=1) + "\n")
+        _save(args, results)
     _causes(results)
     print(_summary(results))
     return int(any(each["kind"] in FAULTS for each in results))
@@ -130,6 +130,14 @@ def _summary(results: list[dict[str, Any]]) -> str:
     return text + (f", {counts['broken']} that fail in one process" if counts["broken"] else "")
 
 
+def _save(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+    if args.out:
+        failing = [each for each in results if each["kind"] in FAULTS]
+        counts = Counter(f"{each['kind']}: {_about(each)}" for each in results if each["kind"] != "exact")
+        data = {"summary": _summary(results), "counts": counts, "seeds": [each["seed"] for each in failing], "failing": failing}
+        Path(args.out).write_text(json.dumps(data, indent=1) + "\n")
+
+
 def _causes(results: list[dict[str, Any]]) -> None:
     """Print what was refused and what failed, by cause."""
     causes = Counter((each["kind"], _about(each)) for each in results if each["kind"] != "exact")
@@ -142,6 +150,8 @@ def _about(result: dict[str, Any]) -> str:
     if result["kind"] in ("wrong", "hang"):
         return " + ".join(result["spec"]["loop"]["habits"]) or "no habit"
     lines = result["text"].splitlines()
+    if result["kind"] == "raw" and lines[0].startswith("refused without"):
+        return "refused without a remedy"
     return result["cause"] if len(lines) < 2 or "in this plan" not in lines[0] else fuzz_shrink.without_names(lines[1])
 
 
@@ -150,7 +160,7 @@ def _shrink(results: list[dict[str, Any]], folder: Path, pools: SimpleQueue[Pool
     folder.mkdir(parents=True, exist_ok=True)
     first: dict[tuple[str, str], dict[str, Any]] = {}
     for each in results:
-        if each["kind"] in FAULTS:
+        if each["kind"] in ("wrong", "raw", "hang"):
             first.setdefault((each["kind"], _about(each)), each)
     for (kind, about), each in first.items():
 

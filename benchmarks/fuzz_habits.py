@@ -93,7 +93,11 @@ HABITS: dict[str, Habit] = {
         at={"built": ("model.blocks[0].register_forward_pre_hook(lambda block, args: (0.5 * args[0],))",)}, fits=_plain_blocks
     ),
     "backward_hook": Habit(
-        at={"applied": ("module.blocks[0].register_full_backward_hook(lambda block, into, out: (0.5 * into[0],))",)},
+        at={
+            "applied": (
+                "module.blocks[0].register_full_backward_hook(lambda block, into, out: (into[0] if into[0] is None else 0.5 * into[0],))",
+            )
+        },
         fits=lambda spec: _plain_blocks(spec) and spec["model"]["counter"] != "block",
     ),
     "functional_call": Habit(

@@ -18,7 +18,7 @@ import fuzz_shrink
 
 SEEDS = range(24)
 
-WRONG = '''
+WRONG = """
 REFUSED, TOLERANCE, FLOOR = False, 1e-9, 1e-6
 import torch
 from meshpar import MeshparError
@@ -27,7 +27,7 @@ def train(how):
     return {"loss": torch.tensor(1.0 if how == "alone" else {value})}
 def differences(expected, got, tolerance, floor):
     return [] if expected == got else ["loss: off"]
-'''
+"""
 
 
 @pytest.fixture(scope="module")
