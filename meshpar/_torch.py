@@ -6,6 +6,9 @@
   renamed between releases (torch 2.13 deprecates ``all_gather_tensor``, which 2.11 has alone); the operators keep their names. They go when
   the wrappers are public.
 - ``ignore_profiler_marks``: torch's own list of operators to ignore lacks them; it goes when the list has them.
+- ``Units``: what FSDP2 keeps of its units: which weights are gathered, under which parameters, and whether gradients are reduced.
+- ``enter_by``: a call of a module, with its hooks inside; ``nn.Module`` has no public place around both.
+- ``in_backward``, ``at_end_of_backward``: where autograd is; FSDP2 and DDP read the same, with no public form.
 - ``drop_unreduced_gradients``: torch 2.13 has ``reset_iter_state`` for it, 2.11 nothing.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
@@ -22,10 +25,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -46,18 +49,74 @@ def ignore_profiler_marks() -> None:
     }
 
 
+@final
+class Units:
+    """The modules that FSDP2 shards or replicates as one, inside one outermost module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = [child for child in module.modules() if isinstance(child, FSDPModule)]
+        self._groups = [group for child in self.modules for group in _groups(child)]
+
+    def reshard(self) -> None:
+        """Let go of gathered weights."""
+        for group in self._groups:
+            if not group.is_sharded:
+                group.reshard()
+
+    def reduces(self) -> bool:
+        """Tell whether the backward that runs reduces gradients."""
+        return all(group.reduce_grads for group in self._groups)
+
+    def hooked(self) -> list[Any]:
+        """Return the sharded parameters on which somebody registered a hook for their gradient."""
+        held = (each.sharded_param for group in self._groups for each in group.fsdp_params)
+        return [each for each in held if each._backward_hooks]
+
+    def foreign_parameter(self) -> str | None:
+        """Return the name of a sharded parameter in whose place stands something else, which gathering would pass over."""
+        for group in self._groups:
+            for each in group.fsdp_params:
+                info = each._module_info
+                if info.module._parameters.get(info.param_name) is not each.sharded_param:
+                    return each._param_fqn or info.param_name
+        return None
+
+    def make_ready(self, module: nn.Module) -> None:
+        """Let ``module`` be the outermost one also where a part of it is called first."""
+        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+        if state is not None and state._is_root is None:
+            state._lazy_init()
+
+
+def _groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    # torch 2.13 allows a state several groups, where 2.11 has one.
+    return [each for each in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if each is not None]
+
+
+def enter_by(module: Any, call: Callable[..., Any]) -> None:
+    """Let every call of ``module``, with its hooks, go through ``call``."""
+    module._call_impl = call
+
+
+def in_backward() -> bool:
+    """Tell whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(run: Callable[[], None]) -> None:
+    """Run something when the backward that runs now is through; after what was asked for earlier."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(run)
+
+
 def drop_unreduced_gradients(module: nn.Module) -> None:
     """Forget the gradients that FSDP2 has accumulated without reducing them."""
-    for child in module.modules():
-        if not isinstance(child, FSDPModule):
-            continue
-        state: Any = child._get_fsdp_state()
-        # torch 2.13 allows a state several groups, where 2.11 has one.
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for parameter in (each for group in groups if group is not None for each in group.fsdp_params):
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+    units = (child for child in module.modules() if isinstance(child, FSDPModule))
+    for parameter in (each for unit in units for group in _groups(unit) for each in group.fsdp_params):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
 
 
 def output_dtype(module: nn.Module) -> torch.dtype | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from meshpar.errors import MeshparError
 from meshpar.loss import IGNORE_INDEX, token_loss
+from meshpar.passes.installed import Step, installed, own_forward
 from meshpar.patterns import class_name, find_modules
 from meshpar.registry import layout_for
 
 CHUNK = 1024
 """Positions whose logits are held at once, unless told: enough for a matrix product to run at its full speed."""
 
-Step = Callable[[Tensor], Tensor]
 
 
 def chunked_token_loss(
@@ -115,12 +115,12 @@ def around_the_product(head: nn.Module) -> tuple[Step, Step]:
     Raises:
         MeshparError: it does something else.
     """
-    own: Any = head.__dict__.get("forward")
-    if isinstance(head, nn.Linear):
-        if own is None and type(head).forward is nn.Linear.forward:
+    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and own_forward(head) is None:
+        known = installed(head)
+        if known is None or known.forward is None:
             return _nothing, _nothing
-        if hasattr(own, "prepare") and hasattr(own, "finish"):  # set by the tensor-parallel style of a head
-            return own.prepare, own.finish
+        if known.around is not None:  # set by the tensor-parallel style of a head
+            return known.around
     raise MeshparError(f"the head is a {class_name(head)} with a forward of its own, expected a linear layer; use chunk=0")
 
 

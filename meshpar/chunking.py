@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshpar import _torch
 from meshpar.chunked import CHUNK, around_the_product, head_of
 from meshpar.errors import MeshparError
+from meshpar.passes.installed import own_forward
 from meshpar.patterns import find_modules
 
 LEAST = 256
@@ -51,8 +52,7 @@ def chunk_for(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
 
 def assigns_logits_once(model: nn.Module, head: str) -> bool:
     """Tell whether the model's forward sets ``logits`` by calling ``self.<head>`` and never otherwise."""
-    own: Any = model.__dict__.get("forward")
-    if own is not None and not hasattr(own, "only_explains"):  # somebody's wrapper, which may do anything to the output
+    if own_forward(model) is not None:  # somebody's wrapper, which may do anything to the output
         return False
     forward: Any = inspect.unwrap(model.forward)
     return _assigned_once(getattr(forward, "__func__", forward), head)

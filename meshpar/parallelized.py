@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar, final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -13,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar import _torch, initialize, norms
+from meshpar.cycle import Cycle
 from meshpar.description import Description, describe
 from meshpar.errors import MeshparError
-from meshpar.guards import reshard
+from meshpar.full_state import gather_state, scatter_state
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes import random
-from meshpar.passes.agreement import check_copies
 from meshpar.passes.base import Stage
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, sharded_axes
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from meshpar.plan import Plan
 
 Batch = TypeVar("Batch")
-FIRST_STEPS = 2
 
 
 @final
@@ -45,14 +43,23 @@ class Parallelized:
         layout: the model's description.
         device: this rank's device.
         data_axes: the axes whose ranks see different data.
+        cycle: what happens around every forward, backward and step; None in one process without a plan.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, spec: MeshSpec, plan: Plan, layout: ModelLayout, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        spec: MeshSpec,
+        plan: Plan,
+        layout: ModelLayout,
+        device: torch.device,
+        cycle: Cycle | None = None,
+    ) -> None:
         self.module, self.mesh, self.spec, self.plan, self.layout, self.device = module, mesh, spec, plan, layout, device
+        self.cycle = cycle
         self.data_axes = tuple(axis for axis in spec.axes if any(axis in each.axes for each in plan.passes if each.stage == Stage.DATA))
         self._place = spec.coordinates(dist.get_rank())
-        self._steps_checked = 0
-        self._copies_checked = False
 
     @property
     def data_size(self) -> int:
@@ -87,7 +94,7 @@ class Parallelized:
             raise MeshparError(f"materialize takes either seed= or weights=, got seed={seed} and weights={weights}")
         if seed is not None and (ignore or cast):
             raise MeshparError(f"ignore and cast are of weights=, and a seed was given; got ignore={list(ignore)} and cast={cast}")
-        reshard(self.module)
+        self._reshard()
         missing = initialize.without_memory(self.module)
         if seed is not None and not missing:
             raise MeshparError("the module has its weights already, and a seed would replace them; build it on meta to draw new ones")
@@ -123,6 +130,8 @@ class Parallelized:
         waiting: list[Batch] = []
 
         def reduce(last: bool) -> None:
+            if self.cycle is not None:
+                self.cycle.reducing = last or reduce_each
             for unit in units:
                 unit.set_requires_gradient_sync(last or reduce_each)  # type: ignore[operator]
                 if "dp_replicate" in self.data_axes and "dp_shard" in self.data_axes:
@@ -132,9 +141,11 @@ class Parallelized:
         try:
             for batch in micro_batches:
                 if waiting:
+                    self._agree_on_rest(2)
                     reduce(last=False)
                     yield waiting.pop()
                 waiting.append(batch)
+            self._agree_on_rest(len(waiting))
             reduce(last=True)
             yield from waiting
             whole = True
@@ -143,6 +154,10 @@ class Parallelized:
             if not whole:
                 # Unreduced gradients of a step that was left would be added to the next one's, where zero_grad does not see them.
                 _torch.drop_unreduced_gradients(self.module)
+
+    def _agree_on_rest(self, left: int) -> None:
+        if self.cycle is not None and self.cycle.agreement is not None:
+            self.cycle.agreement.micro_batches(left)
 
     def token_scale(self, tokens: int | Tensor) -> Tensor:
         """Return the factor that turns this rank's summed loss into its share of the mean over all tokens of all ranks.
@@ -200,10 +215,7 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
-        reshard(self.module)
-        if not self._copies_checked:  # in the first step: reading the answer waits for the device
-            self._copies_checked = True
-            check_copies(self.module, self.mesh, [axis for each in self.plan.passes if each.name == "TensorParallel" for axis in each.axes])
+        self._reshard()
         parts: dict[frozenset[str], list[Tensor]] = {}
         for parameter in self.module.parameters():
             if (grad := norms.whole_gradient(parameter)) is not None:
@@ -220,63 +232,66 @@ class Parallelized:
         return norm
 
     def _join(self, powers: dict[frozenset[str], Tensor], norm_type: float) -> Tensor:
-        """Join the powers of norms, keyed by the axes over which their gradients are split, axis by axis, innermost first.
-
-        The marks of :meth:`_marks` travel with them.
-        """
+        """Join the powers of norms, keyed by the axes over which their gradients are split, axis by axis, innermost first."""
         largest = math.isinf(norm_type)
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        marks, unasked = self._marks(), set(self.data_axes)
         for axis in reversed(list(self.spec.axes)):
             keys = sorted((key for key in powers if axis in key), key=sorted)
             if not keys:
                 continue
             vector = torch.stack([powers.pop(key) for key in keys])
-            if marks is not None and axis in unasked and not largest:
-                unasked.remove(axis)
-                joined = torch.cat([vector.to(marks.dtype), marks])
-                dist.all_reduce(joined, op, group=self.mesh.get_group(axis))
-                vector, marks = joined[: len(keys)].to(vector.dtype), joined[len(keys) :]
-            else:
-                dist.all_reduce(vector, op, group=self.mesh.get_group(axis))
+            dist.all_reduce(vector, op, group=self.mesh.get_group(axis))
             for key, value in zip(keys, vector.unbind(), strict=True):
                 rest = key - {axis}
                 known = powers.get(rest)
                 powers[rest] = value if known is None else torch.maximum(known, value) if largest else known + value
-        if marks is not None:
-            self._check_gradients_agree(marks, unasked)
         return powers.get(frozenset(), torch.zeros((), device=self.device))
 
-    def _marks(self) -> Tensor | None:
-        """Return a number for which parameters have no gradient here, and its square; None where they are not compared.
+    def register_method(self, name: str) -> None:
+        """Let ``module.name(...)`` enter the module as a call of it does: on gathered weights, with the plan's checks.
 
-        Reading the answer waits for the device, so an accelerator is asked in the first steps only.
+        ``forward`` does so by itself, and so do ``encode``, ``decode``, ``embed``, ``encode_*``, ``decode_*``, ``forward_*`` and
+        ``get_*_features``.
+
+        Raises:
+            MeshparError: the module has no such method.
         """
-        if self.device.type != "cpu" and self._steps_checked >= FIRST_STEPS:
-            return None
-        self._steps_checked += 1
-        mark = zlib.crc32("\n".join(self._without_gradient()).encode()) & 0xFFFFF  # sums of squares stay exact for thousands of ranks
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        return torch.tensor([mark, mark * mark], dtype=dtype, device=self.device)
+        if self.cycle is not None:
+            self.cycle.register_method(name)
 
-    def _without_gradient(self) -> list[str]:
-        return [name for name, each in self.module.named_parameters() if each.requires_grad and each.grad is None]
+    def state_dict(self, *, full: bool = False, everywhere: bool = False) -> dict[str, Any]:
+        """Return the module's state: this rank's shards as DTensors, or the whole as plain tensors on the host.
 
-    def _check_gradients_agree(self, marks: Tensor, axes: set[str]) -> None:
-        """See that all data ranks have gradients for the same parameters; their marks have yet to be summed over ``axes``.
+        Args:
+            full: gather whole tensors, one at a time, to rank 0; the other ranks get an empty dict.
+            everywhere: with ``full``: to every rank.
 
-        Where one lacks what another has, FSDP2 has joined gradients of different parameters without a word.
+        Collective where ``full``: every rank calls it.
         """
-        for axis in self.data_axes:
-            if axis in axes:
-                dist.all_reduce(marks, group=self.mesh.get_group(axis))
-        total, squares = (int(each) for each in marks.tolist())
-        if total * total != self.data_size * squares:  # equal numbers alone have no variance
-            without = self._without_gradient()
-            raise MeshparError(
-                f"data ranks have gradients for different parameters; here these have none: {', '.join(without[:6]) or '(all have one)'}; "
-                "let every rank use every parameter in each step, e.g. by adding 0 * parameter.sum() to the loss where one is skipped"
-            )
+        if not full:
+            return dict(self.module.state_dict())
+        self._reshard()
+        return gather_state(self.module, everywhere=everywhere)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, from_rank_0: bool = False, strict: bool = True) -> None:
+        """Copy whole plain tensors (or DTensors) by name into the module, each rank its part.
+
+        Args:
+            state: name -> tensor of the whole shape, as a plain module's ``state_dict()`` has it.
+            from_rank_0: rank 0 alone has ``state``; it sends one tensor at a time, and the others hand in anything.
+            strict: refuse missing and unexpected names.
+
+        Raises:
+            MeshparError: on every rank alike, naming everything that does not fit; nothing is copied then.
+
+        Collective where ``from_rank_0``: every rank calls it.
+        """
+        self._reshard()
+        scatter_state(self.module, state, self.device, from_rank_0=from_rank_0, strict=strict)
+
+    def _reshard(self) -> None:
+        if self.cycle is not None:
+            self.cycle.reshard()
 
     def check_replicas(self) -> None:
         """See that ranks which must hold the same parameters and buffers do, bit for bit, by a hash.
@@ -286,7 +301,7 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
-        reshard(self.module)
+        self._reshard()
         state = dict(initialize.state(self.module))
         tensors = {name: local_tensor(tensor) for name, tensor in state.items()}
         groups = {}
@@ -298,7 +313,7 @@ class Parallelized:
 
     def describe(self) -> Description:
         """Return what this rank holds: a table that prints itself, with bytes a rank by block and the totals."""
-        reshard(self.module)
+        self._reshard()
         return describe(self.module, self.layout, str(self.plan))
 
     def __repr__(self) -> str:

@@ -14,13 +14,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshpar import runtime
+from meshpar.agreement import Agreement
+from meshpar.cycle import Cycle
 from meshpar.errors import LayoutError, MeshError, MeshparError, PlanError
-from meshpar.guards import guard
+from meshpar.explain import Explanation
+from meshpar.guards import refuse_copies
 from meshpar.initialize import state, tied_names
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type
 from meshpar.parallelized import Parallelized
 from meshpar.passes.base import Pass, Stage
+from meshpar.passes.random import draws_random
 from meshpar.registry import layout_for
 from meshpar.replicas import check_equal
 
@@ -138,12 +142,22 @@ class Plan:
         world = [0] * dist.get_world_size()
         check_equal(weights, dict.fromkeys(weights, world), device, "the weights handed to apply")
         mesh = spec.build(kind)
+        before = list(module.parameters())
         self._run_passes(module, layout, mesh)
         if not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
             module.to(device)
-        if self.passes:
-            guard(module, str(self), splits_features=spec.axes.get("tp", 1) > 1)
-        return Parallelized(module, mesh, spec, self, layout, device)
+        kept = {id(each) for each in module.parameters()}
+        data = next((each for each in self.passes if each.stage == Stage.DATA), None)
+        explanation = Explanation(
+            module, str(self), splits_features=spec.axes.get("tp", 1) > 1, unit_pass=None if data is None else _title(data)
+        )
+        cycle = Cycle(module, explanation, [each for each in before if id(each) not in kept])
+        refuse_copies(module)
+        par = Parallelized(module, mesh, spec, self, layout, device, cycle)
+        same = [axis for axis, size in spec.axes.items() if size > 1 and axis not in par.data_axes]
+        draws = (layout.dropout or draws_random(module)) and not any(getattr(each, "sequence_parallel", False) for each in self.passes)
+        cycle.agreement = Agreement(module, mesh, [axis for axis in par.data_axes if spec.axes[axis] > 1], same, device, draws=draws)
+        return par
 
     def _run_passes(self, module: nn.Module, layout: ModelLayout, mesh: Any) -> None:
         names, ties = [name for name, _ in module.named_parameters()], tied_names(module)

@@ -15,7 +15,7 @@ from meshpar.loss import token_loss
 from meshpar.mesh import divisors
 from meshpar.passes.collectives import copy_to
 from meshpar.passes.context import Context
-from meshpar.passes.local import set_forward
+from meshpar.passes.installed import set_attribute, set_forward
 from meshpar.passes.styles import Colwise, Region
 
 
@@ -63,7 +63,7 @@ class LatentKeys:
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Sum the rotary part's gradient."""
-        inner, group, width = module.forward, context.mesh.get_group(), self.rotary[name]
+        inner, group, width = module.forward, context.group, self.rotary[name]
 
         def forward(x: Tensor) -> Tensor:
             y = inner(x)
@@ -117,7 +117,7 @@ class GPT2Attention:
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Make the width this rank's, and make the region known before anything inside is installed."""
-        module.split_size = module.embed_dim // context.mesh.size()  # type: ignore[operator, assignment]
+        set_attribute(module, "split_size", module.embed_dim // context.size)  # type: ignore[operator]
         context.regions[name] = Region()
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
@@ -148,7 +148,7 @@ class Heads:
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Make the counts this rank's, and make the region known before anything inside is installed."""
         for attribute in _counts(module):
-            setattr(module, attribute, getattr(module, attribute) // context.mesh.size())
+            set_attribute(module, attribute, getattr(module, attribute) // context.size)
         context.regions[name] = Region(self.local)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:

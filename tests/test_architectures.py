@@ -12,9 +12,9 @@ from models_for_parity import VOCAB, transformer
 from torch import nn
 
 from meshpar import FullyShard, Plan, TensorParallel
+from meshpar.agreement import differing_gradients
 from meshpar.checkpoints import Safetensors, export_module
 from meshpar.errors import LayoutError
-from meshpar.passes.agreement import differing_gradients
 from meshpar.registry import layout_for
 from meshpar.stacking import Unstack
 from meshpar.testing import assert_parity, on_ranks, token_steps

@@ -7,7 +7,7 @@ Only the simulation's own process calls these, but for :func:`hidden_propagation
 - ``FakeTensorMode.avoid_device_init``: otherwise ``torch.tensor(x, device=...)`` would be made on the device that does not exist.
 - ``ShardingPropagator._propagate_tensor_meta_non_cached``: DTensor runs operators on fake tensors of the global size to learn shapes;
   nothing of that is allocated, so the recorder must not see it.
-- Our own ``_Regroup.forward``, ``check_equal`` and ``_check_gradients_agree``: they look at values, which simulated tensors do not have.
+- Our own ``_order`` of regrouped rows and ``check_equal``: they look at values, which simulated tensors do not have.
 - ``_chunk_with_empty``: FSDP2 makes a view for every rank's chunk and uses one; with thousands of ranks that takes minutes.
 """
 
@@ -28,9 +28,9 @@ import meshpar.plan as plan_module
 from meshpar import runtime
 from meshpar.mesh import MeshSpec
 from meshpar.parallelized import Parallelized
-from meshpar.passes.collectives import _all_to_all, _Regroup
+from meshpar.passes import collectives
 
-__all__ = ["FakeTensor", "fake_mode", "hidden_propagation", "register_device", "settle"]
+__all__ = ["FakeTensor", "Settled", "fake_mode", "hidden_propagation", "register_device"]
 
 
 def register_device(name: str, module: Any) -> None:
@@ -46,7 +46,7 @@ def register_device(name: str, module: Any) -> None:
     _outside_fake_mode(MeshSpec, "build")
     _make_chunks_lazy()
     plan_module.check_equal = lambda *_: None  # type: ignore[assignment]
-    _Regroup.forward = staticmethod(_regrouped)  # type: ignore[method-assign]
+    collectives._order = _counted_order
 
 
 def fake_mode() -> FakeTensorMode:
@@ -54,21 +54,28 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def settle(par: Parallelized, *, checks: bool) -> None:
-    """Let the ranks' comparison of their gradients send what it sends and look at nothing.
+@final
+class Settled:
+    """The comparisons of a step after the first ones, which send what they send and look at nothing.
 
     Args:
         par: the model.
-        checks: whether this step has the comparison: on a CPU every one, on an accelerator the first ones only.
+        checks: whether gradients are compared: on a CPU in every step, on an accelerator in the first ones only.
     """
 
-    def compare(marks: torch.Tensor, axes: set[str]) -> None:
-        for axis in axes:
-            dist.all_reduce(marks, group=par.mesh.get_group(axis))
+    def __init__(self, par: Parallelized, *, checks: bool) -> None:
+        self._par, self._checks = par, checks
 
-    par._marks = lambda: torch.empty(2, dtype=torch.float64, device=par.device) if checks else None  # type: ignore[method-assign]
-    par._check_gradients_agree = compare  # type: ignore[method-assign]
-    par._copies_checked = True
+    def batch(self, inputs: Any) -> None:
+        """Only the first steps compare batches."""
+
+    def micro_batches(self, left: int) -> None:
+        """Sent between hosts' processors, where there are any others."""
+
+    def gradients(self) -> None:
+        """Send the marks."""
+        if self._checks:
+            self._par.data_sum(torch.empty(2, dtype=torch.float64, device=self._par.device))
 
 
 @contextmanager
@@ -140,14 +147,10 @@ def _make_chunks_lazy() -> None:
             setattr(module, "_chunk_with_empty", lazily)  # noqa: B010
 
 
-def _regrouped(ctx: Any, weight: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Do what ``_Regroup.forward`` does, with rows counted instead of looked up."""
-    rows, me = weight.shape[dim], group.rank()
-    ctx.sent = _rows_by_owner(rows, group.size(), parts)[me]
-    ctx.received = [sent[me] for sent in _rows_by_owner(rows, group.size(), parts)]
-    ctx.order, ctx.dim, ctx.group = torch.empty(rows, dtype=torch.int64, device=weight.device), dim, group
-    ordered = weight.movedim(dim, 0).index_select(0, ctx.order)
-    return _all_to_all(ordered, ctx.received, ctx.sent, group).movedim(0, dim).contiguous()
+def _counted_order(rows: int, parts: int, group: dist.ProcessGroup) -> tuple[Tensor, list[int], list[int]]:
+    """Do what ``_order`` does, with rows counted instead of looked up."""
+    counts, me = _rows_by_owner(rows, group.size(), parts), group.rank()
+    return torch.empty(rows, dtype=torch.int64), counts[me], [sent[me] for sent in counts]
 
 
 @cache

@@ -1,7 +1,8 @@
 """Collectives over one mesh axis that autograd knows, in pairs: what one does forward the other does backward.
 
 The f and g operators of Megatron-LM (arXiv 1909.08053, section 3) and their sequence-parallel forms (arXiv 2205.05198, section 4).
-They run on local tensors, in eager mode and under ``torch.compile``.
+They run on local tensors, in eager mode and under ``torch.compile``. Each one's backward is its partner, not the bare collective, so that
+gradients of gradients are exact, too.
 """
 
 from __future__ import annotations
@@ -14,11 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshpar._torch import collective_ops as ops
+from meshpar.errors import MeshparError
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return ``x``, replicated over the axis; its gradient is summed over the axis."""
     return _Copy.apply(x, group)
+
+
+def copy_weight(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return ``x``, a parameter that every rank holds whole and sees a part of the data with; its gradient is summed over the axis.
+
+    The sum is made in float32 or wider, whatever the parameter's dtype: it is small, and nothing is gained by rounding it.
+    """
+    return _CopyWeight.apply(x, group)
 
 
 def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -84,17 +94,31 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grads[0], ctx.group), None
+        return reduce_from(grads[0], ctx.group), None
+
+
+class _CopyWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        wide = torch.promote_types(grads[0].dtype, torch.float32)
+        return reduce_from(grads[0].to(wide), ctx.group).to(grads[0].dtype), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         return _all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+        # The gradient is replicated and goes on into what each rank computes of its part, as copy_to's input does.
+        return copy_to(grads[0], ctx.group) if grads[0].requires_grad else grads[0], None
 
 
 class _GatherPartial(torch.autograd.Function):
@@ -105,7 +129,7 @@ class _GatherPartial(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter(grads[0], ctx.dim, ctx.group), None, None
+        return reduce_scatter(grads[0], ctx.dim, ctx.group), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -116,25 +140,21 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grads[0], ctx.dim, ctx.group), None, None
-
-
-def _join_chunks(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-    width = -(-size // group.size())
-    padded = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-    whole = _all_gather(padded, x.ndim - 1, group)
-    return whole[..., :size] if whole.shape[-1] > size else whole
+        return gather_partial(grads[0], ctx.dim, ctx.group), None, None
 
 
 class _GatherReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.start, ctx.width = -(-size // group.size()) * group.rank(), x.shape[-1]
-        return _join_chunks(x, size, group)
+        ctx.size, ctx.group = size, group
+        width = -(-size // group.size())
+        padded = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+        whole = _all_gather(padded, x.ndim - 1, group)
+        return whole[..., :size] if whole.shape[-1] > size else whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].narrow(-1, ctx.start, ctx.width).contiguous(), None, None
+        return split_replicated(grads[0], ctx.group), None, None
 
 
 class _SplitReplicated(torch.autograd.Function):
@@ -147,27 +167,47 @@ class _SplitReplicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _join_chunks(grads[0], ctx.size, ctx.group), None
+        return gather_replicated(grads[0], ctx.size, ctx.group), None
 
 
 class _Regroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ranks, me = group.size(), group.rank()
-        rows = weight.shape[dim]
-        part = rows * ranks // parts
-        # Row g of the whole belongs to the rank that holds its place within its part.
-        goes_to = torch.arange(rows * ranks, device="cpu").remainder(part).div(part // ranks, rounding_mode="floor").view(ranks, rows)
-        ctx.sent = torch.bincount(goes_to[me], minlength=ranks).tolist()
-        ctx.received = (goes_to == me).sum(1).tolist()
-        ctx.order, ctx.dim, ctx.group = goes_to[me].argsort(stable=True).to(weight.device), dim, group
+        order, sent, received = _order(weight.shape[dim], parts, group)
+        ctx.order, ctx.sent, ctx.received, ctx.dim, ctx.group = order.to(weight.device), sent, received, dim, group
         ordered = weight.movedim(dim, 0).index_select(0, ctx.order)
-        moved = _all_to_all(ordered, ctx.received, ctx.sent, group)
-        return moved.movedim(0, dim).contiguous()
+        return _all_to_all(ordered, received, sent, group).movedim(0, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        moved = grads[0].movedim(ctx.dim, 0).contiguous()
-        ordered = _all_to_all(moved, ctx.sent, ctx.received, ctx.group)
-        back = torch.empty_like(ordered).index_copy_(0, ctx.order, ordered)
-        return back.movedim(0, ctx.dim).contiguous(), None, None, None
+        back = _Ungroup.apply(grads[0], ctx.order, ctx.sent, ctx.received, ctx.dim, ctx.group)
+        return back, None, None, None
+
+
+class _Ungroup(torch.autograd.Function):
+    """The way back of _Regroup; what has been regrouped twice is where it was, so their gradients are each other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, order: Tensor, sent: list[int], received: list[int], dim: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.order, ctx.sent, ctx.received, ctx.dim, ctx.group = order, sent, received, dim, group
+        ordered = _all_to_all(x.movedim(dim, 0).contiguous(), sent, received, group)
+        return torch.empty_like(ordered).index_copy_(0, order, ordered).movedim(0, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if grads[0].requires_grad:
+            raise MeshparError("gradients of the third order through packed_colwise are not known; split the projection into its parts")
+        ordered = grads[0].movedim(ctx.dim, 0).index_select(0, ctx.order)
+        back = _all_to_all(ordered, ctx.received, ctx.sent, ctx.group).movedim(0, ctx.dim).contiguous()
+        return back, None, None, None, None, None
+
+
+def _order(rows: int, parts: int, group: dist.ProcessGroup) -> tuple[Tensor, list[int], list[int]]:
+    """Return in which order this rank sends its rows, and how many rows it sends to and receives from each rank."""
+    ranks, me, part = group.size(), group.rank(), rows * group.size() // parts
+    # Row g of the whole belongs to the rank that holds its place within its part.
+    goes_to = torch.arange(rows * ranks, device="cpu").remainder(part).div(part // ranks, rounding_mode="floor").view(ranks, rows)
+    sent = torch.bincount(goes_to[me], minlength=ranks).tolist()
+    return goes_to[me].argsort(stable=True), sent, (goes_to == me).sum(1).tolist()

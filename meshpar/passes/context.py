@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.errors import PlanError
 from meshpar.passes.collectives import copy_to, gather_partial, reduce_from, reduce_scatter
+from meshpar.passes.installed import set_forward
+from meshpar.passes.random import SplitState
 
 if TYPE_CHECKING:
     from meshpar.passes.styles import Region
@@ -26,21 +29,63 @@ class Context:
 
     Attributes:
         mesh: the tensor axis, 1-D.
+        group: what the collectives run on.
+        rank: this rank's place on the axis.
+        root: the outermost module.
         sequence_parallel: activations between regions are split along the sequence.
         loss_parallel: the head leaves its logits split over the vocabulary.
-        dropout: random state must follow the axis.
+        random: random state, which follows the split; None where nothing is drawn.
         inputs: keyword names under which a region may receive its hidden states.
-        sharded: id of a parameter as it was -> the DTensor parameter that took its place, so that tied ones stay tied.
+        placed: id of a parameter as it was -> the DTensor parameter that took its place, so that tied ones stay tied.
+        replaced: the parameters as they were.
         regions: name -> the region that a module stands in.
+        joining: modules at whose end random state is the axis's shared one again.
     """
 
     mesh: DeviceMesh
+    group: dist.ProcessGroup
+    rank: int
+    root: nn.Module
     sequence_parallel: bool
     loss_parallel: bool
-    dropout: bool
+    random: SplitState | None
     inputs: tuple[str, ...]
-    sharded: dict[int, nn.Parameter] = field(default_factory=dict)
+    placed: dict[int, nn.Parameter] = field(default_factory=dict)
+    replaced: list[nn.Parameter] = field(default_factory=list)
     regions: dict[str, Region] = field(default_factory=dict)
+    joining: set[str] = field(default_factory=set)
+
+    @property
+    def size(self) -> int:
+        """How many ranks the axis has."""
+        return self.mesh.size()
+
+    def part(self, module: nn.Module, x: Tensor) -> None:
+        """Tell that what ``module`` computes of ``x`` from here on is split over the axis."""
+        if self.random is not None and module.training:
+            self.random.part(x.device, self.rank)
+
+    def join(self) -> None:
+        """Tell that activations are replicated from here on."""
+        if self.random is not None:
+            self.random.join()
+
+    def join_after(self, name: str) -> None:
+        """See that activations count as replicated after the module around ``name``, also where an error or a recomputation leaves it."""
+        around = name.rpartition(".")[0]
+        if self.random is None or around in self.joining:
+            return
+        self.joining.add(around)
+        module: Any = self.root.get_submodule(around)
+        inner = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.join()
+
+        set_forward(module, forward)
 
     def region_of(self, name: str) -> Region | None:
         """Return the innermost region around the module called ``name``."""
@@ -49,7 +94,7 @@ class Context:
 
     def enter(self, x: Tensor) -> Tensor:
         """Bring hidden states from between the regions to a computation that is split over the axis."""
-        group = self.mesh.get_group()
+        group = self.group
         return gather_partial(x, SEQUENCE_DIM, group) if self.sequence_parallel else copy_to(x, group)
 
     def leave(self, x: Tensor) -> Tensor:
@@ -58,7 +103,7 @@ class Context:
         Raises:
             PlanError: under sequence parallelism, a sequence length that the axis does not divide.
         """
-        group = self.mesh.get_group()
+        group = self.group
         if not self.sequence_parallel:
             return reduce_from(x, group)
         if x.shape[SEQUENCE_DIM] % group.size():

@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils import parametrize
 
+from meshpar.errors import ParallelError
 from meshpar.mesh import divisors
-from meshpar.passes.collectives import copy_to
+from meshpar.passes.collectives import copy_weight
 from meshpar.passes.context import Context
-
-
-def set_forward(module: Any, forward: Callable[..., Any]) -> None:
-    """Let ``module`` compute by ``forward``, which keeps the signature of the one before."""
-    module.forward = functools.update_wrapper(forward, module.forward)
+from meshpar.passes.installed import Product, installed, own_forward, record, set_forward
+from meshpar.patterns import class_name
 
 
 def is_transposed(module: nn.Module) -> bool:
     """Tell GPT-2's Conv1D, whose weight is (in, out), from a linear layer, whose weight is (out, in)."""
-    return type(module).__name__ == "Conv1D"
+    return type(module).__name__ == "Conv1D" and type(module).__module__ in ("transformers.pytorch_utils", "meshpar.models.gpt2")
+
+
+def replaced_problems(name: str, module: nn.Module, base: type[nn.Module]) -> Iterator[str]:
+    """Yield why a style that computes in a module's place would compute something else: what it replaces must be what it knows.
+
+    Args:
+        name: the module's name.
+        module: what is to be replaced.
+        base: the class whose forward the style knows (``nn.Linear``, which stands for GPT-2's Conv1D too; ``nn.Embedding``).
+    """
+    kind, known = type(module), base.__name__
+    leave = f"leave it whole: TensorParallel(styles={{{name!r}: None}}), or give it a style of your own"
+    if parametrize.is_parametrized(module):
+        parts = ", ".join(sorted(module.parametrizations))  # type: ignore[arg-type]
+        yield f"{name} computes its {parts} by a parametrization, which a style for {known} would skip; {leave}"
+    elif kind.forward is not base.forward and not is_transposed(module):
+        yield f"{name} is a {class_name(module)} with a forward of its own, which a style for {known} would skip; {leave}"
+    elif own_forward(module) is not None:
+        yield f"{name} has a forward that was set on it, which a style for {known} would skip; set it after apply, or {leave}"
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    if any(hooks):
+        yield (
+            f"{name} has hooks, which would see a rank's part of what they expect (or weights that they compute, as weight_norm of "
+            f"torch.nn.utils does, would be skipped); register them on a module around it, or {leave}"
+        )
 
 
 def features_of(module: nn.Module) -> tuple[int, int] | None:
@@ -41,27 +64,34 @@ def empty_problems(name: str, what: str, count: int, size: int) -> Iterator[str]
         yield f"{name} has {count} {what}, which tp={size} splits so that some ranks would hold none; tp in {divisors(count) or 1} would do"
 
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
 def set_product(module: nn.Linear, product: Product) -> None:
     """Let a linear layer multiply by ``(x, weight, bias) -> y``, also where tensor parallelism has given it another forward."""
-    module._meshpar_product = product  # type: ignore[assignment]
+    record(module).product = product
     if type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
         set_forward(module, lambda x: product(x, module.weight, module.bias))
 
 
 def linear(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Apply a layer with another weight and bias than its own."""
-    product = module.__dict__.get("_meshpar_product")
-    if product is not None:
-        return product(x, weight, bias)
+    known = installed(module)
+    if known is not None and known.product is not None:
+        return known.product(x, weight, bias)
     return F.linear(x, weight.t() if is_transposed(module) else weight, bias)
 
 
 def local(parameter: Any) -> Any:
-    """Return this rank's part of a parameter, as autograd knows it; None stays None."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    """Return this rank's part of a parameter, as autograd knows it; None stays None.
+
+    Raises:
+        ParallelError: a plain tensor, which somebody put in a parameter's place: whether it is the whole or a part cannot be known.
+    """
+    if parameter is None or isinstance(parameter, DTensor):
+        return parameter if parameter is None else parameter.to_local()
+    raise ParallelError(
+        f"a plain tensor {tuple(parameter.shape)} stands where a layer holds its part of a parameter as a DTensor; "
+        "torch.func.functional_call with whole weights cannot work on a parallel module: load them with par.load_state_dict, "
+        "average weights with par.averaged, or hand in DTensors placed like the parameters"
+    )
 
 
 def strides(shape: torch.Size) -> tuple[int, ...]:
@@ -71,40 +101,90 @@ def strides(shape: torch.Size) -> tuple[int, ...]:
 
 def shard_parameter(module: nn.Module, name: str, dim: int, context: Context) -> None:
     """Replace a parameter by a DTensor split along ``dim``; one that was replaced already, under another name, stays the same."""
+    _place(module, name, Shard(dim), context)
+
+
+def keep_whole(module: nn.Module, context: Context) -> None:
+    """Make DTensors of the parameters in ``module`` that nothing split, so that optimizers and loops see one kind of parameter."""
+    for child in module.modules():
+        for name in child._parameters:
+            _place(child, name, Replicate(), context)
+
+
+def _place(module: nn.Module, name: str, placement: Shard | Replicate, context: Context) -> None:
     parameter = module._parameters.get(name)
     if parameter is None:
         return
-    taken = context.sharded.get(id(parameter))
+    taken = context.placed.get(id(parameter))
     if taken is None:
-        part = parameter.detach().chunk(context.mesh.size(), dim)[context.mesh.get_local_rank()]
+        part = parameter.detach()
+        if isinstance(placement, Shard):
+            part = part.chunk(context.size, placement.dim)[context.rank].clone(memory_format=torch.contiguous_format)
         whole = DTensor.from_local(
-            part.clone(memory_format=torch.contiguous_format),
-            context.mesh,
-            [Shard(dim)],
-            run_check=False,
-            shape=parameter.shape,
-            stride=strides(parameter.shape),
+            part, context.mesh, [placement], run_check=False, shape=parameter.shape, stride=strides(parameter.shape)
         )
         taken = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         taken.__dict__.update(parameter.__dict__)
-        context.sharded[id(parameter)] = context.sharded[id(taken)] = taken
+        # Numbers of objects are given again once an object is gone, so the one that was replaced is kept until all are placed.
+        context.placed[id(parameter)] = context.placed[id(taken)] = taken
+        context.replaced.append(parameter)
     module._parameters[name] = taken
 
 
+def see_whole(module: nn.Module, styled: set[nn.Module]) -> None:
+    """Let modules that know nothing of the split compute with the plain tensors behind the parameters that every rank holds whole.
+
+    A module without a styled one in it may read its children's parameters (torch's own attention does), and sees those plain, too.
+    """
+    for child in module.modules():
+        known = installed(child)
+        inside = [child] if any(each in styled for each in child.modules() if each is not child) else list(child.modules())
+        held = [(each._parameters, name) for each in inside for name, value in each._parameters.items() if value is not None]
+        if held and any(True for _ in child.parameters(recurse=False)) and not (known is not None and known.reads_parameters):
+            see_plain(child, held)
+
+
+def see_plain(module: nn.Module, held: list[tuple[dict[str, Any], str]]) -> None:
+    """Let ``module`` compute with the plain tensors behind parameters that every rank holds whole.
+
+    Args:
+        module: any module.
+        held: the parameters, each as the dict that holds it and its name there.
+    """
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kept = [(owner, name, value) for owner, name in held if is_whole(value := owner[name])]
+        try:
+            for owner, name, value in kept:
+                owner[name] = value.to_local()
+            return inner(*args, **kwargs)
+        finally:
+            for owner, name, value in kept:
+                owner[name] = value
+
+    set_forward(module, forward)
+
+
+def is_whole(parameter: Any) -> bool:
+    """Tell a DTensor that every rank of its mesh holds whole; FSDP2's shards are none before they are gathered."""
+    return isinstance(parameter, DTensor) and all(each.is_replicate() for each in parameter.placements)
+
+
 def sum_gradients(module: nn.Module, context: Context) -> None:
-    """Let the module's own parameters be seen through ``copy_to``, so that their partial gradients are summed inside autograd.
+    """Let the module's own parameters be seen through ``copy_weight``, so that their partial gradients are summed inside autograd.
 
     A hook on the parameter would sum what earlier micro-batches accumulated once more.
     """
-    inner, group = module.forward, context.mesh.get_group()
+    inner, group = module.forward, context.group
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         own = {name: value for name, value in module._parameters.items() if value is not None}
         try:
             for name, value in own.items():
-                module._parameters[name] = copy_to(value, group)  # type: ignore[assignment]
+                module._parameters[name] = copy_weight(local(value), group)  # type: ignore[assignment]
             return inner(*args, **kwargs)
         finally:
             module._parameters.update(own)
 
-    set_forward(module, forward)
+    set_forward(module, forward, reads_parameters=True)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from meshpar.mesh import divisors
-from meshpar.passes.collectives import copy_to, gather_replicated, regroup
+from meshpar.passes.collectives import copy_to, copy_weight, gather_replicated, regroup
 from meshpar.passes.context import Context
-from meshpar.passes.local import empty_problems, features_of, is_transposed, linear, local, set_forward, shard_parameter
+from meshpar.passes.installed import set_forward
+from meshpar.passes.local import empty_problems, features_of, is_transposed, linear, local, replaced_problems, shard_parameter
 
 
 @final
@@ -56,7 +57,7 @@ class Parts:
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Let the forward see local tensors; prepare inputs and reduce the output where it sums."""
-        inner, group = module.forward, context.mesh.get_group()
+        inner, group = module.forward, context.group
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.sums:
@@ -65,7 +66,7 @@ class Parts:
             output = with_own(module, self._held(module, group), lambda: inner(*args, **kwargs))
             return context.leave(output) if self.sums else output
 
-        set_forward(module, forward)
+        set_forward(module, forward, reads_parameters=True)
 
     def _held(self, module: nn.Module, group: Any) -> dict[str, Tensor]:
         held = {}
@@ -76,7 +77,9 @@ class Parts:
                 dim, parts = self.dims[name]
                 held[name] = regroup(local(value), parts, dim % value.ndim, group) if parts > 1 else local(value)
             elif name in self.added:
-                held[name] = copy_to(value, group) / group.size()
+                held[name] = copy_weight(local(value), group) / group.size()
+            else:
+                held[name] = local(value)
         return held
 
 
@@ -117,7 +120,7 @@ class Experts:
         if (other := self._other(module, context)) is not None:
             other.install(name, module, context)
             return
-        group = context.mesh.get_group()
+        group = context.group
         held, inner = _expert_count(module) // group.size(), module.forward
         bind = inspect.signature(inner).bind
 
@@ -134,10 +137,10 @@ class Experts:
             counted = {"num_experts": held, "_is_expert_parallel": True}
             return context.leave(with_own(module, own, lambda: inner(*bound.args, **bound.kwargs), counted))
 
-        set_forward(module, forward)
+        set_forward(module, forward, reads_parameters=True)
 
     def _other(self, module: nn.Module, context: Context) -> Parts | None:
-        return self.otherwise if _expert_count(module) % context.mesh.size() else None
+        return self.otherwise if _expert_count(module) % context.size else None
 
 
 @final
@@ -152,6 +155,7 @@ class FeatureTable:
         if type(module).forward is not nn.Embedding.forward:
             yield f"{name} is a {type(module).__name__}, which cannot be split by features; expected an Embedding"
         else:
+            yield from replaced_problems(name, module, nn.Embedding)
             yield from empty_problems(name, "features", int(module.weight.shape[1]), size)  # type: ignore[arg-type, index, union-attr]
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
@@ -160,13 +164,13 @@ class FeatureTable:
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Join the slices."""
-        inner, group, width = module.forward, context.mesh.get_group(), int(module.weight.shape[1])  # type: ignore[arg-type, index, union-attr]
+        inner, group, width = module.forward, context.group, int(module.weight.shape[1])  # type: ignore[arg-type, index, union-attr]
 
         def forward(tokens: Tensor) -> Tensor:
             found = with_own(module, {"weight": local(module.weight)}, lambda: inner(tokens))
             return gather_replicated(found, width, group) if self.gather else found
 
-        set_forward(module, forward)
+        set_forward(module, forward, reads_parameters=True)
 
 
 @final
@@ -184,7 +188,7 @@ class Shared:
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Divide by the number of ranks."""
-        inner, size = module.forward, context.mesh.size()
+        inner, size = module.forward, context.size
         set_forward(module, lambda x: inner(x) / size)
 
 
@@ -207,19 +211,20 @@ class CopiedHeads:
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Compute with this rank's head of the weight and bias."""
-        group, dim = context.mesh.get_group(), 1 if is_transposed(module) else 0
+        group, dim = context.group, 1 if is_transposed(module) else 0
         width = (features_of(module) or (0, 0))[1] // self.heads
         start = group.rank() * self.heads // group.size() * width
         prepare = context.enter if context.region_of(name) is None else None
 
         def forward(x: Tensor) -> Tensor:
-            weight, bias = module._parameters["weight"], module._parameters.get("bias")
-            assert weight is not None, "a projection has a weight"
-            held = copy_to(weight, group).narrow(dim, start, width)
-            added = None if bias is None else copy_to(bias, group).narrow(0, start, width)
+            context.part(module, x)
+            weight, bias = local(module._parameters["weight"]), local(module._parameters.get("bias"))
+            held = copy_weight(weight, group).narrow(dim, start, width)
+            added = None if bias is None else copy_weight(bias, group).narrow(0, start, width)
             return linear(module, x if prepare is None else prepare(x), held, added)
 
-        set_forward(module, forward)
+        context.join_after(name)
+        set_forward(module, forward, reads_parameters=True)
 
 
 def with_own(module: nn.Module, own: Mapping[str, Tensor], run: Callable[[], Any], attributes: Mapping[str, Any] | None = None) -> Any:

@@ -7,7 +7,11 @@ and to replay under recomputation (Megatron-LM keeps a second tracked state inst
 
 from __future__ import annotations
 
+import zlib
+from typing import final
+
 import torch
+from torch import nn
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 63) - 1
@@ -34,9 +38,41 @@ def seed(device: torch.device, value: int) -> None:
         torch.get_device_module(device).manual_seed(value)
 
 
-@torch.compiler.disable
-def fork(device: torch.device, coordinate: int) -> torch.Tensor:
-    """Switch ``device``'s default generator to a state of this ``coordinate``'s own, and return the state to :func:`join` with."""
+def draws_random(module: nn.Module) -> bool:
+    """Tell whether some dropout module draws random numbers."""
+    return any(getattr(child, "p", 0.0) > 0.0 for child in module.modules() if isinstance(child, nn.modules.dropout._DropoutNd))
+
+
+def digest(device: torch.device) -> torch.Tensor:
+    """Return a number for the state of ``device``'s default generator, as a 0-dim int64 tensor there; waits for nothing."""
+    return torch.tensor(zlib.crc32(bytes(_generator(device).get_state().tolist())), device=device)
+
+
+@final
+class SplitState:
+    """Whether random numbers are drawn for a rank's part of activations at the moment, or for what the axis's ranks share."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cpu")
+        self._shared: torch.Tensor | None = None
+
+    @torch.compiler.disable
+    def part(self, device: torch.device, coordinate: int) -> None:
+        """Draw for a part from here on: switch ``device``'s default generator to a state of this ``coordinate``'s own."""
+        if self._shared is None:
+            self._device = device
+            self._shared = _fork(device, coordinate)
+
+    @torch.compiler.disable
+    def join(self) -> None:
+        """Draw what the ranks share from here on; of no effect where they do so already."""
+        if self._shared is not None:
+            _generator(self._device).set_state(self._shared)
+            self._shared = None
+
+
+def _fork(device: torch.device, coordinate: int) -> torch.Tensor:
+    """Switch ``device``'s default generator to a state of this ``coordinate``'s own, and return the state that the axis shares."""
     generator = _generator(device)
     if device.type == "cpu":
         drawn = int(torch.randint(_MASK, (), generator=generator))
@@ -49,12 +85,6 @@ def fork(device: torch.device, coordinate: int) -> torch.Tensor:
         shared = generator.get_state()
     generator.manual_seed(mix(drawn, coordinate + 1))
     return shared
-
-
-@torch.compiler.disable
-def join(device: torch.device, shared: torch.Tensor) -> None:
-    """Switch ``device``'s default generator back to the state shared over the axis."""
-    _generator(device).set_state(shared)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar import _torch
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
-from meshpar.passes.base import Stage, block_problems
+from meshpar.passes.base import Stage
 from meshpar.passes.shard import Precision, cast_buffers, unit_content_problems
+from meshpar.passes.whole import kept_whole
 
 
 @final
@@ -29,13 +30,14 @@ class Replicate(Precision):
     axes = ("dp_replicate",)
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-        yield from self.precision_problems(self.name)
-        yield from block_problems(self.name, module, layout, required=False)
-        yield from unit_content_problems([(name, unit) for unit, _, name in self.units(module, layout)], module)
+        yield from self.common_problems(self.name, module, layout)
+        units = [(name, unit) for unit, _, name in self.units(module, layout)]
+        yield from unit_content_problems(units, module, set(kept_whole(module, self.whole)))
         if mesh.axes.get("dp_shard", 1) > 1:
             yield "Replicate keeps whole copies and cannot stand beside dp_shard; use HybridShard() for copies of a sharded model"
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         cast_buffers(module, self.buffer_dtype)
+        ignored = self.keep_whole(module, mesh, self.axes)
         for unit, policy, _ in self.units(module, layout):
-            _torch.replicate(unit, mesh=mesh["dp_replicate"], mp_policy=policy)
+            _torch.replicate(unit, mesh=mesh["dp_replicate"], mp_policy=policy, ignored_params=ignored)

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
 from meshpar.passes.base import Stage, block_problems, find_blocks, unmatched
-from meshpar.patterns import find_modules
+from meshpar.passes.whole import WholeParameters, kept_whole
+from meshpar.patterns import find_modules, matches, nearest
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -31,6 +32,9 @@ class Precision:
         output_dtype: dtype to which the outermost module's floating outputs are cast.
         cast_forward_inputs: cast floating inputs to ``param_dtype``.
         buffer_dtype: dtype to which floating buffers are cast.
+        blocks: the units, instead of the layout's blocks: name patterns or class names.
+        whole: patterns of parameters that every rank keeps whole, in their own dtype, beside scalars, which always are
+            (``("logit_scale",)``). Their gradients are averaged when a backward has ended.
     """
 
     param_dtype: torch.dtype | None = None
@@ -38,6 +42,8 @@ class Precision:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     buffer_dtype: torch.dtype | None = None
+    blocks: tuple[str, ...] | None = None
+    whole: tuple[str, ...] = ()
 
     def inner(self) -> MixedPrecisionPolicy:
         """Return the policy of a unit inside the model."""
@@ -52,11 +58,11 @@ class Precision:
         return MixedPrecisionPolicy(torch.float32, self.reduce_dtype, self.param_dtype, True)
 
     def units(
-        self, module: nn.Module, layout: ModelLayout, blocks: tuple[str, ...] | None = None, min_params: int = 0
+        self, module: nn.Module, layout: ModelLayout, min_params: int = 0
     ) -> list[tuple[nn.Module, MixedPrecisionPolicy, str]]:
         """Return (module, policy, name) of the units, innermost first; the last is the whole model with what no other unit holds."""
         order = {name: place for place, (name, _) in enumerate(module.named_modules())}
-        found_blocks = find_blocks(module, layout, blocks)
+        found_blocks = find_blocks(module, layout, self.blocks)
         large = {name: block for name, block in found_blocks if sum(p.numel() for p in block.parameters()) >= min_params}
         single: dict[str, nn.Module] = {}
         if self.param_dtype not in (None, torch.float32):
@@ -66,8 +72,20 @@ class Precision:
         inner = sorted(chosen.items(), key=lambda item: (-item[0].count("."), order[item[0]]))
         return [*((child, self.kept() if name in single else self.inner(), name) for name, child in inner), (module, self.outer(), "")]
 
-    def precision_problems(self, owner: str) -> Iterator[str]:
-        """Yield the dtypes that are none."""
+    def keep_whole(self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> set[nn.Parameter]:
+        """Take out the parameters that every rank of ``axes`` keeps whole, and return them as FSDP2 is to ignore them."""
+        names = list(kept_whole(module, self.whole))
+        if names:
+            WholeParameters(module, names, mesh, axes)
+        return {module.get_parameter(name) for name in names}
+
+    def common_problems(self, owner: str, module: nn.Module, layout: ModelLayout) -> Iterator[str]:
+        """Yield the dtypes that are none, and patterns that match nothing."""
+        yield from block_problems(owner, module, layout, self.blocks, required=False)
+        known = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        for pattern in self.whole:
+            if not any(matches(pattern, name) for name in known):
+                yield f"{owner}(whole=...) {pattern!r} matches no parameter; nearest names: {', '.join(nearest(pattern, known))}"
         for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             value = getattr(self, field)
             if value is not None and value not in FLOATS:
@@ -85,7 +103,6 @@ class _Sharding(Precision):
         offload: ``"cpu"`` keeps parameters, gradients and optimizer state in host memory, pinned where there is an accelerator.
         prefetch_forward: how many units ahead forward gathers beyond FSDP2's own overlap; 0 leaves it to FSDP2.
         prefetch_backward: how many units ahead backward gathers; 1 is FSDP2's own, 0 none before they are needed.
-        blocks: the units, instead of the layout's blocks: name patterns or class names.
         min_params: join blocks smaller than so many parameters to the unit around them.
     """
 
@@ -93,13 +110,11 @@ class _Sharding(Precision):
     offload: Literal["cpu"] | None = None
     prefetch_forward: int = 0
     prefetch_backward: int = 1
-    blocks: tuple[str, ...] | None = None
     min_params: int = 0
 
     def unit_problems(self, owner: str, module: nn.Module, layout: ModelLayout, shards: int) -> Iterator[str]:
         """Yield what is wrong with the units and the knobs, for a shard group of ``shards`` ranks."""
-        yield from self.precision_problems(owner)
-        yield from block_problems(owner, module, layout, self.blocks, required=False)
+        yield from self.common_problems(owner, module, layout)
         keep = self.reshard_after_forward
         if not isinstance(keep, bool) and not (1 < keep < shards and shards % keep == 0):
             fits = [each for each in divisors(shards) if each < shards]
@@ -112,18 +127,20 @@ class _Sharding(Precision):
         for pattern in layout.fp32:
             if not any(find_modules(module, pattern)):
                 yield unmatched(f"layout.fp32 pattern {pattern!r}", pattern, module)
-        units = self.units(module, layout, self.blocks, self.min_params)
-        yield from unit_content_problems([(name, unit) for unit, _, name in units], module)
+        units = self.units(module, layout, self.min_params)
+        yield from unit_content_problems([(name, unit) for unit, _, name in units], module, set(kept_whole(module, self.whole)))
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
-        return {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        kept = {id(each) for each in kept_whole(module, self.whole).values()}
+        return {name for name, each in module.named_parameters(remove_duplicate=False) if id(each) not in kept}
 
-    def shard(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        """Apply ``fully_shard`` unit by unit, the outermost last. ``mesh``: 1-D (shards) or 2-D (replicas, shards)."""
+    def shard(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
+        """Apply ``fully_shard`` unit by unit, the outermost last, over ``axes``: (shards) or (replicas, shards)."""
         cast_buffers(module, self.buffer_dtype)
-        common: dict[str, Any] = {"mesh": mesh, "offload_policy": self._offload_policy(mesh)}
+        ignored = self.keep_whole(module, mesh, axes)
+        common: dict[str, Any] = {"mesh": mesh[axes], "offload_policy": self._offload_policy(mesh), "ignored_params": ignored}
         keep = self.reshard_after_forward
-        *inner, (_, outer, _) = self.units(module, layout, self.blocks, self.min_params)
+        *inner, (_, outer, _) = self.units(module, layout, self.min_params)
         units = [fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **common) for unit, policy, _ in inner]
         fully_shard(module, reshard_after_forward=keep if not isinstance(keep, bool) else False, mp_policy=outer, **common)
         self._prefetch(units)
@@ -154,7 +171,7 @@ class FullyShard(_Sharding):
         yield from self.unit_problems(self.name, module, layout, mesh.axes["dp_shard"])
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        self.shard(module, layout, mesh["dp_shard"])
+        self.shard(module, layout, mesh, self.axes)
 
 
 @final
@@ -181,7 +198,7 @@ class HybridShard(_Sharding):
             )
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        self.shard(module, layout, mesh["dp_replicate", "dp_shard"])
+        self.shard(module, layout, mesh, self.axes)
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -194,26 +211,24 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
                 child._buffers[name] = buffer.to(dtype)
 
 
-def unit_content_problems(units: list[tuple[str, nn.Module]], module: nn.Module) -> Iterator[str]:
-    """Yield scalars, units with several dtypes, and tied parameters that would land in two units."""
-    for name, parameter in module.named_parameters():
-        if not parameter.ndim:
-            yield f"{name} is a scalar, which FSDP2 cannot split; make it a tensor of one element"
+def unit_content_problems(units: list[tuple[str, nn.Module]], module: nn.Module, whole: set[str]) -> Iterator[str]:
+    """Yield units with several dtypes, and tied parameters that would land in two units; those in ``whole`` are in none."""
     unit_of: dict[int, str] = {}
     names: dict[int, str] = {id(parameter): name for name, parameter in module.named_parameters()}
     for unit_name, unit in units:
         dtypes: dict[torch.dtype, str] = {}
         for parameter in unit.parameters():
-            if unit_of.setdefault(id(parameter), unit_name) == unit_name and parameter.requires_grad:
+            managed = parameter.requires_grad and names[id(parameter)] not in whole
+            if unit_of.setdefault(id(parameter), unit_name) == unit_name and managed:
                 dtypes.setdefault(parameter.dtype, names[id(parameter)])
         if len(dtypes) > 1:
             listed = ", ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
             title = unit_name or "(the outermost)"
             yield f"unit {title!r} mixes dtypes: {listed}; FSDP2 needs one dtype a unit: cast the model, or give the odd ones a unit"
-    yield from _tied_problems(units, module)
+    yield from _tied_problems(units, module, whole)
 
 
-def _tied_problems(units: list[tuple[str, nn.Module]], module: nn.Module) -> Iterator[str]:
+def _tied_problems(units: list[tuple[str, nn.Module]], module: nn.Module, whole: set[str]) -> Iterator[str]:
     homes: dict[int, str] = {}
     for title, unit in units:
         for child in unit.modules():
@@ -223,6 +238,6 @@ def _tied_problems(units: list[tuple[str, nn.Module]], module: nn.Module) -> Ite
         for leaf, parameter in child.named_parameters(recurse=False):
             places.setdefault(id(parameter), {})[f"{name}.{leaf}" if name else leaf] = homes[id(child)]
     for group in places.values():
-        if len(set(group.values())) > 1:
+        if len(set(group.values())) > 1 and not whole.intersection(group):
             listed = ", ".join(f"{name} in {home or '(the outermost)'!r}" for name, home in group.items())
             yield f"tied parameters would land in two units: {listed}; take both out of the blocks, so that the outermost unit holds them"

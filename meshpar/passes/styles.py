@@ -1,7 +1,7 @@
 """The tensor-parallel styles: how one module computes when its features live on several ranks.
 
 Parameters that are split become DTensors on the tensor axis (so that sharding, checkpoints, clipping and optimizers know them); the
-arithmetic runs on their local tensors, with the collectives written out. Replicated parameters stay plain tensors.
+arithmetic runs on their local tensors, with the collectives written out. Parameters that every rank keeps whole are DTensors, too.
 Follows Megatron-LM (arXiv 1909.08053; sequence parallelism: arXiv 2205.05198).
 """
 
@@ -17,34 +17,33 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshpar.errors import PlanError
 from meshpar.mesh import divisors
-from meshpar.passes.collectives import copy_to, gather_replicated, regroup, split_replicated
+from meshpar.passes.collectives import copy_to, copy_weight, gather_replicated, regroup, split_replicated
 from meshpar.passes.context import Context, Style
+from meshpar.passes.installed import record, set_forward
 from meshpar.passes.local import (
     empty_problems,
     features_of,
     is_transposed,
     linear,
     local,
-    set_forward,
+    replaced_problems,
     shard_parameter,
     strides,
     sum_gradients,
 )
-from meshpar.passes.random import fork, join
 from meshpar.passes.vocabulary import Vocabulary
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class Region:
     """A module whose inside is split: one preparation of its input serves all projections in it.
 
-    ``local``: keyword names of inputs that hold this rank's heads already (a position bias that an earlier layer computed).
+    Attributes:
+        local: keyword names of inputs that hold this rank's heads already (a position bias that an earlier layer computed).
     """
 
-    def __init__(self, local: tuple[str, ...] = ()) -> None:
-        self._local = local
-        self._shared: Tensor | None = None
-        self._device = torch.device("cpu")
+    local: tuple[str, ...] = ()
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         return iter(())
@@ -62,12 +61,12 @@ class Region:
             if first is None:
                 wanted = " or ".join(context.inputs)
                 raise PlanError([f"{name} got no hidden states: expected a tensor first, or as {wanted}; name it in layout.hidden_inputs"])
-            self._begin(module, args[0] if first == 0 else kwargs[first], context)
+            context.part(module, args[0] if first == 0 else kwargs[first])
             try:
                 args = tuple(self._enter(name, "", value, place == first, context) for place, value in enumerate(args))
                 return inner(*args, **{key: self._enter(name, key, value, key == first, context) for key, value in kwargs.items()})
             finally:
-                self.end()
+                context.join()
 
         set_forward(module, forward)
 
@@ -75,23 +74,12 @@ class Region:
         """Bring one input into the region; of the others only those whose gradient this rank would know in part."""
         if is_hidden:
             return context.enter(value)
-        if not (isinstance(value, Tensor) and value.requires_grad) or key in self._local:
+        if not (isinstance(value, Tensor) and value.requires_grad) or key in self.local:
             return value
         if context.sequence_parallel:
             raise PlanError([f"{name} takes a second input that wants a gradient, whose place in the sequence is not known; use "
                              "TensorParallel(sequence_parallel=False)"])  # fmt: skip
-        return copy_to(value, context.mesh.get_group())
-
-    def _begin(self, module: nn.Module, x: Tensor, context: Context) -> None:
-        if context.dropout and module.training and not context.sequence_parallel:
-            self._device = x.device
-            self._shared = fork(x.device, context.mesh.get_local_rank())
-
-    def end(self) -> None:
-        """Go back to the random state that the axis shares; activations are replicated from here on."""
-        if self._shared is not None:
-            join(self._device, self._shared)
-            self._shared = None
+        return copy_to(value, context.group)
 
 
 @final
@@ -110,7 +98,9 @@ class Colwise:
         features = features_of(module)
         if features is None:
             yield f"{name} is a {type(module).__name__}, which cannot be split by output features; expected a linear layer"
-        elif self.parts == 1:
+            return
+        yield from replaced_problems(name, module, nn.Linear)
+        if self.parts == 1:
             yield from empty_problems(name, "output features", features[1], size)
         elif features[1] % (self.parts * size):
             yield (
@@ -123,11 +113,15 @@ class Colwise:
         shard_parameter(module, "bias", 0, context)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        group, out_dim = context.mesh.get_group(), 1 if is_transposed(module) else 0
+        group, out_dim = context.group, 1 if is_transposed(module) else 0
         prepare = context.enter if context.region_of(name) is None else None
         width = (features_of(module) or (0, 0))[1]
+        if self.gather == "no":
+            context.join_after(name)
 
         def forward(x: Tensor) -> Tensor:
+            if self.gather == "no":
+                context.part(module, x)
             weight, bias = local(module.weight), local(module.bias)
             if self.parts > 1:
                 weight = regroup(weight, self.parts, out_dim, group)
@@ -142,9 +136,9 @@ class Colwise:
                 return DTensor.from_local(y, context.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=strides(shape))
             return gather_replicated(y, width, group)
 
-        set_forward(module, forward)
+        set_forward(module, forward, reads_parameters=True)
         if self.gather == "loss" and prepare is not None:  # what the chunked loss does around its own products
-            forward.prepare, forward.finish = prepare, finish  # type: ignore[attr-defined]
+            record(module).around = (prepare, finish)
 
 
 @final
@@ -162,25 +156,25 @@ class Rowwise:
         if features is None:
             yield f"{name} is a {type(module).__name__}, which cannot be split by input features; expected a linear layer"
         else:
+            yield from replaced_problems(name, module, nn.Linear)
             yield from empty_problems(name, "input features", features[0], size)
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         shard_parameter(module, "weight", 0 if is_transposed(module) else 1, context)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        region, group = context.region_of(name), context.mesh.get_group()
+        group = context.group
 
         def forward(x: Tensor) -> Tensor:
             x = split_replicated(x, group) if self.split_input else x
             y = context.leave(linear(module, x, local(module.weight), None))
-            if region is not None:
-                region.end()
-            bias = module._parameters["bias"]
+            context.join()
+            bias = local(module._parameters["bias"])
             if bias is None:
                 return y
-            return y + (copy_to(bias, group) if context.sequence_parallel else bias)
+            return y + (copy_weight(bias, group) if context.sequence_parallel else bias)
 
-        set_forward(module, forward)
+        set_forward(module, forward, reads_parameters=True)
 
 
 @final
@@ -202,7 +196,7 @@ class Sequence:
             return
         inner = module.forward
         if isinstance(module, nn.Embedding):
-            ranks, me = context.mesh.size(), context.mesh.get_local_rank()
+            ranks, me = context.size, context.rank
 
             def forward(positions: Tensor) -> Tensor:
                 length = positions.shape[-1] // ranks

@@ -14,7 +14,10 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
 from meshpar.passes.base import Stage, unmatched
 from meshpar.passes.context import Context, Style
+from meshpar.passes.installed import set_attribute
+from meshpar.passes.local import keep_whole, see_whole
 from meshpar.passes.parts import CopiedHeads
+from meshpar.passes.random import SplitState, draws_random
 from meshpar.passes.styles import Colwise, Region, parse
 from meshpar.patterns import find_modules, matches
 
@@ -101,22 +104,33 @@ class TensorParallel:
         return direct | {name for name in names if name.rpartition(".")[0] in owners}
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        axis = mesh["tp"]
+        draws = (layout.dropout or draws_random(module)) and not self.sequence_parallel
         context = Context(
-            mesh=mesh["tp"],
+            mesh=axis,
+            group=axis.get_group(),
+            rank=axis.get_local_rank(),
+            root=module,
             sequence_parallel=self.sequence_parallel,
             loss_parallel=self.loss_parallel,
-            dropout=layout.dropout or _draws(module),
+            random=SplitState() if draws else None,
             inputs=layout.hidden_inputs,
         )
+        self.install(module, layout, context)
+
+    def install(self, module: nn.Module, layout: ModelLayout, context: Context) -> None:
+        """Split ``module`` over the axis of ``context``."""
         found = [
             (name, child, parse(text)) for pattern, text in self._table(layout).items() for name, child in find_modules(module, pattern)
         ]
-        found = list(_with_copied_heads(module, layout, found, context.mesh.size()))
+        found = list(_with_copied_heads(module, layout, found, context.size))
         context.regions.update({name: style for name, _, style in found if isinstance(style, Region)})
         for name, child, style in found:
             style.shard(name, child, context)
+        keep_whole(module, context)
         for name, child, style in found:
             style.install(name, child, context)
+        see_whole(module, {child for _, child, _ in found})
 
     def _table(self, layout: ModelLayout) -> dict[str, Any]:
         merged = {**layout.tensor, **self.styles}
@@ -135,8 +149,8 @@ class TensorParallel:
         for group in layout.tied:
             inside = [name for name in group if name in split]
             if inside and len(inside) < len(group):
-                missing = [name for name in group if name not in split]
-                yield f"{group[0]} is tied to {missing[0]}, but only {inside[0]} is split over tp; give both a style, or neither"
+                missing = next(name for name in group if name not in split)
+                yield f"{inside[0]} is tied to {missing}, and only {inside[0]} is split over tp; give both a style, or neither"
 
 
 def _with_copied_heads(
@@ -153,7 +167,7 @@ def _with_copied_heads(
             style = CopiedHeads(heads[name])
         yield name, child, style
     for owner, ratio in ratios.values():
-        owner.num_key_value_groups = ratio
+        set_attribute(owner, "num_key_value_groups", ratio)
 
 
 def _once(problems: Iterator[str]) -> Iterator[str]:
@@ -163,11 +177,6 @@ def _once(problems: Iterator[str]) -> Iterator[str]:
         alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", problem), []).append(problem)
     for first, *others in alike.values():
         yield first + (f" (and {len(others)} more like it)" if others else "")
-
-
-def _draws(module: nn.Module) -> bool:
-    """Tell whether some dropout module draws random numbers, whatever the layout says."""
-    return any(getattr(child, "p", 0.0) > 0.0 for child in module.modules() if isinstance(child, nn.modules.dropout._DropoutNd))
 
 
 def _own_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshpar._torch import assert_async
-from meshpar.errors import PlanError
 from meshpar.passes.context import Context
-from meshpar.passes.local import empty_problems, local, set_forward, shard_parameter
+from meshpar.passes.installed import set_forward
+from meshpar.passes.local import empty_problems, local, replaced_problems, shard_parameter
 
 
 @final
@@ -27,6 +27,8 @@ class Vocabulary:
         elif module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
             yield f"{name} uses max_norm, sparse or scale_grad_by_freq, which rows on several ranks cannot; turn them off"
         else:
+            if not _is_scaled(module):
+                yield from replaced_problems(name, module, nn.Embedding)
             yield from empty_problems(name, "rows", module.num_embeddings, size)
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
@@ -34,8 +36,8 @@ class Vocabulary:
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         assert isinstance(module, nn.Embedding)
-        rows = -(-module.num_embeddings // context.mesh.size())
-        start = rows * context.mesh.get_local_rank()
+        rows = -(-module.num_embeddings // context.size)
+        start = rows * context.rank
         held = min(rows, module.num_embeddings - start)
         padding = module.padding_idx
 
@@ -49,17 +51,15 @@ class Vocabulary:
                 found = torch.where((tokens == padding)[..., None], found.detach(), found)
             return context.leave(found * here[..., None])
 
-        # Scaled embeddings (Gemma's) wrap the lookup in a forward of their own; they keep it.
-        plain = type(module).forward is nn.Embedding.forward
-        set_forward(module, lookup if plain else _with_scale(module, lookup))
+        set_forward(module, _with_scale(module, lookup) if _is_scaled(module) else lookup, reads_parameters=True)
+
+
+def _is_scaled(module: nn.Module) -> bool:
+    """Tell transformers' scaled embeddings (Gemma's), whose forward is known: a lookup times ``embed_scale``."""
+    return getattr(module, "embed_scale", None) is not None and type(module).__module__.startswith("transformers.")
 
 
 def _with_scale(module: Any, lookup: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    if getattr(module, "embed_scale", None) is None:
-        raise PlanError(
-            [f"{type(module).__name__} has a forward of its own, which a split by vocabulary rows would skip; leave it out of the table"]
-        )
-
     def forward(tokens: Tensor) -> Tensor:
         scale = module.embed_scale
         return lookup(tokens) * (scale.to(module.weight.dtype) if isinstance(scale, Tensor) else scale)

@@ -1,0 +1,223 @@
+"""Whether ranks agree: on the batch and the random state where they work on one sample together, on gradients where they keep one copy."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshpar.errors import MeshparError
+from meshpar.passes import random
+from meshpar.placements import local_tensor, sharded_axes
+from meshpar.replicas import digest
+
+FIRST_STEPS = 2
+"""How many steps are looked at where looking waits for the device."""
+_RELATIVE, _FLOOR = 1e-2, 1e-4
+_FACTOR = 6364136223846793005
+
+
+@final
+class Agreement:
+    """What the ranks of one parallel module compare while it trains.
+
+    Args:
+        module: the module.
+        mesh: its mesh.
+        data_axes: the axes whose ranks see different samples.
+        same_axes: those whose ranks must see the same.
+        device: where numbers are exchanged.
+        draws: the ranks of ``same_axes`` draw the same random numbers outside of what is split.
+    """
+
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, data_axes: Sequence[str], same_axes: Sequence[str], device: torch.device, *, draws: bool
+    ) -> None:
+        self._module, self._mesh, self._device, self._draws = module, mesh, device, draws
+        self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
+        self._batches, self._backwards = 0, 0
+
+    def batch(self, inputs: Any) -> None:
+        """Compare what the ranks of ``same_axes`` hand to a forward, in the first ones.
+
+        Raises:
+            MeshparError: on every rank of the axis alike.
+
+        Collective over ``same_axes``.
+        """
+        if self._batches >= FIRST_STEPS or not self._same_axes:
+            return
+        self._batches += 1
+        numbers = [digest_of(inputs, self._device), *([random.digest(self._device)] if self._draws and self._module.training else [])]
+        for axis in self._same_axes:
+            mine = torch.stack(numbers)
+            both = torch.cat([mine, ~mine])
+            dist.all_reduce(both, dist.ReduceOp.MAX, self._mesh.get_group(axis))
+            greatest, least = both.view(2, -1).tolist()
+            agree = [most == ~inverse for most, inverse in zip(greatest, least)]
+            if not agree[0]:
+                raise MeshparError(
+                    f"ranks of {axis} got different batches; they compute one sample together and must get the same: give the sampler "
+                    "par.data_rank and par.data_size, DistributedSampler(data, num_replicas=par.data_size, rank=par.data_rank)"
+                )
+            if not all(agree):
+                raise MeshparError(
+                    f"ranks of {axis} have different random states, and the model draws random numbers where they must be the same; "
+                    "call par.manual_seed(seed) before training"
+                )
+
+    def micro_batches(self, left: int) -> None:
+        """See that all ranks are as far in their step: 0 where this rank has no micro-batch in it, 1 before its last one, 2 before others.
+
+        Raises:
+            MeshparError: on every rank alike, or where the others do not come in time.
+
+        Collective: every rank calls it.
+        """
+        if dist.get_world_size() == 1:
+            return
+        on_host = "cpu" in dist.get_backend_config()
+        if not on_host and self._backwards >= FIRST_STEPS:
+            return  # reading would wait for the device
+        both = torch.tensor([left, -left], device=None if on_host else self._device)
+        try:
+            dist.all_reduce(both, dist.ReduceOp.MAX)
+        except RuntimeError as error:
+            raise MeshparError(
+                "the other ranks did not come to this micro-batch: every rank must run the same number of steps and of micro-batches in "
+                f"each; cut the data to the same length on all ranks. The wait ended with: {str(error).splitlines()[0]}"
+            ) from error
+        most, least = both.tolist()
+        if most != -least:
+            here = ("has none", "is at its last one", "has more")[left]
+            raise MeshparError(
+                f"ranks have different numbers of micro-batches in one step (this rank {here}), so that some would wait for ever; hand the "
+                "same number to par.accumulate on every rank, for instance by leaving the rest of an epoch out"
+            )
+
+    def gradients(self) -> None:
+        """Compare gradients after a backward that left some: on a CPU every time, on an accelerator, where reading waits, the first times.
+
+        Raises:
+            MeshparError: on every rank that takes part alike.
+
+        Collective over the mesh.
+        """
+        first = self._backwards < FIRST_STEPS
+        if self._backwards == 0:
+            check_copies(self._module, self._mesh, self._same_axes)
+        self._backwards += 1
+        if self._data_axes and (first or self._device.type == "cpu"):
+            self._same_parameters()
+
+    def _same_parameters(self) -> None:
+        """See that all data ranks have gradients for the same parameters.
+
+        Where one lacks what another has, FSDP2 has joined gradients of different parameters without a word.
+        """
+        without = [name for name, each in self._module.named_parameters() if each.requires_grad and each.grad is None]
+        mark = zlib.crc32("\n".join(without).encode()) & 0xFFFFF  # sums of squares stay exact for thousands of ranks
+        marks = self.sum_over_data(marks_of(mark, self._device))
+        total, squares = (int(each) for each in marks.tolist())
+        size = 1
+        for axis in self._data_axes:
+            size *= self._mesh[axis].size()
+        if total * total != size * squares:  # equal numbers alone have no variance
+            raise MeshparError(
+                f"data ranks have gradients for different parameters; here these have none: {', '.join(without[:6]) or '(all have one)'}; "
+                "let every rank use every parameter in each step, e.g. by adding 0 * parameter.sum() to the loss where one is skipped"
+            )
+
+    def sum_over_data(self, values: Tensor) -> Tensor:
+        """Sum ``values`` over the data axes, in place, and return it. Collective over them."""
+        for axis in self._data_axes:
+            dist.all_reduce(values, group=self._mesh.get_group(axis))
+        return values
+
+
+def marks_of(mark: int, device: torch.device) -> Tensor:
+    """Return a number and its square, from whose sums over ranks it can be told whether all have the same."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.tensor([mark, mark * mark], dtype=dtype, device=device)
+
+
+def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> None:
+    """See that what the ranks of each axis keep whole has one gradient there.
+
+    Raises:
+        MeshparError: on every rank alike, naming the parameters.
+
+    Collective over the axes.
+    """
+    for axis in axes:
+        if odd := differing_gradients(module, axis, mesh.get_group(axis)):
+            raise MeshparError(
+                f"ranks of {axis} have different gradients of what each of them keeps whole: {', '.join(odd[:6])}; where such a module "
+                "sees a slice of the heads or features, give it the style 'grad_sum' in the layout's tensor-parallel table; where it has "
+                "noise of its own, draw it from a generator that is seeded alike on these ranks"
+            )
+
+
+def differing_gradients(module: nn.Module, axis: str, group: dist.ProcessGroup) -> list[str]:
+    """Return the names of parameters that every rank of ``axis`` keeps whole and whose gradients have different norms there.
+
+    A replicated parameter that sees a slice of the heads or features has a part of its gradient on each rank. What is zero by theory, and
+    so holds rounding noise, does not count.
+
+    Collective over ``group``, the ranks of ``axis``.
+    """
+    kept = [(name, p) for name, p in module.named_parameters() if p.requires_grad and axis not in sharded_axes(p)]
+    if not kept:
+        return []
+    norms = torch.stack([_norm(parameter) for _, parameter in kept])
+    most, least = norms.clone(), norms.neg()
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    dist.all_reduce(least, dist.ReduceOp.MAX, group)
+    odd = (most + least) > _RELATIVE * most + _FLOOR * most.max()
+    return [name for (name, _), differs in zip(kept, odd.tolist(), strict=True) if differs]
+
+
+def _norm(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None:
+        return torch.zeros((), device=local_tensor(parameter).device)
+    return torch.linalg.vector_norm(local_tensor(parameter.grad).float())
+
+
+def digest_of(values: Any, device: torch.device) -> Tensor:
+    """Return a 64-bit digest of the tensors and plain values in ``values``, nested as they may be; DTensors are left out."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for each in leaves(values):
+        if isinstance(each, DTensor):
+            continue
+        if isinstance(each, Tensor):
+            total = total * _FACTOR + zlib.crc32(f"{tuple(each.shape)} {each.dtype}".encode())
+            total = total * _FACTOR + digest(each).to(device)
+        elif isinstance(each, int | float | str):
+            total = total * _FACTOR + zlib.crc32(repr(each).encode())
+    return total
+
+
+def leaves(values: Any) -> Iterator[Any]:
+    """Yield what is in lists, tuples, mappings and dataclasses, in order."""
+    if isinstance(values, Tensor | str):
+        yield values
+    elif isinstance(values, Mapping):
+        for each in values.values():
+            yield from leaves(each)
+    elif isinstance(values, list | tuple):
+        for each in values:
+            yield from leaves(each)
+    elif is_dataclass(values) and not isinstance(values, type):
+        for field in fields(values):
+            yield from leaves(getattr(values, field.name))
+    else:
+        yield values
+
+

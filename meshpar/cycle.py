@@ -1,0 +1,284 @@
+"""Forward, backward, step: what each finds in a parallel module, whatever loop it stands in, and what is refused there.
+
+A module on a mesh differs from a plain one in what has to happen around a forward (weights are gathered, and must be those of the last
+optimizer step) and after a backward (gradients are reduced, compared between ranks, handed to hooks). Here is the one door through which
+every call of the module goes, and the one place where a backward ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from meshpar import _torch
+from meshpar.agreement import leaves
+from meshpar.errors import MeshparError, ParallelError
+from meshpar.explain import Explanation
+from meshpar.passes.installed import installed, set_forward
+
+PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
+"""Names of methods that models publish beside ``forward`` and that enter as it does."""
+
+
+class Comparisons(Protocol):
+    """What ranks compare; see :class:`meshpar.agreement.Agreement`."""
+
+    def batch(self, inputs: Any) -> None:
+        """Before a forward."""
+
+    def micro_batches(self, left: int) -> None:
+        """Before a micro-batch."""
+
+    def gradients(self) -> None:
+        """After a backward that left gradients."""
+
+
+@final
+class Cycle:
+    """What happens around every forward, backward and optimizer step of one parallel module.
+
+    Args:
+        module: the outermost module, to which a plan was applied.
+        explanation: tells errors in the user's terms.
+        replaced: the parameters that the module had before the plan was applied.
+    """
+
+    def __init__(self, module: nn.Module, explanation: Explanation, replaced: list[Tensor]) -> None:
+        self.module = module
+        self.agreement: Comparisons | None = None
+        known = installed(module)
+        self.whole = None if known is None else known.whole
+        self.reducing = True
+        self._explanation = explanation
+        self._units = _torch.Units(module)
+        self._replaced = {id(each): weakref.ref(each) for each in replaced}
+        self._depth = 0
+        self._method: Callable[..., Any] | None = None
+        self._ready = False
+        self._steps = 0
+        self._waiting: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        self._begun: set[_Forward] = set()
+        self._ending = False
+        self._unreduced = False
+        self._had_gradient: set[int] = set()
+        self._without_grad: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._install()
+
+    def _install(self) -> None:
+        module: Any = self.module
+        inner, forward = module._call_impl, module.forward
+        _torch.enter_by(module, functools.partial(self._enter, inner))
+
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            method, self._method = self._method, None
+            return (method or forward)(*args, **kwargs)
+
+        set_forward(module, dispatch)
+        for name in dir(type(module)):
+            if PUBLISHED.fullmatch(name) and not hasattr(nn.Module, name) and callable(getattr(type(module), name)):
+                self.register_method(name)
+        for unit in self._units.modules:
+            unit.register_forward_pre_hook(self._before_unit, prepend=True)
+        self._show_shards()
+        me = weakref.ref(self)
+
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            if (cycle := me()) is not None:
+                cycle._before_step(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    # Forward
+
+    def register_method(self, name: str) -> None:
+        """Let the module's method ``name`` enter as ``forward`` does: with gathered weights, this rank's inputs, and these checks."""
+        module: Any = self.module
+        bound = getattr(module, name, None)
+        if not callable(bound):
+            raise MeshparError(f"{type(module).__name__} has no method {name!r}; give the name of one")
+
+        @functools.wraps(bound)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:
+                return bound(*args, **kwargs)
+            self._method = bound
+            return module(*args, **kwargs)
+
+        setattr(module, name, call)
+
+    def _enter(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run one call of the module, by ``forward`` or by a method, its hooks and the passes' inside."""
+        if self._depth or _torch.in_backward():
+            return self._explanation.told(inner, args, kwargs)
+        self._depth += 1
+        try:
+            with _outside_inference_mode():
+                self._before_forward(args, kwargs)
+                output = self._explanation.told(inner, args, kwargs)
+                if torch.is_grad_enabled():
+                    self._after_forward(output)
+                return output
+        finally:
+            self._depth -= 1
+            self._method = None
+
+    def _before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._ending = False  # an earlier backward may have been left by an error
+        if not self._ready:
+            name = next((name for name, parameter in self.module.named_parameters() if parameter.is_meta), None)
+            if name is not None:
+                raise MeshparError(f"{name} has no values yet; call par.materialize(seed=...) or (weights=...) before the first forward")
+            self._ready = True
+        # What an earlier forward left gathered may be older than the last step: any code may have changed the shards since.
+        self._units.reshard()
+        if foreign := self._units.foreign_parameter():
+            raise ParallelError(
+                f"somebody put another tensor in the place of the parameter {foreign}, and sharding would gather the old one: "
+                "torch.func.functional_call cannot work on sharded modules; use par.load_state_dict, or par.averaged(decay) for averages"
+            )
+        if self.agreement is not None and torch.is_grad_enabled():
+            self.agreement.batch((args, kwargs))
+
+    def _before_unit(self, unit: nn.Module, args: Any) -> None:
+        if torch.is_inference_mode_enabled():
+            raise MeshparError(
+                "a part of a parallel module was called under torch.inference_mode, which would leave weights behind that no later "
+                "backward can use; call the outermost module (par.module), which leaves that mode by itself, or use torch.no_grad()"
+            )
+        if not self._depth and not _torch.in_backward():
+            self._units.make_ready(self.module)
+        if not torch.is_grad_enabled():
+            self._without_grad.add(unit)
+        elif _torch.in_backward() and unit in self._without_grad and len(self._begun | set(self._waiting)) > 1:
+            raise MeshparError(
+                "the model recomputes a block by torch.utils.checkpoint(use_reentrant=True) in one backward over several forwards, which "
+                "sharding reduces more than once; use checkpoint(..., use_reentrant=False), ActivationCheckpoint() in the plan, or one "
+                "backward a forward"
+            )
+        elif not _torch.in_backward():
+            self._without_grad.discard(unit)
+
+    def _after_forward(self, output: Any) -> None:
+        tensors = [each for each in leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+        if not tensors:
+            return
+        forward = _Forward(self._steps)
+        self._waiting.add(forward)  # until its graph is gone, which holds the hooks
+        begin = functools.partial(self._begin_backward, forward)
+        for each in tensors:
+            each.register_hook(begin)
+
+    # Backward
+
+    def _begin_backward(self, forward: _Forward, grad: Tensor) -> None:
+        """Look at a backward that reaches an output of the module, and see that its end is noticed."""
+        if self._units.modules:
+            if torch.is_grad_enabled():
+                raise MeshparError(
+                    "a gradient of a gradient (create_graph=True) needs weights that data parallelism has freed by then; use a mesh "
+                    "of tensor parallelism alone, or compute the penalty from finite differences"
+                )
+            if forward.steps != self._steps:
+                raise MeshparError(
+                    "an optimizer changed weights between a forward and its backward, which would use the new ones; run the backward "
+                    "before the step, or the forward again after it"
+                )
+        self.expect_end()
+        self._begun.add(forward)
+
+    def expect_end(self) -> None:
+        """See that :meth:`_end_backward` runs when the backward that runs now is through."""
+        if not self._ending:
+            self._ending = True
+            self._had_gradient = {id(each) for each in self._units.hooked() if each.grad is not None}
+            _torch.at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._ending = False
+        self._waiting -= self._begun
+        self._begun.clear()
+        if self._units.modules and not (self.reducing and self._units.reduces()):
+            self._unreduced = True
+            return
+        if self.whole is not None:
+            self.whole.reduce()
+        hooked = [each for each in self._units.hooked() if each.grad is not None]
+        accumulated, self._unreduced = self._unreduced, False
+        if hooked:
+            self._run_hooks(hooked, accumulated)
+        if self.agreement is not None and any(each.grad is not None for each in self.module.parameters()):
+            self.agreement.gradients()
+
+    def _run_hooks(self, hooked: list[Tensor], accumulated: bool) -> None:
+        """Call the hooks of sharded parameters, to which autograd hands no gradient, with the reduced one."""
+        if accumulated or any(id(each) in self._had_gradient for each in hooked):
+            raise MeshparError(
+                "a hook on a parameter gets the gradient of one backward, and here several are added up before it could run; change "
+                "gradients between the last backward and the step instead, or run one backward a step"
+            )
+        for each in hooked:
+            for hook in list(each._backward_hooks.values()):  # type: ignore[union-attr]
+                changed = hook(each.grad)
+                if changed is not None:
+                    each.grad = changed
+
+    # Step
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        held = [each for group in optimizer.param_groups for each in group["params"]]
+        old = sum(1 for each in held if (known := self._replaced.get(id(each))) is not None and known() is each)
+        if old:
+            raise MeshparError(
+                f"{type(optimizer).__name__} holds {old} parameters from before plan.apply, which the module no longer has, and would "
+                "train nothing; build the optimizer after plan.apply, from par.module.parameters()"
+            )
+        own = {id(each) for each in self.module.parameters()}
+        if any(id(each) in own for each in held):
+            self._steps += 1
+
+    # What loops read
+
+    def reshard(self) -> None:
+        """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained and saved."""
+        if not self._depth and not _torch.in_backward():
+            self._units.reshard()
+
+    def _show_shards(self) -> None:
+        """Outside of a forward the module's parameters are its shards: what optimizers, penalties and averages must see."""
+        module: Any = self.module
+        named = module.named_parameters
+
+        @functools.wraps(named)
+        def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            self.reshard()
+            return named(*args, **kwargs)
+
+        if self._units.modules:
+            module.named_parameters = named_parameters
+
+
+@final
+class _Forward:
+    """One forward whose graph is alive, and how many optimizer steps came before it."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Run without gradients instead of in inference mode, whose tensors no later backward could use."""
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        yield

@@ -1,0 +1,141 @@
+"""Errors out of a parallel module, told in the user's terms: which module, how it is placed, why, and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, final
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from meshpar.errors import MeshparError, ParallelError
+from meshpar.patterns import class_name
+
+_Cause = tuple[str, str, str]
+"""(pattern of the message, likely cause, remedy)"""
+
+_SHAPES: _Cause = (
+    r"is invalid for input of size|cannot be reshaped|must match the size|mat1 and mat2 shapes cannot be multiplied|"
+    r"sizes? .*(?:does|do) not match|not enough values to unpack|too many values to unpack|"
+    r"Expected size .* but got size|split_with_sizes expects",
+    "the code counts on all heads or features where this rank holds its share of them",
+    "take the count from the tensor: x.unflatten(-1, (-1, head_dim)) instead of x.view(batch, length, heads, head_dim), "
+    "x.chunk(3, dim=-1) instead of x.split(width, dim=-1)",
+)
+_OUTSIDE: _Cause = (
+    r"mixed torch\.Tensor and DTensor",
+    "a parameter that is split over the mesh is used outside its own module, together with a plain tensor",
+    "call the module that owns the weight (x = self.head(x)) instead of using its weight directly, or take the module out of the "
+    "tensor-parallel table: TensorParallel(styles={{'{module}': None}})",
+)
+_GATHERED = r"mixed torch\.Tensor and DTensor|setStorage|storage of size 0|must be 2-D|size mismatch"
+_DTYPES: _Cause = (
+    r"expected (?:m1 and m2|mat1 and mat2|self and mat2|.*) to have the same dtype|must have the same dtype",
+    "mixed precision gathers parameters in another dtype than this input's",
+    "cast the input to the parameter's dtype, keep cast_forward_inputs=True, or list the module in layout.fp32",
+)
+
+
+@final
+class Explanation:
+    """What an error out of a module can mean under one plan.
+
+    Args:
+        module: the outermost module.
+        plan_text: how messages call the plan.
+        splits_features: ranks hold parts of features and heads.
+        unit_pass: the pass that gathers blocks, as the user writes it; None where none does.
+    """
+
+    def __init__(self, module: nn.Module, plan_text: str, *, splits_features: bool, unit_pass: str | None) -> None:
+        self._module, self._plan_text, self._unit_pass = module, plan_text, unit_pass
+        self._causes = (_OUTSIDE, _SHAPES, _DTYPES) if splits_features else (_DTYPES,)
+
+    def told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return ``run(*args, **kwargs)``. Costs nothing while nothing is raised: the inner module is found in the traceback.
+
+        Raises:
+            ParallelError: in the place of an error whose cause is known.
+        """
+        try:
+            return run(*args, **kwargs)
+        except MeshparError:
+            raise
+        except (RuntimeError, ValueError, AssertionError, IndexError, TypeError) as error:
+            message = self._message(error)
+            if message is None:
+                raise
+            raise ParallelError(message) from error
+
+    def _message(self, error: Exception) -> str | None:
+        text = str(error)
+        frames = list(_frames(error.__traceback__))
+        name, culprit, line = self._innermost(frames)
+        cause = self._outside_of_its_block(text, name, frames) or next(
+            ((why, remedy) for pattern, why, remedy in self._causes if re.search(pattern, text)), None
+        )
+        if cause is None:
+            return None
+        why, remedy = cause
+        return (
+            f"{name or 'the outermost module'} ({class_name(culprit)}) failed under {self._plan_text}: {text.splitlines()[0]}\n"
+            f"  at: {line}\n"
+            f"  holds: {_placements(culprit)}\n"
+            f"  likely cause: {why}\n"
+            f"  remedy: {remedy.format(module=name)}"
+        )
+
+    def _outside_of_its_block(self, text: str, name: str, frames: list[tuple[Any, str]]) -> tuple[str, str] | None:
+        """Return cause and remedy where a module was called without the block around it, whose weights are then not gathered."""
+        if self._unit_pass is None or not re.search(_GATHERED, text):
+            return None
+        running = {id(owner) for owner, _ in frames}
+        parts = name.split(".")
+        for count in range(len(parts) - 1, 0, -1):
+            around = ".".join(parts[:count])
+            unit = self._module.get_submodule(around)
+            if isinstance(unit, FSDPModule):
+                if id(unit) in running:
+                    return None
+                return (
+                    f"{name} is called from outside of {around}, and its weights are gathered with that block alone",
+                    f"make it a block of its own too, {self._unit_pass}(blocks=(..., '{name}')), beside the layout's blocks; or "
+                    f"{self._unit_pass}(blocks=()), which gathers the whole model at once",
+                )
+        return None
+
+    def _innermost(self, frames: list[tuple[Any, str]]) -> tuple[str, nn.Module, str]:
+        """Return name, module and source line of the deepest frame whose ``self`` is a module outside torch and meshpar."""
+        names = {id(child): name for name, child in self._module.named_modules()}
+        best: tuple[str, nn.Module, str] = ("", self._module, "unknown")
+        for owner, where in frames:
+            if isinstance(owner, nn.Module) and id(owner) in names:
+                best = (names[id(owner)], owner, where or best[2])
+        return best
+
+
+def _frames(trace: TracebackType | None) -> Any:
+    """Yield (self, source line or '' in code of torch's and ours) of every frame, outermost first."""
+    while trace is not None:
+        frame = trace.tb_frame
+        inside = frame.f_globals.get("__name__", "")
+        own_code = not inside.startswith(("torch.", "meshpar.passes", "meshpar.cycle", "meshpar.explain"))
+        where = f"{frame.f_code.co_filename}:{trace.tb_lineno}" if own_code else ""
+        yield frame.f_locals.get("self", frame.f_locals.get("module")), where
+        trace = trace.tb_next
+
+
+def _placements(module: nn.Module) -> str:
+    held = []
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
+            held.append(f"{name} {tuple(parameter.shape)} as {', '.join(f'{axis}:{placement}' for axis, placement in axes)}")
+        else:
+            held.append(f"{name} {tuple(parameter.shape)} whole")
+        if len(held) == 4:
+            break
+    return "; ".join(held) or "no parameters"

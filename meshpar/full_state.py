@@ -1,0 +1,126 @@
+"""A parallel module's state as whole plain tensors: gathered to one rank or all, and loaded from there, a tensor at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, NoReturn, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshpar.errors import MeshparError
+from meshpar.placements import held_by_this_rank, local_tensor
+
+
+@final
+class ShardedState(OrderedDict[str, Any]):
+    """What ``state_dict()`` of a parallel module returns: DTensors, which ``torch.save`` would write as this rank's part of the model."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise MeshparError(
+            "state_dict() of a parallel module holds this rank's shards, and pickling it (torch.save) would lose the others'; save "
+            "par.state_dict(full=True) from rank 0, or use meshpar.checkpoints.CheckpointManager"
+        )
+
+    def __copy__(self) -> ShardedState:
+        return ShardedState(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
+        return ShardedState((key, copy.deepcopy(value, memo)) for key, value in self.items())
+
+
+def guard_state(module: Any) -> None:
+    """Let ``state_dict()`` return what cannot be pickled by mistake, and ``load_state_dict`` take whole plain tensors, too."""
+    inner = module.state_dict
+
+    def state_dict(*args: Any, **kwargs: Any) -> Any:
+        state = inner(*args, **kwargs)
+        if args or kwargs.get("destination") is not None or not any(isinstance(each, DTensor) for each in state.values()):
+            return state
+        sharded = ShardedState(state)
+        sharded._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+        return sharded
+
+    def place(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, own in _tensors(module).items():
+            given = state.get(prefix + name)
+            plain = isinstance(given, Tensor) and not isinstance(given, DTensor)
+            if isinstance(own, DTensor) and given is not None and plain and given.shape == own.shape:
+                part = given.detach()[held_by_this_rank(own)].to(own.device)
+                state[prefix + name] = DTensor.from_local(
+                    part, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+                )
+
+    module.state_dict = state_dict
+    module.register_load_state_dict_pre_hook(place)
+
+
+def gather_state(module: nn.Module, *, everywhere: bool) -> dict[str, Any]:
+    """Return the module's state as whole tensors on the host, on rank 0 (the others get an empty dict) or ``everywhere``.
+
+    One tensor at a time is whole on a device. Collective: every rank calls it.
+    """
+    keep = everywhere or dist.get_rank() == 0
+    state, known = {}, dict[int, Tensor]()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            state[name] = value
+            continue
+        if id(value) not in known:
+            held = value.detach()
+            whole = held.full_tensor() if isinstance(held, DTensor) else held
+            known[id(value)] = whole.cpu().clone() if keep else torch.empty(0)
+            del whole
+        state[name] = known[id(value)]
+    return state if keep else {}
+
+
+@torch.no_grad()
+def scatter_state(module: nn.Module, state: Mapping[str, Any], device: torch.device, *, from_rank_0: bool, strict: bool) -> None:
+    """Copy each rank's part of whole tensors into the module; names, shapes and dtypes stay the module's.
+
+    Raises:
+        MeshparError: on every rank alike, before anything is copied: names that are missing or unexpected (``strict``), other shapes.
+
+    Collective where ``from_rank_0``: every rank calls it, and rank 0 hands in the tensors.
+    """
+    own = _tensors(module)
+    problems = _problems(own, state, strict=strict) if not from_rank_0 or dist.get_rank() == 0 else []
+    offered = sorted(set(own).intersection(state))
+    if from_rank_0:
+        said: list[Any] = [problems, offered]
+        dist.broadcast_object_list(said, src=0)
+        problems, offered = said
+    if problems:
+        raise MeshparError("\n  ".join(["this state does not fit the module:", *problems]))
+    for name in offered:
+        target = own[name]
+        if from_rank_0:
+            whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+            if dist.get_rank() == 0:
+                whole.copy_(state[name])
+            dist.broadcast(whole, src=0)
+        else:
+            whole = state[name]
+        part = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        local_tensor(target).copy_(part[held_by_this_rank(target)])
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    state = nn.Module.state_dict(module, keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _problems(own: Mapping[str, Tensor], state: Mapping[str, Any], *, strict: bool) -> list[str]:
+    problems = []
+    if strict:
+        problems += [f"missing: {name} {tuple(tensor.shape)}" for name, tensor in own.items() if name not in state]
+        problems += [f"unexpected: {name}" for name in state if name not in own]
+    for name, tensor in own.items():
+        if name in state and tuple(state[name].shape) != tuple(tensor.shape):
+            problems.append(f"shape of {name}: expected {tuple(tensor.shape)}, got {tuple(state[name].shape)}")
+    return problems

@@ -1,0 +1,101 @@
+"""What meshpar changed of a module: one record a module, from which its own computation can be had back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from meshpar.passes.whole import WholeParameters
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Step = Callable[[Tensor], Tensor]
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Installed:
+    """What was put on one module.
+
+    Attributes:
+        before: the ``forward`` that the instance had of its own before; None: its class's.
+        forward: the forward that computes now; None where none was put on.
+        attributes: plain attributes that were changed -> their values before.
+        product: how a linear layer multiplies, ``(x, weight, bias) -> y``; None: as torch does.
+        around: what a head does before and after its one product, where that is all that it does.
+        reads_parameters: the forward takes this rank's part of the module's own parameters itself.
+        whole: on the outermost module, the parameters that data ranks keep whole.
+    """
+
+    before: Callable[..., Any] | None = None
+    forward: Callable[..., Any] | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
+    product: Product | None = None
+    around: tuple[Step, Step] | None = None
+    reads_parameters: bool = False
+    whole: WholeParameters | None = None
+
+
+def installed(module: nn.Module) -> Installed | None:
+    """Return the module's record, None where meshpar changed nothing of it."""
+    return module.__dict__.get("_meshpar")
+
+
+def record(module: nn.Module) -> Installed:
+    """Return the module's record, made where there is none."""
+    return module.__dict__.setdefault("_meshpar", Installed())
+
+
+def set_forward(module: Any, forward: Callable[..., Any], *, reads_parameters: bool = False) -> None:
+    """Let ``module`` compute by ``forward``, which keeps the signature of the one before.
+
+    Args:
+        module: any module.
+        forward: the computation.
+        reads_parameters: it takes this rank's part of the module's own parameters itself.
+    """
+    known = record(module)
+    if known.forward is None:
+        known.before = module.__dict__.get("forward")
+    known.forward = functools.update_wrapper(forward, module.forward)
+    known.reads_parameters |= reads_parameters
+    module.forward = known.forward
+
+
+def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+    """Set a plain attribute (a count of heads) to this rank's."""
+    record(module).attributes.setdefault(name, module.__dict__[name])
+    setattr(module, name, value)
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """Return a ``forward`` that somebody else put on this instance; None where its class's computes, under meshpar's or alone."""
+    known, forward = installed(module), module.__dict__.get("forward")
+    if known is None or known.forward is None:
+        return forward
+    return known.before if forward is known.forward else forward
+
+
+@contextmanager
+def as_written(module: nn.Module) -> Iterator[None]:
+    """Let ``module`` and what is in it compute as their authors wrote them for a while, with whatever parameters they hold then."""
+    changed = [(each, known) for each in module.modules() if (known := installed(each)) is not None]
+    now = [{name: each.__dict__[name] for name in known.attributes} for each, known in changed]
+    forwards = [each.__dict__.pop("forward", None) for each, _ in changed]
+    try:
+        for each, known in changed:
+            each.__dict__.update(known.attributes)
+            if known.before is not None:
+                each.forward = known.before  # type: ignore[method-assign]
+        yield
+    finally:
+        for (each, _), forward, attributes in zip(changed, forwards, now):
+            each.__dict__.update(attributes)
+            each.__dict__.pop("forward", None)
+            if forward is not None:
+                each.forward = forward
