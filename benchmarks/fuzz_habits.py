@@ -102,7 +102,7 @@ HABITS: dict[str, Habit] = {
     ),
     "functional_call": Habit(
         at={
-            "built": ("plain = {name: 0.5 * value.detach() for name, value in model.state_dict().items()}",),
+            "built": ("plain = {name: 0.5 * value.detach() for name, value in [*model.named_parameters(), *model.named_buffers()]}",),
             "stepped": (
                 "with torch.no_grad():",
                 '    record[f"average {step}"] = whole(torch.func.functional_call(module, plain, (EVAL,)))',

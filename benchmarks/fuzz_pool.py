@@ -28,11 +28,16 @@ from meshpar.testing import PRELOAD
 
 CLASSES = ("exact", "refused", "wrong", "raw", "hang", "broken")
 """What a case can come to. ``broken``: it fails in one process too, which is a fault of the fuzzer."""
-VERBS = "use|give|build|call|pass|drop|leave|add|take|make|write|load|keep|turn|let|set|list|cast|name|pad|tie|remove|would|wrap"
+VERBS = (
+    "use|change|run|hand|cut|draw|move|replace|give|build|call|pass|drop|leave|add|take|make|write|load|keep|turn|let|set|list|cast|"
+    "name|pad|tie|remove|would|wrap"
+)
 REMEDY = re.compile(rf"[;\n:.,][^;\n]*\b(?:{VERBS})\b", re.IGNORECASE)
 """What a message contains that says what to do, after what happened."""
 LEFT = re.compile(r"timed? ?out|Connection closed by peer|Connection reset by peer", re.IGNORECASE)
 """What a rank says whose peers did not come, or gave up first."""
+MIXED = re.compile(r"mixed torch\.Tensor and DTensor|must have the same mesh|with different meshes|in loading state_dict")
+"""How torch refuses sharded tensors beside whole ones, in code that calls torch alone and that no module on the mesh can hear of."""
 GRACE_S = 1.0
 """How long the other ranks may take to say what became of them after a first failure."""
 
@@ -220,5 +225,13 @@ def _failure(error: Exception, stage: str) -> dict[str, Any]:
     if isinstance(error, MeshparError):
         tells = REMEDY.search(str(error)) is not None
         return {"kind": "refused" if tells else "raw", "text": text if tells else f"refused without a remedy: {text}"}
+    if stage == "raw" and MIXED.search(text) and not _through(error, "meshpar"):
+        return {"kind": "refused", "text": f"torch refuses: {text}"}
     kind = "hang" if stage == "raw" and LEFT.search(text) else stage
     return {"kind": kind, "text": text[:2000], "trace": trace[-4000:]}
+
+
+def _through(error: Exception, package: str) -> bool:
+    """Tell whether an error passed code of ``package`` on its way."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__", "").startswith(f"{package}.") for frame in frames)
