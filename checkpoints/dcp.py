@@ -17,7 +17,7 @@ import torch
 from meshpar.checkpoints.archive import find_tensor
 from meshpar.checkpoints.files import Box, ReadFile, inside
 from meshpar.checkpoints.pickles import Record, read_metadata
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, brief
 from meshpar.patterns import nearest
 from meshpar.views import Spans, spans_of
 
@@ -126,7 +126,7 @@ def _tensors(metadata: Record, path: Path) -> dict[str, Stored]:
         entries = metadata.state_dict_metadata.items()  # type: ignore[attr-defined]
         return {name: _stored(name, entry, places) for name, entry in entries if "chunks" in entry.__dict__}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} does not hold the metadata of a whole distributed checkpoint: {error!r}") from error
+        raise CheckpointError(f"{path} does not hold the metadata of a whole distributed checkpoint: {brief(error)}") from error
 
 
 def _stored(name: str, entry: Record, places: Mapping[tuple[str, tuple[int, ...] | None], Record]) -> Stored:

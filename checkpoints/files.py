@@ -121,7 +121,7 @@ class Box:
         start, stop = spans[dim]
         whole = all(span == (0, size) for span, size in zip(spans[dim + 1 :], self.shape[dim + 1 :]))
         row_bytes = self._bytes(dim, 1)
-        if whole and out.is_contiguous() and out.dtype == self.dtype and out.is_cpu:
+        if whole and out.dtype == self.dtype and lies_in_memory(out):
             self.file.into(out, self._at((*prefix, start)))
         elif row_bytes > TILE_BYTES:
             for row in range(start, stop):
@@ -169,9 +169,18 @@ def inside(file: str) -> str:
     return file
 
 
+def lies_in_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the bytes at a tensor's address are its values in row-major order.
+
+    They are not for views that torch conjugates or negates when they are read, nor for zeros that have no memory.
+    """
+    lazy = tensor.is_conj() or tensor.is_neg() or (tensor.numel() > 0 and tensor.data_ptr() == 0)
+    return tensor.is_cpu and tensor.is_contiguous() and not lazy
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in host memory, to be read or written while the tensor lives."""
-    assert tensor.is_contiguous() and tensor.is_cpu
+    """Return the bytes of a tensor that :func:`lies_in_memory`, to be read or written while the tensor lives."""
+    assert lies_in_memory(tensor)
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 from meshpar.checkpoints.checksums import crc32
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, brief
 
 MANIFEST_NAME = "meshpar.json"
 FORMAT = "meshpar-checkpoint"
@@ -89,7 +89,10 @@ def read_manifest(folder: Path) -> Manifest:
         reason = "no such folder" if not folder.is_dir() else f"it has no {MANIFEST_NAME}, so it was never committed"
         raise CheckpointError(f"{folder} is not a checkpoint: {reason}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+        raise CheckpointError(
+            f"{path} cannot be read: expected {FORMAT!r} as JSON, got {brief(error)}; restore another step, with restore(step=...) or "
+            "restore(fallback=True)"
+        ) from error
 
 
 def fsync(path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from meshpar.checkpoints.copying import Piece
 from meshpar.checkpoints.files import ALIGNMENT, Box, ReadFile, inside
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, brief
 from meshpar.patterns import nearest
 from meshpar.views import spans_of
 
@@ -110,7 +110,7 @@ def _indexed(path: Path) -> dict[Path, list[str]]:
         for name, file in sorted(places.items()):
             files.setdefault(path.parent / inside(file), []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a safetensors index: {error!r}") from error
+        raise CheckpointError(f"{path} is not a safetensors index: {brief(error)}") from error
     return files
 
 

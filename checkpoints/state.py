@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from meshpar.checkpoints.dcp import Stored
 from meshpar.errors import CheckpointError
-from meshpar.placements import sharded_axes
+from meshpar.placements import local_tensor, sharded_axes
 
 # How a step is computed, not what is computed: the running optimizer keeps its own.
 _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
@@ -46,11 +46,12 @@ def model_state(module: nn.Module, owners: Collection[str] = ()) -> ModelState:
     """Collect parameters and persistent buffers, a tied one by its name in ``owners`` or else its first.
 
     Raises:
-        CheckpointError: the module has state that is no tensor.
+        CheckpointError: the module has state that is no tensor, or a tensor whose values are not one plain array.
     """
     state = module.state_dict(keep_vars=True)
     if odd := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise CheckpointError(f"a checkpoint holds tensors only; these entries of the state_dict are something else: {', '.join(odd)}")
+    _check_plain(state)
     groups: dict[int, list[str]] = {}
     for name, value in state.items():
         groups.setdefault(id(value), []).append(name)
@@ -82,6 +83,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: ModelState) -> Opti
         entry = state[name] = {}
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
+                _check_plain({f"the optimizer's {key!r} of {name}": value})
                 _check_whole(name, key, value, parameter)
                 tensors[optimizer_key(name, key)] = value
                 entry[key] = "tensor"
@@ -112,6 +114,24 @@ def parameters_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) ->
             "build it after plan.apply, from par.module.parameters()"
         )
     return parameters
+
+
+def _check_plain(tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError for tensors whose bytes alone are not their values: their type, layout or scales would be lost."""
+    if odd := [f"{name} ({kind})" for name, tensor in tensors.items() if (kind := _no_array(local_tensor(tensor))) is not None]:
+        raise CheckpointError(
+            f"a checkpoint stores dense arrays; expected plain tensors, got {', '.join(odd)}; dequantize these tensors (or make them "
+            "dense) before the plan is applied, or keep them out of what is saved: register_buffer(..., persistent=False)"
+        )
+
+
+def _no_array(tensor: Tensor) -> str | None:
+    """Return what a tensor is other than a dense array; None for an array."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # a wrapper around other tensors, which has no memory of its own
+        return type(tensor).__name__
+    if tensor.layout != torch.strided:
+        return f"layout {str(tensor.layout).removeprefix('torch.')}"
+    return f"quantized, {str(tensor.dtype).removeprefix('torch.')}" if tensor.is_quantized else None
 
 
 def _check_whole(name: str, key: str, value: Tensor, parameter: Tensor) -> None:

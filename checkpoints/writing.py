@@ -23,7 +23,7 @@ from meshpar._torch import stored_at
 from meshpar.checkpoints.archive import write_tensor
 from meshpar.checkpoints.checksums import crc32, joined
 from meshpar.checkpoints.dcp import METADATA_NAME
-from meshpar.checkpoints.files import TILE_BYTES, memory_of, tiles, write_all
+from meshpar.checkpoints.files import TILE_BYTES, lies_in_memory, memory_of, tiles, write_all
 from meshpar.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.watchdog import moved
@@ -211,7 +211,7 @@ class _Room:
 
     def blocks(self, tensor: Tensor) -> Iterator[memoryview]:
         """Yield a tensor's bytes in row-major order."""
-        if tensor.is_cpu and tensor.is_contiguous():
+        if lies_in_memory(tensor):
             yield memory_of(tensor)
             return
         if self._tile is None:

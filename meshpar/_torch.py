@@ -100,7 +100,7 @@ def enter_by(module: Any, call: Callable[..., Any]) -> None:
 
 
 def in_backward() -> bool:
-    """Tell whether autograd runs a backward in this thread."""
+    """Tell whether autograd runs a backward in this thread; a forward that runs there is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -24,6 +24,7 @@ from meshpar.agreement import leaves
 from meshpar.errors import MeshparError, ParallelError
 from meshpar.explain import Explanation
 from meshpar.passes.installed import installed, set_forward
+from meshpar.verify import SplitTest, verified
 
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
 """Names of methods that models publish beside ``forward`` and that enter as it does."""
@@ -55,6 +56,7 @@ class Cycle:
     def __init__(self, module: nn.Module, explanation: Explanation, replaced: list[Tensor]) -> None:
         self.module = module
         self.agreement: Comparisons | None = None
+        self.split_test: SplitTest | None = None
         known = installed(module)
         self.whole = None if known is None else known.whole
         self.reducing = True
@@ -123,13 +125,25 @@ class Cycle:
         try:
             with _outside_inference_mode():
                 self._before_forward(args, kwargs)
-                output = self._explanation.told(inner, args, kwargs)
+                run = self._explanation.told if self.split_test is None else self._first_run
+                output = run(inner, args, kwargs)
                 if torch.is_grad_enabled():
                     self._after_forward(output)
                 return output
         finally:
             self._depth -= 1
             self._method = None
+
+    def _first_run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the first forward whose gradients are wanted, and try the split on what its blocks got."""
+        if not torch.is_grad_enabled() or self.split_test is None:
+            return self._explanation.told(inner, args, kwargs)
+        test, self.split_test = self.split_test, None
+        with test.watch():
+            output = self._explanation.told(inner, args, kwargs)
+        self._units.reshard()
+        verified(test.run())
+        return output
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._ending = False  # an earlier backward may have been left by an error

@@ -51,3 +51,12 @@ class LaunchError(MeshparError):
 
 class PreflightError(LaunchError):
     """A machine that does not fit the job: what the doctor found before training."""
+
+
+def brief(error: Exception) -> str:
+    """Return an error's type and what it says, in at most 200 characters: errors about a file's contents may quote all of them.
+
+    Not ``repr``: that of a UnicodeDecodeError is the whole file.
+    """
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -198,7 +198,7 @@ def _read(source: WeightSource, names: list[str], tensor: Tensor) -> list[str]:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     """Tell whether two tensors have the same bits, also where they are no numbers."""
-    return torch.equal(*(each.reshape(-1).contiguous().view(torch.uint8) for each in (one, other)))
+    return torch.equal(*(each.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8) for each in (one, other)))
 
 
 def _agreed(place: int, device: torch.device) -> int:

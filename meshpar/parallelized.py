@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from meshpar import _torch, initialize, norms
+from meshpar.averaging import Averaged, Decay
 from meshpar.cycle import Cycle
 from meshpar.description import Description, describe
 from meshpar.errors import MeshparError
@@ -19,10 +21,12 @@ from meshpar.full_state import gather_state, scatter_state
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes import random
-from meshpar.passes.base import Stage
+from meshpar.passes.base import Stage, find_blocks
+from meshpar.passes.installed import installed
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, sharded_axes
 from meshpar.replicas import check_equal
+from meshpar.verify import SplitTest, Verification, call, verified
 from meshpar.weights import WeightSource
 
 if TYPE_CHECKING:
@@ -94,7 +98,7 @@ class Parallelized:
             raise MeshparError(f"materialize takes either seed= or weights=, got seed={seed} and weights={weights}")
         if seed is not None and (ignore or cast):
             raise MeshparError(f"ignore and cast are of weights=, and a seed was given; got ignore={list(ignore)} and cast={cast}")
-        self._reshard()
+        self.reshard()
         missing = initialize.without_memory(self.module)
         if seed is not None and not missing:
             raise MeshparError("the module has its weights already, and a seed would replace them; build it on meta to draw new ones")
@@ -215,7 +219,7 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
-        self._reshard()
+        self.reshard()
         parts: dict[frozenset[str], list[Tensor]] = {}
         for parameter in self.module.parameters():
             if (grad := norms.whole_gradient(parameter)) is not None:
@@ -247,6 +251,54 @@ class Parallelized:
                 powers[rest] = value if known is None else torch.maximum(known, value) if largest else known + value
         return powers.get(frozenset(), torch.zeros((), device=self.device))
 
+    def split_test(self) -> SplitTest | None:
+        """Return what tries the split of this module's blocks; None where no features are split."""
+        known = installed(self.module)
+        if known is None or known.split is None or known.split.size == 1:
+            return None
+
+        def whole(name: str) -> Tensor:
+            parameter = self.module.get_parameter(name).detach()
+            return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).to(self.device)
+
+        return SplitTest(self.module, known.split, [name for name, _ in find_blocks(self.module, self.layout)], whole)
+
+    def verify(self, batch: Any) -> Verification:
+        """Try on a batch whether split blocks compute what they compute whole, one of each kind; the first forward does so by itself.
+
+        A block runs twice on the same input in float32 or wider, as its author wrote it with whole weights, and split; outputs and
+        gradients are compared. At most one block is whole at a time. Nothing of the module changes.
+
+        Args:
+            batch: keywords of the module's forward as a mapping, its arguments as a list or tuple, or its one argument.
+
+        Returns:
+            What was tried, and the largest difference; it prints itself. Empty where no features are split.
+
+        Raises:
+            ParallelError: naming the modules that differ, by how much, and what to look at.
+
+        Collective: every rank calls it.
+        """
+        test = self.split_test()
+        if test is None:
+            return Verification(modules={}, differences=(), skipped={}, seconds=0.0)
+        waiting = None
+        if self.cycle is not None:
+            waiting, self.cycle.split_test = self.cycle.split_test, None
+        training = [each for each in self.module.modules() if each.training]
+        try:
+            self.module.eval()
+            with test.watch(), torch.enable_grad():
+                call(self.module, batch)
+        finally:
+            for each in training:
+                each.training = True
+            if self.cycle is not None:
+                self.cycle.split_test = waiting
+        self.reshard()
+        return verified(test.run())
+
     def register_method(self, name: str) -> None:
         """Let ``module.name(...)`` enter the module as a call of it does: on gathered weights, with the plan's checks.
 
@@ -270,7 +322,7 @@ class Parallelized:
         """
         if not full:
             return dict(self.module.state_dict())
-        self._reshard()
+        self.reshard()
         return gather_state(self.module, everywhere=everywhere)
 
     def load_state_dict(self, state: Mapping[str, Any], *, from_rank_0: bool = False, strict: bool = True) -> None:
@@ -286,10 +338,15 @@ class Parallelized:
 
         Collective where ``from_rank_0``: every rank calls it.
         """
-        self._reshard()
+        self.reshard()
         scatter_state(self.module, state, self.device, from_rank_0=from_rank_0, strict=strict)
 
-    def _reshard(self) -> None:
+    def averaged(self, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False) -> Averaged:
+        """Return an exponential moving average of the parameters, kept by shards; see :class:`meshpar.averaging.Averaged`."""
+        return Averaged(self, decay, dtype=dtype, buffers=buffers)
+
+    def reshard(self) -> None:
+        """Let go of gathered parameters, so that the module's parameters are this rank's shards; a forward gathers them again."""
         if self.cycle is not None:
             self.cycle.reshard()
 
@@ -301,7 +358,7 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
-        self._reshard()
+        self.reshard()
         state = dict(initialize.state(self.module))
         tensors = {name: local_tensor(tensor) for name, tensor in state.items()}
         groups = {}
@@ -313,7 +370,7 @@ class Parallelized:
 
     def describe(self) -> Description:
         """Return what this rank holds: a table that prints itself, with bytes a rank by block and the totals."""
-        self._reshard()
+        self.reshard()
         return describe(self.module, self.layout, str(self.plan))
 
     def __repr__(self) -> str:

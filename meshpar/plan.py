@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -24,6 +24,7 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type
 from meshpar.parallelized import Parallelized
 from meshpar.passes.base import Pass, Stage
+from meshpar.passes.batch_norm import batch_norm_problems, synchronize_batch_norm
 from meshpar.passes.random import draws_random
 from meshpar.registry import layout_for
 from meshpar.replicas import check_equal
@@ -44,12 +45,17 @@ class Plan:
             ranks per node.
         passes: objects with the :class:`meshpar.passes.Pass` protocol. What is written is what runs: their order is checked, never
             rearranged.
+        verify: where a pass splits features, let the first forward try one block of each kind unsplit; see
+            :meth:`Parallelized.verify`.
     """
 
     mesh: MeshSpec | str
     passes: tuple[Pass, ...]
+    verify: bool
 
-    def __init__(self, mesh: MeshSpec | str = "", passes: Sequence[Pass] = ()) -> None:
+    def __init__(self, mesh: MeshSpec | str = "", passes: Sequence[Pass] = (), *, verify: bool = True) -> None:
+        _check_arguments(mesh, passes)
+        object.__setattr__(self, "verify", verify)
         object.__setattr__(self, "mesh", mesh if isinstance(mesh, MeshSpec) or mesh.strip().startswith("auto") else MeshSpec(mesh))
         object.__setattr__(self, "passes", tuple(passes))
 
@@ -92,9 +98,10 @@ class Plan:
         except MeshError as error:
             problems.append(str(error))
         try:
-            layout = layout or layout_for(module)
+            layout = layout_for(module) if layout is None else _checked_layout(layout)
         except LayoutError as error:
             problems.append(str(error))
+            layout = None
         problems += _shape_problems(self.passes)
         if mesh is not None:
             problems += _axis_problems(self.passes, mesh)
@@ -143,6 +150,7 @@ class Plan:
         check_equal(weights, dict.fromkeys(weights, world), device, "the weights handed to apply")
         mesh = spec.build(kind)
         before = list(module.parameters())
+        synchronize_batch_norm(module, mesh, [axis for each in self.passes if each.stage == Stage.DATA for axis in each.axes])
         self._run_passes(module, layout, mesh)
         if not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
             module.to(device)
@@ -156,6 +164,7 @@ class Plan:
         par = Parallelized(module, mesh, spec, self, layout, device, cycle)
         same = [axis for axis, size in spec.axes.items() if size > 1 and axis not in par.data_axes]
         draws = (layout.dropout or draws_random(module)) and not any(getattr(each, "sequence_parallel", False) for each in self.passes)
+        cycle.split_test = par.split_test() if self.verify and dist.get_backend() != "fake" else None
         cycle.agreement = Agreement(module, mesh, [axis for axis in par.data_axes if spec.axes[axis] > 1], same, device, draws=draws)
         return par
 
@@ -195,12 +204,46 @@ def _no_problems(device_type: str) -> Iterator[str]:
     return iter(())
 
 
+def _check_arguments(mesh: object, passes: object) -> None:
+    """Raise for a mesh and passes of another kind than a plan takes: a pass that stands alone, text, a dict."""
+    if not isinstance(mesh, MeshSpec | str):
+        raise MeshError(
+            f"a plan's mesh is {_shown(mesh)} of type {type(mesh).__name__}; expected text such as 'dp_shard=2,tp=4', or a MeshSpec: "
+            "write Plan('dp_shard=2', [...]) or Plan(MeshSpec(dp_shard=2), [...])"
+        )
+    if isinstance(passes, str) or not isinstance(passes, Iterable):
+        kind = passes if isinstance(passes, type) else type(passes)
+        inside = f"{kind.__name__}()" if isinstance(passes, Pass) else "FullyShard()"
+        raise PlanError([f"a plan's passes are {_shown(passes)}; expected a list of passes: write Plan({str(mesh)!r}, [{inside}])"])
+
+
+def _checked_layout(layout: object) -> ModelLayout:
+    if not isinstance(layout, ModelLayout):
+        raise LayoutError(
+            f"the layout is {_shown(layout)} of type {type(layout).__name__}; expected a ModelLayout: write "
+            "ModelLayout(blocks=('layers.*',), ...)"
+        )
+    return layout
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _is_pass(each: object) -> bool:
+    return isinstance(each, Pass) and not isinstance(each, type)
+
+
 def _shape_problems(passes: Sequence[Pass]) -> Iterator[str]:
     """Yield objects that are no passes, and a wrong order."""
-    wrong = [each for each in passes if not isinstance(each, Pass)]
+    wrong: list[object] = [each for each in passes if not _is_pass(each)]
     for each in wrong:
         missing = [member for member in ("name", "stage", "axes", "problems", "apply") if not hasattr(each, member)]
-        yield f"{each!r} is not a pass: it lacks {', '.join(missing)}"
+        if isinstance(each, type):
+            yield f"{each.__name__} is a class, not a pass; expected an object: write {each.__name__}()"
+        else:
+            yield f"{_shown(each)} is not a pass: it lacks {', '.join(missing)}; write an object, such as FullyShard()"
     if wrong:
         return
     ordered = sorted(passes, key=lambda each: each.stage)
@@ -235,7 +278,7 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
     if split := [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]:
         yield f"the module is parallelized already ({split[0]} is a DTensor); apply a plan once, to a module as it was built"
         return
-    ready = [each for each in passes if isinstance(each, Pass) and all(axis in mesh.axes for axis in each.axes)]
+    ready = [each for each in passes if _is_pass(each) and all(axis in mesh.axes for axis in each.axes)]
     for each in ready:
         yield from each.problems(module, layout, mesh)
     for group in layout.tied:
@@ -245,12 +288,8 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
         elif len({id(parameters[name]) for name in group}) > 1:
             yield f"layout.tied says that {' and '.join(group)} are one tensor, but the model holds them apart; tie them or drop the entry"
     data_axes = [axis for each in ready if each.stage == Stage.DATA for axis in each.axes if mesh.axes[axis] > 1]
-    for name, child in module.named_modules():
-        if data_axes and isinstance(child, nn.modules.batchnorm._BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
-            yield (
-                f"{name} ({type(child).__name__}) would take its statistics from one data rank's part of the batch; use "
-                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a norm that does not look across the batch"
-            )
+    if data_axes:
+        yield from batch_norm_problems(module)
     yield from _unsharded_problems(ready, module, layout, mesh, parameters)
 
 

@@ -20,7 +20,7 @@ def digest(tensor: Tensor) -> Tensor:
 
     A polynomial hash in wrapping 64-bit arithmetic (Rabin and Karp 1987): on the device, without a copy to the host.
     """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if data.numel() % 8:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
     elif data.storage_offset() % 8:

@@ -174,6 +174,8 @@ class Head:
     model: Any = field(default=None, repr=False, compare=False)
     gather: str = "loss"
 
+    stands_alone = True
+
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield what the head style finds."""
         return Colwise(gather=self.gather).problems(name, module, size)

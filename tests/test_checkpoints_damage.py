@@ -18,6 +18,7 @@ from torch import nn
 from meshpar.checkpoints import (
     CheckpointManager,
     DistributedCheckpoint,
+    Safetensors,
     export_safetensors,
     import_safetensors,
     read_manifest,
@@ -68,6 +69,27 @@ def test_a_flipped_bit_at_any_byte_of_any_file_is_found_and_named_with_its_tenso
             assert None not in owners, "every byte of a rank's file belongs to a tensor"
     verify(step)
     assert looked == sum(file.stat().st_size for file in step.iterdir()) > 5000
+
+
+@pytest.mark.parametrize("damage", [b"\xff", b"\"x", b"[]"], ids=["no-text", "quote", "list"])
+def test_the_message_about_a_damaged_manifest_is_short_and_names_the_remedy(step, damage):
+    manifest = step / MANIFEST_NAME
+    text = manifest.read_bytes()
+    manifest.write_bytes(damage if damage == b"[]" else text[:60] + damage + text[60:])
+    with pytest.raises(CheckpointError) as raised:
+        read_manifest(step)
+    message = str(raised.value)
+    assert message.startswith(f"{manifest} cannot be read: expected 'meshpar-checkpoint' as JSON, got ")
+    assert message.endswith("; restore another step, with restore(step=...) or restore(fallback=True)")
+    assert len(message) < len(str(manifest)) + 350 < len(text)
+
+
+def test_the_message_about_a_damaged_index_is_short(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(b'{"weight_map": {"a": "' + b"x" * 5000 + b'\xff"}}')
+    with pytest.raises(CheckpointError) as raised:
+        Safetensors(tmp_path)
+    assert len(str(raised.value)) < len(str(index)) + 300
 
 
 def test_truncation_deletion_swapping_and_growth_are_found(step):

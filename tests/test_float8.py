@@ -11,6 +11,7 @@ from models_for_parity import VOCAB, transformer
 
 import meshpar
 from meshpar import Float8, FullyShard, Plan, PlanError, Replicate, TensorParallel
+from meshpar.passes.installed import installed
 from meshpar.placements import local_tensor
 from meshpar.testing import on_ranks
 
@@ -67,7 +68,7 @@ def test_a_machine_without_it_refuses_to_apply_but_not_to_check() -> None:
     plan.check(module, world_size=1)
     with pytest.raises(PlanError, match="needs an NVIDIA GPU"):
         plan.apply(module)
-    assert all("_meshpar_product" not in each.__dict__ for each in module.modules())
+    assert all(installed(each) is None for each in module.modules())
 
 
 @needs_torchao
@@ -76,7 +77,7 @@ def test_a_layer_whose_part_float8_cannot_hold_stays_as_it_is() -> None:
     torch.manual_seed(0)
     module = transformer(dim=64, hidden=48, heads=4, kv_heads=4)  # 24 of the hidden features a rank
     Plan("tp=2", [TensorParallel(), Float8(emulate=True)]).apply(module)
-    held = {name.split(".")[2] for name, each in module.named_modules() if "_meshpar_product" in each.__dict__}
+    held = {name.split(".")[2] for name, each in module.named_modules() if (known := installed(each)) and known.product}
     assert held == {"attn"}, "and not mlp"
 
 

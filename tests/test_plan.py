@@ -15,6 +15,7 @@ from meshpar import (
     FullyShard,
     HybridShard,
     LayoutError,
+    MeshError,
     MeshSpec,
     ModelLayout,
     Plan,
@@ -142,7 +143,7 @@ def test_tied_parameters_in_two_units():
 
 def test_tied_parameters_of_which_one_is_split():
     text = only("tp=2", [TensorParallel(styles={"head": None})], model(tied=True), world_size=2)
-    assert "embed.weight is tied to head.weight, but only embed.weight is split over tp" in text
+    assert "embed.weight is tied to head.weight, and only embed.weight is split over tp" in text
 
 
 def test_a_tie_that_is_none():
@@ -193,6 +194,40 @@ def test_wrong_knobs(passes, message):
 
 def test_an_object_that_is_no_pass():
     assert "is not a pass: it lacks name, stage, axes, problems, apply" in problems("dp_shard=8", [object()])[0]
+
+
+def test_a_class_or_text_in_the_place_of_a_pass():
+    assert only("dp_shard=8", [FullyShard]) == "FullyShard is a class, not a pass; expected an object: write FullyShard()"
+    text = problems("dp_shard=8", ["fsdp"])[0]
+    assert text == "'fsdp' is not a pass: it lacks name, stage, axes, problems, apply; write an object, such as FullyShard()"
+    assert problems("dp_shard=8", {"fsdp": FullyShard()})[0] == text
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        (FullyShard(), r"passes are FullyShard\(.*; expected a list of passes: write Plan\('dp_shard=8', \[FullyShard\(\)\]\)"),
+        (FullyShard, r"passes are <class .*; expected a list of passes: write Plan\('dp_shard=8', \[FullyShard\(\)\]\)"),
+        ("FullyShard", r"passes are 'FullyShard'; expected a list of passes: write Plan\('dp_shard=8', \[FullyShard\(\)\]\)"),
+        (None, r"passes are None; expected a list of passes"),
+    ],
+    ids=["pass", "class", "text", "none"],
+)
+def test_passes_that_are_no_list(passes, message):
+    with pytest.raises(PlanError, match=message):
+        Plan("dp_shard=8", passes)
+
+
+def test_a_mesh_that_is_neither_text_nor_a_spec():
+    for mesh in ({"dp_shard": 8}, 8, None):
+        with pytest.raises(MeshError, match=f"a plan's mesh is {mesh} of type {type(mesh).__name__}; expected text such as 'dp_shard=2"):
+            Plan(mesh, [FullyShard()])
+
+
+@pytest.mark.parametrize("layout", [{"blocks": ("layers.*",)}, {}, "layers.*"])
+def test_a_layout_of_another_kind(layout):
+    text = only("dp_shard=8", [FullyShard()], layout=layout)
+    assert text.startswith(f"the layout is {layout!r} of type {type(layout).__name__}; expected a ModelLayout: write ModelLayout(blocks=")
 
 
 def test_a_module_that_nobody_describes_is_read_from_its_structure():

@@ -172,8 +172,8 @@ def test_gradient_norms_across_meshes_and_plain_tensors():
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
         for name, parameter in single.named_parameters():
             torch.testing.assert_close(whole(par.module.get_parameter(name).grad), parameter.grad, rtol=1e-4, atol=1e-7)
-    with pytest.raises(RuntimeError):
-        torch.nn.utils.clip_grad_norm_(par.module.parameters(), 1.0)
+        again = torch.nn.utils.clip_grad_norm_(par.module.parameters(), 1.0, norm_type)
+        torch.testing.assert_close(whole(again), torch.tensor(0.01), rtol=1e-4, atol=0)
 
 
 @on_ranks(2)
@@ -325,9 +325,8 @@ def test_a_parameter_that_only_some_ranks_use_is_named(passes):
 @on_ranks(2)
 def used_by_some(passes):
     par = Plan(f"{passes[0].axes[0]}=2", passes).apply(on_meta(Choosing), ModelLayout()).materialize(seed=0)
-    par.module(torch.ones(2, 4)).sum().backward()
     with pytest.raises(MeshparError, match=r"gradients for different parameters; here these have none: (a|b)\.weight"):
-        par.clip_grad_norm_(1.0)
+        par.module(torch.ones(2, 4)).sum().backward()
 
 
 class Attending(nn.Module):
@@ -431,13 +430,11 @@ def test_a_part_that_has_weights_keeps_them():
 
 
 @on_ranks(2)
-def test_buffers_are_compared_and_batch_statistics_refused():
+def test_buffers_are_compared():
     module = nn.Sequential(nn.Linear(4, 4))
     module.register_buffer("scale", torch.full((2,), 1.0 + dist.get_rank()))
     with pytest.raises(MeshparError, match=r"the weights handed to apply differ.*\n.*scale: rank 0 against"):
         Plan("dp_shard=2", [FullyShard()]).apply(module, ModelLayout())
-    with pytest.raises(MeshparError, match=r"1 \(BatchNorm1d\) would take its statistics from one data rank's part"):
-        Plan("dp_shard=2", [FullyShard()]).check(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), ModelLayout())
 
 
 @on_ranks(2)
@@ -496,13 +493,9 @@ def test_initialisation_through_data_counts_and_a_forward_before_it_is_refused()
     assert torch.equal(par.materialize(seed=0).module(torch.ones(4)), torch.full((4,), 4.0))
 
 
-def test_one_block_listed_twice_is_no_tie_across_units_and_scalars_are_named():
+def test_one_block_listed_twice_is_no_tie_across_units():
     block = nn.Linear(4, 4)
     assert Plan("dp_shard=2", [FullyShard()]).check(nn.Sequential(block, block), ModelLayout(blocks=("*",)), 2)
-    module = nn.Sequential(nn.Linear(4, 4))
-    module.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
-    with pytest.raises(MeshparError, match="scale is a scalar"):
-        Plan("dp_shard=2", [FullyShard()]).check(module, ModelLayout(), 2)
 
 
 @on_ranks(2)
@@ -510,6 +503,7 @@ def test_a_gradient_that_is_not_summed_over_the_axis_is_named_in_the_first_step(
     torch.manual_seed(0)
     unsummed = TensorParallel(styles={"layers.*.attn.q_norm": "sequence"})  # which sums nothing here
     par = Plan("tp=2", [unsummed]).apply(transformer(qk_norm=True))
-    par.module(input_ids=torch.randint(0, VOCAB, (2, 8))).logits.square().mean().backward()
+    par.cycle.split_test = None
+    loss = par.module(input_ids=torch.randint(0, VOCAB, (2, 8))).logits.square().mean()
     with pytest.raises(MeshparError, match=r"ranks of tp have different gradients .*layers\.0\.attn\.q_norm\.weight.*'grad_sum'"):
-        par.clip_grad_norm_(1.0)
+        loss.backward()

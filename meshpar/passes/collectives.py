@@ -68,6 +68,11 @@ def regroup(weight: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> T
     return _Regroup.apply(weight, parts, dim, group)
 
 
+def gather_values(x: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
+    """Return the ranks' ``x`` joined along ``dim``, without a gradient."""
+    return _all_gather(x.detach(), dim, group)
+
+
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group.group_name))
 

@@ -39,6 +39,7 @@ class Context:
         placed: id of a parameter as it was -> the DTensor parameter that took its place, so that tied ones stay tied.
         replaced: the parameters as they were.
         regions: name -> the region that a module stands in.
+        styles: name -> style of every module that has one.
         joining: modules at whose end random state is the axis's shared one again.
     """
 
@@ -53,6 +54,7 @@ class Context:
     placed: dict[int, nn.Parameter] = field(default_factory=dict)
     replaced: list[nn.Parameter] = field(default_factory=list)
     regions: dict[str, Region] = field(default_factory=dict)
+    styles: dict[str, Style] = field(default_factory=dict)
     joining: set[str] = field(default_factory=set)
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from meshpar.passes.context import Context
     from meshpar.passes.whole import WholeParameters
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -30,6 +31,7 @@ class Installed:
         around: what a head does before and after its one product, where that is all that it does.
         reads_parameters: the forward takes this rank's part of the module's own parameters itself.
         whole: on the outermost module, the parameters that data ranks keep whole.
+        split: on the outermost module, what the styles that split it share.
     """
 
     before: Callable[..., Any] | None = None
@@ -39,6 +41,7 @@ class Installed:
     around: tuple[Step, Step] | None = None
     reads_parameters: bool = False
     whole: WholeParameters | None = None
+    split: Context | None = None
 
 
 def installed(module: nn.Module) -> Installed | None:

@@ -139,25 +139,19 @@ def see_whole(module: nn.Module, styled: set[nn.Module]) -> None:
     for child in module.modules():
         known = installed(child)
         inside = [child] if any(each in styled for each in child.modules() if each is not child) else list(child.modules())
-        held = [(each._parameters, name) for each in inside for name, value in each._parameters.items() if value is not None]
-        if held and any(True for _ in child.parameters(recurse=False)) and not (known is not None and known.reads_parameters):
-            see_plain(child, held)
+        if any(True for _ in child.parameters(recurse=False)) and not (known is not None and known.reads_parameters):
+            see_plain(child, [each for each in inside if any(True for _ in each.parameters(recurse=False))])
 
 
-def see_plain(module: nn.Module, held: list[tuple[dict[str, Any], str]]) -> None:
-    """Let ``module`` compute with the plain tensors behind parameters that every rank holds whole.
-
-    Args:
-        module: any module.
-        held: the parameters, each as the dict that holds it and its name there.
-    """
+def see_plain(module: nn.Module, inside: list[nn.Module]) -> None:
+    """Let ``module`` compute with the plain tensors behind parameters of the modules ``inside`` that every rank holds whole."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        kept = [(owner, name, value) for owner, name in held if is_whole(value := owner[name])]
+        kept = [(each._parameters, name, value) for each in inside for name, value in each._parameters.items() if is_whole(value)]
         try:
             for owner, name, value in kept:
-                owner[name] = value.to_local()
+                owner[name] = value.to_local()  # type: ignore[union-attr]
             return inner(*args, **kwargs)
         finally:
             for owner, name, value in kept:

@@ -150,6 +150,11 @@ class FeatureTable:
 
     gather: bool = True
 
+    @property
+    def stands_alone(self) -> bool:
+        """Whether what goes in and comes out is not split, so that it can be tried by itself."""
+        return self.gather
+
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield what is no plain embedding."""
         if type(module).forward is not nn.Embedding.forward:

@@ -94,6 +94,11 @@ class Colwise:
     parts: int = 1
     gather: str = "no"
 
+    @property
+    def stands_alone(self) -> bool:
+        """Whether what goes in and comes out is not split, so that it can be tried by itself."""
+        return self.gather != "no"
+
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         features = features_of(module)
         if features is None:
@@ -184,6 +189,8 @@ class Sequence:
 
     An embedding (of positions) looks up every position and keeps this rank's; other modules (norms) get theirs as input.
     """
+
+    stands_alone = True
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         return iter(())

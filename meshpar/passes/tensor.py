@@ -14,7 +14,7 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
 from meshpar.passes.base import Stage, unmatched
 from meshpar.passes.context import Context, Style
-from meshpar.passes.installed import set_attribute
+from meshpar.passes.installed import record, set_attribute
 from meshpar.passes.local import keep_whole, see_whole
 from meshpar.passes.parts import CopiedHeads
 from meshpar.passes.random import SplitState, draws_random
@@ -125,12 +125,14 @@ class TensorParallel:
         ]
         found = list(_with_copied_heads(module, layout, found, context.size))
         context.regions.update({name: style for name, _, style in found if isinstance(style, Region)})
+        context.styles.update({name: style for name, _, style in found})
         for name, child, style in found:
             style.shard(name, child, context)
         keep_whole(module, context)
         for name, child, style in found:
             style.install(name, child, context)
         see_whole(module, {child for _, child, _ in found})
+        record(module).split = context
 
     def _table(self, layout: ModelLayout) -> dict[str, Any]:
         merged = {**layout.tensor, **self.styles}

@@ -21,6 +21,8 @@ from meshpar.passes.local import empty_problems, local, replaced_problems, shard
 class Vocabulary:
     """An embedding split by rows: each rank looks up the tokens that it holds, and the results are summed."""
 
+    stands_alone = True
+
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         if not isinstance(module, nn.Embedding):
             yield f"{name} is a {type(module).__name__}, which cannot be split by vocabulary rows; expected an Embedding"

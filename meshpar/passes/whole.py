@@ -46,7 +46,7 @@ class WholeParameters:
                 child._parameters[name] = placed[id(child._parameters[name])]
             known = installed(child)
             if held and not (known is not None and known.reads_parameters):
-                see_plain(child, [(child._parameters, name) for name in held])
+                see_plain(child, [child])
         record(module).whole = self
 
     def _placed(self, parameter: nn.Parameter) -> nn.Parameter:

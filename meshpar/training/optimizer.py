@@ -1,4 +1,4 @@
-"""AdamW for parameters that may be plain tensors and DTensors on several meshes."""
+"""AdamW for a parallel module's parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from meshpar.errors import RecipeError
 
@@ -37,20 +36,17 @@ class AdamWSettings:
 def build_adamw(module: nn.Module, settings: AdamWSettings) -> torch.optim.AdamW:
     """Return AdamW over the module's parameters that want a gradient; build it after ``plan.apply`` and ``materialize``.
 
-    A group holds parameters of one kind: decaying or not, plain or on one mesh, of one dtype. The fused and foreach kernels take
-    a group in one call and refuse plain tensors beside DTensors. How many groups there are therefore depends on the plan, so a
-    checkpoint must keep the optimizer's settings by parameter, not by group; groups differ in nothing but ``weight_decay``.
+    There are two groups at most, which differ in nothing but ``weight_decay``.
 
     Raises:
         RecipeError: no parameter wants a gradient.
     """
-    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    groups: dict[float, dict[str, Any]] = {}
     for parameter in module.parameters():
         if not parameter.requires_grad:
             continue
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         decay = settings.weight_decay if parameter.ndim >= 2 else 0.0
-        group = groups.setdefault((decay, mesh, parameter.dtype), {"params": [], "weight_decay": decay})
+        group = groups.setdefault(decay, {"params": [], "weight_decay": decay})
         group["params"].append(parameter)
     if not groups:
         raise RecipeError("no parameter of the model wants a gradient; there is nothing to train")

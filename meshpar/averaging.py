@@ -1,0 +1,212 @@
+"""Averaged: an exponential moving average of a parallel module's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshpar.errors import MeshparError
+from meshpar.placements import held_by_this_rank, local_tensor
+
+if TYPE_CHECKING:
+    from meshpar.parallelized import Parallelized
+
+Decay = float | Callable[[int], float]
+
+
+@final
+class Averaged:
+    """Keep an exponential moving average (EMA) of the parameters, each rank of its own shards.
+
+    Equals ``torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`` in one process: the first
+    :meth:`update` copies, every later one computes ``average = decay * average + (1 - decay) * parameter``. No rank communicates. The
+    average takes as much memory as the parameters of this rank (in ``dtype``).
+
+    >>> averaged = Averaged(par, decay=0.999)                     # doctest: +SKIP
+    >>> optimizer.step(); averaged.update()                       # doctest: +SKIP
+    >>> with averaged.swapped(): evaluate(par.module)             # doctest: +SKIP
+
+    Buffers, such as the running statistics of batch norm, are not averaged: :meth:`swapped` evaluates with the module's present ones, as
+    ``AveragedModel(use_buffers=False)`` does. ``buffers=True`` averages floating-point buffers like parameters. Integer parameters and
+    buffers always keep their present values.
+
+    To checkpoint the average, save :meth:`state_dict` by ``torch.distributed.checkpoint``. To store or export the averaged model itself,
+    call ``CheckpointManager.save`` or ``export_module`` inside of :meth:`swapped`.
+
+    Args:
+        par: the parallel module, with values (after ``materialize``).
+        decay: the weight of the previous average, from 0 to 1; or a function of the number of updates so far (1, 2, ...) that returns it.
+        dtype: dtype of the average; None: each parameter's own. In bfloat16 an average with a decay near 1 stops to change, because the
+            increments are rounded away; use ``torch.float32``.
+        buffers: average floating-point buffers too.
+
+    Attributes:
+        updates: how often :meth:`update` was called.
+
+    Raises:
+        MeshparError: a parameter has no values yet, a decay outside of 0 to 1, or a dtype that is not floating-point.
+    """
+
+    def __init__(self, par: Parallelized, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False) -> None:
+        if dtype is not None and not dtype.is_floating_point:
+            raise MeshparError(f"the average's dtype is {dtype}; expected a floating-point dtype such as torch.float32")
+        self._par, self._module = par, par.module
+        self._decay, self._buffers, self._swapped = decay, buffers, False
+        self.updates = 0
+        if not callable(decay):
+            self._weight()
+        tensors = self._tensors()
+        if unmade := [name for name, tensor in tensors.items() if tensor.is_meta]:
+            raise MeshparError(f"{unmade[0]} has no values yet; call par.materialize(seed=...) or (weights=...) before averaging")
+        with torch.no_grad():
+            self._averages = {name: _copy(tensor, dtype) for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add the parameters' present values to the average; call it after each ``optimizer.step()``.
+
+        Raises:
+            MeshparError: inside of :meth:`swapped`, or for a decay outside of 0 to 1.
+        """
+        self._refuse_inside("update()")
+        pairs = [(local_tensor(self._averages[name]), local_tensor(tensor)) for name, tensor in self._tensors().items()]
+        if self.updates == 0:
+            for average, value in pairs:
+                average.copy_(value)
+        else:
+            _lerp(pairs, self._weight())
+        self.updates += 1
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Give the module the averaged values inside of the ``with`` block, and its own back afterwards, bit for bit, also after an error.
+
+        Raises:
+            MeshparError: already inside of it; or, at its end, for parameters that were changed inside, such as by an optimizer's step.
+        """
+        self._refuse_inside("swapped()")
+        kept: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self._swapped = True
+        try:
+            self._exchange(kept)
+            yield
+            changed = [name for name, (tensor, version, _) in kept.items() if tensor._version != version]
+        finally:
+            self._give_back(kept)
+            self._swapped = False
+        if changed:
+            raise MeshparError(
+                f"{changed[0]} was changed inside of swapped(), and the change is lost; expected evaluation only: train after the block"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average, placed as the parameters are and under their names, and the number of updates.
+
+        ``{"averages": {name: tensor}, "updates": tensor}``. The tensors are the average itself, so that
+        ``torch.distributed.checkpoint.load(averaged.state_dict(), ...)`` reads into it, on any mesh; then call :meth:`load_state_dict`.
+
+        Raises:
+            MeshparError: inside of :meth:`swapped`.
+        """
+        self._refuse_inside("state_dict()")
+        return {"averages": dict(self._averages), "updates": torch.tensor(self.updates)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned, placed as this module is, or whole tensors (of one process).
+
+        Raises:
+            MeshparError: before anything is changed, with all names that are missing or unexpected, and all shapes and placements that
+                differ; or inside of :meth:`swapped`.
+        """
+        self._refuse_inside("load_state_dict()")
+        given: Mapping[str, Tensor] = state["averages"]
+        problems = [f"missing: {name}" for name in self._averages if name not in given]
+        problems += [f"unexpected: {name}" for name in given if name not in self._averages]
+        problems += [text for name, average in self._averages.items() if name in given for text in _misfits(name, average, given[name])]
+        if problems:
+            raise MeshparError("\n  ".join(["this average does not fit the module; nothing was changed:", *problems]))
+        for name, average in self._averages.items():
+            mine = given[name]
+            local_tensor(average).copy_(local_tensor(mine) if isinstance(mine, DTensor) else mine[held_by_this_rank(average)])
+        self.updates = int(state["updates"])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return what is averaged, by name, tied tensors once."""
+        self._par.reshard()
+        found: dict[str, Tensor] = dict(self._module.named_parameters())
+        if self._buffers:
+            found |= dict(self._module.named_buffers())
+        return {name: tensor for name, tensor in found.items() if tensor.is_floating_point() or tensor.is_complex()}
+
+    def _weight(self) -> float:
+        """Return the share of the present values in the next average."""
+        decay = float(self._decay(self.updates) if callable(self._decay) else self._decay)
+        if not 0.0 <= decay <= 1.0:
+            raise MeshparError(f"the decay is {decay}; expected a number from 0 to 1, such as 0.999")
+        return 1.0 - decay
+
+    def _refuse_inside(self, what: str) -> None:
+        if self._swapped:
+            raise MeshparError(f"{what} was called inside of swapped(), where the module holds the average; call it after the with block")
+
+    @torch.no_grad()
+    def _exchange(self, kept: dict[str, tuple[Tensor, int, Tensor]]) -> None:
+        """Write the average into the module, and into ``kept`` by name the module's tensor, its version, and its values before.
+
+        Where the dtypes agree, the average's own memory takes the values before, so that only one tensor at a time is copied.
+        """
+        for name, tensor in self._tensors().items():
+            value, average = local_tensor(tensor), local_tensor(self._averages[name])
+            before = value.clone()
+            value.copy_(average)
+            # Of the tensor itself: what a DTensor's operators do to its local part does not count there.
+            kept[name] = (tensor, tensor._version, average.copy_(before) if average.dtype == value.dtype else before)
+
+    @torch.no_grad()
+    def _give_back(self, kept: Mapping[str, tuple[Tensor, int, Tensor]]) -> None:
+        self._par.reshard()
+        for name, (tensor, _, before) in kept.items():
+            value, average = local_tensor(tensor), local_tensor(self._averages[name])
+            swapped = value.clone() if before.dtype == average.dtype else None
+            value.copy_(before)
+            if swapped is not None:
+                average.copy_(swapped)
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    copy = tensor.detach().clone()
+    return copy.to(dtype) if dtype is not None and not copy.is_complex() else copy
+
+
+def _lerp(pairs: list[tuple[Tensor, Tensor]], weight: float) -> None:
+    alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for average, value in pairs:
+        if average.dtype != value.dtype:
+            average.lerp_(value.to(average.dtype), weight)
+            continue
+        averages, values = alike.setdefault((average.device, average.dtype), ([], []))
+        averages.append(average)
+        values.append(value)
+    for averages, values in alike.values():
+        torch._foreach_lerp_(averages, values, weight)
+
+
+def _misfits(name: str, average: Tensor, given: Tensor) -> Iterator[str]:
+    if given.shape != average.shape:
+        yield f"shape of {name}: expected {tuple(average.shape)}, got {tuple(given.shape)}"
+    elif isinstance(given, DTensor) and (
+        not isinstance(average, DTensor) or (given.device_mesh, given.placements) != (average.device_mesh, average.placements)
+    ):
+        yield f"placement of {name}: expected {_placed(average)}, got {_placed(given)}; load by torch.distributed.checkpoint instead"
+
+
+def _placed(tensor: Tensor) -> str:
+    if not isinstance(tensor, DTensor):
+        return "a whole tensor"
+    return ", ".join(f"{axis}:{each}" for axis, each in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False))

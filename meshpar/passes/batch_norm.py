@@ -1,0 +1,160 @@
+"""Batch norm whose statistics cover the batches of all data ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from meshpar._torch import assert_async, in_backward
+from meshpar._torch import collective_ops as ops
+from meshpar.passes.installed import own_forward, set_forward
+
+
+def batch_norm_problems(module: nn.Module) -> Iterator[str]:
+    """Yield the batch norms whose statistics :func:`synchronize_batch_norm` cannot take over several ranks."""
+    for name, child in _batch_norms(module):
+        title = f"{name or 'the outermost module'} ({type(child).__name__})"
+        if isinstance(child, LazyModuleMixin):
+            yield f"{title} has no number of features yet; run one forward before the plan is applied, or build it with its num_features"
+        elif not _has_torchs_forward(child):
+            yield (
+                f"{title} is a batch norm with a forward of its own, which would take its statistics from one data rank's part of the "
+                "batch; use torch's BatchNorm with the rest of that forward in a module of its own, or a norm that does not look across "
+                "the batch"
+            )
+
+
+def synchronize_batch_norm(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> None:
+    """Compute the batch statistics of every batch norm of ``module`` over all ranks of ``axes``, in place.
+
+    Loss, gradients and running statistics then equal one process on the concatenated batch, on every device, also where ranks have
+    different numbers of samples, or none. Statistics are float32, or float64 for float64 inputs. Evaluation with running statistics does
+    not communicate. Names and ``state_dict`` do not change. A recomputation in backward does not update the running statistics a second
+    time, so that they equal a run without recomputation.
+
+    The backward of the exchange sums over the ranks, because each rank has a loss of its own and the statistics that one rank sends enter
+    the losses of all ranks. The gradients on a rank are therefore those of the sum of all ranks' losses; the data passes average them over
+    the ranks, which gives the gradient of the mean loss. torch.nn.SyncBatchNorm (torch/nn/modules/_functions.py) reduces the same sums,
+    with kernels that exist for accelerators only. Variances are combined by the parallel algorithm of Chan, Golub and LeVeque (1979),
+    which does not cancel where the mean is large. The result can be differentiated twice.
+
+    Args:
+        module: the model. Batch norms that are refused by :func:`batch_norm_problems` stay as they are.
+        mesh: the mesh; ``axes`` are names of its axes.
+        axes: the axes whose ranks see different samples. Each of these ranks must call the module equally often.
+    """
+    groups = [mesh.get_group(axis) for axis in axes if mesh[axis].size() > 1]
+    for _, child in _batch_norms(module):
+        if _has_torchs_forward(child) and not isinstance(child, LazyModuleMixin):
+            _set_forward(child, groups)
+
+
+def _batch_norms(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, child) for name, child in module.named_modules() if isinstance(child, _BatchNorm))
+
+
+def _has_torchs_forward(child: nn.Module) -> bool:
+    return own_forward(child) is None and type(child).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def _set_forward(norm: Any, groups: Sequence[dist.ProcessGroup]) -> None:
+    def forward(input: Tensor) -> Tensor:
+        norm._check_input_dim(input)
+        running: list[Any] = [norm.running_mean, norm.running_var]
+        if not norm.training and running[0] is not None:
+            return _native(norm, input, running, training=False)
+        if not norm.track_running_stats or running[0] is None:
+            return _normalized(norm, input, groups)[0] if groups else _native(norm, input, [None, None], training=True)
+        count = norm.num_batches_tracked + 1
+        momentum = 1.0 / count if norm.momentum is None else norm.momentum
+        if groups:
+            output, *found = _normalized(norm, input, groups)
+            updated = [each + (value.to(each.dtype) - each) * momentum for each, value in zip(running, found, strict=True)]
+        else:
+            updated = [each.clone() for each in running]
+            output = _native(norm, input, updated, training=True, momentum=float(momentum))
+        _keep([*running, norm.num_batches_tracked], [*updated, count])
+        return output
+
+    set_forward(norm, forward)
+
+
+@torch.library.custom_op("meshpar::keep_statistics", mutates_args={"buffers"})
+def _keep(buffers: list[Tensor], values: list[Tensor]) -> None:
+    """Write running statistics, unless a recomputation asks; compiled code runs an operator as it is, without a graph break."""
+    if not in_backward():
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+
+
+def _native(norm: Any, x: Tensor, running: list[Any], *, training: bool, momentum: float = 0.0) -> Tensor:
+    """Return torch's own batch norm of this rank's samples."""
+    mean, variance = running
+    # Mixed precision gathers weights in a dtype that torch's kernels do not take beside running statistics in float32.
+    weight, bias = (each if each is None or mean is None else each.to(mean.dtype) for each in (norm.weight, norm.bias))
+    return F.batch_norm(x, mean, variance, weight, bias, training, momentum, norm.eps)
+
+
+def _normalized(norm: Any, x: Tensor, groups: Sequence[dist.ProcessGroup]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``x`` normalized by the statistics of all ranks, their mean and their unbiased variance."""
+    dims = [dim for dim in range(x.ndim) if dim != 1]
+    shape = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    count = wide.new_tensor([x.numel() // max(1, x.shape[1])])
+    own_mean = wide.sum(dims) / count.clamp(min=1.0)
+    centered = wide - own_mean.view(shape)
+    mean, squares = own_mean, centered.square().sum(dims)
+    for group in groups:
+        count, mean, squares = _joined(count, mean, squares, group)
+    assert_async(count[0] > 1, "batch norm needs more than one value per channel in the batch of all data ranks; this batch has fewer")
+    scale = torch.rsqrt(squares / count + norm.eps)
+    if norm.weight is not None:
+        scale = scale * norm.weight
+    # Centered by this rank's own mean, which is near the common one, so that nothing cancels and one activation is kept for backward.
+    shift = (own_mean - mean) * scale
+    if norm.bias is not None:
+        shift = shift + norm.bias
+    output = torch.addcmul(shift.view(shape), centered, scale.view(shape)).to(x.dtype)
+    return output, mean.detach(), (squares / (count - 1)).detach()
+
+
+def _joined(count: Tensor, mean: Tensor, squares: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Join the ranks' counts, means and sums of squared distances from them; the result is the same on every rank."""
+    counts, means, all_squares = _Gather.apply(torch.cat([count, mean, squares]), group).split([1, *([len(mean)] * 2)], 1)
+    total = counts.sum(0)
+    joined = (counts * means).sum(0) / total.clamp(min=1.0)
+    return total, joined, (all_squares + counts * (means - joined).square()).sum(0)
+
+
+class _Gather(torch.autograd.Function):
+    """A row of each rank's vector; backward sums the gradients that all ranks have for this rank's row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)).view(group.size(), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Scatter.apply(grads[0], ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    """This rank's row of the sum of all ranks' matrices; backward of it gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return ops.wait_tensor(ops.reduce_scatter_tensor(x.reshape(-1), "sum", group.size(), group.group_name))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Gather.apply(grads[0], ctx.group), None

@@ -1,0 +1,485 @@
+"""Whether what a split block computes is what the block computes: tried on a batch, one block of each kind, before anybody trusts it.
+
+Names cannot tell whether the code between two projections survives the split: it may take a standard deviation over features, mix
+positions, or scale a weight. So the block runs twice on the same input in float32 or wider, without random numbers: once as its author
+wrote it, with whole weights, and once split; outputs and gradients are compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map
+
+from meshpar.agreement import leaves
+from meshpar.errors import ParallelError
+from meshpar.passes.collectives import gather_values
+from meshpar.passes.context import Context
+from meshpar.passes.installed import as_written, installed
+from meshpar.passes.local import strides
+from meshpar.patterns import class_name
+from meshpar.replicas import digest
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 1e-3
+"""How far a split block may be off, relative to the largest value: far above float32's rounding, far below what a wrong split does."""
+LARGEST = 1 << 27
+"""Parameters of a block up to which it is tried: one block whole, its gradients and a second copy are held, 2 GiB in float32."""
+_MASKED = 8
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One thing in which a split block differs from the whole one.
+
+    Attributes:
+        module: the block.
+        what: the output or the gradient that differs.
+        size: the largest difference over the largest value.
+    """
+
+    module: str
+    what: str
+    size: float
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What was tried.
+
+    Attributes:
+        modules: the blocks that were tried, one of each kind -> the largest relative difference found in each.
+        differences: what was beyond the tolerance; empty where the split is right.
+        skipped: blocks that could not be tried -> why.
+        seconds: how long it took.
+    """
+
+    modules: Mapping[str, float]
+    differences: tuple[Difference, ...]
+    skipped: Mapping[str, str]
+    seconds: float
+
+    def __str__(self) -> str:
+        tried = [f"{name}: {size:.1e}" for name, size in self.modules.items()]
+        return "\n".join([f"split as written, largest difference ({self.seconds:.1f} s):", *tried, *map(str, self.differences)])
+
+
+@final
+@dataclass(slots=True)
+class _Seen:
+    """What one block was called with, and how its dropout masks looked."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    masks: dict[str, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
+
+
+@final
+class SplitTest:
+    """Tries one block of each kind of a split module.
+
+    Args:
+        module: the outermost module.
+        context: what its styles share.
+        blocks: the repeated blocks by name.
+        whole: returns a parameter's whole value, given its name.
+    """
+
+    def __init__(self, module: nn.Module, context: Context, blocks: Sequence[str], whole: Callable[[str], Tensor]) -> None:
+        self._module, self._context, self._whole = module, context, whole
+        self._units = list(_one_of_each_kind(module, context, blocks))
+        self._seen: dict[str, _Seen] = {}
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Remember what the chosen blocks are called with while the module runs."""
+        with ExitStack() as stack:
+            for name in self._units:
+                unit: Any = self._module.get_submodule(name)
+                stack.enter_context(_eagerly(unit))
+                handles = [unit.register_forward_pre_hook(self._remember(name), with_kwargs=True)]
+                if self._context.random is not None:
+                    draws = [(inner, child) for inner, child in unit.named_modules() if _draws(child)]
+                    handles += [child.register_forward_hook(self._remember_mask(name, inner)) for inner, child in draws]
+                for handle in handles:
+                    stack.callback(handle.remove)
+            yield
+
+    def _remember(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if name not in self._seen:
+                self._seen[name] = _Seen(tree_map(_copy, args), tree_map(_copy, kwargs))
+
+        return hook
+
+    def _remember_mask(self, name: str, inner: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            seen = self._seen.setdefault(name, _Seen())
+            if inner not in seen.masks and isinstance(output, Tensor):
+                x = args[0].detach()
+                zeros = (output.detach() == 0) & (x != 0)
+                told = int(zeros.sum()) if bool((x != x.flatten()[0]).any()) else 0  # equal constants may be of different parts
+                seen.masks[inner] = (digest(x), digest(zeros), told)
+
+        return hook
+
+    def run(self) -> Verification:
+        """Try the blocks that were watched.
+
+        Collective: the ranks of the tensor axis, and those that share its parameters, call it.
+        """
+        start, tried, skipped, found = time.perf_counter(), dict[str, float](), dict[str, str](), list[Difference]()
+        for name, seen in sorted(self._seen.items()):
+            found += self._masks_agree(name, seen)
+            if not seen.args and not seen.kwargs:
+                continue
+            try:
+                sizes = self._try(name, seen)
+            except _NotTried as error:
+                skipped[name] = str(error)
+                continue
+            tried[name] = max(sizes.values(), default=0.0)
+            worst = sorted(((size, what) for what, size in sizes.items() if not size <= TOLERANCE), reverse=True)
+            found += [Difference(module=name, what=what, size=size) for size, what in worst]
+        self._seen.clear()
+        return Verification(modules=tried, differences=tuple(found), skipped=skipped, seconds=time.perf_counter() - start)
+
+    def _masks_agree(self, name: str, seen: _Seen) -> Iterator[Difference]:
+        """Yield dropouts whose masks are the same where ranks hold different parts, or differ where they hold the same."""
+        for inner, (x, zeros, count) in sorted(seen.masks.items()):
+            table = gather_values(torch.stack([x, zeros, torch.full_like(x, count)])[None], self._context.group)
+            if int(table[:, 2].min()) < _MASKED:
+                continue
+            same_input, same_mask = (bool((table[:, column] == table[0, column]).all()) for column in (0, 1))
+            if same_input != same_mask:
+                what = "draws one mask for the parts of different ranks" if same_mask else "draws other masks on ranks that hold the same"
+                yield Difference(module=f"{name}.{inner}", what=what, size=1.0)
+
+    def _try(self, name: str, seen: _Seen) -> dict[str, float]:
+        unit = self._module.get_submodule(name)
+        names = {each: f"{name}.{each}" if name else each for each, _ in unit.named_parameters()}
+        if sum(parameter.numel() for parameter in unit.parameters()) > LARGEST:
+            raise _NotTried(f"it has more than {LARGEST} parameters")
+        wholes = {each: _wide(self._whole(full).detach()).clone() for each, full in names.items()}
+        split = bool(name) and self._context.sequence_parallel
+        inner_local = self._local_inputs(name)
+
+        with _quiet(unit):
+            alone = _Run(wholes, self._gathered(seen, inner_local, hidden=split))
+            with _own(unit, alone.parameters):
+                try:
+                    with as_written(unit):
+                        expected = alone.outputs(unit)
+                except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
+                    raise _NotTried(f"it does not run unsplit: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+            parts = {each: self._part(self._parameter(full), wholes[each]) for each, full in names.items()}
+            both = _Run(parts, (seen.args, seen.kwargs))
+            with _own(unit, both.parameters), _plain_products(unit):
+                got = both.outputs(unit)
+            return self._compare(alone, expected, both, got, split)
+
+    def _compare(self, alone: _Run, expected: list[Tensor], both: _Run, got: list[Tensor], split: bool) -> dict[str, float]:
+        context, sizes = self._context, dict[str, float]()
+        if len(expected) != len(got):
+            return {f"it returns {len(got)} tensors instead of {len(expected)}": 1.0}
+        pairs = [(want, *_joined(have, want, context)) for want, have in zip(expected, got)]
+        for place, (want, have, _) in enumerate(pairs):
+            sizes[f"output {place}" if len(pairs) > 1 else "output"] = _off(want, have, 0.0)
+        cotangents = [_noise(want, place) for place, want in enumerate(expected)]
+        wanted = alone.gradients(expected, cotangents)
+        mine = [_slice_like(each, have, dim, context) for each, have, (_, _, dim) in zip(cotangents, got, pairs)]
+        had = both.gradients(got, mine)
+        typical = max((float(each.abs().max()) for each in wanted.values() if each.numel()), default=0.0)
+        for name, want in wanted.items():
+            have = had[name]
+            if isinstance(have, DTensor):
+                want = _local_slice(want, have, context)
+                have = have.to_local()
+            elif split and have.shape != want.shape:
+                want = _slice_like(want, have, 1, context)
+            sizes[f"gradient of {name}"] = _off(want, have, TOLERANCE * typical)
+        return sizes
+
+    def _parameter(self, name: str) -> Any:
+        return self._module.get_parameter(name)
+
+    def _part(self, parameter: Any, whole: Tensor) -> Tensor:
+        """Return the parameter as the tensor axis splits it, of the whole value ``whole``."""
+        if not isinstance(parameter, DTensor):
+            return whole.clone()
+        axis = (parameter.device_mesh.mesh_dim_names or ()).index((self._context.mesh.mesh_dim_names or ("",))[0])
+        placement = parameter.placements[axis]
+        part = whole
+        if isinstance(placement, Shard):
+            part = whole.chunk(self._context.size, placement.dim)[self._context.rank]
+        return DTensor.from_local(
+            part.clone(memory_format=torch.contiguous_format),
+            self._context.mesh,
+            [placement],
+            run_check=False,
+            shape=whole.shape,
+            stride=strides(whole.shape),
+        )
+
+    def _local_inputs(self, name: str) -> set[str]:
+        prefix = f"{name}." if name else ""
+        regions = (region for at, region in self._context.regions.items() if at == name or at.startswith(prefix))
+        return {each for region in regions for each in region.local}
+
+    def _gathered(self, seen: _Seen, heads: set[str], *, hidden: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the inputs as one process would hand them in: whole along the sequence, and with all heads where they are this rank's."""
+        args, kwargs, group = list(seen.args), dict(seen.kwargs), self._context.group
+        for key in heads.intersection(kwargs):
+            if isinstance(kwargs[key], Tensor):
+                kwargs[key] = _gather(kwargs[key], 1, group)
+        if hidden:
+            if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
+                args[0] = _gather(args[0], 1, group)
+            else:
+                named = next((each for each in self._context.inputs if isinstance(kwargs.get(each), Tensor)), None)
+                if named is not None and kwargs[named].is_floating_point():
+                    kwargs[named] = _gather(kwargs[named], 1, group)
+        return tuple(args), kwargs
+
+
+class _NotTried(Exception):
+    """A block that cannot be tried."""
+
+
+@final
+class _Run:
+    """One run of a block: fresh leaves for parameters and inputs, outputs, gradients."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self.parameters = {name: each.detach().requires_grad_(each.is_floating_point()) for name, each in parameters.items()}
+        self.inputs: list[Tensor] = []
+        self._args, self._kwargs = tree_map(self._leaf, inputs)
+
+    def _leaf(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        fresh = _wide(value.detach()).clone()
+        if value.requires_grad and value.is_floating_point():
+            self.inputs.append(fresh.requires_grad_())
+        return fresh
+
+    def outputs(self, unit: nn.Module) -> list[Tensor]:
+        with torch.enable_grad():
+            output = unit.forward(*self._args, **self._kwargs)
+        return [each for each in leaves(output) if isinstance(each, Tensor) and each.is_floating_point() and each.requires_grad]
+
+    def gradients(self, outputs: list[Tensor], cotangents: list[Tensor]) -> dict[str, Tensor]:
+        named = {**self.parameters, **{f"input {place}": each for place, each in enumerate(self.inputs)}}
+        grads = torch.autograd.grad(outputs, list(named.values()), cotangents, allow_unused=True) if outputs else [None] * len(named)
+        return {name: torch.zeros_like(each) if grad is None else grad for (name, each), grad in zip(named.items(), grads)}
+
+
+def verified(verification: Verification) -> Verification:
+    """Return a verification that found nothing; log what could not be tried.
+
+    Raises:
+        ParallelError: naming the modules, the size of the differences and what to look at.
+    """
+    for name, why in verification.skipped.items():
+        log.warning("the split of %s was not verified: %s", name or "the model", why)
+    if verification.differences:
+        listed = "\n  ".join(f"{each.module or 'the model'}: {each.what}, off by {each.size:.1e}" for each in verification.differences[:8])
+        raise ParallelError(
+            f"split over ranks, these do not compute what they compute whole:\n  {listed}\n"
+            "look at the layout's tensor-parallel table for them: a module between two projections that looks across features or heads "
+            "cannot be split ('colwise_gather' joins the features before it; {pattern: None} leaves it whole), one that is whole and "
+            "sees a part needs 'grad_sum', one that mixes positions cannot stand under sequence_parallel; Plan(..., verify=False) skips "
+            "this test"
+        )
+    return verification
+
+
+def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]) -> Iterator[str]:
+    """Yield the modules to try: one block of each kind, embeddings and heads beside them, or the model where other styles stand outside."""
+    outside = [name for name in context.styles if not _contains(blocks, name) and not any(each.startswith(f"{name}.") for each in blocks)]
+    alone = [name for name in outside if getattr(context.styles[name], "stands_alone", False)]
+    if len(alone) < len(outside):
+        yield ""
+        return
+    kinds: dict[Any, str] = {}
+    for place, name in enumerate(blocks):
+        if any(each == name or each.startswith(f"{name}.") for each in context.styles):
+            kinds.setdefault(_kind(module.get_submodule(name), name, place, context), name)
+    yield from kinds.values()
+    yield from alone
+
+
+def _contains(blocks: Sequence[str], name: str) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in blocks)
+
+
+def _kind(block: nn.Module, name: str, place: int, context: Context) -> Any:
+    """Return what two blocks of one kind have in common: classes, shapes, styles, and plain settings but for their own number."""
+    facts = []
+    for inner, child in block.named_modules():
+        settings = tuple(
+            (key, value)
+            for key, value in sorted(vars(child).items())
+            if isinstance(value, bool | int | float | str) and not (type(value) is int and value == place)
+        )
+        shapes = tuple((key, tuple(value.shape)) for key, value in child._parameters.items() if value is not None)
+        style = context.styles.get(f"{name}.{inner}" if inner else name)
+        facts.append((inner, class_name(child), repr(style), shapes, settings))
+    return tuple(facts)
+
+
+def _draws(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0.0 and module.training
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32)) if value.is_floating_point() else value
+
+
+def _gather(x: Tensor, dim: int, group: Any) -> Tensor:
+    return gather_values(x.detach(), group, dim).requires_grad_(x.requires_grad)
+
+
+def _joined(have: Tensor, want: Tensor, context: Context) -> tuple[Tensor, int | None]:
+    """Return an output of the split block joined to the whole one's shape, and the dim along which it was split."""
+    if isinstance(have, DTensor):
+        placement = have.placements[0]
+        dim = placement.dim if isinstance(placement, Shard) else None
+        return _joined_along(have.to_local(), want, dim, context), dim
+    differing = [dim for dim, (a, b) in enumerate(zip(have.shape, want.shape)) if a != b]
+    dim = differing[0] if len(differing) == 1 and have.ndim == want.ndim else None
+    return _joined_along(have, want, dim, context), dim
+
+
+def _joined_along(have: Tensor, want: Tensor, dim: int | None, context: Context) -> Tensor:
+    if dim is None:
+        return have
+    size, width = want.shape[dim], -(-want.shape[dim] // context.size)
+    short = width - have.shape[dim]
+    if short:
+        have = torch.cat([have, have.new_zeros(*have.shape[:dim], short, *have.shape[dim + 1 :])], dim)
+    return gather_values(have.detach(), context.group, dim).narrow(dim, 0, size)
+
+
+def _slice_like(whole: Tensor, part: Tensor, dim: int | None, context: Context) -> Tensor:
+    """Return this rank's chunk of ``whole`` along ``dim``, as ``part`` is one, a DTensor where that is one."""
+    if dim is None:
+        return whole
+    mine = whole.chunk(context.size, dim)[context.rank].contiguous()
+    if not isinstance(part, DTensor):
+        return mine
+    return DTensor.from_local(mine, context.mesh, part.placements, run_check=False, shape=part.shape, stride=part.stride())
+
+
+def _local_slice(whole: Tensor, part: DTensor, context: Context) -> Tensor:
+    placement = part.placements[0]
+    return whole.chunk(context.size, placement.dim)[context.rank] if isinstance(placement, Shard) else whole
+
+
+def _noise(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.device, like.dtype)
+
+
+def _off(want: Tensor, have: Tensor, floor: float) -> float:
+    """Return the largest difference over the largest value; a tensor that holds rounding noise is measured by ``floor`` / TOLERANCE."""
+    if want.shape != have.shape:
+        return float("inf")
+    if not want.numel():
+        return 0.0
+    error = (want.double() - have.double()).abs().max()
+    scale = max(float(want.double().abs().max()), floor, 1e-30)
+    size = float(error) / scale
+    return size if size == size else float("inf")
+
+
+@contextmanager
+def _own(unit: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let a module compute with other parameters, under every name that one has."""
+    by_id = {id(each): parameters[name] for name, each in unit.named_parameters()}
+    places = [(child._parameters, key, value) for child in unit.modules() for key, value in child._parameters.items() if id(value) in by_id]
+    try:
+        for owner, key, value in places:
+            owner[key] = by_id[id(value)]  # type: ignore[assignment]
+        yield
+    finally:
+        for owner, key, value in places:
+            owner[key] = value
+
+
+@contextmanager
+def _quiet(unit: nn.Module) -> Iterator[None]:
+    """Let a block run without random numbers, sharding and rounding of its buffers, and put back what it changed of itself."""
+    modules = list(unit.modules())
+    training = [each.training for each in modules]
+    buffers = [(each._buffers, key, value) for each in modules for key, value in each._buffers.items() if value is not None]
+    hooks = [(each, each._forward_pre_hooks, each._forward_hooks) for each in modules if isinstance(each, FSDPModule)]
+    try:
+        for each in modules:
+            each.training = False
+        for owner, key, value in buffers:
+            owner[key] = _wide(value).clone()
+        for each, _, _ in hooks:
+            each._forward_pre_hooks, each._forward_hooks = type(each._forward_pre_hooks)(), type(each._forward_hooks)()
+        with torch.amp.autocast(_device_type(unit), enabled=False):
+            yield
+    finally:
+        for each, was in zip(modules, training):
+            each.training = was
+        for owner, key, value in buffers:
+            owner[key] = value
+        for each, before, after in hooks:
+            each._forward_pre_hooks, each._forward_hooks = before, after
+
+
+def _device_type(unit: nn.Module) -> str:
+    return next((each.device.type for each in unit.parameters()), "cpu")
+
+
+@contextmanager
+def _plain_products(unit: nn.Module) -> Iterator[None]:
+    """Let linear layers multiply as torch does: float8's rounding differs between a part and the whole."""
+    held = [(known, known.product) for each in unit.modules() if (known := installed(each)) is not None and known.product is not None]
+    try:
+        for known, _ in held:
+            known.product = None
+        yield
+    finally:
+        for known, product in held:
+            known.product = product
+
+
+@contextmanager
+def _eagerly(unit: Any) -> Iterator[None]:
+    """Run a compiled block once as it is written, so that hooks on it do not have it compiled again."""
+    compiled = unit._compiled_call_impl
+    unit._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        unit._compiled_call_impl = compiled
+
+
+def call(module: nn.Module, batch: Any) -> Any:
+    """Return ``module`` called with a batch: keywords of a mapping, arguments of a list or tuple, or the one value."""
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, list | tuple) else module(batch)
+
+

@@ -1,0 +1,143 @@
+"""The split tries itself: in the first step, without any guard of a single case, it finds what a split gets wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models_for_parity import VOCAB, transformer
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import meshpar.passes.styles
+from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError, Plan, TensorParallel
+from meshpar.testing import on_ranks
+
+LAYOUT = ModelLayout(
+    blocks=("blocks.*",), tensor={"embed": "vocab", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "head"}
+)
+
+
+class Block(nn.Module):
+    def __init__(self, up=nn.Linear, down=nn.Linear, between=F.gelu, **extra):
+        super().__init__()
+        self.norm, self.up, self.down, self.between = nn.LayerNorm(8), up(8, 16), down(16, 8), between
+        for name, module in extra.items():
+            self.add_module(name, module())
+
+    def forward(self, x):
+        if hasattr(self, "conv"):
+            x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        h = self.up(self.norm(x))
+        h = self.scale(h) if hasattr(self, "scale") else h
+        return x + self.down(self.between(h))
+
+
+class Model(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, 2.0 * self.weight, self.bias)
+
+
+class Scale(nn.Module):
+    """One number a feature, which sees this rank's part where it stands between projections."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.by
+
+
+def normed(width, hidden):
+    return torch.nn.utils.parametrizations.weight_norm(nn.Linear(width, hidden, bias=False))
+
+
+def sparse(h):
+    return torch.relu(h - h.mean(-1, keepdim=True) - h.std(-1, keepdim=True))
+
+
+def convolution():
+    return nn.Conv1d(8, 8, 3, padding=1)
+
+
+IDS = torch.arange(12)[None]
+WRONG = {
+    "a subclass that scales its weight": (dict(up=Doubled), "output", False),
+    "a parametrized weight": (dict(up=normed, down=normed), "output", False),
+    "a standard deviation over features": (dict(between=sparse), "output", False),
+    "a whole parameter that sees a part": (dict(scale=Scale), r"gradient of scale\.by", False),
+    "a convolution over split positions": (dict(conv=convolution), "output", True),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_first_forward_finds(case):
+    finds(case)
+
+
+@on_ranks(2)
+def finds(case):
+    options, what, positions = WRONG[case]
+    # the guards of single cases
+    meshpar.passes.styles.replaced_problems = lambda *_: iter(())
+    meshpar.passes.styles.local = lambda parameter: parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    torch.manual_seed(0)
+    tensor = {**LAYOUT.tensor, "blocks.*.norm": "sequence"} if positions else LAYOUT.tensor
+    layout = ModelLayout(blocks=LAYOUT.blocks, tensor=tensor)
+    plan = Plan("tp=2", [TensorParallel(sequence_parallel=positions)])
+    par = plan.apply(Model(**options), layout)
+    par.cycle.agreement = None
+    with pytest.raises(ParallelError, match=rf"blocks\.0: ({what}).*, off by [^\n]*(\n.*)*colwise_gather"):
+        par.module(IDS)
+    par = Plan("tp=2", [TensorParallel(sequence_parallel=positions)], verify=False).apply(_again(options), layout)
+    par.module(IDS)
+
+
+def _again(options):
+    torch.manual_seed(0)
+    return Model(**options)
+
+
+@on_ranks(2)
+def test_what_differs_between_layers_is_a_kind_of_its_own():
+    module = Model()
+    module.blocks[1].between = sparse
+    module.blocks[1].sparsity = 0.95
+    par = Plan("tp=2", [TensorParallel()]).apply(module, LAYOUT)
+    with pytest.raises(ParallelError, match=r"blocks\.1: output"):
+        par.module(IDS)
+
+
+RIGHT = {
+    "tp": ("tp=4", [TensorParallel()]),
+    "tp-sequence-loss": ("tp=4", [TensorParallel(sequence_parallel=True, loss_parallel=True)]),
+    "fsdp-tp": ("dp_shard=2,tp=2", [TensorParallel(), ActivationCheckpoint(), FullyShard(param_dtype=torch.bfloat16)]),
+}
+
+
+@on_ranks(4)
+def test_a_right_split_is_verified_and_leaves_nothing_behind():
+    for mesh, passes in RIGHT.values():
+        torch.manual_seed(0)
+        par = Plan(mesh, passes).apply(transformer(qk_norm=True))
+        before = {name: value.clone() for name, value in par.module.state_dict().items()}
+        told = par.verify({"input_ids": torch.arange(16)[None] % VOCAB})
+        assert set(told.modules) >= {"layers.0", "embed", "head"}, told
+        assert max(told.modules.values()) < 1e-4 and not told.skipped, told
+        assert all(torch.equal(value.to_local(), before[name].to_local()) for name, value in par.module.state_dict().items())
+        par.module(input_ids=torch.arange(16)[None] % VOCAB).logits.sum().backward()
+        assert all(each.grad is not None for each in par.module.parameters())
