@@ -38,7 +38,7 @@ def draw(seed: int, *, without: Collection[str] = (), batch_norm: bool = False) 
         "mesh": mesh,
         "model": model,
         "passes": _passes(rng, mesh, model, layout),
-        "rows": data * rng.choice([1, 2]),
+        "rows": data * max(rng.choice([1, 2]), 2 if model["norm"] == "batch" else 1),
         "length": rng.choice([4, 6, 8, 12]) if mesh.get("tp", 1) != 3 else rng.choice([6, 12, 6, 8]),
         "empty": data if rng.random() < 0.06 else 0,
         "layout": layout,

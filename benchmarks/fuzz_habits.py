@@ -54,6 +54,11 @@ def _inputs_are_floats(spec: Spec) -> bool:
     return spec["model"]["family"] != "tokens"
 
 
+def _alike(spec: Spec) -> bool:
+    """A forward of one batch on all ranks, in training, is one larger batch to batch normalisation."""
+    return spec["model"]["norm"] != "batch"
+
+
 def _freeze(trains: str) -> tuple[str, ...]:
     return (
         "for name, parameter in module.named_parameters():",
@@ -67,15 +72,19 @@ def _hook(register: str) -> tuple[str, ...]:
 
 
 HABITS: dict[str, Habit] = {
-    "metric_forward": Habit(at={"between": ('record[f"metric {step}"] = whole(module(EVAL).detach())',)}, weight=2),
+    "metric_forward": Habit(at={"between": ('record[f"metric {step}"] = whole(module(EVAL).detach())',)}, fits=_alike, weight=2),
     "no_grad_eval": Habit(
         at={"stepped": ("module.eval()", "with torch.no_grad():", '    record[f"eval {step}"] = whole(module(EVAL))', "module.train()")},
         weight=2,
     ),
-    "eval_first": Habit(at={"applied": ("with torch.no_grad():", '    record["first eval"] = whole(module(EVAL))')}),
-    "inference_eval": Habit(at={"stepped": ("with torch.inference_mode():", '    record[f"eval {step}"] = whole(module(EVAL))')}),
-    "inference_first": Habit(at={"applied": ("with torch.inference_mode():", '    record["first eval"] = whole(module(EVAL))')}),
-    "grad_eval": Habit(at={"stepped": ('record[f"eval {step}"] = whole(module(EVAL).detach())',)}),
+    "eval_first": Habit(at={"applied": ("with torch.no_grad():", '    record["first eval"] = whole(module(EVAL))')}, fits=_alike),
+    "inference_eval": Habit(
+        at={"stepped": ("with torch.inference_mode():", '    record[f"eval {step}"] = whole(module(EVAL))')}, fits=_alike
+    ),
+    "inference_first": Habit(
+        at={"applied": ("with torch.inference_mode():", '    record["first eval"] = whole(module(EVAL))')}, fits=_alike
+    ),
+    "grad_eval": Habit(at={"stepped": ('record[f"eval {step}"] = whole(module(EVAL).detach())',)}, fits=_alike),
     "two_forwards": Habit(at={"loss": ("loss = loss + loss_sum(module(x.roll(1, -1)), y) * par.data_size / tokens",)}, weight=2),
     "freeze_between": Habit(at={"step": _freeze("step != 1")}),
     "freeze_first": Habit(at={"step": _freeze("step > 0")}),
@@ -107,7 +116,8 @@ HABITS: dict[str, Habit] = {
                 "with torch.no_grad():",
                 '    record[f"average {step}"] = whole(torch.func.functional_call(module, plain, (EVAL,)))',
             ),
-        }
+        },
+        fits=_alike,
     ),
     "state_dict_round_trip": Habit(
         at={
@@ -130,7 +140,7 @@ HABITS: dict[str, Habit] = {
                 "loss = loss + 0.1 * penalty.pow(2).sum() * par.data_size / tokens",
             ),
         },
-        fits=_inputs_are_floats,
+        fits=lambda spec: _inputs_are_floats(spec) and spec["model"]["recompute"] != "reentrant",
         weight=2,
     ),
     "input_gradient": Habit(

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -29,7 +30,7 @@ from meshpar.testing import PRELOAD
 CLASSES = ("exact", "refused", "wrong", "raw", "hang", "broken")
 """What a case can come to. ``broken``: it fails in one process too, which is a fault of the fuzzer."""
 VERBS = (
-    "use|change|run|hand|cut|draw|move|replace|give|build|call|pass|drop|leave|add|take|make|write|load|keep|turn|let|set|list|cast|"
+    "use|change|run|look|hand|cut|draw|move|replace|give|build|call|pass|drop|leave|add|take|make|write|load|keep|turn|let|set|list|cast|"
     "name|pad|tie|remove|would|wrap"
 )
 REMEDY = re.compile(rf"[;\n:.,][^;\n]*\b(?:{VERBS})\b", re.IGNORECASE)
@@ -214,6 +215,7 @@ def _load(path: Path, rank: int) -> Any:
     spec = importlib.util.spec_from_file_location(f"case_{path.parent.name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # torch.compile looks a function's module up
     spec.loader.exec_module(module)
     return module
 
@@ -225,13 +227,16 @@ def _failure(error: Exception, stage: str) -> dict[str, Any]:
     if isinstance(error, MeshparError):
         tells = REMEDY.search(str(error)) is not None
         return {"kind": "refused" if tells else "raw", "text": text if tells else f"refused without a remedy: {text}"}
-    if stage == "raw" and MIXED.search(text) and not _through(error, "meshpar"):
+    if stage == "raw" and MIXED.search(text) and not _in_a_module(error):
         return {"kind": "refused", "text": f"torch refuses: {text}"}
     kind = "hang" if stage == "raw" and LEFT.search(text) else stage
     return {"kind": kind, "text": text[:2000], "trace": trace[-4000:]}
 
 
-def _through(error: Exception, package: str) -> bool:
-    """Tell whether an error passed code of ``package`` on its way."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(frame.f_globals.get("__name__", "").startswith(f"{package}.") for frame in frames)
+def _in_a_module(error: Exception) -> bool:
+    """Tell whether an error came out of the drawn model's own code, or through the door of the parallel module."""
+    import torch
+
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    doors = any(frame.f_globals.get("__name__") == "meshpar.cycle" for frame in frames)
+    return doors or any("REFUSED" in frame.f_globals and isinstance(frame.f_locals.get("self"), torch.nn.Module) for frame in frames)

@@ -82,8 +82,9 @@ def simplifications(spec: Spec) -> Iterator[Spec]:
     if spec["model"]["attention"]:
         yield put(spec, "model.attention.kv", spec["model"]["attention"]["heads"])
     data = fuzz_draw.data_size(spec["mesh"])
-    if spec["rows"] > data:
-        yield put(spec, "rows", data)
+    least = data * (2 if spec["model"]["norm"] == "batch" else 1)
+    if spec["rows"] > least:
+        yield put(spec, "rows", least)
 
 
 def _meshes(spec: Spec) -> Iterator[Spec]:
