@@ -26,7 +26,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import MethodType
@@ -71,9 +71,15 @@ class Units:
         return all(group.reduce_grads for group in self._groups)
 
     def hooked(self) -> list[Any]:
-        """Return the sharded parameters on which somebody registered a hook for their gradient, before or after it is accumulated."""
-        held = (each.sharded_param for group in self._groups for each in group.fsdp_params)
-        return [each for each in held if each._backward_hooks or each._post_accumulate_grad_hooks]
+        """Return the sharded parameters on which somebody registered a hook for their gradient before it is accumulated."""
+        return [each for each in self._held() if each._backward_hooks]
+
+    def hooked_after(self) -> list[Any]:
+        """Return those with a hook for after it is accumulated, which FSDP2 calls after a backward that reduces."""
+        return [each for each in self._held() if each._post_accumulate_grad_hooks]
+
+    def _held(self) -> Iterator[Any]:
+        return (each.sharded_param for group in self._groups for each in group.fsdp_params)
 
     def foreign_parameter(self) -> str | None:
         """Return the name of a sharded parameter in whose place stands something else, which gathering would pass over."""

@@ -226,7 +226,7 @@ class Cycle:
         self._waiting -= self._begun
         self._begun.clear()
         if self._units.modules and not (self.reducing and self._units.reduces()):
-            if self._units.hooked():
+            if self._units.hooked() or self._units.hooked_after():
                 self._refuse_hooks()
             return
         for each, grad, version in self._left:
@@ -250,7 +250,9 @@ class Cycle:
         if any(id(each) in self._had_gradient for each in hooked):
             self._refuse_hooks()
         for each in hooked:
-            for hook in list((each._backward_hooks or {}).values()):
+            hooks: Mapping[int, Callable[[Tensor], Tensor | None]] = each._backward_hooks or {}
+            for hook in list(hooks.values()):
+                assert each.grad is not None, "only parameters with a gradient are handed in"
                 changed = hook(each.grad)
                 if changed is not None:
                     each.grad = changed
