@@ -89,7 +89,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     "dots1": {"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
-    "gemma3n_text": {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+    "gemma3n_text": {"num_kv_shared_layers": 1},
     "dots3_note_text": {f"swa_{key}": value for key, value in _SWA.items()},
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
@@ -162,8 +162,10 @@ def _layer_kinds(kind: Any) -> dict[str, Any]:
     lists = {}
     for field in dataclasses.fields(kind):
         value = vars(whole).get(field.name)
-        if isinstance(value, list | tuple) and len(value) == count and re.search("layer_type|layers_block_type|block_types", field.name):
-            lists[field.name] = list(value)
+        if isinstance(value, list | tuple) and len(value) == count and count:
+            differs = 1 < len(set(map(str, value))) < count  # what some layers have and others not: sparsity, no rotary positions
+            if differs or re.search("layer_type|layers_block_type|block_types", field.name):
+                lists[field.name] = list(value)
     if not lists:
         return {}
     kinds = list(dict.fromkeys(zip(*lists.values(), strict=True)))[:4]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from itertools import combinations
 
 from torch import nn
 
@@ -24,6 +25,38 @@ def find_modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Modu
     for name, child in module.named_modules():
         if matches(pattern, name):
             yield name, child
+
+
+def shortest_patterns(names: Iterable[str], known: Iterable[str]) -> Iterator[str]:
+    """Yield patterns that match exactly ``names`` among ``known``: for each name the one with the most ``*`` for numbers, else the name."""
+    wanted, known = dict.fromkeys(names), list(known)
+    fits: dict[str, bool] = {}
+    covered: set[str] = set()
+    for name in wanted:
+        if name in covered:
+            continue
+        for pattern in _generalized(name):
+            if pattern not in fits:
+                found = [each for each in known if matches(pattern, each)]
+                fits[pattern] = all(each in wanted for each in found)
+                covered.update(found if fits[pattern] else ())
+            if fits[pattern]:
+                yield pattern
+                break
+
+
+def _generalized(name: str) -> Iterator[str]:
+    """Yield a name with its numbers replaced by ``*``, all of them first, outer ones before inner ones, and the name itself last."""
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    for count in range(len(numbers), -1, -1):
+        for chosen in combinations(numbers, count):
+            yield ".".join("*" if place in chosen else part for place, part in enumerate(parts))
+
+
+def is_called(module: nn.Module) -> bool:
+    """Tell whether a module can be called: containers (ModuleList, ModuleDict) have no forward, and so nothing that a hook could run at."""
+    return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:

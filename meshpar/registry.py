@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 
 from meshpar.errors import LayoutError, MeshparError
 from meshpar.layout import ModelLayout
-from meshpar.patterns import find_modules, nearest
+from meshpar.patterns import is_called, nearest, shortest_patterns
 
 GROUPS = ("meshpar.passes", "meshpar.layouts", "meshpar.objectives", "meshpar.launchers")
 
@@ -59,7 +59,8 @@ def plugin(group: str, name: str) -> Any:
 def layout_for(module: nn.Module) -> ModelLayout:
     """Return the layout that fits ``module``: its own ``meshpar_layout()``, else the first registered layout that knows it.
 
-    Where nobody describes it, its blocks are the outermost lists of like modules, and it has no tensor-parallel table.
+    Where nobody describes it, its blocks are the outermost lists of like modules, or what is in them where these are lists themselves,
+    and it has no tensor-parallel table.
 
     Raises:
         LayoutError: ``meshpar_layout()`` returns something else.
@@ -74,35 +75,45 @@ def layout_for(module: nn.Module) -> ModelLayout:
         layout = plugin("meshpar.layouts", name)(module)
         if layout is not None:
             return layout
-    return ModelLayout(blocks=tuple(_repeated(module)))
+    return ModelLayout(blocks=tuple(untied(module, _repeated(module))))
 
 
 def _repeated(module: nn.Module) -> Iterator[str]:
-    """Yield patterns for every outermost ModuleList or Sequential that holds several modules of one class with parameters.
+    """Yield the names of the blocks: what is called in every outermost ModuleList or Sequential of several modules of one class.
 
-    Lists of lists (attention and feed-forward side by side) are never called themselves; what is in them is. Blocks that share a
-    parameter with another are left to the outermost unit, which holds what is tied.
+    A block that holds vectors alone (a list of norms) is left to the outermost unit: a gather of its own costs more than it saves.
     """
     inside: list[str] = []
     for name, child in module.named_modules():
-        if any(name.startswith(outer) for outer in inside):
+        if any(name.startswith(outer) for outer in inside) or not isinstance(child, nn.ModuleList | nn.Sequential):
             continue
-        if not isinstance(child, nn.ModuleList | nn.Sequential) or not any(True for _ in child.parameters()):
-            continue
-        if len(child) > 1 and len({type(each) for each in child}) == 1:
+        entries = [each for each in child._modules.values() if each is not None]  # None holds the place of a layer that is left out
+        if len(entries) > 1 and len({type(each) for each in entries}) == 1:
             prefix = f"{name}." if name else ""
             inside.append(prefix)
-            depth = "*.*" if all(isinstance(each, nn.ModuleList) for each in child) else "*"
-            yield from untied(module, f"{prefix}{depth}")
+            yield from (f"{prefix}{path}" for path, block in _called(child) if any(each.ndim > 1 for each in block.parameters()))
 
 
-def untied(module: nn.Module, pattern: str) -> Iterator[str]:
-    """Yield the pattern, or the names of those blocks of it that have parameters, all their own, where not every block has."""
-    blocks = {name: block for name, block in find_modules(module, pattern) if block is not module}
+def _called(container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield path and module of what a container holds; a container in it is never called itself, so its contents take its place."""
+    for name, child in container.named_children():
+        if is_called(child):
+            yield name, child
+        else:
+            yield from ((f"{name}.{path}", inner) for path, inner in _called(child))
+
+
+def untied(module: nn.Module, names: Iterable[str]) -> Iterator[str]:
+    """Yield those of the named blocks that have parameters, all their own, as patterns where a pattern names such blocks alone.
+
+    Blocks that share a parameter with another are left to the outermost unit, which holds what is tied.
+    """
+    every = dict(module.named_modules())
+    blocks = {name: every[name] for name in names if every.get(name, module) is not module}
     owners: dict[int, set[str]] = {}
     for name, block in blocks.items():
         for parameter in block.parameters():
             owners.setdefault(id(parameter), set()).add(name)
     tied = set().union(*(names for names in owners.values() if len(names) > 1))
     own = [name for name, block in blocks.items() if name not in tied and any(True for _ in block.parameters())]
-    yield from [pattern] if len(own) == len(blocks) else own
+    yield from shortest_patterns(own, every)

@@ -172,12 +172,12 @@ class SplitTest:
         names = {each: f"{name}.{each}" if name else each for each, _ in unit.named_parameters()}
         if sum(parameter.numel() for parameter in unit.parameters()) > LARGEST:
             raise _NotTried(f"it has more than {LARGEST} parameters")
+        self._refuse_split_inputs(seen, self._local_inputs(name))
         wholes = {each: _wide(self._whole(full).detach()).clone() for each, full in names.items()}
         split = bool(name) and self._context.sequence_parallel
-        inner_local = self._local_inputs(name)
 
         with _quiet(unit):
-            alone = _Run(wholes, self._gathered(seen, inner_local, hidden=split))
+            alone = _Run(wholes, self._gathered(seen, self._local_inputs(name), hidden=split))
             with _own(unit, alone.parameters):
                 try:
                     with as_written(unit):
@@ -189,6 +189,16 @@ class SplitTest:
             with _own(unit, both.parameters), _plain_products(unit):
                 got = both.outputs(unit)
             return self._compare(alone, expected, both, got, split)
+
+    def _refuse_split_inputs(self, seen: _Seen, heads: set[str]) -> None:
+        """Raise where other inputs than the hidden states differ between ranks: keys of an earlier layer, of which nobody has the whole."""
+        hidden = [seen.args[0] if seen.args else None, *(seen.kwargs.get(each) for each in self._context.inputs)]
+        others = list(leaves((seen.args, {key: value for key, value in seen.kwargs.items() if key not in heads})))
+        given = [each for each in others if isinstance(each, Tensor) and not any(each is known for known in hidden)]
+        if given:
+            table = gather_values(torch.stack([digest(each) for each in given])[None], self._context.group)
+            if not bool((table == table[0]).all()):
+                raise _NotTried("it takes another layer's part of heads or features")
 
     def _compare(self, alone: _Run, expected: list[Tensor], both: _Run, got: list[Tensor], split: bool) -> dict[str, float]:
         context, sizes = self._context, dict[str, float]()

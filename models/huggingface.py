@@ -22,6 +22,7 @@ from meshpar.layout import ModelLayout
 from meshpar.models.huggingface_tensor import copied_heads, head_counts, tensor_table
 from meshpar.models.huggingface_vocabulary import generic
 from meshpar.models.huggingface_weights import weight_map
+from meshpar.patterns import find_modules
 from meshpar.registry import untied
 
 
@@ -93,7 +94,7 @@ def _blocks(model: Any) -> tuple[str, ...]:
     chosen = named or alike
     outermost = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
     patterns = dict.fromkeys(f"{generic(name)}.*" for name in outermost if _is_called(model, name))
-    return tuple(each for pattern in patterns for each in untied(model, pattern))
+    return tuple(untied(model, (name for pattern in patterns for name, _ in find_modules(model, pattern))))
 
 
 def _is_called(model: nn.Module, name: str) -> bool:

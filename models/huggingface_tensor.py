@@ -62,6 +62,7 @@ def tensor_table(model: Any) -> dict[str, Any]:
     table = {pattern: style for pattern, style in table.items() if style != "vocab" and pattern not in whole} | ends
     table |= dict.fromkeys(_on_slices(modules, table), "grad_sum")
     table |= dict.fromkeys(_regions(model, table), "region")
+    table = dict(_without_sparse(model, table))
     return table | _between_regions(model, table)
 
 
@@ -135,6 +136,18 @@ def _gpt2_table(model: Any) -> dict[str, Any]:
         f"{prefix}h.*.mlp.c_proj": "rowwise",
     }
     return table | vocabulary_styles(model, table)[0]
+
+
+def _without_sparse(model: nn.Module, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the table without what stands in modules that look across their features between two projections (Gemma 3n's top-k).
+
+    Where some layers do and others do not, those that do not are named one by one.
+    """
+    sparse = {name for name, module in model.named_modules() if (vars(module).get("activation_sparsity") or 0.0) > 0.0}
+    for pattern, style in table.items():
+        found = [name for name, _ in find_modules(model, pattern)]
+        kept = [name for name in found if name not in sparse and name.rpartition(".")[0] not in sparse]
+        yield from [(pattern, style)] if len(kept) == len(found) else [(name, style) for name in kept]
 
 
 def _matching_plan(model: Any) -> dict[str, str]:

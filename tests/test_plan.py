@@ -27,6 +27,7 @@ from meshpar import (
     runtime,
 )
 from meshpar.models import Transformer, TransformerConfig
+from meshpar.passes.base import find_blocks
 
 
 def model(**options):
@@ -45,6 +46,56 @@ def only(*args, **kwargs):
     found = problems(*args, **kwargs)
     assert len(found) == 1, found
     return found[0]
+
+
+class Chain(nn.ModuleList):
+    """A list with a forward is called, unlike a ModuleList."""
+
+    def forward(self, x):
+        for each in self:
+            x = each(x)
+        return x
+
+
+def linear():
+    return nn.Linear(4, 4)
+
+
+FOUND_LAYOUTS = {
+    "a list": (lambda: nn.ModuleList(linear() for _ in range(2)), ("layers.*",)),
+    "norms that may be left out, a block and a residual without parameters (x-transformers)": (
+        lambda: nn.ModuleList(nn.ModuleList([nn.ModuleList([nn.LayerNorm(4), None]), linear(), nn.Identity()]) for _ in range(2)),
+        ("layers.*.1",),
+    ),
+    "pairs": (lambda: nn.ModuleList(nn.ModuleList([linear(), nn.Sequential(linear())]) for _ in range(2)), ("layers.*.*",)),
+    "a dict in a list": (
+        lambda: nn.ModuleList(nn.ModuleDict({"attn": linear(), "norm": nn.LayerNorm(4), "mlp": linear()}) for _ in range(2)),
+        ("layers.*.attn", "layers.*.mlp"),
+    ),
+    "lists three deep": (
+        lambda: nn.ModuleList(nn.ModuleList([linear(), nn.ModuleList([linear(), linear()])]) for _ in range(2)),
+        ("layers.*.0", "layers.*.*.*"),
+    ),
+    "lists that end at different depths": (
+        lambda: nn.ModuleList([nn.ModuleList([linear(), linear()]), nn.ModuleList([nn.ModuleList([linear()]), linear()])]),
+        ("layers.0.*", "layers.*.*.*", "layers.*.1"),
+    ),
+    "a list with a forward": (lambda: nn.ModuleList(Chain([linear(), linear()]) for _ in range(2)), ("layers.*",)),
+    "norms alone": (lambda: nn.ModuleList(nn.LayerNorm(4) for _ in range(2)), ()),
+    "dicts of nothing": (lambda: nn.ModuleList(nn.ModuleDict() for _ in range(2)), ()),
+}
+
+
+@pytest.mark.parametrize("case", FOUND_LAYOUTS)
+def test_a_layout_that_meshpar_finds_names_what_is_called_and_passes_its_own_plan(case):
+    build, blocks = FOUND_LAYOUTS[case]
+    module = nn.Module()
+    module.layers, module.head = build(), linear()
+    assert registry.layout_for(module).blocks == blocks
+    for plan in (Plan("dp_shard=2", [FullyShard()]), Plan("dp_replicate=2", [Replicate()])):
+        plan.check(module, world_size=2)
+    named = [name for name, _ in find_blocks(module, registry.layout_for(module))]
+    assert len(set(named)) == len(named)
 
 
 class TwoLayers(nn.Module):

@@ -223,7 +223,8 @@ def test_dropout_differs_across_shards_and_agrees_where_activations_are_replicat
 
 @on_ranks(2)
 def test_recomputation_draws_the_same_masks_again():
-    par = Plan("tp=2", [TensorParallel(), ActivationCheckpoint()]).apply(on_meta(lambda: nn.Sequential(Masked())), MASKED)
+    plan = Plan("tp=2", [TensorParallel(), ActivationCheckpoint()], verify=False)
+    par = plan.apply(on_meta(lambda: nn.Sequential(Masked())), MASKED)
     par.materialize(seed=0).manual_seed(5)
     # Two products of the output keep recomputation from stopping before the last dropout.
     par.module(torch.randn(1, 16, 8)).square().sum().backward()

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
-from meshpar.patterns import find_modules, nearest
+from meshpar.patterns import find_modules, is_called, nearest
 
 
 class Stage(enum.IntEnum):
@@ -77,7 +77,7 @@ def block_problems(
         if not found:
             yield unmatched(f"{source} {pattern!r}", pattern, module)
         for name, child in found.items():
-            if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            if not is_called(child):
                 kind = type(child).__name__
                 yield f"{source} {pattern!r} matches {name}, a {kind}, which is never called itself; name what is in it: '{name}.*'"
     if required and override is None and not layout.blocks:

@@ -131,16 +131,25 @@ def _place(module: nn.Module, name: str, placement: Shard | Replicate, context: 
     module._parameters[name] = taken
 
 
-def see_whole(module: nn.Module, styled: set[nn.Module]) -> None:
+def see_whole(module: nn.Module, blocks: set[nn.Module], styled: set[nn.Module]) -> None:
     """Let modules that know nothing of the split compute with the plain tensors behind the parameters that every rank holds whole.
 
-    A module without a styled one in it may read its children's parameters (torch's own attention does), and sees those plain, too.
+    The outermost module and its blocks, which may be gathered or recomputed one by one, do so for all that is in them, whose methods and
+    parameters any code inside may use. A module that is called alone does so for itself, and without a styled one in it for its children.
     """
     for child in module.modules():
-        known = installed(child)
-        inside = [child] if any(each in styled for each in child.modules() if each is not child) else list(child.modules())
-        if any(True for _ in child.parameters(recurse=False)) and not (known is not None and known.reads_parameters):
-            see_plain(child, [each for each in inside if any(True for _ in each.parameters(recurse=False))])
+        if child is module or child in blocks:
+            inside = list(child.modules())
+        elif _reads(child) or not any(True for _ in child.parameters(recurse=False)):
+            continue
+        else:
+            inside = [child] if any(each in styled for each in child.modules() if each is not child) else list(child.modules())
+        see_plain(child, [each for each in inside if any(True for _ in each.parameters(recurse=False)) and not _reads(each)])
+
+
+def _reads(module: nn.Module) -> bool:
+    known = installed(module)
+    return known is not None and known.reads_parameters
 
 
 def see_plain(module: nn.Module, inside: list[nn.Module]) -> None:

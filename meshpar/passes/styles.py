@@ -136,7 +136,7 @@ class Colwise:
         def finish(y: Tensor) -> Tensor:
             if self.gather == "no":
                 return y
-            if self.gather == "loss" and context.loss_parallel:
+            if self.gather == "loss" and context.loss_parallel and torch.is_grad_enabled():  # generation wants all logits
                 shape = torch.Size((*y.shape[:-1], width))
                 return DTensor.from_local(y, context.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=strides(shape))
             return gather_replicated(y, width, group)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
-from meshpar.passes.base import Stage, unmatched
+from meshpar.passes.base import Stage, find_blocks, unmatched
 from meshpar.passes.context import Context, Style
 from meshpar.passes.installed import record, set_attribute
 from meshpar.passes.local import keep_whole, see_whole
@@ -131,7 +131,7 @@ class TensorParallel:
         keep_whole(module, context)
         for name, child, style in found:
             style.install(name, child, context)
-        see_whole(module, {child for _, child, _ in found})
+        see_whole(module, {block for _, block in find_blocks(module, layout)}, {child for _, child, _ in found})
         record(module).split = context
 
     def _table(self, layout: ModelLayout) -> dict[str, Any]:

@@ -1,0 +1,36 @@
+"""torchvision where its compiled operators cannot be loaded: built for CUDA, beside a torch that was built for the CPU.
+
+PyPI has torchvision for Linux on x86 with CUDA alone. Its Python part declares fake kernels of two operators without asking whether they
+exist, and then nothing that imports torchvision works: timm, open_clip, and transformers, which imports it wherever it is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import torch
+
+
+@cache
+def loadable() -> bool:
+    """Tell whether torchvision is absent, or its operators can be loaded."""
+    found = importlib.util.find_spec("torchvision")
+    try:
+        for library in Path(found.origin).parent.glob("_C*.so") if found is not None and found.origin else ():
+            torch.ops.load_library(str(library))
+    except OSError:
+        return False
+    return True
+
+
+@cache
+def declared() -> torch.library.Library | None:
+    """Declare the two operators without kernels where they cannot be loaded; no model here uses them. They last as long as the result."""
+    if loadable():
+        return None
+    library = torch.library.Library("torchvision", "DEF")
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
