@@ -124,7 +124,10 @@ class Pool:
         """Return how a rank ended, and what it wrote last."""
         process, _ = self._ranks[rank]
         process.join(5)
-        return {"text": f"the process died with exit code {process.exitcode}", "trace": self._errors(rank)}
+        code, wrote = process.exitcode or 0, self._errors(rank)
+        why = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        said = next((line.strip() for line in wrote.splitlines() if "what():" in line), "")
+        return {"text": f"the process died {why} {said}", "trace": wrote}
 
     def _stack(self, rank: int) -> str:
         """Return where a rank that does not answer is."""
