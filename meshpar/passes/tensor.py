@@ -111,21 +111,25 @@ class TensorParallel:
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         axis = mesh["tp"]
+        self.split(module, layout, axis, axis.get_group(), axis.get_local_rank())
+
+    def split(self, module: nn.Module, layout: ModelLayout, axis: DeviceMesh, group: Any, rank: int) -> Context:
+        """Split ``module`` in place as ``rank`` of ``axis`` holds it, with collectives on ``group``; return what its styles share."""
         draws = (layout.dropout or draws_random(module)) and not self.sequence_parallel
         context = Context(
             mesh=axis,
-            group=axis.get_group(),
-            rank=axis.get_local_rank(),
+            group=group,
+            rank=rank,
             root=module,
             sequence_parallel=self.sequence_parallel,
             loss_parallel=self.loss_parallel,
             random=SplitState() if draws else None,
             inputs=layout.hidden_inputs,
         )
-        self.install(module, layout, context)
+        self._install(module, layout, context)
+        return context
 
-    def install(self, module: nn.Module, layout: ModelLayout, context: Context) -> None:
-        """Split ``module`` over the axis of ``context``."""
+    def _install(self, module: nn.Module, layout: ModelLayout, context: Context) -> None:
         table = self._table(layout)
         modules = {pattern: text for pattern, text in table.items() if not _names_parameters(module, pattern)}
         # What takes a module's own parameters goes inside of what prepares its inputs.
