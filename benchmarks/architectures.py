@@ -158,7 +158,7 @@ def _under_plan(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any
 
     import torch.distributed as dist
 
-    from meshpar.errors import PlanError
+    from meshpar.errors import MeshparError, PlanError
 
     ranks = command["ranks"]
     store = dist.FileStore(command["store"], ranks)
@@ -168,7 +168,11 @@ def _under_plan(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any
             par = _plan(command["plan"], command["styles"]).apply(copy.deepcopy(state["model"]))
         except PlanError as error:
             return {"verdict": "refused", "why": "; ".join(error.problems)}
-        return _compare(state, par) | (_exported(state, par, command["folder"]) if command["export"] else {})
+        try:
+            found = _compare(state, par)
+        except MeshparError as error:  # the first forward's own test of the split, or ranks that disagree
+            return {"verdict": "refused", "why": " ".join(str(error).split())[:300]}
+        return found | (_exported(state, par, command["folder"]) if command["export"] else {})
     finally:
         dist.destroy_process_group()
 
@@ -453,7 +457,7 @@ tiny, under every plan against one process; torch {torch}, gloo, float32. Made b
 - exact: the loss and every gradient agree with one process to {tolerance} of the tensor's largest value (or of {floor} of the model's
   largest gradient, where that is more: what is zero by theory holds rounding noise only). Rows are split over the data ranks, and rows
   count different numbers of tokens.
-- refused: the plan is refused before anything runs, with a reason and what would work.
+- refused: the plan is refused before anything runs, or in the first forward, with a reason and what would work.
 - wrong, crashed, hung: bugs.
 - export: the parallel model is exported, and transformers loads it with every parameter equal.
 

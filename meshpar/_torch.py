@@ -42,6 +42,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._pytree import tree_leaves
 
 
 def ignore_profiler_marks() -> None:
@@ -65,6 +66,20 @@ class Units:
         for group in self._groups:
             if not group.is_sharded:
                 group.reshard()
+
+    def hide(self) -> None:
+        """Register the shards on the modules again and keep what is gathered, which backward needs."""
+        for group in self._groups:
+            if not group.is_sharded:
+                for each in group.fsdp_params:
+                    each._setattr_on_modules(each.sharded_param)
+
+    def show(self) -> None:
+        """Register what is gathered, for code that backward runs once more."""
+        for group in self._groups:
+            if group.is_unsharded:
+                for each in group.fsdp_params:
+                    each._setattr_on_modules(each._unsharded_param)
 
     def reduces(self) -> bool:
         """Tell whether the backward that runs reduces gradients."""
@@ -101,6 +116,17 @@ def _groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     # torch 2.13 allows a state several groups, where 2.11 has one.
     return [each for each in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if each is not None]
+
+
+def gather_before_backward(unit: nn.Module, output: Any, tensors: Iterable[Any]) -> None:
+    """Let FSDP2 know of outputs that it does not find itself, in objects of classes of their own."""
+    if isinstance(output, torch.Tensor):
+        return
+    state: Any = unit._get_fsdp_state() if isinstance(unit, FSDPModule) else None
+    known = {id(each) for each in tree_leaves(output)}
+    for each in tensors:
+        if id(each) not in known:
+            each.register_hook(state._pre_backward)
 
 
 def enter_by(module: Any, call: Callable[..., Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, final
 
@@ -224,20 +224,24 @@ def digest_of(values: Any, device: torch.device) -> Tensor:
     return total
 
 
-def leaves(values: Any) -> Iterator[Any]:
-    """Yield what is in lists, tuples, mappings and dataclasses, in order."""
-    if isinstance(values, Tensor | str):
+def leaves(values: Any, *, objects: bool = False) -> Iterator[Any]:
+    """Yield what is in lists, tuples, mappings and dataclasses, in order; with ``objects``, in attributes of other objects, too."""
+    inside: Iterable[Any]
+    if isinstance(values, Tensor | str | nn.Module | type):
         yield values
-    elif isinstance(values, Mapping):
-        for each in values.values():
-            yield from leaves(each)
+        return
+    if isinstance(values, Mapping):
+        inside = values.values()
     elif isinstance(values, list | tuple):
-        for each in values:
-            yield from leaves(each)
-    elif is_dataclass(values) and not isinstance(values, type):
-        for field in fields(values):
-            yield from leaves(getattr(values, field.name))
+        inside = values
+    elif is_dataclass(values):
+        inside = [getattr(values, field.name) for field in fields(values)]
+    elif objects and hasattr(values, "__dict__"):
+        inside = vars(values).values()
     else:
         yield values
+        return
+    for each in inside:
+        yield from leaves(each, objects=objects)
 
 

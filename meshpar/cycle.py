@@ -68,11 +68,11 @@ class Cycle:
         self._method: Callable[..., Any] | None = None
         self._ready = False
         self._steps = 0
-        self._waiting: weakref.WeakSet[_Forward] = weakref.WeakSet()
         self._begun: set[_Forward] = set()
         self._ending = False
         self._left: list[tuple[Tensor, Tensor, int]] = []
         self._had_gradient: set[int] = set()
+        self._outside: dict[nn.Module, ExitStack] = {}
         self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._without_grad: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._install()
@@ -92,7 +92,7 @@ class Cycle:
                 self.register_method(name)
         for unit in self._units.modules:
             unit.register_forward_pre_hook(self._before_unit, prepend=True)
-        self._show_shards()
+            unit.register_forward_hook(self._after_unit, always_call=True)
         if self._units.modules:
             module._is_fsdp_managed_module = True  # by which transformers' generate knows that ranks must go in step
         me = weakref.ref(self)
@@ -127,7 +127,7 @@ class Cycle:
             return self._explanation.told(inner, args, kwargs)
         self._depth += 1
         try:
-            with _outside_inference_mode():
+            with _outside_inference_mode(), _parts_called():
                 self._before_forward(args, kwargs)
                 run = self._explanation.told if self.split_test is None else self._first_run
                 output = run(inner, args, kwargs)
@@ -135,6 +135,7 @@ class Cycle:
                     self._after_forward(output)
                 return output
         finally:
+            self._units.hide()  # outside of the door parameters are shards
             self._depth -= 1
             self._method = None
 
@@ -168,31 +169,33 @@ class Cycle:
             self.agreement.batch((args, kwargs))
 
     def _before_unit(self, unit: nn.Module, args: Any) -> None:
-        if torch.is_inference_mode_enabled():
-            raise MeshparError(
-                "a part of a parallel module was called under torch.inference_mode, which would leave weights behind that no later "
-                "backward can use; call the outermost module (par.module), which leaves that mode by itself, or use torch.no_grad()"
-            )
+        if torch.is_inference_mode_enabled():  # a method of the module's own may have entered it
+            stack = ExitStack()
+            stack.enter_context(_outside_inference_mode())
+            self._outside[unit] = stack
         if not self._depth and not _torch.in_backward():
             self._units.make_ready(self.module)
         if not torch.is_grad_enabled():
             self._without_grad.add(unit)
-        elif _torch.in_backward() and unit in self._without_grad and len(self._begun | set(self._waiting)) > 1:
+        elif _torch.in_backward() and unit in self._without_grad:
             raise MeshparError(
-                "the model recomputes a block by torch.utils.checkpoint(use_reentrant=True) in one backward over several forwards, which "
-                "sharding reduces more than once; use checkpoint(..., use_reentrant=False), ActivationCheckpoint() in the plan, or one "
-                "backward a forward"
+                "the model recomputes a block by torch.utils.checkpoint(use_reentrant=True), whose backward inside a backward sharding "
+                "may reduce more than once; use checkpoint(..., use_reentrant=False), or ActivationCheckpoint() in the plan"
             )
         elif not _torch.in_backward():
             self._without_grad.discard(unit)
 
+    def _after_unit(self, unit: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not isinstance(output, Tensor):
+            _torch.gather_before_backward(unit, output, _trained(output))
+        if (stack := self._outside.pop(unit, None)) is not None:
+            stack.close()
+
     def _after_forward(self, output: Any) -> None:
-        tensors = [each for each in leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+        tensors = _trained(output)
         if not tensors:
             return
-        forward = _Forward(self._steps)
-        self._waiting.add(forward)  # until its graph is gone, which holds the hooks
-        begin = functools.partial(self._begin_backward, forward)
+        begin = functools.partial(self._begin_backward, _Forward(self._steps))
         for each in tensors:
             each.register_hook(begin)
 
@@ -206,11 +209,18 @@ class Cycle:
                     "a gradient of a gradient (create_graph=True) needs weights that data parallelism has freed by then; use a mesh "
                     "of tensor parallelism alone, or compute the penalty from finite differences"
                 )
+            if forward.done:
+                raise MeshparError(
+                    "a second backward runs through one forward (retain_graph=True), whose weights data parallelism has freed; add the "
+                    "losses and run one backward, or run the forward again"
+                )
             if forward.steps != self._steps:
                 raise MeshparError(
                     "an optimizer changed weights between a forward and its backward, which would use the new ones; run the backward "
                     "before the step, or the forward again after it"
                 )
+        if not self._begun:
+            self._units.show()
         self.expect_end()
         self._begun.add(forward)
 
@@ -223,7 +233,8 @@ class Cycle:
 
     def _end_backward(self) -> None:
         self._ending = False
-        self._waiting -= self._begun
+        for forward in self._begun:
+            forward.done = True
         self._begun.clear()
         if self._units.modules and not (self.reducing and self._units.reduces()):
             if self._units.hooked() or self._units.hooked_after():
@@ -300,33 +311,33 @@ class Cycle:
             self._left.clear()
         return kept
 
-    # What loops read
-
     def reshard(self) -> None:
         """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained and saved."""
         if not self._depth and not _torch.in_backward():
             self._units.reshard()
 
-    def _show_shards(self) -> None:
-        """Outside of a forward the module's parameters are its shards: what optimizers, penalties and averages must see."""
-        module: Any = self.module
-        named = module.named_parameters
-
-        @functools.wraps(named)
-        def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-            self.reshard()
-            return named(*args, **kwargs)
-
-        if self._units.modules:
-            module.named_parameters = named_parameters
-
 
 @final
 class _Forward:
-    """One forward whose graph is alive, and how many optimizer steps came before it."""
+    """One forward: how many optimizer steps came before it, and whether a backward has been through it."""
 
     def __init__(self, steps: int) -> None:
-        self.steps = steps
+        self.steps, self.done = steps, False
+
+
+@contextmanager
+def _parts_called() -> Iterator[None]:
+    """Let torch's attention and encoder layers call their parts in evaluation, too, instead of a kernel that reads the parts' weights."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _trained(output: Any) -> list[Tensor]:
+    return [each for each in leaves(output, objects=True) if isinstance(each, Tensor) and each.requires_grad]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ _Cause = tuple[str, str, str]
 _SHAPES: _Cause = (
     r"is invalid for input of size|cannot be reshaped|must match the size|mat1 and mat2 shapes cannot be multiplied|"
     r"sizes? .*(?:does|do) not match|not enough values to unpack|too many values to unpack|"
-    r"Expected size .* but got size|split_with_sizes expects",
+    r"Expected size .* but got size|split_with_sizes expects|Given normalized_shape|view size is not compatible",
     "the code counts on all heads or features where this rank holds its share of them",
     "take the count from the tensor: x.unflatten(-1, (-1, head_dim)) instead of x.view(batch, length, heads, head_dim), "
     "x.chunk(3, dim=-1) instead of x.split(width, dim=-1)",
@@ -30,6 +30,11 @@ _OUTSIDE: _Cause = (
     "a parameter that is split over the mesh is used outside its own module, together with a plain tensor",
     "call the module that owns the weight (x = self.head(x)) instead of using its weight directly, or take the module out of the "
     "tensor-parallel table: TensorParallel(styles={{'{module}': None}})",
+)
+_OUTSIDE_BLOCK: _Cause = (
+    r"mixed torch\.Tensor and DTensor",
+    "a parameter is used where its weights are not gathered: outside of its block, or of a call of the outermost module",
+    "call the module that owns it (x = self.head(x)), or par.module; let a method of the model's own enter by par.register_method(name)",
 )
 _GATHERED = r"mixed torch\.Tensor and DTensor|setStorage|storage of size 0|must be 2-D|size mismatch"
 _DTYPES: _Cause = (
@@ -60,7 +65,7 @@ class Explanation:
 
     def __init__(self, module: nn.Module, plan_text: str, *, splits_features: bool, unit_pass: str | None) -> None:
         self._module, self._plan_text, self._unit_pass = module, plan_text, unit_pass
-        self._causes = (_OUTSIDE, _SHAPES, _DTYPES, _GONE) if splits_features else (_DTYPES, _GONE)
+        self._causes = (_OUTSIDE, _SHAPES, _DTYPES, _GONE) if splits_features else (_OUTSIDE_BLOCK, _DTYPES, _GONE)
 
     def told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return ``run(*args, **kwargs)``. Costs nothing while nothing is raised: the inner module is found in the traceback.

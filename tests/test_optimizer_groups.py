@@ -1,4 +1,4 @@
-"""An optimizer's settings go by parameter: how many groups there are depends on the mesh, what each parameter is told does not."""
+"""An optimizer's settings go by parameter, so that a checkpoint of one mesh fits any other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def moments(par, optimizer):
 
 
 @on_ranks(4)
-def test_groups_by_mesh_are_restored_on_another(tmp_path):
+def test_settings_are_restored_on_another_mesh(tmp_path):
     par, optimizer = job("dp_shard=2,tp=2")
     ids = torch.randint(0, VOCAB, (2, 8))
     par.module(input_ids=ids).logits.square().mean().backward()
@@ -41,7 +41,7 @@ def test_groups_by_mesh_are_restored_on_another(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, par, optimizer)
         other, fresh = job("dp_shard=4")
-        assert len(fresh.param_groups) < len(optimizer.param_groups)
+        assert len(fresh.param_groups) == len(optimizer.param_groups) == 2
         manager.restore(other, fresh)
         assert told(other, fresh) == told(par, optimizer)
         theirs = moments(other, fresh)

@@ -139,7 +139,7 @@ def test_passes_out_of_order():
 
 def test_a_layout_pattern_that_matches_nothing():
     layout = ModelLayout(blocks=("layer.*",))
-    assert "layout block 'layer.*' matches no module; nearest names: layers.*" in only("dp_shard=8", [FullyShard()], TwoLayers(), layout)
+    assert "layout block 'layer.*' matches no module; use a name of the model, nearest: layers.*" in only("dp_shard=8", [FullyShard()], TwoLayers(), layout)
 
 
 def test_a_star_does_not_cross_a_dot():
@@ -150,7 +150,7 @@ def test_a_star_does_not_cross_a_dot():
 
 def test_an_override_that_matches_nothing():
     text = only("dp_shard=4,tp=2", [TensorParallel(styles={"layers.*.mlp.upp": "colwise"}), FullyShard()])
-    assert "'layers.*.mlp.upp' matches no module; nearest names: layers.*.mlp.up" in text
+    assert "'layers.*.mlp.upp' matches no module; use a name of the model, nearest: layers.*.mlp.up" in text
 
 
 def test_an_unknown_style():

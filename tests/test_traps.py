@@ -364,7 +364,7 @@ def test_every_input_of_a_region_gets_its_whole_gradient():
         grads.append({name: whole(parameter.grad) for name, parameter in par.module.named_parameters()})
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-5, atol=1e-6)
-    with pytest.raises(MeshparError, match=r"attend.temperature stands in region attend without a style.*give 'attend.temperature' 'grad_sum'"):
+    with pytest.raises(MeshparError, match=r"attend.temperature \(1,\) stands in region attend without a style.*give 'attend.temperature' 'grad_sum'"):
         Plan("tp=2", [TensorParallel()]).check(CrossAttention(bare=True), CROSS)
 
 

@@ -30,7 +30,7 @@ from meshpar.mesh import MeshSpec
 from meshpar.parallelized import Parallelized
 from meshpar.passes import collectives
 
-__all__ = ["FakeTensor", "Settled", "fake_mode", "hidden_propagation", "register_device"]
+__all__ = ["FakeTensor", "Settled", "fake_mode", "hidden_propagation", "register_device", "settle"]
 
 
 def register_device(name: str, module: Any) -> None:
@@ -52,6 +52,14 @@ def register_device(name: str, module: Any) -> None:
 def fake_mode() -> FakeTensorMode:
     """Return the mode under which tensors have shapes, dtypes and devices but no memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def settle(par: Parallelized, device_type: str) -> None:
+    """Let the ranks compare what they compare after the first steps on a device of this type, and look at nothing."""
+    assert par.cycle is not None, "apply gives it one"
+    par.cycle.split_test = None
+    if not isinstance(par.cycle.agreement, Settled):
+        par.cycle.agreement = Settled(par, checks=device_type == "cpu")
 
 
 @final

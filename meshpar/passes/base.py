@@ -98,7 +98,7 @@ def block_problems(
 def unmatched(what: str, pattern: str, module: nn.Module) -> str:
     """Return the message for a pattern that matches no module."""
     near = nearest(pattern, (name for name, _ in module.named_modules()))
-    return f"{what} matches no module" + (f"; nearest names: {', '.join(near)}" if near else "")
+    return f"{what} matches no module; use a name of the model" + (f", nearest: {', '.join(near)}" if near else "")
 
 
 def _matching(module: nn.Module, pattern: str) -> dict[str, nn.Module]:

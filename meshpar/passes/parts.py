@@ -162,7 +162,7 @@ class FeatureTable:
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield what is no plain embedding."""
         if type(module).forward is not nn.Embedding.forward:
-            yield f"{name} is a {type(module).__name__}, which cannot be split by features; expected an Embedding"
+            yield f"{name} is a {type(module).__name__}, and no Embedding to split by features; leave it out of the table"
         else:
             yield from replaced_problems(name, module, nn.Embedding)
             yield from empty_problems(name, "features", int(module.weight.shape[1]), size)  # type: ignore[arg-type, index, union-attr]

@@ -13,9 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from meshpar import _torch
+from meshpar.errors import MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes.base import Stage, block_problems, find_blocks
+from meshpar.passes.installed import set_forward
+from meshpar.patterns import class_name
 
 SAVED_BY_SELECTIVE = ("scaled_dot_product", "flash_attention", "flex_attention", "all_to_all", "reduce_scatter", "all_reduce")
 """Pieces of names of the operators whose results selective recomputation keeps: attention and what crosses the network, always."""
@@ -49,6 +52,9 @@ class ActivationCheckpoint:
             yield layout.refusals["recompute"]
         if self.mode not in ("full", "selective"):
             yield f"ActivationCheckpoint(mode={self.mode!r}) is not known; use 'full' or 'selective', or give a policy"
+        for name, block in find_blocks(module, layout, self.blocks):
+            if block._forward_pre_hooks or block._forward_hooks:
+                yield f"{name} has forward hooks, which recomputation would run a second time; register them on a module around or in it"
         if self.every < 1:
             yield f"ActivationCheckpoint(every={self.every}) must be 1 or more"
 
@@ -61,7 +67,30 @@ class ActivationCheckpoint:
             options["context_fn"] = _selective_contexts
         for place, (_, block) in enumerate(find_blocks(module, layout, self.blocks)):
             if place % self.every == 0:
+                _refuse_changed_buffers(block)
                 _torch.checkpoint(block, preserve_rng_state=True, **options)
+
+
+def _refuse_changed_buffers(block: nn.Module) -> None:
+    """Refuse a block that changes buffers in its forward, which recomputation would do twice; batch norm knows better."""
+    inner = block.forward
+    own = [child for child in block.modules() if child._buffers and not isinstance(child, nn.modules.batchnorm._BatchNorm)]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or _torch.in_backward():
+            return inner(*args, **kwargs)
+        before = [(child, name, each, each._version) for child in own for name, each in child._buffers.items() if each is not None]
+        output = inner(*args, **kwargs)
+        for child, name, each, version in before:
+            if child._buffers[name] is not each or each._version != version:
+                raise MeshparError(
+                    f"{class_name(child)} changes its buffer {name!r} in forward, which recomputation would do twice; leave such "
+                    "blocks out: ActivationCheckpoint(blocks=...)"
+                )
+        return output
+
+    if own:
+        set_forward(block, forward)
 
 
 def _selective_contexts() -> Any:

@@ -103,7 +103,7 @@ class Colwise:
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         features = features_of(module)
         if features is None:
-            yield f"{name} is a {type(module).__name__}, which cannot be split by output features; expected a linear layer"
+            yield f"{name} is a {type(module).__name__}, and no linear layer to split by output features; leave it out of the table"
             return
         yield from replaced_problems(name, module, nn.Linear)
         if self.parts == 1:
@@ -160,7 +160,7 @@ class Rowwise:
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         features = features_of(module)
         if features is None:
-            yield f"{name} is a {type(module).__name__}, which cannot be split by input features; expected a linear layer"
+            yield f"{name} is a {type(module).__name__}, and no linear layer to split by input features; leave it out of the table"
         else:
             yield from replaced_problems(name, module, nn.Linear)
             yield from empty_problems(name, "input features", features[0], size)

@@ -19,6 +19,7 @@ from meshpar.passes.local import keep_whole, see_whole
 from meshpar.passes.parts import CopiedHeads, Parts
 from meshpar.passes.random import SplitState, draws_random
 from meshpar.passes.styles import PARAMETER_STYLES, Colwise, Region, parse
+from meshpar.passes.vocabulary import Vocabulary
 from meshpar.patterns import find_modules, matches
 
 __all__ = ["Style", "TensorParallel"]
@@ -82,6 +83,12 @@ class TensorParallel:
         yield from _sum_problems(module, table)
         if self.sequence_parallel and "sequence" not in table.values():
             yield "sequence_parallel needs the layout to say which modules run between regions ('sequence'); it names none: leave it off"
+        if self.sequence_parallel and not _splits_sequence(module, table):
+            yield (
+                "sequence_parallel needs an embedding in the layout's tensor-parallel table that splits the sequence ('vocab', or "
+                "'sequence' for positions); it names none, so that every rank would take the whole for its part: name it, or leave "
+                "sequence_parallel off"
+            )
         if self.loss_parallel and not any(text == "head" or getattr(text, "gather", None) == "loss" for text in table.values()):
             yield "loss_parallel needs a 'head' in the layout's tensor-parallel table; it names none: leave it off"
 
@@ -182,6 +189,19 @@ def _with_copied_heads(
         yield name, child, style
     for owner, ratio in ratios.values():
         set_attribute(owner, "num_key_value_groups", ratio)
+
+
+def _splits_sequence(module: nn.Module, table: Mapping[str, Any]) -> bool:
+    """Tell whether activations come to be split along the sequence: by the sum of a split lookup, or a lookup of a rank's positions."""
+    named = ((text, child) for pattern, text in table.items() for _, child in find_modules(module, pattern))
+    return any(isinstance(child, nn.Embedding) and (text == "sequence" or isinstance(_parsed(text), Vocabulary)) for text, child in named)
+
+
+def _parsed(text: Any) -> Any:
+    try:
+        return parse(text)
+    except ValueError:
+        return None
 
 
 def _names_parameters(module: nn.Module, pattern: str) -> bool:

@@ -25,7 +25,7 @@ class Vocabulary:
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         if not isinstance(module, nn.Embedding):
-            yield f"{name} is a {type(module).__name__}, which cannot be split by vocabulary rows; expected an Embedding"
+            yield f"{name} is a {type(module).__name__}, and no Embedding to split by rows; leave it out of the table"
         elif module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
             yield f"{name} uses max_norm, sparse or scale_grad_by_freq, which rows on several ranks cannot; turn them off"
         else:
