@@ -23,7 +23,7 @@ def power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), device=device)
-    norms = []
+    norms: list[Tensor] = []
     for together in by_device(grads).values():
         for dtype in (torch.float32, torch.float64):
             of_dtype = [grad for grad in together if (grad.dtype == torch.float64) == (dtype == torch.float64)]
