@@ -8,6 +8,7 @@
 - ``ignore_profiler_marks``: torch's own list of operators to ignore lacks them; it goes when the list has them.
 - ``Units``: what FSDP2 keeps of its units: which weights are gathered, under which parameters, and whether gradients are reduced.
 - ``enter_by``: a call of a module, with its hooks inside; ``nn.Module`` has no public place around both.
+- ``refuse_parts_as_numbers``: what DTensor does with single operators is its own table, with no public form.
 - ``in_backward``, ``at_end_of_backward``: where autograd is; FSDP2 and DDP read the same, with no public form.
 - ``drop_unreduced_gradients``: torch 2.13 has ``reset_iter_state`` for it, 2.11 nothing.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself.
@@ -25,10 +26,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, final
+from types import MethodType
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,7 @@ from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 
@@ -68,9 +71,15 @@ class Units:
         return all(group.reduce_grads for group in self._groups)
 
     def hooked(self) -> list[Any]:
-        """Return the sharded parameters on which somebody registered a hook for their gradient."""
-        held = (each.sharded_param for group in self._groups for each in group.fsdp_params)
-        return [each for each in held if each._backward_hooks]
+        """Return the sharded parameters on which somebody registered a hook for their gradient before it is accumulated."""
+        return [each for each in self._held() if each._backward_hooks]
+
+    def hooked_after(self) -> list[Any]:
+        """Return those with a hook for after it is accumulated, which FSDP2 calls after a backward that reduces."""
+        return [each for each in self._held() if each._post_accumulate_grad_hooks]
+
+    def _held(self) -> Iterator[Any]:
+        return (each.sharded_param for group in self._groups for each in group.fsdp_params)
 
     def foreign_parameter(self) -> str | None:
         """Return the name of a sharded parameter in whose place stands something else, which gathering would pass over."""
@@ -95,8 +104,29 @@ def _groups(module: Any) -> list[Any]:
 
 
 def enter_by(module: Any, call: Callable[..., Any]) -> None:
-    """Let every call of ``module``, with its hooks, go through ``call``."""
-    module._call_impl = call
+    """Let every call of ``module``, with its hooks, go through ``call``, which is not compiled where somebody compiles the module."""
+
+    @torch.compiler.disable(recursive=False)
+    def entered(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    module._call_impl = MethodType(entered, module)
+
+
+def refuse_parts_as_numbers(refuse: Callable[[], NoReturn]) -> None:
+    """Let ``refuse`` answer where a DTensor is read as a number (``.item()``) while its ranks hold parts of it.
+
+    torch returns this rank's part. Reading the whole would wait for the other ranks, who may not read.
+    """
+
+    def read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        (value,) = args
+        if not all(each.is_replicate() for each in value.placements):
+            refuse()
+        return op(value.to_local())
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, read)
 
 
 def in_backward() -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshpar.errors import MeshparError
+from meshpar.initialize import state
 from meshpar.passes import random
 from meshpar.placements import local_tensor, sharded_axes
 from meshpar.replicas import digest
@@ -116,6 +117,8 @@ class Agreement:
         self._backwards += 1
         if self._data_axes and (first or self._device.type == "cpu"):
             self._same_parameters()
+        if self._data_axes and first:
+            self._same_buffers()
 
     def _same_parameters(self) -> None:
         """See that all data ranks have gradients for the same parameters.
@@ -133,6 +136,23 @@ class Agreement:
             raise MeshparError(
                 f"data ranks have gradients for different parameters; here these have none: {', '.join(without[:6]) or '(all have one)'}; "
                 "let every rank use every parameter in each step, e.g. by adding 0 * parameter.sum() to the loss where one is skipped"
+            )
+
+    def _same_buffers(self) -> None:
+        """See that data ranks hold the same persistent buffers, which a forward may have computed from this rank's part of the batch."""
+        buffers = {name: each for name, each in state(self._module) if not isinstance(each, nn.Parameter)}
+        if not buffers:
+            return
+        mine = torch.stack([digest(each).to(self._device) for each in buffers.values()])
+        both = torch.cat([mine, ~mine])
+        for axis in self._data_axes:
+            dist.all_reduce(both, dist.ReduceOp.MAX, self._mesh.get_group(axis))
+        greatest, least = both.view(2, -1).tolist()
+        if odd := [name for name, most, inverse in zip(buffers, greatest, least) if most != ~inverse]:
+            raise MeshparError(
+                f"data ranks hold different values of the buffers {', '.join(odd[:6])}, each computed from its own part of the batch, "
+                "where one process has the whole; reduce what they are computed from over the ranks (par.data_sum), or register them with "
+                "persistent=False where ranks may differ"
             )
 
     def sum_over_data(self, values: Tensor) -> Tensor:

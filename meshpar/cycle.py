@@ -23,6 +23,7 @@ from meshpar import _torch
 from meshpar.agreement import leaves
 from meshpar.errors import MeshparError, ParallelError
 from meshpar.explain import Explanation
+from meshpar.full_state import guard_optimizer
 from meshpar.passes.installed import installed, set_forward
 from meshpar.verify import SplitTest, verified
 
@@ -70,8 +71,9 @@ class Cycle:
         self._waiting: weakref.WeakSet[_Forward] = weakref.WeakSet()
         self._begun: set[_Forward] = set()
         self._ending = False
-        self._unreduced = False
+        self._left: list[tuple[Tensor, Tensor, int]] = []
         self._had_gradient: set[int] = set()
+        self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._without_grad: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._install()
 
@@ -156,6 +158,7 @@ class Cycle:
             self._ready = True
         # What an earlier forward left gathered may be older than the last step: any code may have changed the shards since.
         self._units.reshard()
+        self._kept_of_left()
         if foreign := self._units.foreign_parameter():
             raise ParallelError(
                 f"somebody put another tensor in the place of the parameter {foreign}, and sharding would gather the old one: "
@@ -223,26 +226,33 @@ class Cycle:
         self._waiting -= self._begun
         self._begun.clear()
         if self._units.modules and not (self.reducing and self._units.reduces()):
-            self._unreduced = True
+            if self._units.hooked() or self._units.hooked_after():
+                self._refuse_hooks()
             return
+        for each, grad, version in self._left:
+            if each.grad is grad and grad._version == version:
+                each.grad = None  # nothing came, before or after the step was left
+        self._left.clear()
         if self.whole is not None:
             self.whole.reduce()
-        hooked = [each for each in self._units.hooked() if each.grad is not None]
-        accumulated, self._unreduced = self._unreduced, False
-        if hooked:
-            self._run_hooks(hooked, accumulated)
+        self._run_hooks([each for each in self._units.hooked() if each.grad is not None])
         if self.agreement is not None and any(each.grad is not None for each in self.module.parameters()):
             self.agreement.gradients()
 
-    def _run_hooks(self, hooked: list[Tensor], accumulated: bool) -> None:
+    def _refuse_hooks(self) -> None:
+        raise MeshparError(
+            "a hook on a parameter gets the gradient of one backward, and here several are added up before it could run; change "
+            "gradients between the last backward and the step instead, or run one backward a step"
+        )
+
+    def _run_hooks(self, hooked: list[Tensor]) -> None:
         """Call the hooks of sharded parameters, to which autograd hands no gradient, with the reduced one."""
-        if accumulated or any(id(each) in self._had_gradient for each in hooked):
-            raise MeshparError(
-                "a hook on a parameter gets the gradient of one backward, and here several are added up before it could run; change "
-                "gradients between the last backward and the step instead, or run one backward a step"
-            )
+        if any(id(each) in self._had_gradient for each in hooked):
+            self._refuse_hooks()
         for each in hooked:
-            for hook in list(each._backward_hooks.values()):  # type: ignore[union-attr]
+            hooks: Mapping[int, Callable[[Tensor], Tensor | None]] = each._backward_hooks or {}
+            for hook in list(hooks.values()):
+                assert each.grad is not None, "only parameters with a gradient are handed in"
                 changed = hook(each.grad)
                 if changed is not None:
                     each.grad = changed
@@ -258,8 +268,37 @@ class Cycle:
                 "train nothing; build the optimizer after plan.apply, from par.module.parameters()"
             )
         own = {id(each) for each in self.module.parameters()}
-        if any(id(each) in own for each in held):
-            self._steps += 1
+        if not any(id(each) in own for each in held):
+            return
+        self._steps += 1
+        if self._kept_of_left():
+            raise MeshparError(
+                "par.accumulate was left before its last micro-batch, so that the gradients of this step were never reduced; call "
+                "optimizer.zero_grad() after leaving it, or run all micro-batches"
+            )
+        if optimizer not in self._guarded:
+            self._guarded.add(optimizer)
+            guard_optimizer(optimizer)
+
+    def leave_step(self) -> None:
+        """Remember that a step was left before its gradients were reduced: they count until somebody clears gradients, as anywhere."""
+        if not self._units.modules:
+            return
+        for each in self.module.parameters():
+            if each.requires_grad:
+                grad = torch.zeros_like(each) if each.grad is None else each.grad
+                each.grad = grad
+                self._left.append((each, grad, grad._version))
+
+    def _kept_of_left(self) -> bool:
+        """Tell whether the gradients of a step that was left still count; forget those that somebody cleared."""
+        if not self._left:
+            return False
+        kept = any(each.grad is grad and grad._version == version for each, grad, version in self._left)
+        if not kept:
+            _torch.drop_unreduced_gradients(self.module)
+            self._left.clear()
+        return kept
 
     # What loops read
 

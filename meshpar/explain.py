@@ -39,6 +39,14 @@ _DTYPES: _Cause = (
 )
 
 
+_GONE: _Cause = (
+    r"[Cc]onnection (?:closed|reset)|[Tt]imed out|timeout",
+    "another rank left its loop, or its job, or runs another number of forwards and backwards",
+    "run the same number of steps on every rank, and look at the first error of all ranks' logs; cut the data to the same length, "
+    "DistributedSampler(..., drop_last=True)",
+)
+
+
 @final
 class Explanation:
     """What an error out of a module can mean under one plan.
@@ -52,7 +60,7 @@ class Explanation:
 
     def __init__(self, module: nn.Module, plan_text: str, *, splits_features: bool, unit_pass: str | None) -> None:
         self._module, self._plan_text, self._unit_pass = module, plan_text, unit_pass
-        self._causes = (_OUTSIDE, _SHAPES, _DTYPES) if splits_features else (_DTYPES,)
+        self._causes = (_OUTSIDE, _SHAPES, _DTYPES, _GONE) if splits_features else (_DTYPES, _GONE)
 
     def told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return ``run(*args, **kwargs)``. Costs nothing while nothing is raised: the inner module is found in the traceback.

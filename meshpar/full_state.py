@@ -18,12 +18,12 @@ from meshpar.placements import held_by_this_rank, local_tensor
 
 @final
 class ShardedState(OrderedDict[str, Any]):
-    """What ``state_dict()`` of a parallel module returns: DTensors, which ``torch.save`` would write as this rank's part of the model."""
+    """``state_dict()`` of a parallel module or of its optimizer: DTensors, which ``torch.save`` would write as this rank's part of them."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise MeshparError(
-            "state_dict() of a parallel module holds this rank's shards, and pickling it (torch.save) would lose the others'; save "
-            "par.state_dict(full=True) from rank 0, or use meshpar.checkpoints.CheckpointManager"
+            "state_dict() of a parallel module or its optimizer holds this rank's shards, and pickling it (torch.save) would lose the "
+            "others'; use meshpar.checkpoints.CheckpointManager, or save par.state_dict(full=True) of the module from rank 0"
         )
 
     def __copy__(self) -> ShardedState:
@@ -31,6 +31,16 @@ class ShardedState(OrderedDict[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
         return ShardedState((key, copy.deepcopy(value, memo)) for key, value in self.items())
+
+
+def guard_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer's ``state_dict()`` return what cannot be pickled by mistake."""
+
+    def guarded(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        held = (value for states in state["state"].values() if isinstance(states, dict) for value in states.values())
+        return ShardedState(state) if any(isinstance(each, DTensor) for each in held) else None
+
+    optimizer.register_state_dict_post_hook(guarded)
 
 
 def guard_state(module: Any) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
+from meshpar import _torch
 from meshpar.errors import MeshparError
 from meshpar.full_state import guard_state
 
@@ -21,7 +22,14 @@ def refuse_copies(module: Any) -> None:
             _refuse, "save_pretrained knows no shards; use meshpar.checkpoints: CheckpointManager(...).save, then export_safetensors"
         )
     guard_state(module)
+    _torch.refuse_parts_as_numbers(
+        functools.partial(
+            _refuse,
+            "a DTensor whose ranks hold parts of it was read as a number (.item(), float()), which would be this rank's part; use "
+            "tensor.full_tensor().item() on every rank, or par.clip_grad_norm_(float('inf')) for the norm of all gradients",
+        )
+    )
 
 
-def _refuse(message: str, *args: Any, **kwargs: Any) -> None:
+def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise MeshparError(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,17 +20,13 @@ def whole_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return sum |g|^p over ``grads`` (their maximum for p = inf), in float32; float64 gradients are measured in float64 first."""
+    """Return sum |g|^p over ``grads`` (their maximum for p = inf), in float32, or in float64 where a gradient is."""
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), device=device)
-    norms: list[Tensor] = []
-    for together in by_device(grads).values():
-        for dtype in (torch.float32, torch.float64):
-            of_dtype = [grad for grad in together if (grad.dtype == torch.float64) == (dtype == torch.float64)]
-            norms += torch._foreach_norm(of_dtype, norm_type, dtype=dtype) if of_dtype else ()
-    # Ranks without a gradient join with float32 zeros, so every rank's part has that dtype.
-    stacked = torch.stack([norm.to(device, torch.float32) for norm in norms])
+    wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+    norms = [norm for together in by_device(grads).values() for norm in torch._foreach_norm(together, norm_type, dtype=wide)]
+    stacked = torch.stack([norm.to(device) for norm in norms])
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
 
 
@@ -39,3 +36,8 @@ def by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:
     for tensor in tensors:
         groups.setdefault(tensor.device, []).append(tensor)
     return groups
+
+
+def widest(parameters: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype in which norms are joined: float32, or float64 where a parameter is; the same on every rank."""
+    return torch.float64 if any(each.dtype == torch.float64 for each in parameters) else torch.float32

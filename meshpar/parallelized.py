@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshpar import _torch, initialize, norms
+from meshpar import initialize, norms
 from meshpar.averaging import Averaged, Decay
 from meshpar.cycle import Cycle
 from meshpar.description import Description, describe
@@ -155,9 +155,8 @@ class Parallelized:
             whole = True
         finally:
             reduce(last=True)
-            if not whole:
-                # Unreduced gradients of a step that was left would be added to the next one's, where zero_grad does not see them.
-                _torch.drop_unreduced_gradients(self.module)
+            if not whole and self.cycle is not None:
+                self.cycle.leave_step()
 
     def _agree_on_rest(self, left: int) -> None:
         if self.cycle is not None and self.cycle.agreement is not None:
@@ -215,7 +214,7 @@ class Parallelized:
             norm_type: 2, or any p >= 1, or ``inf``.
 
         Returns:
-            The norm before clipping, a float32 scalar on this rank's device, equal on every rank.
+            The norm before clipping, a scalar on this rank's device, equal on every rank: float32, or float64 where a parameter is.
 
         Collective: every rank calls it.
         """
@@ -226,7 +225,9 @@ class Parallelized:
                 parts.setdefault(frozenset(sharded_axes(grad)), []).append(local_tensor(grad))
         # A rank may have no gradient where another has: every rank joins the same reductions all the same.
         kinds = {frozenset(sharded_axes(parameter)) for parameter in self.module.parameters() if parameter.requires_grad}
-        total = self._join({axes: norms.power(parts.get(axes, []), norm_type, self.device) for axes in kinds | set(parts)}, norm_type)
+        powers = {axes: norms.power(parts.get(axes, []), norm_type, self.device) for axes in kinds | set(parts)}
+        wide = norms.widest(self.module.parameters())
+        total = self._join({axes: value.to(wide) for axes, value in powers.items()}, norm_type)
         norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
         if not math.isinf(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -23,11 +24,13 @@ from meshpar.initialize import state, tied_names
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type
 from meshpar.parallelized import Parallelized
-from meshpar.passes.base import Pass, Stage
+from meshpar.passes.base import Pass, Splits, Stage, find_blocks
 from meshpar.passes.batch_norm import batch_norm_problems, synchronize_batch_norm
 from meshpar.passes.random import draws_random
+from meshpar.proving import prove
 from meshpar.registry import layout_for
 from meshpar.replicas import check_equal
+from meshpar.verify import Verification, verified
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +171,33 @@ class Plan:
         cycle.agreement = Agreement(module, mesh, [axis for axis in par.data_axes if spec.axes[axis] > 1], same, device, draws=draws)
         return par
 
+    def prove(self, module: nn.Module, batch: Any, layout: ModelLayout | None = None, *, world_size: int | None = None) -> Verification:
+        """Try on one machine, without processes, whether the split of features computes what the module computes; before a launch.
+
+        The ranks of each axis that splits features are threads, each with a copy of the module: use a small model with the published
+        one's settings. See :meth:`Parallelized.verify` for what is compared.
+
+        Args:
+            module: with values, on the CPU; it is not changed.
+            batch: keywords of its forward as a mapping, its arguments as a list or tuple, or its one argument.
+            layout: its description; None asks the module and then the registered layouts.
+            world_size: ranks that the mesh is resolved for; None: this job's, or the mesh's own size.
+
+        Raises:
+            PlanError: what :meth:`check` finds.
+            ParallelError: naming the modules that differ, by how much, and what to look at.
+        """
+        size = world_size or (self.mesh.size if isinstance(self.mesh, MeshSpec) and -1 not in self.mesh.axes.values() else None)
+        spec = self.check(module, layout, size)
+        layout = layout_for(module) if layout is None else layout
+        blocks = [name for name, _ in find_blocks(module, layout)]
+        told = Verification(modules={}, differences=(), skipped={}, seconds=0.0)
+        for each in self.passes:
+            if isinstance(each, Splits) and spec.axes[each.axes[0]] > 1:
+                install = partial(_split_copy, each, layout)
+                told = verified(prove(module, install, each.axes[0], spec.axes[each.axes[0]], blocks, batch))
+        return told
+
     def _run_passes(self, module: nn.Module, layout: ModelLayout, mesh: Any) -> None:
         names, ties = [name for name, _ in module.named_parameters()], tied_names(module)
         for each in self.passes:
@@ -190,6 +220,10 @@ class Plan:
         self.check(module, layout, world_size)
         with runtime.simulated(world_size):
             return self.apply(module, layout, device_type="cpu").describe()
+
+
+def _split_copy(each: Splits, layout: ModelLayout, module: nn.Module, mesh: Any, group: Any, rank: int) -> Any:
+    return each.split(module, layout, mesh, group, rank)
 
 
 def _title(each: Pass) -> str:

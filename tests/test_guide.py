@@ -50,6 +50,30 @@ def test_before_and_after_say_the_same_in_one_process():
     assert example("after").main() == pytest.approx(expected, abs=2e-5)
 
 
+@on_ranks(2)
+def test_the_guides_loop_is_resumed_on_another_mesh(tmp_path):
+    told = {command: shown_after(command) for command in ("torchrun --nproc-per-node 2 resume.py dp_shard=2 runs/resume 3", 'python resume.py "" runs/resume 6')}
+    first, second = told.values()
+    assert (len(first), len(second)) == (3, 3)
+    assert shown_after('python resume.py "" runs/unbroken 6') == first + second
+    assert example("resume").main("dp_shard=2", str(tmp_path), 3) == pytest.approx(first, abs=2e-5)
+    assert example("resume").main("dp_replicate=2", str(tmp_path), 6) == pytest.approx(second, abs=2e-5)
+
+
+def test_the_guides_loop_in_one_process(tmp_path):
+    expected = shown_after('python resume.py "" runs/unbroken 6')
+    assert example("resume").main("", str(tmp_path / "unbroken"), 6) == pytest.approx(expected, abs=2e-5)
+    example("resume").main("", str(tmp_path / "broken"), 3)
+    assert example("resume").main("", str(tmp_path / "broken"), 6) == pytest.approx(expected[3:], abs=2e-5)
+
+
+def test_the_guide_shows_the_code_of_its_loop():
+    source = (EXAMPLES / "resume.py").read_text(encoding="utf-8")
+    section = GUIDE[GUIDE.index("## Evaluate") : GUIDE.index("## Adapters (LoRA)")]
+    for shown in re.findall(r"```python\n(.+?)```", section, re.DOTALL):
+        assert shown in source
+
+
 @on_ranks(4)
 def test_the_layout_of_the_guide_proves_itself():
     example("layout").check()

@@ -16,7 +16,7 @@ FLOORS = [
     {"mesh", "drawing", "rules", "weights", "loss", "_torch", "placements", "norms"},
     {"layout"},
     {"passes"},
-    {"replicas", "initialize", "guards", "agreement", "explain", "full_state", "verify", "cycle", "description", "registry", "runtime", "watchdog"},
+    {"replicas", "initialize", "guards", "agreement", "explain", "full_state", "verify", "proving", "cycle", "description", "registry", "runtime", "watchdog"},
     {"averaging", "parallelized", "chunked", "chunking"},
     {"plan"},
     {"testing", "forecasting", "training"},

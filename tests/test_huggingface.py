@@ -258,7 +258,9 @@ def test_the_adapter_does_not_import_transformers() -> None:
 
 def test_a_padding_mask_is_refused_under_sequence_parallelism() -> None:
     model = from_config(config("llama"))
-    context: Any = Context(mesh=None, sequence_parallel=True, loss_parallel=False, dropout=False, inputs=())  # type: ignore[arg-type]
+    context: Any = Context(  # type: ignore[arg-type]
+        mesh=None, group=None, rank=0, root=model, sequence_parallel=True, loss_parallel=False, random=None, inputs=()
+    )
     FullPositions().install("model", model.model, context)
     ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
     with pytest.raises(ValueError, match=r"model got an attention_mask.*pack the batch instead of padding it"):

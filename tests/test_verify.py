@@ -141,3 +141,17 @@ def test_a_right_split_is_verified_and_leaves_nothing_behind():
         assert all(torch.equal(value.to_local(), before[name].to_local()) for name, value in par.module.state_dict().items())
         par.module(input_ids=torch.arange(16)[None] % VOCAB).logits.sum().backward()
         assert all(each.grad is not None for each in par.module.parameters())
+
+
+@pytest.mark.parametrize("passes", [[TensorParallel()], [TensorParallel(sequence_parallel=True, loss_parallel=True)]])
+def test_a_split_is_proved_without_processes(passes):
+    torch.manual_seed(0)
+    module = transformer(qk_norm=True)
+    told = Plan("tp=4", passes).prove(module, {"input_ids": torch.arange(16)[None] % VOCAB})
+    assert set(told.modules) >= {"layers.0", "embed", "head"} and max(told.modules.values()) < 1e-4, told
+    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+
+
+def test_a_wrong_split_is_found_without_processes():
+    with pytest.raises(ParallelError, match=r"blocks\.0: output, off by"):
+        Plan("tp=2", [TensorParallel()]).prove(Model(between=sparse), IDS, LAYOUT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,6 +54,17 @@ class Pass(Protocol):
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         """Work in place and keep every parameter's name. ``mesh`` has the plan's axes by name. Collective: every rank calls it."""
+
+
+@runtime_checkable
+class Splits(Protocol):
+    """A pass that splits features over its one axis, and can do so for one simulated rank."""
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+
+    def split(self, module: nn.Module, layout: ModelLayout, axis: DeviceMesh, group: Any, rank: int) -> Any:
+        """Split ``module`` in place as ``rank`` of ``axis`` holds it, with collectives on ``group``; return what its styles share."""
 
 
 def find_blocks(module: nn.Module, layout: ModelLayout, override: tuple[str, ...] | None = None) -> list[tuple[str, nn.Module]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshpar._torch import collective_ops as ops
 from meshpar.errors import MeshparError
+from meshpar.passes.simulated import SimulatedGroup
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -73,21 +74,29 @@ def gather_values(x: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
     return _all_gather(x.detach(), dim, group)
 
 
-def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_reduce(x: Tensor, group: Any) -> Tensor:
+    if isinstance(group, SimulatedGroup):
+        return group.all_reduce(x)
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
-def _all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def _all_gather(x: Tensor, dim: int, group: Any) -> Tensor:
+    if isinstance(group, SimulatedGroup):
+        return group.all_gather(x, dim)
     whole = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
     return torch.cat(whole.chunk(group.size(), 0), dim) if dim else whole
 
 
-def _reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def _reduce_scatter(x: Tensor, dim: int, group: Any) -> Tensor:
+    if isinstance(group, SimulatedGroup):
+        return group.reduce_scatter(x, dim)
     stacked = torch.cat(x.chunk(group.size(), dim), 0) if dim else x.contiguous()
     return ops.wait_tensor(ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
 
 
-def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
+    if isinstance(group, SimulatedGroup):
+        return group.all_to_all(x, received, sent)
     return ops.wait_tensor(ops.all_to_all_single(x, received, sent, group.group_name))
 
 

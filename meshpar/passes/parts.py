@@ -26,12 +26,14 @@ class Parts:
         dims: name of a parameter of the module's own -> (dim that is split, how many equal parts stand fused along it). A fused one is
             stored as plain contiguous shards, and regrouped in forward, so that a rank computes its slice of each part.
         added: names of parameters that are added to the partial sums (biases): each rank adds its share of the whole.
+        summed: names of parameters that every rank uses whole on its part of heads or features: their gradients are summed.
         sums: the module takes replicated inputs to partial sums (experts). Its inputs are prepared and its output is reduced. Otherwise
             what is around its parameters has styles of its own (attention with per-head sinks).
     """
 
     dims: Mapping[str, tuple[int, int]]
     added: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
     sums: bool = False
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
@@ -78,6 +80,8 @@ class Parts:
                 held[name] = regroup(local(value), parts, dim % value.ndim, group) if parts > 1 else local(value)
             elif name in self.added:
                 held[name] = copy_weight(local(value), group) / group.size()
+            elif name in self.summed:
+                held[name] = copy_weight(local(value), group)
             else:
                 held[name] = local(value)
         return held

@@ -31,6 +31,7 @@ from meshpar.passes.local import (
     strides,
     sum_gradients,
 )
+from meshpar.passes.parts import FeatureTable
 from meshpar.passes.vocabulary import Vocabulary
 
 
@@ -244,6 +245,9 @@ def parse(text: Any) -> Style:
     return STYLES[name]()
 
 
+PARAMETER_STYLES = ("per_head", "grad_sum")
+"""The styles of a single parameter, whose pattern names it: split along its first dim, or whole with its gradient summed."""
+
 STYLES: dict[str, Callable[[], Style]] = {
     "region": Region,
     "colwise": Colwise,
@@ -252,6 +256,7 @@ STYLES: dict[str, Callable[[], Style]] = {
     "rowwise": Rowwise,
     "rowwise_split": lambda: Rowwise(split_input=True),
     "vocab": Vocabulary,
+    "features": FeatureTable,
     "sequence": Sequence,
     "grad_sum": GradSum,
 }

@@ -16,9 +16,9 @@ from meshpar.passes.base import Stage, find_blocks, unmatched
 from meshpar.passes.context import Context, Style
 from meshpar.passes.installed import record, set_attribute
 from meshpar.passes.local import keep_whole, see_whole
-from meshpar.passes.parts import CopiedHeads
+from meshpar.passes.parts import CopiedHeads, Parts
 from meshpar.passes.random import SplitState, draws_random
-from meshpar.passes.styles import Colwise, Region, parse
+from meshpar.passes.styles import PARAMETER_STYLES, Colwise, Region, parse
 from meshpar.patterns import find_modules, matches
 
 __all__ = ["Style", "TensorParallel"]
@@ -36,8 +36,9 @@ class TensorParallel:
             multiple of the axis.
         loss_parallel: the head leaves its logits split over the vocabulary, as a DTensor that :func:`meshpar.token_loss` takes.
         styles: module pattern -> style, laid over the layout's table; None takes an entry out. The styles are ``region``,
-            ``colwise``, ``packed_colwise:N``, ``colwise_gather``, ``rowwise``, ``rowwise_split``, ``vocab``, ``head``,
-            ``sequence``, ``grad_sum``.
+            ``colwise``, ``packed_colwise:N``, ``colwise_gather``, ``rowwise``, ``rowwise_split``, ``vocab``, ``features``, ``head``,
+            ``sequence``, ``grad_sum``. A pattern that names a parameter (``blocks.*.attn.sinks``) takes ``per_head``, which splits its
+            first dim, or ``grad_sum``.
     """
 
     sequence_parallel: bool = False
@@ -59,6 +60,8 @@ class TensorParallel:
         if not table:
             yield "TensorParallel has nothing to do: the layout has no table; give ModelLayout(tensor={'layers.*.up': 'colwise', ...})"
         for pattern, text in table.items():
+            if _names_parameters(module, pattern):
+                continue
             try:
                 style = parse(text)
             except ValueError as error:
@@ -69,6 +72,9 @@ class TensorParallel:
                 yield unmatched(f"tensor-parallel pattern {pattern!r}", pattern, module)
             for name, child in found:
                 yield from style.problems(name, child, size)
+        for name, owner, parts in _parameter_styles(module, table):
+            yield from parts.problems(name, owner, size)
+        yield from _parameter_problems(module, table)
         yield from self._head_problems(module, layout, size)
         yield from self._tie_problems(module, layout, table)
         yield from _region_problems(module, table)
@@ -105,24 +111,30 @@ class TensorParallel:
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         axis = mesh["tp"]
+        self.split(module, layout, axis, axis.get_group(), axis.get_local_rank())
+
+    def split(self, module: nn.Module, layout: ModelLayout, axis: DeviceMesh, group: Any, rank: int) -> Context:
+        """Split ``module`` in place as ``rank`` of ``axis`` holds it, with collectives on ``group``; return what its styles share."""
         draws = (layout.dropout or draws_random(module)) and not self.sequence_parallel
         context = Context(
             mesh=axis,
-            group=axis.get_group(),
-            rank=axis.get_local_rank(),
+            group=group,
+            rank=rank,
             root=module,
             sequence_parallel=self.sequence_parallel,
             loss_parallel=self.loss_parallel,
             random=SplitState() if draws else None,
             inputs=layout.hidden_inputs,
         )
-        self.install(module, layout, context)
+        self._install(module, layout, context)
+        return context
 
-    def install(self, module: nn.Module, layout: ModelLayout, context: Context) -> None:
-        """Split ``module`` over the axis of ``context``."""
-        found = [
-            (name, child, parse(text)) for pattern, text in self._table(layout).items() for name, child in find_modules(module, pattern)
-        ]
+    def _install(self, module: nn.Module, layout: ModelLayout, context: Context) -> None:
+        table = self._table(layout)
+        modules = {pattern: text for pattern, text in table.items() if not _names_parameters(module, pattern)}
+        # What takes a module's own parameters goes inside of what prepares its inputs.
+        found = [*_parameter_styles(module, table)]
+        found += [(name, child, parse(text)) for pattern, text in modules.items() for name, child in find_modules(module, pattern)]
         found = list(_with_copied_heads(module, layout, found, context.size))
         context.regions.update({name: style for name, _, style in found if isinstance(style, Region)})
         context.styles.update({name: style for name, _, style in found})
@@ -172,6 +184,36 @@ def _with_copied_heads(
         set_attribute(owner, "num_key_value_groups", ratio)
 
 
+def _names_parameters(module: nn.Module, pattern: str) -> bool:
+    return any(matches(pattern, name) for name, _ in module.named_parameters(remove_duplicate=False))
+
+
+def _parameter_styles(module: nn.Module, table: Mapping[str, Any]) -> list[tuple[str, nn.Module, Style]]:
+    """Return (owner's name, owner, style) for the owners of parameters that the table names one by one."""
+    owners: dict[str, dict[str, str]] = {}
+    for pattern, text in table.items():
+        for name, _ in module.named_parameters(remove_duplicate=False):
+            if matches(pattern, name) and text in PARAMETER_STYLES:
+                owners.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = text
+    return [
+        (
+            owner,
+            module.get_submodule(owner),
+            Parts(
+                dims={leaf: (0, 1) for leaf, text in leaves.items() if text == "per_head"},
+                summed=tuple(leaf for leaf, text in leaves.items() if text == "grad_sum"),
+            ),
+        )
+        for owner, leaves in owners.items()
+    ]
+
+
+def _parameter_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
+    for pattern, text in table.items():
+        if _names_parameters(module, pattern) and text not in PARAMETER_STYLES:
+            yield f"{pattern!r} names a parameter, which takes one of the styles {', '.join(PARAMETER_STYLES)}; got {text!r}"
+
+
 def _once(problems: Iterator[str]) -> Iterator[str]:
     """Yield problems that differ by the number of a layer once, saying how many there are."""
     alike: dict[str, list[str]] = {}
@@ -191,7 +233,8 @@ def _own_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
                 inside = ", ".join(sorted(f"{each!r}: None" for each in table if matches(each.rpartition(".")[0], owner)))
                 yield (
                     f"{owner}.{name} {tuple(parameter.shape)} stands without a style among projections split by heads or features; "
-                    f"give {owner} a style that splits it, or leave its projections whole: TensorParallel(styles={{{inside}}})"
+                    f"give '{owner}.{name}' 'per_head' where its first dim counts them, 'grad_sum' where ranks use it whole, or "
+                    f"leave its projections whole: TensorParallel(styles={{{inside}}})"
                 )
 
 
@@ -222,4 +265,8 @@ def _region_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[st
         if outer is None or any(matches(pattern, name) for pattern in table):
             continue
         if not any(owner == each or owner.startswith(each + ".") for each in styled):
-            yield f"{name} stands in region {outer} without a style, so its gradient would be a part's; give {owner or name} 'grad_sum'"
+            shape = tuple(module.get_parameter(name).shape)
+            yield (
+                f"{name} {shape} stands in region {outer} without a style, so its gradient would be a part's; give {name!r} 'grad_sum' "
+                "where each rank's heads use it whole, 'per_head' where its first dim counts heads or features"
+            )

@@ -1,0 +1,65 @@
+"""Trying a split without processes: each rank of the axis is a thread with a copy of the module, and numbers are real."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshpar import runtime
+from meshpar.passes.context import Context
+from meshpar.passes.simulated import Meeting, SimulatedGroup
+from meshpar.verify import SplitTest, Verification, call
+
+Install = Callable[[nn.Module, Any, Any, int], Context]
+"""``(module, mesh, group, rank) -> context``: splits ``module`` as one rank of the axis holds it."""
+
+
+def prove(module: nn.Module, install: Install, axis: str, size: int, blocks: Sequence[str], batch: Any) -> Verification:
+    """Split copies of ``module`` for ``size`` ranks of ``axis`` and try one block of each kind on ``batch``.
+
+    Args:
+        module: with values, on the CPU; it stays as it is, and ``size`` copies are made.
+        install: splits one copy.
+        axis: the axis's name.
+        size: its number of ranks.
+        blocks: names of the repeated blocks.
+        batch: as :meth:`meshpar.Parallelized.verify` takes it.
+
+    Raises:
+        Whatever a rank raises first.
+    """
+    with runtime.simulated(size):
+        mesh = torch.distributed.init_device_mesh("cpu", (size,), mesh_dim_names=(axis,))
+        meeting = Meeting(size)
+        copies = [copy.deepcopy(module).eval() for _ in range(size)]
+        groups = [SimulatedGroup(meeting, rank) for rank in range(size)]
+        contexts = [install(each, mesh, group, rank) for rank, (each, group) in enumerate(zip(copies, groups))]
+        told: list[Verification | BaseException | None] = [None] * size
+
+        def run(rank: int) -> None:
+            try:
+                test = SplitTest(copies[rank], contexts[rank], blocks, lambda name: module.get_parameter(name).detach())
+                with test.watch(), torch.enable_grad():
+                    call(copies[rank], batch)
+                told[rank] = test.run()
+            except BaseException as error:  # noqa: BLE001  handed to the caller below
+                told[rank] = error
+                meeting.abort()
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    errors = [each for each in told if isinstance(each, BaseException)]
+    for error in sorted(errors, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
+        raise error
+    first, *others = (each for each in told if isinstance(each, Verification))
+    more = [difference for each in others for difference in each.differences if difference not in first.differences]
+    return replace(first, differences=(*first.differences, *more))

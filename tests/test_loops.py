@@ -1,0 +1,32 @@
+"""Every habit of a training loop is exact or refused under every plan, as docs/loops.md says."""
+
+from __future__ import annotations
+
+import pytest
+from loop_habits import CONTROLS, HABITS
+from loop_sides import PLANS
+from loop_table import PAGE, columns_of, differences, page, run_plan
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("title", PLANS)
+def test_every_habit_is_exact_or_refused_as_the_page_says(title):
+    told = columns_of(PAGE.read_text(encoding="utf-8"))[title]
+    found = differences(title, run_plan(title), told)
+    assert not found, "\n".join([f"{len(found)} cells; `python docs/write_loops.py` rewrites the page:", *found])
+
+
+def test_the_page_is_what_the_run_writes():
+    text = PAGE.read_text(encoding="utf-8")
+    assert page(columns_of(text)) == text
+    assert all(set(column) == set(HABITS) for column in columns_of(text).values())
+    assert len({habit.title for habit in HABITS.values()}) == len(HABITS)
+
+
+def test_the_run_tells_faults_apart_and_goes_on_after_them():
+    outcomes = run_plan("Replicate", CONTROLS)
+    kinds = {name.removeprefix("control_"): outcome.kind for name, outcome in outcomes.items()}
+    assert kinds == {"wrong": "wrong", "raw": "raw", "refused_on_one_rank": "wrong", "hang": "hang", "exact": "exact"}
+    assert [line.partition(":")[0] for line in differences("Replicate", outcomes, outcomes)] == [
+        f"control_{name} under Replicate" for name in ("wrong", "raw", "refused_on_one_rank", "hang")
+    ]
