@@ -209,7 +209,7 @@ def _room(stored: Stored, key: str, parameter: Tensor, group: Mapping[str, Any],
     """Return a tensor for one entry of the optimizer's state: the present one where it fits, else a new one like the parameter."""
     if isinstance(now, Tensor) and tuple(now.shape) == stored.shape and now.dtype == stored.dtype:
         return now
-    if stored.shape == tuple(parameter.shape) and stored.shape != ():
+    if stored.shape == tuple(parameter.shape) and (stored.shape != () or key != "step"):  # a count is a scalar whatever the parameter is
         return torch.zeros_like(parameter.detach(), dtype=stored.dtype)
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
     return torch.zeros(stored.shape, dtype=stored.dtype, device="cpu" if on_host else parameter.device)

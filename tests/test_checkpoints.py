@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,3 +212,39 @@ def resume(root: str) -> None:
 
 def test_training_with_dropout_resumes_bitwise_on_the_same_mesh_and_goes_on_on_another(tmp_path):
     resume(str(tmp_path))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+@on_ranks(2)
+def test_an_optimizer_steps_on_where_a_scalar_parameters_state_was_restored():
+    def begun() -> tuple[meshpar.Parallelized, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        par = meshpar.Plan("dp_shard=2", [meshpar.FullyShard()]).apply(Scaled())
+        return par, torch.optim.AdamW(par.module.parameters(), lr=0.1)
+
+    def step(par: meshpar.Parallelized, optimizer: torch.optim.Optimizer) -> None:
+        par.module(torch.ones(2, 4)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    folder = [tempfile.mkdtemp(prefix="meshpar-scalar-")]
+    dist.broadcast_object_list(folder)
+    (par, optimizer), (other, restored) = begun(), begun()
+    step(par, optimizer)
+    with CheckpointManager(folder[0]) as manager:
+        manager.save(1, par, optimizer)
+        manager.restore(other, restored)
+    for each in ((par, optimizer), (other, restored)):
+        step(*each)
+    assert_same({"scale": full(other.module.scale)}, {"scale": full(par.module.scale)})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])

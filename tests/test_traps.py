@@ -177,6 +177,18 @@ def test_gradient_norms_across_meshes_and_plain_tensors():
 
 
 @on_ranks(2)
+def test_the_norm_of_gradients_in_several_dtypes():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    single = torch.tensor([1.0] * 20 + [2.0] * 20, dtype=torch.float64)
+    par = Plan("dp_shard=2", [FullyShard()]).apply(module, ModelLayout(blocks=("0", "1")))
+    for name, parameter in par.module.named_parameters():
+        parameter.grad = torch.full_like(parameter, 2.0 if name.startswith("1") else 1.0)
+    torch.testing.assert_close(par.clip_grad_norm_(1.0), single.norm())
+    torch.testing.assert_close(par.clip_grad_norm_(math.inf), torch.tensor(1.0, dtype=torch.float64), rtol=1e-6, atol=0)
+    assert [parameter.grad.dtype for parameter in par.module.parameters()] == [torch.float32] * 2 + [torch.float64] * 2
+
+
+@on_ranks(2)
 def test_a_rank_without_a_gradient_joins_the_norm_all_the_same():
     par = Plan("dp_shard=2", [FullyShard()]).apply(on_meta(transformer)).materialize(seed=0)
     assert float(par.clip_grad_norm_(1.0)) == 0.0

@@ -140,7 +140,7 @@ def trained(
 def differences(expected: Trace, got: Trace, tolerance: float) -> Iterator[str]:
     """Yield in words what differs by more than ``tolerance`` of a tensor's largest value."""
     yield from compared("loss", expected.losses, got.losses, tolerance)
-    yield from compared("norm", expected.norms, got.norms, max(tolerance, 1e-6))  # a norm is measured in float32
+    yield from compared("norm", expected.norms, got.norms, tolerance)
     for step, (want, have) in enumerate(zip(expected.gradients, got.gradients, strict=True)):
         largest = max(float(each.abs().max()) for each in want.values())
         yield from compared_by_name(f"gradient in step {step}", want, have, tolerance, floor=1e-3 * largest)
