@@ -8,6 +8,7 @@ every call of the module goes, and the one place where a backward ends.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from meshpar.errors import MeshparError, ParallelError
 from meshpar.explain import Explanation
 from meshpar.full_state import guard_optimizer
 from meshpar.passes.installed import installed, set_forward
+from meshpar.placements import local_tensor
 from meshpar.verify import SplitTest, verified
 
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
@@ -88,8 +90,12 @@ class Cycle:
 
         set_forward(module, dispatch)
         for name in dir(type(module)):
-            if PUBLISHED.fullmatch(name) and not hasattr(nn.Module, name) and callable(getattr(type(module), name)):
+            if hasattr(nn.Module, name) or name.startswith("_") or not inspect.isfunction(inspect.getattr_static(type(module), name)):
+                continue
+            if PUBLISHED.fullmatch(name):
                 self.register_method(name)
+            elif not _is_of_a_library(type(module), name):
+                self._explain_method(name)
         for unit in self._units.modules:
             unit.register_forward_pre_hook(self._before_unit, prepend=True)
             unit.register_forward_hook(self._after_unit, always_call=True)
@@ -118,6 +124,16 @@ class Cycle:
                 return bound(*args, **kwargs)
             self._method = bound
             return module(*args, **kwargs)
+
+        setattr(module, name, call)
+
+    def _explain_method(self, name: str) -> None:
+        module: Any = self.module
+        bound = getattr(module, name)
+
+        @functools.wraps(bound)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._explanation.told(bound, args, kwargs)
 
         setattr(module, name, call)
 
@@ -175,6 +191,7 @@ class Cycle:
             self._outside[unit] = stack
         if not self._depth and not _torch.in_backward():
             self._units.make_ready(self.module)
+            self._units.reshard()
         if not torch.is_grad_enabled():
             self._without_grad.add(unit)
         elif _torch.in_backward() and unit in self._without_grad:
@@ -190,6 +207,8 @@ class Cycle:
             _torch.gather_before_backward(unit, output, _trained(output))
         if (stack := self._outside.pop(unit, None)) is not None:
             stack.close()
+        if not self._depth and not _torch.in_backward():
+            self._units.hide()  # a block that was called alone
 
     def _after_forward(self, output: Any) -> None:
         tensors = _trained(output)
@@ -241,7 +260,7 @@ class Cycle:
                 self._refuse_hooks()
             return
         for each, grad, version in self._left:
-            if each.grad is grad and grad._version == version:
+            if each.grad is grad and local_tensor(grad)._version == version:
                 each.grad = None  # nothing came, before or after the step was left
         self._left.clear()
         if self.whole is not None:
@@ -299,13 +318,13 @@ class Cycle:
             if each.requires_grad:
                 grad = torch.zeros_like(each) if each.grad is None else each.grad
                 each.grad = grad
-                self._left.append((each, grad, grad._version))
+                self._left.append((each, grad, local_tensor(grad)._version))
 
     def _kept_of_left(self) -> bool:
         """Tell whether the gradients of a step that was left still count; forget those that somebody cleared."""
         if not self._left:
             return False
-        kept = any(each.grad is grad and grad._version == version for each, grad, version in self._left)
+        kept = any(each.grad is grad and local_tensor(grad)._version == version for each, grad, version in self._left)
         if not kept:
             _torch.drop_unreduced_gradients(self.module)
             self._left.clear()
@@ -334,6 +353,12 @@ def _parts_called() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _is_of_a_library(kind: type, name: str) -> bool:
+    """Tell whether a method comes from torch or transformers, whose methods beside forward compute nothing with weights."""
+    owner = next(each for each in kind.__mro__ if name in vars(each))
+    return owner.__module__.startswith(("torch.", "transformers."))
 
 
 def _trained(output: Any) -> list[Tensor]:

@@ -1119,22 +1119,6 @@ def uneven_micro_batches(side):
         optimizer.zero_grad()
 
 
-@habit(DATA, "one rank ends its loop early, and its job", refused=True, limit_s=30.0)
-def stopping_early(side):
-    net = side.apply(side.net())
-    optimizer = sgd(net)
-    for number, (x, y) in enumerate(side.batches()):
-        if number == 2 and side.rank == 0:
-            raise Left
-        mse_loss(net(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-class Left(Exception):
-    """A rank ends here, as a script does that has come to its last line."""
-
-
 @habit(CONTROL, "weights that differ on rank 1")
 def control_wrong(side):
     net = side.apply(side.net())
