@@ -155,6 +155,7 @@ class Cycle:
             self._depth -= 1
             self._method = None
 
+    @torch.compiler.disable
     def _first_run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the first forward whose gradients are wanted, and try the split on what its blocks got."""
         if not torch.is_grad_enabled() or self.split_test is None:
@@ -166,6 +167,7 @@ class Cycle:
         verified(test.run())
         return output
 
+    @torch.compiler.disable
     def _before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._ending = False  # an earlier backward may have been left by an error
         if not self._ready:
@@ -175,7 +177,8 @@ class Cycle:
             self._ready = True
         # What an earlier forward left gathered may be older than the last step: any code may have changed the shards since.
         self._units.reshard()
-        self._kept_of_left()
+        if torch.is_grad_enabled():
+            self._refuse_left()
         if foreign := self._units.foreign_parameter():
             raise ParallelError(
                 f"somebody put another tensor in the place of the parameter {foreign}, and sharding would gather the old one: "
@@ -184,6 +187,7 @@ class Cycle:
         if self.agreement is not None and torch.is_grad_enabled():
             self.agreement.batch((args, kwargs))
 
+    @torch.compiler.disable
     def _before_unit(self, unit: nn.Module, args: Any) -> None:
         if torch.is_inference_mode_enabled():  # a method of the module's own may have entered it
             stack = ExitStack()
@@ -202,6 +206,7 @@ class Cycle:
         elif not _torch.in_backward():
             self._without_grad.discard(unit)
 
+    @torch.compiler.disable
     def _after_unit(self, unit: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not isinstance(output, Tensor):
             _torch.gather_before_backward(unit, output, _trained(output))
@@ -210,6 +215,7 @@ class Cycle:
         if not self._depth and not _torch.in_backward():
             self._units.hide()  # a block that was called alone
 
+    @torch.compiler.disable
     def _after_forward(self, output: Any) -> None:
         tensors = _trained(output)
         if not tensors:
@@ -259,10 +265,6 @@ class Cycle:
             if self._units.hooked() or self._units.hooked_after():
                 self._refuse_hooks()
             return
-        for each, grad, version in self._left:
-            if each.grad is grad and local_tensor(grad)._version == version:
-                each.grad = None  # nothing came, before or after the step was left
-        self._left.clear()
         if self.whole is not None:
             self.whole.reduce()
         self._run_hooks([each for each in self._units.hooked() if each.grad is not None])
@@ -301,17 +303,13 @@ class Cycle:
         if not any(id(each) in own for each in held):
             return
         self._steps += 1
-        if self._kept_of_left():
-            raise MeshparError(
-                "par.accumulate was left before its last micro-batch, so that the gradients of this step were never reduced; call "
-                "optimizer.zero_grad() after leaving it, or run all micro-batches"
-            )
+        self._refuse_left()
         if optimizer not in self._guarded:
             self._guarded.add(optimizer)
             guard_optimizer(optimizer)
 
     def leave_step(self) -> None:
-        """Remember that a step was left before its gradients were reduced: they count until somebody clears gradients, as anywhere."""
+        """Remember that a step was left before its gradients were reduced, until somebody clears gradients."""
         if not self._units.modules:
             return
         for each in self.module.parameters():
@@ -320,15 +318,16 @@ class Cycle:
                 each.grad = grad
                 self._left.append((each, grad, local_tensor(grad)._version))
 
-    def _kept_of_left(self) -> bool:
-        """Tell whether the gradients of a step that was left still count; forget those that somebody cleared."""
-        if not self._left:
-            return False
-        kept = any(each.grad is grad and local_tensor(grad)._version == version for each, grad, version in self._left)
-        if not kept:
+    def _refuse_left(self) -> None:
+        """Refuse to go on with the gradients of a step that was left; forget those that somebody cleared."""
+        if any(each.grad is grad and local_tensor(grad)._version == version for each, grad, version in self._left):
+            raise MeshparError(
+                "par.accumulate was left before its last micro-batch, so that the gradients of this step were never reduced; call "
+                "optimizer.zero_grad() after leaving it, or run all micro-batches"
+            )
+        if self._left:
             _torch.drop_unreduced_gradients(self.module)
             self._left.clear()
-        return kept
 
     def reshard(self) -> None:
         """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained and saved."""
