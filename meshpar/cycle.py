@@ -60,6 +60,7 @@ class Cycle:
         self.module = module
         self.agreement: Comparisons | None = None
         self.split_test: SplitTest | None = None
+        self._eager = ExitStack()
         known = installed(module)
         self.whole = None if known is None else known.whole
         self.reducing = True
@@ -161,6 +162,7 @@ class Cycle:
         if not torch.is_grad_enabled() or self.split_test is None:
             return self._explanation.told(inner, args, kwargs)
         test, self.split_test = self.split_test, None
+        self._eager.enter_context(test.eagerly())
         with test.watch():
             output = self._explanation.told(inner, args, kwargs)
         self._units.reshard()
@@ -258,6 +260,7 @@ class Cycle:
 
     def _end_backward(self) -> None:
         self._ending = False
+        self._eager.close()
         for forward in self._begun:
             forward.done = True
         self._begun.clear()

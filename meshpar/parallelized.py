@@ -290,7 +290,7 @@ class Parallelized:
         training = [each for each in self.module.modules() if each.training]
         try:
             self.module.eval()
-            with test.watch(), torch.enable_grad():
+            with test.eagerly(), test.watch(), torch.enable_grad():
                 call(self.module, batch)
         finally:
             for each in training:

@@ -103,12 +103,27 @@ class SplitTest:
         self._seen: dict[str, _Seen] = {}
 
     @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Run the chosen blocks as they are written, so that hooks on compiled ones do not have them compiled again.
+
+        A forward and its backward belong inside together: a recomputation must do what the forward did.
+        """
+        units: list[Any] = [self._module.get_submodule(name) for name in self._units]
+        compiled = [unit._compiled_call_impl for unit in units]
+        for unit in units:
+            unit._compiled_call_impl = None
+        try:
+            yield
+        finally:
+            for unit, was in zip(units, compiled):
+                unit._compiled_call_impl = was
+
+    @contextmanager
     def watch(self) -> Iterator[None]:
         """Remember what the chosen blocks are called with while the module runs."""
         with ExitStack() as stack:
             for name in self._units:
                 unit: Any = self._module.get_submodule(name)
-                stack.enter_context(_eagerly(unit))
                 handles = [unit.register_forward_pre_hook(self._remember(name), with_kwargs=True)]
                 if self._context.random is not None:
                     draws = [(inner, child) for inner, child in unit.named_modules() if _draws(child)]
@@ -473,17 +488,6 @@ def _plain_products(unit: nn.Module) -> Iterator[None]:
     finally:
         for known, product in held:
             known.product = product
-
-
-@contextmanager
-def _eagerly(unit: Any) -> Iterator[None]:
-    """Run a compiled block once as it is written, so that hooks on it do not have it compiled again."""
-    compiled = unit._compiled_call_impl
-    unit._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        unit._compiled_call_impl = compiled
 
 
 def call(module: nn.Module, batch: Any) -> Any:

@@ -96,7 +96,7 @@ passes:
         "small.yaml:1: mesh: cannot read 'dp_shad=2=' in mesh 'dp_shad=2='; write it like 'dp_replicate=2,dp_shard=-1,tp=4'",
         "small.yaml:8: passes.0: no pass 'FullShard' is installed; nearest: FullyShard, HybridShard, Float8",
         "small.yaml:10: passes.1.FullyShard.param_dtype: expected a dtype such as float32, bfloat16 or float16, got 'float17'",
-        "small.yaml:11: passes.1.FullyShard.offlod: unknown key; nearest: offload, prefetch_forward, buffer_dtype",
+        "small.yaml:11: passes.1.FullyShard.offlod: unknown key; nearest: offload, whole, prefetch_forward",
     ]
 
 

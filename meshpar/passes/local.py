@@ -134,12 +134,14 @@ def _place(module: nn.Module, name: str, placement: Shard | Replicate, context: 
 def see_whole(module: nn.Module, blocks: set[nn.Module], styled: set[nn.Module]) -> None:
     """Let modules that know nothing of the split compute with the plain tensors behind the parameters that every rank holds whole.
 
-    The outermost module and its blocks, which may be gathered or recomputed one by one, do so for all that is in them, whose methods and
-    parameters any code inside may use. A module that is called alone does so for itself, and without a styled one in it for its children.
+    Each block, which may be gathered or recomputed alone, does so for all that is in it, whose methods and parameters any code inside may
+    use, and the outermost module for what is in no block: a recomputation must do what the forward did. A module that is called alone does
+    so for itself, and without a styled one in it for its children.
     """
+    in_blocks = {each for block in blocks if block is not module for each in block.modules()}
     for child in module.modules():
         if child is module or child in blocks:
-            inside = list(child.modules())
+            inside = [each for each in child.modules() if child in blocks or each not in in_blocks]
         elif _reads(child) or not any(True for _ in child.parameters(recurse=False)):
             continue
         else:
