@@ -428,8 +428,8 @@ def _off(want: Tensor, have: Tensor, floor: float) -> float:
         return float("inf")
     if not want.numel():
         return 0.0
-    error = (want.double() - have.double()).abs().max()
-    scale = max(float(want.double().abs().max()), floor, 1e-30)
+    error = (want.detach().double() - have.detach().double()).abs().max()
+    scale = max(float(want.detach().double().abs().max()), floor, 1e-30)
     size = float(error) / scale
     return size if size == size else float("inf")
 
