@@ -224,8 +224,13 @@ def digest_of(values: Any, device: torch.device) -> Tensor:
     return total
 
 
-def leaves(values: Any, *, objects: bool = False) -> Iterator[Any]:
-    """Yield what is in lists, tuples, mappings and dataclasses, in order; with ``objects``, in attributes of other objects, too."""
+def leaves(values: Any, *, objects: bool = False, around: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Yield what is in lists, tuples, mappings and dataclasses, in order; with ``objects``, in attributes of other objects, too.
+
+    What refers back to something ``around`` it (numbers of objects) is not entered again.
+    """
+    if id(values) in around:
+        return
     inside: Iterable[Any]
     if isinstance(values, Tensor | str | nn.Module | type):
         yield values
@@ -242,6 +247,6 @@ def leaves(values: Any, *, objects: bool = False) -> Iterator[Any]:
         yield values
         return
     for each in inside:
-        yield from leaves(each, objects=objects)
+        yield from leaves(each, objects=objects, around=(*around, id(values)))
 
 

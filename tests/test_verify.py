@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import meshpar.passes.styles
 from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError, Plan, TensorParallel
+from meshpar.agreement import leaves
 from meshpar.testing import on_ranks
 
 LAYOUT = ModelLayout(
@@ -155,3 +156,12 @@ def test_a_split_is_proved_without_processes(passes):
 def test_a_wrong_split_is_found_without_processes():
     with pytest.raises(ParallelError, match=r"blocks\.0: output, off by"):
         Plan("tp=2", [TensorParallel()]).prove(Model(between=sparse), IDS, LAYOUT)
+
+
+def test_an_output_that_refers_to_itself_is_searched_once():
+    class Box:
+        pass
+
+    box, tensor = Box(), torch.ones(1)
+    box.itself, box.held = box, [tensor]
+    assert list(leaves(box, objects=True)) == [tensor]
