@@ -146,7 +146,7 @@ HABITS: dict[str, Habit] = {
     "input_gradient": Habit(
         at={
             "micro": ("x = x.clone().requires_grad_()",),
-            "between": ('record[f"input gradient {step}"] = par.data_sum(x.grad.abs().sum() / par.data_size)',),
+            "between": ('record[f"input gradient {step}"] = par.data_sum((x * 0 if x.grad is None else x.grad).detach().abs().sum() / par.data_size)',),
         },
         fits=_inputs_are_floats,
     ),
@@ -159,6 +159,7 @@ HABITS: dict[str, Habit] = {
                 "    p.grad = grad if p.grad is None or grad is None else p.grad + grad",
             )
         },
+        fits=lambda spec: spec["model"]["recompute"] != "reentrant",
         weight=0.5,
         alone=True,
     ),

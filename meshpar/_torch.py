@@ -6,9 +6,13 @@
   renamed between releases (torch 2.13 deprecates ``all_gather_tensor``, which 2.11 has alone); the operators keep their names. They go when
   the wrappers are public.
 - ``ignore_profiler_marks``: torch's own list of operators to ignore lacks them; it goes when the list has them.
-- ``Units``: what FSDP2 keeps of its units: which weights are gathered, under which parameters, and whether gradients are reduced.
+- ``Units``: what FSDP2 keeps of its units: which weights are gathered, under which parameters, and whether gradients are reduced. It
+  reduces what has a gradient on this rank, which may be something else on another rank; torch 2.13 has
+  ``set_reduce_scatter_unused_params``, which gives zeros to what no rank used, too.
 - ``enter_by``: a call of a module, with its hooks inside; ``nn.Module`` has no public place around both.
 - ``refuse_parts_as_numbers``: what DTensor does with single operators is its own table, with no public form.
+- ``in_checkpoint``: whose hooks on saved tensors are in force.
+- ``check_gradients_of``: ``torch.autograd.grad`` has no hook for what it is asked.
 - ``in_backward``, ``at_end_of_backward``: where autograd is; FSDP2 and DDP read the same, with no public form.
 - ``drop_unreduced_gradients``: torch 2.13 has ``reset_iter_state`` for it, 2.11 nothing.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself.
@@ -25,6 +29,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -37,6 +43,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import _assert_async as assert_async
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule
@@ -60,6 +67,48 @@ class Units:
     def __init__(self, module: nn.Module) -> None:
         self.modules = [child for child in module.modules() if isinstance(child, FSDPModule)]
         self._groups = [group for child in self.modules for group in _groups(child)]
+        self._filled: list[nn.Parameter] = []
+        self._used: set[int] = set()
+        self._ran: set[int] = set()
+
+    def before_reduction(self, run: Callable[[], None]) -> None:
+        """Call ``run`` in every backward that reaches a unit, and let ranks reduce alike: what other ranks may have used counts as zero."""
+        for group in self._groups:
+            group.post_backward = functools.partial(self._after_backward, group, group.post_backward, run)
+
+    def _after_backward(self, group: Any, inner: Callable[..., None], run: Callable[[], None], *args: Any) -> None:
+        run()
+        if group.reduce_grads:
+            self._fill(group)
+        inner(*args)
+
+    def _fill(self, group: Any) -> None:
+        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad and hasattr(each, "_unsharded_param")]
+        early = [each for each in trained if each.unsharded_accumulated_grad is not None]
+        used = [each for each in trained if each in early or each._unsharded_param.grad is not None]
+        self._used.update(id(each.sharded_param) for each in used)
+        if used or (id(group) in self._ran and trained and _accumulates(trained[0]._unsharded_param)):
+            for each in trained:
+                if each not in used:
+                    each._unsharded_param.grad = torch.zeros_like(each._unsharded_param)
+                    if each.sharded_param.grad is None:
+                        self._filled.append(each.sharded_param)
+        if early:  # one dtype a unit: an earlier micro-batch has left gradients in the dtype of the reduction
+            for each in trained:
+                if each.unsharded_accumulated_grad is None:
+                    each.to_accumulated_grad_if_needed()
+
+    def take_filled(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradient is other ranks' alone, if it is anybody's; the backward has ended."""
+        filled = [each for each in self._filled if id(each) not in self._used]
+        self._filled.clear()
+        self._used.clear()
+        self._ran.clear()
+        return filled
+
+    def runs(self, unit: nn.Module) -> None:
+        """Remember that a unit runs a forward whose gradients are wanted."""
+        self._ran.update(map(id, _groups(unit)))
 
     def reshard(self) -> None:
         """Let go of gathered weights."""
@@ -80,6 +129,11 @@ class Units:
             if group.is_unsharded:
                 for each in group.fsdp_params:
                     each._setattr_on_modules(each._unsharded_param)
+
+    def mark(self) -> None:
+        """Mark the sharded parameters, by which :func:`is_shard` knows them."""
+        for each in self._held():
+            each._meshpar_shard = True
 
     def reduces(self) -> bool:
         """Tell whether the backward that runs reduces gradients."""
@@ -153,6 +207,42 @@ def refuse_parts_as_numbers(refuse: Callable[[], NoReturn]) -> None:
 
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers.setdefault(torch.ops.aten._local_scalar_dense.default, read)
+
+
+def _accumulates(parameter: torch.Tensor) -> bool:
+    """Tell whether the backward that runs now would leave a gradient in ``parameter``; ``torch.autograd.grad`` does not."""
+    return in_backward() and torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+
+
+def is_shard(parameter: torch.Tensor) -> bool:
+    """Tell whether a parameter is a unit's, which computes with another tensor that it gathers."""
+    return "_meshpar_shard" in parameter.__dict__
+
+
+def in_checkpoint() -> bool:
+    """Tell whether the code that runs is inside of ``torch.utils.checkpoint(use_reentrant=False)``, and not yet recomputed."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
+
+
+def check_gradients_of(check: Callable[[Iterable[torch.Tensor]], None]) -> None:
+    """Let ``check`` look at what somebody wants the gradients of by ``torch.autograd.grad``, or ``backward(inputs=...)``.
+
+    Autograd knows nothing of FSDP2's shards: it calls them unused, or with ``allow_unused`` answers None.
+    """
+    for name in ("grad", "backward"):
+        inner = getattr(torch.autograd, name)
+        if hasattr(inner, "__wrapped__"):  # an earlier call did it
+            continue
+        place = list(inspect.signature(inner).parameters).index("inputs")
+
+        def checked(*args: Any, _inner: Any = inner, _place: int = place, **kwargs: Any) -> Any:
+            wanted = args[_place] if len(args) > _place else kwargs.get("inputs")
+            if wanted is not None:
+                check([each for each in tree_leaves(wanted) if isinstance(each, torch.Tensor)])
+            return _inner(*args, **kwargs)
+
+        setattr(torch.autograd, name, functools.wraps(inner)(checked))
 
 
 def in_backward() -> bool:

@@ -44,6 +44,8 @@ class Agreement:
         self._module, self._mesh, self._device, self._draws = module, mesh, device, draws
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
         self._batches, self._backwards = 0, 0
+        self._marks: tuple[int, ...] = ()
+        self._sent = torch.empty(0)
 
     def batch(self, inputs: Any) -> None:
         """Compare what the ranks of ``same_axes`` hand to a forward, in the first ones.
@@ -103,8 +105,11 @@ class Agreement:
                 "same number to par.accumulate on every rank, for instance by leaving the rest of an epoch out"
             )
 
-    def gradients(self) -> None:
+    def gradients(self, unused: list[nn.Parameter]) -> None:
         """Compare gradients after a backward that left some: on a CPU every time, on an accelerator, where reading waits, the first times.
+
+        Args:
+            unused: parameters that this rank did not use, and whose gradient counts as zero; those that no rank used lose it.
 
         Raises:
             MeshparError: on every rank that takes part alike.
@@ -115,27 +120,37 @@ class Agreement:
         if self._backwards == 0:
             check_copies(self._module, self._mesh, self._same_axes)
         self._backwards += 1
-        if self._data_axes and (first or self._device.type == "cpu"):
-            self._same_parameters()
+        if self._data_axes:
+            self._same_parameters(unused, look=first or self._device.type == "cpu")
         if self._data_axes and first:
             self._same_buffers()
 
-    def _same_parameters(self) -> None:
-        """See that all data ranks have gradients for the same parameters.
+    def _same_parameters(self, unused: list[nn.Parameter], *, look: bool) -> None:
+        """See that all data ranks have gradients for the same parameters, and drop the zeros of those that no rank used.
 
-        Where one lacks what another has, FSDP2 has joined gradients of different parameters without a word.
+        What a rank did not use counts as zero in the reduction. Where a rank was not even asked, FSDP2 has joined gradients of different
+        parameters without a word.
         """
-        without = [name for name, each in self._module.named_parameters() if each.requires_grad and each.grad is None]
-        mark = zlib.crc32("\n".join(without).encode()) & 0xFFFFF  # sums of squares stay exact for thousands of ranks
-        marks = self.sum_over_data(marks_of(mark, self._device))
-        total, squares = (int(each) for each in marks.tolist())
-        size = 1
+        zeros = {id(each) for each in unused}
+        trained = [(name, each) for name, each in self._module.named_parameters() if each.requires_grad]
+        marks = tuple(0 if each.grad is None else 1 if id(each) in zeros else 2 for _, each in trained)
+        if marks != self._marks:
+            self._marks, mine = marks, torch.tensor(marks, dtype=torch.int32, device=self._device)
+            self._sent = torch.cat([mine, -mine])
+        both = self._sent.clone()
         for axis in self._data_axes:
-            size *= self._mesh[axis].size()
-        if total * total != size * squares:  # equal numbers alone have no variance
+            dist.all_reduce(both, dist.ReduceOp.MAX, self._mesh.get_group(axis))
+        if not (look or unused):
+            return
+        most, least = both.view(2, -1).tolist()
+        for (_, each), mark in zip(trained, most):
+            if mark == 1:
+                each.grad = None
+        if any(high and not low for high, low in zip(most, least)):
+            without = [name for (name, _), mark in zip(trained, marks) if not mark]
             raise MeshparError(
                 f"data ranks have gradients for different parameters; here these have none: {', '.join(without[:6]) or '(all have one)'}; "
-                "let every rank use every parameter in each step, e.g. by adding 0 * parameter.sum() to the loss where one is skipped"
+                "let every rank call the same blocks, and leave out what a block is not to do by multiplying its output with 0"
             )
 
     def _same_buffers(self) -> None:
@@ -154,18 +169,6 @@ class Agreement:
                 "where one process has the whole; reduce what they are computed from over the ranks (par.data_sum), or register them with "
                 "persistent=False where ranks may differ"
             )
-
-    def sum_over_data(self, values: Tensor) -> Tensor:
-        """Sum ``values`` over the data axes, in place, and return it. Collective over them."""
-        for axis in self._data_axes:
-            dist.all_reduce(values, group=self._mesh.get_group(axis))
-        return values
-
-
-def marks_of(mark: int, device: torch.device) -> Tensor:
-    """Return a number and its square, from whose sums over ranks it can be told whether all have the same."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.tensor([mark, mark * mark], dtype=dtype, device=device)
 
 
 def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, final
 
@@ -42,8 +42,8 @@ class Comparisons(Protocol):
     def micro_batches(self, left: int) -> None:
         """Before a micro-batch."""
 
-    def gradients(self) -> None:
-        """After a backward that left gradients."""
+    def gradients(self, unused: list[nn.Parameter]) -> None:
+        """After a backward that left gradients, zeros for what was ``unused`` here; those that no rank used lose theirs."""
 
 
 @final
@@ -100,6 +100,8 @@ class Cycle:
         for unit in self._units.modules:
             unit.register_forward_pre_hook(self._before_unit, prepend=True)
             unit.register_forward_hook(self._after_unit, always_call=True)
+        self._units.before_reduction(self.expect_end)
+        self._units.mark()
         if self._units.modules:
             module._is_fsdp_managed_module = True  # by which transformers' generate knows that ranks must go in step
         me = weakref.ref(self)
@@ -109,6 +111,30 @@ class Cycle:
                 cycle._before_step(optimizer)
 
         weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    def only_inside(self, blocks: Iterable[tuple[str, nn.Module]], why: str) -> None:
+        """Refuse calls of blocks from outside of the module.
+
+        Args:
+            blocks: names and modules.
+            why: the end of the message.
+        """
+
+        def check(name: str, block: nn.Module, args: Any) -> None:
+            if not self._depth and not _torch.in_backward():
+                raise MeshparError(f"{name} ({type(block).__name__}) is called from outside of the module, where {why}")
+
+        for name, block in blocks:
+            block.register_forward_pre_hook(torch.compiler.disable(functools.partial(check, name)), prepend=True)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Let blocks be called as they are inside of a call of the module."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
 
     # Forward
 
@@ -165,6 +191,7 @@ class Cycle:
         self._eager.enter_context(test.eagerly())
         with test.watch():
             output = self._explanation.told(inner, args, kwargs)
+        test.returned(output)
         self._units.reshard()
         verified(test.run())
         return output
@@ -176,6 +203,7 @@ class Cycle:
             name = next((name for name, parameter in self.module.named_parameters() if parameter.is_meta), None)
             if name is not None:
                 raise MeshparError(f"{name} has no values yet; call par.materialize(seed=...) or (weights=...) before the first forward")
+            self._units.mark()  # materializing may have made new ones
             self._ready = True
         # What an earlier forward left gathered may be older than the last step: any code may have changed the shards since.
         self._units.reshard()
@@ -207,6 +235,7 @@ class Cycle:
             )
         elif not _torch.in_backward():
             self._without_grad.discard(unit)
+            self._units.runs(unit)
 
     @torch.compiler.disable
     def _after_unit(self, unit: nn.Module, args: Any, output: Any) -> None:
@@ -268,11 +297,15 @@ class Cycle:
             if self._units.hooked() or self._units.hooked_after():
                 self._refuse_hooks()
             return
-        if self.whole is not None:
-            self.whole.reduce()
-        self._run_hooks([each for each in self._units.hooked() if each.grad is not None])
+        unused = self._units.take_filled() + ([] if self.whole is None else self.whole.reduce())
         if self.agreement is not None and any(each.grad is not None for each in self.module.parameters()):
-            self.agreement.gradients()
+            self.agreement.gradients(unused)
+        if any(each.grad is None and each._post_accumulate_grad_hooks for each in unused):
+            raise MeshparError(
+                "a hook for after a gradient is accumulated ran for a parameter that no rank used in this backward; use every parameter in "
+                "each step, or change gradients between backward and step instead"
+            )
+        self._run_hooks([each for each in self._units.hooked() if each.grad is not None])
 
     def _refuse_hooks(self) -> None:
         raise MeshparError(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any, NoReturn
+
+from torch import Tensor
 
 from meshpar import _torch
 from meshpar.errors import MeshparError
@@ -22,6 +25,7 @@ def refuse_copies(module: Any) -> None:
             _refuse, "save_pretrained knows no shards; use meshpar.checkpoints: CheckpointManager(...).save, then export_safetensors"
         )
     guard_state(module)
+    _torch.check_gradients_of(_refuse_reduced)
     _torch.refuse_parts_as_numbers(
         functools.partial(
             _refuse,
@@ -29,6 +33,14 @@ def refuse_copies(module: Any) -> None:
             "tensor.full_tensor().item() on every rank, or par.clip_grad_norm_(float('inf')) for the norm of all gradients",
         )
     )
+
+
+def _refuse_reduced(wanted: Iterable[Tensor]) -> None:
+    if any(_torch.is_shard(each) or "_meshpar_whole" in each.__dict__ for each in wanted):
+        _refuse(
+            "torch.autograd.grad and backward(inputs=...) find no gradients of parameters that data ranks share: those are reduced when a "
+            "whole backward has run; use loss.backward() and read parameter.grad, or a mesh of tensor parallelism alone"
+        )
 
 
 def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:

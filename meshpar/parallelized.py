@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
@@ -291,14 +292,15 @@ class Parallelized:
         try:
             self.module.eval()
             with test.eagerly(), test.watch(), torch.enable_grad():
-                call(self.module, batch)
+                test.returned(call(self.module, batch))
         finally:
             for each in training:
                 each.training = True
             if self.cycle is not None:
                 self.cycle.split_test = waiting
         self.reshard()
-        return verified(test.run())
+        with nullcontext() if self.cycle is None else self.cycle.inside():
+            return verified(test.run())
 
     def register_method(self, name: str) -> None:
         """Let ``module.name(...)`` enter the module as a call of it does: on gathered weights, with the plan's checks.

@@ -166,7 +166,14 @@ class Plan:
         refuse_copies(module)
         par = Parallelized(module, mesh, spec, self, layout, device, cycle)
         same = [axis for axis, size in spec.axes.items() if size > 1 and axis not in par.data_axes]
-        draws = (layout.dropout or draws_random(module)) and not any(getattr(each, "sequence_parallel", False) for each in self.passes)
+        sequence_parallel = any(getattr(each, "sequence_parallel", False) and spec.axes[each.axes[0]] > 1 for each in self.passes)
+        if sequence_parallel:
+            why = (
+                "it takes and returns the positions of all ranks; under sequence_parallel it has this rank's alone: call the module, or a "
+                "method of it by par.register_method(name), or use TensorParallel(sequence_parallel=False)"
+            )
+            cycle.only_inside(find_blocks(module, layout), why)
+        draws = (layout.dropout or draws_random(module)) and not sequence_parallel
         cycle.split_test = par.split_test() if self.verify and dist.get_backend() != "fake" else None
         cycle.agreement = Agreement(module, mesh, [axis for axis in par.data_axes if spec.axes[axis] > 1], same, device, draws=draws)
         return par

@@ -36,6 +36,7 @@ TOLERANCE = 1e-3
 LARGEST = 1 << 27
 """Parameters of a block up to which it is tried: one block whole, its gradients and a second copy are held, 2 GiB in float32."""
 _MASKED = 8
+_SAME, _LOOKED_AT = 1e-2, 1 << 20
 
 
 @final
@@ -101,6 +102,7 @@ class SplitTest:
         self._module, self._context, self._whole = module, context, whole
         self._units = list(_one_of_each_kind(module, context, blocks))
         self._seen: dict[str, _Seen] = {}
+        self._returned: list[Difference] = []
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
@@ -132,6 +134,21 @@ class SplitTest:
                     stack.callback(handle.remove)
             yield
 
+    def returned(self, output: Any) -> None:
+        """Remember which trained tensors of the module's output are a rank's part, and are not said to be one by being a DTensor.
+
+        Collective over the tensor axis.
+        """
+        self._returned.clear()
+        for place, each in enumerate(leaves(output)):
+            if isinstance(each, Tensor) and not isinstance(each, DTensor) and each.requires_grad and each.numel():
+                x = each.detach().reshape(-1)[:_LOOKED_AT].double()
+                mine = torch.stack([x.norm(), x @ torch.arange(len(x), device=x.device, dtype=x.dtype).cos()])
+                norms, marks = gather_values(mine[None], self._context.group).T
+                size = float((marks.max() - marks.min()) / norms.max())
+                if size > _SAME:
+                    self._returned.append(Difference(module="", what=f"returns other values on each rank (output {place})", size=size))
+
     def _remember(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if name not in self._seen:
@@ -155,7 +172,7 @@ class SplitTest:
 
         Collective: the ranks of the tensor axis, and those that share its parameters, call it.
         """
-        start, tried, skipped, found = time.perf_counter(), dict[str, float](), dict[str, str](), list[Difference]()
+        start, tried, skipped, found = time.perf_counter(), dict[str, float](), dict[str, str](), [*self._returned]
         for name, seen in sorted(self._seen.items()):
             found += self._masks_agree(name, seen)
             if not seen.args and not seen.kwargs:
@@ -324,7 +341,8 @@ def verified(verification: Verification) -> Verification:
         raise ParallelError(
             f"split over ranks, these do not compute what they compute whole:\n  {listed}\n"
             "look at the layout's tensor-parallel table for them: a module between two projections that looks across features or heads "
-            "cannot be split ('colwise_gather' joins the features before it; {pattern: None} leaves it whole), one that is whole and "
+            "cannot be split ('colwise_gather' joins the features before it, as 'head' does what the model returns; {pattern: None} leaves "
+            "it whole), one that is whole and "
             "sees a part needs 'grad_sum', one that mixes positions cannot stand under sequence_parallel; Plan(..., verify=False) skips "
             "this test"
         )

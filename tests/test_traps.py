@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -324,22 +325,54 @@ def test_recomputation_replays_dropout_that_no_layout_mentions():
 class Choosing(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.stem, self.a, self.b, self.c = (nn.Linear(4, 4, bias=False) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x):
-        return (self.a if dist.get_rank() == 0 else self.b)(x)
+    def forward(self, x, branch):
+        y = getattr(self, branch)(self.stem(x))
+        return y * self.scale if branch == "b" else y
 
 
-@pytest.mark.parametrize("passes", [[FullyShard()], [Replicate()]], ids=["fsdp", "replicate"])
-def test_a_parameter_that_only_some_ranks_use_is_named(passes):
-    used_by_some(passes)
+CHOICES = [(["a", "b"], ["a", "b"]), (["a", "a"], ["b", "a"])]
+"""By micro-batch: the branches that the two ranks take; nobody takes ``c``, and the second time nobody ``b`` on its own."""
+
+
+@pytest.mark.parametrize("accumulated", [False, True], ids=["each", "accumulated"])
+@pytest.mark.parametrize("passes", [[FullyShard()], [Replicate(reduce_dtype=torch.float64)]], ids=["fsdp", "replicate"])
+def test_branches_that_some_ranks_take_equal_one_process(passes, accumulated):
+    branches_of_some(passes, accumulated)
 
 
 @on_ranks(2)
-def used_by_some(passes):
-    par = Plan(f"{passes[0].axes[0]}=2", passes).apply(on_meta(Choosing), ModelLayout()).materialize(seed=0)
-    with pytest.raises(MeshparError, match=r"gradients for different parameters; here these have none: (a|b)\.weight"):
-        par.module(torch.ones(2, 4)).sum().backward()
+def branches_of_some(passes, accumulated):
+    torch.manual_seed(0)
+    model = Choosing()
+
+    par = Plan(f"{passes[0].axes[0]}=2", passes).apply(copy.deepcopy(model), ModelLayout())
+    x = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1))
+    micro = list(zip(x, CHOICES))
+    for rows, branches in micro:
+        for rank in range(2):
+            (model(rows[2 * rank : 2 * rank + 2], branches[rank][0]).square().sum() / 2).backward()
+    for rows, branches in par.accumulate(micro) if accumulated else micro:
+        par.module(rows[2 * par.data_rank :][:2], branches[par.data_rank][0]).square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, parameter in par.module.named_parameters():
+        assert (parameter.grad is None) == (expected[name] is None), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(whole(parameter.grad), expected[name], msg=name)
+
+
+@on_ranks(2)
+def test_a_loss_made_of_a_block_alone_is_reduced_and_compared():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU())
+    model[1].weight = nn.Parameter(torch.tensor(0.25))
+    par = Plan("dp_shard=2", [FullyShard()]).apply(copy.deepcopy(model), ModelLayout(blocks=("0", "1")))
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    model[1](x).sum().div(2).backward()
+    par.module[1](x[2 * par.data_rank :][:2]).sum().backward()
+    torch.testing.assert_close(whole(par.module[1].weight.grad), model[1].weight.grad)
 
 
 class Attending(nn.Module):

@@ -20,7 +20,7 @@ from typing import Any, final, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -54,25 +54,20 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def settle(par: Parallelized, device_type: str) -> None:
-    """Let the ranks compare what they compare after the first steps on a device of this type, and look at nothing."""
+def settle(par: Parallelized) -> None:
+    """Let the ranks compare what they compare after the first steps, and look at nothing."""
     assert par.cycle is not None, "apply gives it one"
     par.cycle.split_test = None
     if not isinstance(par.cycle.agreement, Settled):
-        par.cycle.agreement = Settled(par, checks=device_type == "cpu")
+        par.cycle.agreement = Settled(par)
 
 
 @final
 class Settled:
-    """The comparisons of a step after the first ones, which send what they send and look at nothing.
+    """The comparisons of a step after the first ones, which send what they send and look at nothing."""
 
-    Args:
-        par: the model.
-        checks: whether gradients are compared: on a CPU in every step, on an accelerator in the first ones only.
-    """
-
-    def __init__(self, par: Parallelized, *, checks: bool) -> None:
-        self._par, self._checks = par, checks
+    def __init__(self, par: Parallelized) -> None:
+        self._par = par
 
     def batch(self, inputs: Any) -> None:
         """Only the first steps compare batches."""
@@ -80,10 +75,12 @@ class Settled:
     def micro_batches(self, left: int) -> None:
         """Sent between hosts' processors, where there are any others."""
 
-    def gradients(self) -> None:
-        """Send the marks."""
-        if self._checks:
-            self._par.data_sum(torch.empty(2, dtype=torch.float64, device=self._par.device))
+    def gradients(self, unused: list[nn.Parameter]) -> None:
+        """Send which parameters have a gradient; simulated ranks all use the same."""
+        trained = sum(each.requires_grad for each in self._par.module.parameters())
+        self._par.data_sum(torch.empty(2 * trained, dtype=torch.int32, device=self._par.device))
+        for each in unused:
+            each.grad = None
 
 
 @contextmanager

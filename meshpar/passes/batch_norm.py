@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from meshpar._torch import assert_async, in_backward
+from meshpar._torch import assert_async
 from meshpar._torch import collective_ops as ops
 from meshpar.passes.installed import own_forward, set_forward
+
+
+RECOMPUTED: ContextVar[bool] = ContextVar("RECOMPUTED", default=False)
+"""Whether a pass computes once more what was computed, and counted, before."""
 
 
 def batch_norm_problems(module: nn.Module) -> Iterator[str]:
@@ -37,8 +42,8 @@ def synchronize_batch_norm(module: nn.Module, mesh: DeviceMesh, axes: Sequence[s
 
     Loss, gradients and running statistics then equal one process on the concatenated batch, on every device, also where ranks have
     different numbers of samples, or none. Statistics are float32, or float64 for float64 inputs. Evaluation with running statistics does
-    not communicate. Names and ``state_dict`` do not change. A recomputation in backward does not update the running statistics a second
-    time, so that they equal a run without recomputation.
+    not communicate. Names and ``state_dict`` do not change. The plan's recomputation does not update the running statistics a second
+    time, so that they equal a run without it; torch.utils.checkpoint in the model's own code does, as it does in one process.
 
     The backward of the exchange sums over the ranks, because each rank has a loss of its own and the statistics that one rank sends enter
     the losses of all ranks. The gradients on a rank are therefore those of the sum of all ranks' losses; the data passes average them over
@@ -71,18 +76,24 @@ def _set_forward(norm: Any, groups: Sequence[dist.ProcessGroup]) -> None:
         running: list[Any] = [norm.running_mean, norm.running_var]
         if not norm.training and running[0] is not None:
             return _native(norm, input, running, training=False)
-        if not norm.track_running_stats or running[0] is None:
-            return _normalized(norm, input, groups)[0] if groups else _native(norm, input, [None, None], training=True)
-        count = norm.num_batches_tracked + 1
+        tracked = norm.track_running_stats and running[0] is not None
+        if not groups and not tracked:
+            return _native(norm, input, [None, None], training=True)
+        count = norm.num_batches_tracked + 1 if tracked else 1
         momentum = 1.0 / count if norm.momentum is None else norm.momentum
-        if groups:
-            output, *found = _normalized(norm, input, groups)
-            updated = [each + (value.to(each.dtype) - each) * momentum for each, value in zip(running, found, strict=True)]
-        else:
-            updated = [each.clone() for each in running]
+        if not groups:
+            _keep([norm.num_batches_tracked], [count])
+            updated = running if not torch.compiler.is_compiling() and not RECOMPUTED.get() else [each.clone() for each in running]
             output = _native(norm, input, updated, training=True, momentum=float(momentum))
-        _keep([*running, norm.num_batches_tracked], [*updated, count])
-        return output
+            if updated is not running:
+                _keep(running, updated)
+            return output
+        found = _statistics(input, groups)
+        if tracked:  # before anything more is saved for backward, at which a recomputation may stop
+            values = (found.mean, found.squares / (found.count - 1))
+            updated = [each + (value.detach().to(each.dtype) - each) * momentum for each, value in zip(running, values, strict=True)]
+            _keep([*running, norm.num_batches_tracked], [*updated, count])
+        return _normalized(norm, input, found)
 
     set_forward(norm, forward)
 
@@ -90,7 +101,7 @@ def _set_forward(norm: Any, groups: Sequence[dist.ProcessGroup]) -> None:
 @torch.library.custom_op("meshpar::keep_statistics", mutates_args={"buffers"})
 def _keep(buffers: list[Tensor], values: list[Tensor]) -> None:
     """Write running statistics, unless a recomputation asks; compiled code runs an operator as it is, without a graph break."""
-    if not in_backward():
+    if not RECOMPUTED.get():
         for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)
 
@@ -103,27 +114,44 @@ def _native(norm: Any, x: Tensor, running: list[Any], *, training: bool, momentu
     return F.batch_norm(x, mean, variance, weight, bias, training, momentum, norm.eps)
 
 
-def _normalized(norm: Any, x: Tensor, groups: Sequence[dist.ProcessGroup]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``x`` normalized by the statistics of all ranks, their mean and their unbiased variance."""
+class _Statistics(NamedTuple):
+    """Of one batch, by channel: this rank's mean and what is centered by it, the count, mean and sum of squared distances of all ranks."""
+
+    own_mean: Tensor
+    centered: Tensor
+    count: Tensor
+    mean: Tensor
+    squares: Tensor
+
+
+def _statistics(x: Tensor, groups: Sequence[dist.ProcessGroup]) -> _Statistics:
     dims = [dim for dim in range(x.ndim) if dim != 1]
-    shape = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     count = wide.new_tensor([x.numel() // max(1, x.shape[1])])
     own_mean = wide.sum(dims) / count.clamp(min=1.0)
-    centered = wide - own_mean.view(shape)
+    centered = wide - own_mean.view(_by_channel(x))
     mean, squares = own_mean, centered.square().sum(dims)
     for group in groups:
         count, mean, squares = _joined(count, mean, squares, group)
     assert_async(count[0] > 1, "batch norm needs more than one value per channel in the batch of all data ranks; this batch has fewer")
-    scale = torch.rsqrt(squares / count + norm.eps)
+    return _Statistics(own_mean, centered, count, mean, squares)
+
+
+def _normalized(norm: Any, x: Tensor, found: _Statistics) -> Tensor:
+    """Return ``x`` normalized by the statistics of all ranks."""
+    scale = torch.rsqrt(found.squares / found.count + norm.eps)
     if norm.weight is not None:
         scale = scale * norm.weight
     # Centered by this rank's own mean, which is near the common one, so that nothing cancels and one activation is kept for backward.
-    shift = (own_mean - mean) * scale
+    shift = (found.own_mean - found.mean) * scale
     if norm.bias is not None:
         shift = shift + norm.bias
-    output = torch.addcmul(shift.view(shape), centered, scale.view(shape)).to(x.dtype)
-    return output, mean.detach(), (squares / (count - 1)).detach()
+    shape = _by_channel(x)
+    return torch.addcmul(shift.view(shape), found.centered, scale.view(shape)).to(x.dtype)
+
+
+def _by_channel(x: Tensor) -> list[int]:
+    return [-1 if dim == 1 else 1 for dim in range(x.ndim)]
 
 
 def _joined(count: Tensor, mean: Tensor, squares: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

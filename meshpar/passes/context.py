@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.errors import PlanError
+from meshpar._torch import in_backward
+from meshpar.errors import ParallelError, PlanError
 from meshpar.passes.collectives import copy_to, gather_partial, reduce_from, reduce_scatter
 from meshpar.passes.installed import set_forward
 from meshpar.passes.random import SplitState
@@ -20,6 +24,32 @@ if TYPE_CHECKING:
 
 SEQUENCE_DIM = 1
 """Activations are (batch, sequence, features)."""
+
+
+@final
+class Arrivals:
+    """The modules to which the ranks of an axis come together: each time on a CPU, on an accelerator, where reading waits, the first times."""
+
+    FIRST = 2
+
+    def __init__(self) -> None:
+        self._count: Counter[str] = Counter()
+
+    def agree(self, name: str, x: Tensor, group: dist.ProcessGroup) -> None:
+        """See that every rank of ``group`` comes to ``name`` now, with a tensor of the shape of ``x``."""
+        self._count[name] += 1
+        if x.device.type != "cpu" and self._count[name] > self.FIRST:
+            return
+        mine = zlib.crc32(f"{name} {tuple(x.shape)}".encode())
+        both = torch.tensor([mine, -mine], device=x.device)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group)
+        most, least = both.tolist()
+        if most != -least:
+            raise ParallelError(
+                f"ranks of the tensor axis run different modules at a time, this one {name}: under sequence_parallel each sees its own "
+                "positions, and a branch or a router in between decides by them; give the module around it the style 'region', which sees "
+                "all positions, or use TensorParallel(sequence_parallel=False)"
+            )
 
 
 @final
@@ -35,6 +65,7 @@ class Context:
         sequence_parallel: activations between regions are split along the sequence.
         loss_parallel: the head leaves its logits split over the vocabulary.
         random: random state, which follows the split; None where nothing is drawn.
+        arrivals: whether ranks run the same modules; None where that is not looked at.
         inputs: keyword names under which a region may receive its hidden states.
         placed: id of a parameter as it was -> the DTensor parameter that took its place, so that tied ones stay tied.
         replaced: the parameters as they were.
@@ -50,6 +81,7 @@ class Context:
     sequence_parallel: bool
     loss_parallel: bool
     random: SplitState | None
+    arrivals: Arrivals | None
     inputs: tuple[str, ...]
     placed: dict[int, nn.Parameter] = field(default_factory=dict)
     replaced: list[nn.Parameter] = field(default_factory=list)
@@ -88,6 +120,18 @@ class Context:
                 self.join()
 
         set_forward(module, forward)
+
+    def arrive(self, name: str, x: Tensor) -> None:
+        """See that all ranks of the axis come to the module called ``name``: under sequence parallelism a branch sees other positions on each.
+
+        Collective over the axis, where anything is looked at.
+
+        Raises:
+            ParallelError: on every rank alike.
+        """
+        if not (self.sequence_parallel and self.arrivals is not None) or torch.compiler.is_compiling() or in_backward():
+            return
+        self.arrivals.agree(name, x, self.group)
 
     def region_of(self, name: str) -> Region | None:
         """Return the innermost region around the module called ``name``."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import parametrize
 
+from meshpar._torch import is_shard
 from meshpar.errors import ParallelError
 from meshpar.mesh import divisors
 from meshpar.passes.collectives import copy_weight
@@ -162,7 +163,8 @@ def see_plain(module: nn.Module, inside: list[nn.Module]) -> None:
         kept = [(each._parameters, name, value) for each in inside for name, value in each._parameters.items() if is_whole(value)]
         try:
             for owner, name, value in kept:
-                owner[name] = value.to_local()  # type: ignore[union-attr]
+                plain = value.to_local()  # type: ignore[union-attr]
+                owner[name] = plain if plain.ndim else _Scalar.apply(plain)
             return inner(*args, **kwargs)
         finally:
             for owner, name, value in kept:
@@ -171,12 +173,24 @@ def see_plain(module: nn.Module, inside: list[nn.Module]) -> None:
     set_forward(module, forward)
 
 
+class _Scalar(torch.autograd.Function):
+    """A number, whose gradient is a DTensor where it stood beside one, such as logits that are split for the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        return grads[0].full_tensor() if isinstance(grads[0], DTensor) else grads[0]
+
+
 def is_whole(parameter: Any) -> bool:
-    """Tell a DTensor that every rank of its mesh holds whole; FSDP2's shards are none before they are gathered."""
-    return isinstance(parameter, DTensor) and all(each.is_replicate() for each in parameter.placements)
+    """Tell a DTensor that every rank of its mesh holds whole, and that is no copy of a unit's, whose gradients are reduced elsewhere."""
+    return isinstance(parameter, DTensor) and all(each.is_replicate() for each in parameter.placements) and not is_shard(parameter)
 
 
-def sum_gradients(module: nn.Module, context: Context) -> None:
+def sum_gradients(name: str, module: nn.Module, context: Context) -> None:
     """Let the module's own parameters be seen through ``copy_weight``, so that their partial gradients are summed inside autograd.
 
     A hook on the parameter would sum what earlier micro-batches accumulated once more.
@@ -184,10 +198,12 @@ def sum_gradients(module: nn.Module, context: Context) -> None:
     inner, group = module.forward, context.group
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = {name: value for name, value in module._parameters.items() if value is not None}
+        own = {leaf: value for leaf, value in module._parameters.items() if value is not None}
+        if own:
+            context.arrive(name, next(iter(own.values())))
         try:
-            for name, value in own.items():
-                module._parameters[name] = copy_weight(local(value), group)  # type: ignore[assignment]
+            for leaf, value in own.items():
+                module._parameters[leaf] = copy_weight(local(value), group)  # type: ignore[assignment]
             return inner(*args, **kwargs)
         finally:
             module._parameters.update(own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, final
@@ -10,6 +11,7 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from meshpar import _torch
@@ -17,6 +19,7 @@ from meshpar.errors import MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes.base import Stage, block_problems, find_blocks
+from meshpar.passes.batch_norm import RECOMPUTED
 from meshpar.passes.installed import set_forward
 from meshpar.patterns import class_name
 
@@ -68,13 +71,36 @@ class ActivationCheckpoint:
         for place, (_, block) in enumerate(find_blocks(module, layout, self.blocks)):
             if place % self.every == 0:
                 _refuse_changed_buffers(block)
-                _torch.checkpoint(block, preserve_rng_state=True, **options)
+                counts = any(isinstance(each, _BatchNorm) for each in block.modules())
+                chosen = {"context_fn": partial(_counted_once, options.get("context_fn"))} if counts else options
+                _torch.checkpoint(block, preserve_rng_state=True, **chosen)
+
+
+def _counted_once(inner: Callable[[], Any] | None) -> Any:
+    """Return the contexts of a block's forward and its recomputation, in which batch norms leave their running statistics alone."""
+    if _torch.in_checkpoint():
+        raise MeshparError(
+            "the model recomputes a block by torch.utils.checkpoint, the plan does so by ActivationCheckpoint, and its batch norms would "
+            "count a batch less often than in one process; leave one of the two out"
+        )
+    forward, again = (nullcontext(), nullcontext()) if inner is None else inner()
+    return forward, _recomputing(again)
+
+
+@contextmanager
+def _recomputing(inner: AbstractContextManager[Any]) -> Iterator[None]:
+    before = RECOMPUTED.set(True)
+    try:
+        with inner:
+            yield
+    finally:
+        RECOMPUTED.reset(before)
 
 
 def _refuse_changed_buffers(block: nn.Module) -> None:
     """Refuse a block that changes buffers in its forward, which recomputation would do twice; batch norm knows better."""
     inner = block.forward
-    own = [child for child in block.modules() if child._buffers and not isinstance(child, nn.modules.batchnorm._BatchNorm)]
+    own = [child for child in block.modules() if child._buffers and not isinstance(child, _BatchNorm)]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _torch.in_backward():

@@ -62,7 +62,13 @@ class Region:
             if first is None:
                 wanted = " or ".join(context.inputs)
                 raise PlanError([f"{name} got no hidden states: expected a tensor first, or as {wanted}; name it in layout.hidden_inputs"])
-            context.part(module, args[0] if first == 0 else kwargs[first])
+            hidden = args[0] if first == 0 else kwargs[first]
+            if not hidden.is_floating_point():
+                got = f"{tuple(hidden.shape)} of {hidden.dtype}"
+                raise PlanError([f"{name or 'the model'} is a region, which splits what is computed of hidden states, and got {got}; "
+                                 "give 'region' to the modules inside whose projections are split"])  # fmt: skip
+            context.arrive(name, hidden)
+            context.part(module, hidden)
             try:
                 args = tuple(self._enter(name, "", value, place == first, context) for place, value in enumerate(args))
                 return inner(*args, **{key: self._enter(name, key, value, key == first, context) for key, value in kwargs.items()})
@@ -128,6 +134,8 @@ class Colwise:
         def forward(x: Tensor) -> Tensor:
             if self.gather == "no":
                 context.part(module, x)
+            if prepare is not None:
+                context.arrive(name, x)
             weight, bias = local(module.weight), local(module.bias)
             if self.parts > 1:
                 weight = regroup(weight, self.parts, out_dim, group)
@@ -211,7 +219,7 @@ class Sequence:
                 return inner(positions.narrow(-1, me * length, length))
 
             set_forward(module, forward)
-        sum_gradients(module, context)
+        sum_gradients(name, module, context)
 
 
 @final
@@ -226,7 +234,7 @@ class GradSum:
         """Its parameters stay whole."""
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        sum_gradients(module, context)
+        sum_gradients(name, module, context)
 
 
 def parse(text: Any) -> Style:

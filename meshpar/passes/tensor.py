@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
 from meshpar.passes.base import Stage, find_blocks, unmatched
-from meshpar.passes.context import Context, Style
+from meshpar.passes.context import Arrivals, Context, Style
 from meshpar.passes.installed import record, set_attribute
 from meshpar.passes.local import keep_whole, see_whole
 from meshpar.passes.parts import CopiedHeads, Parts
@@ -131,6 +132,7 @@ class TensorParallel:
             sequence_parallel=self.sequence_parallel,
             loss_parallel=self.loss_parallel,
             random=SplitState() if draws else None,
+            arrivals=Arrivals() if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) != "fake" else None,
             inputs=layout.hidden_inputs,
         )
         self._install(module, layout, context)

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -60,30 +60,28 @@ class WholeParameters:
             held, self._mesh[names], placements, run_check=False, shape=parameter.shape, stride=strides(parameter.shape)
         )
         fresh = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-        fresh.__dict__.update(parameter.__dict__)
+        fresh.__dict__.update(parameter.__dict__, _meshpar_whole=True)
         return fresh
 
     @torch.no_grad()
-    def reduce(self) -> None:
-        """Average the gradients over the data axes, in float32 or wider. Collective over them.
+    def reduce(self) -> list[nn.Parameter]:
+        """Average the gradients over the data axes, in float32 or wider; return the parameters that had none here, which count as zero.
 
-        A rank that lacks a gradient joins with zeros: that ranks differ in it is found afterwards.
+        Collective over the axes.
         """
         trained: list[Any] = [each for name in self._names if (each := self._module.get_parameter(name)).requires_grad]
         if not trained:
-            return
-        grads = [None if each.grad is None else local_tensor(each.grad) for each in trained]
-        flat = torch.cat([_flat(grad, local_tensor(each)) for grad, each in zip(grads, trained)])
+            return []
+        missing = [each for each in trained if each.grad is None]
+        for each in missing:
+            each.grad = torch.zeros_like(each)
+        grads = [local_tensor(each.grad) for each in trained]
+        flat = torch.cat([grad.reshape(-1).to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads])
         count = 1
         for axis in self._axes:
             dist.all_reduce(flat, group=self._mesh.get_group(axis))
             count *= self._mesh[axis].size()
         flat /= count
-        for grad, part in zip(grads, flat.split([local_tensor(each).numel() for each in trained])):
-            if grad is not None:
-                grad.copy_(part.view_as(grad))
-
-
-def _flat(grad: Tensor | None, like: Tensor) -> Tensor:
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return torch.zeros(like.numel(), dtype=wide, device=like.device) if grad is None else grad.reshape(-1).to(wide)
+        for grad, part in zip(grads, flat.split([each.numel() for each in grads])):
+            grad.copy_(part.view_as(grad))
+        return missing

@@ -227,7 +227,7 @@ class WholeA:
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Sum the gradient where it is a part."""
         if context.sequence_parallel or context.region_of(name) is not None:
-            sum_gradients(module, context)
+            sum_gradients(name, module, context)
 
 
 def _initialiser(layout: ModelLayout, adapted: Mapping[str, Any]) -> Callable[[nn.Module], None]:
