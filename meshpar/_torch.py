@@ -215,8 +215,15 @@ def _accumulates(parameter: torch.Tensor) -> bool:
 
 
 def is_shard(parameter: torch.Tensor) -> bool:
-    """Tell whether a parameter is a unit's, which computes with another tensor that it gathers."""
-    return "_meshpar_shard" in parameter.__dict__
+    """Tell whether a parameter is a unit's, which computes with another tensor that it gathers. Compiled code asks."""
+    return getattr(parameter, "_meshpar_shard", False)
+
+
+def set_recomputed(module: nn.Module, recomputed: bool) -> None:
+    """Let a module to which :func:`checkpoint` was applied be recomputed, or not for a while; others stay as they are."""
+    with suppress(AssertionError, AttributeError):
+        state: Any = checkpoint.state(module)
+        state.enable_hook = recomputed
 
 
 def in_checkpoint() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, final
@@ -17,7 +18,7 @@ from meshpar.errors import MeshparError
 from meshpar.initialize import state
 from meshpar.passes import random
 from meshpar.placements import local_tensor, sharded_axes
-from meshpar.replicas import digest
+from meshpar.replicas import digest, same
 
 FIRST_STEPS = 2
 """How many steps are looked at where looking waits for the device."""
@@ -44,6 +45,7 @@ class Agreement:
         self._module, self._mesh, self._device, self._draws = module, mesh, device, draws
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
         self._batches, self._backwards = 0, 0
+        self._arrivals: Counter[str] = Counter()
         self._marks: tuple[int, ...] = ()
         self._sent = torch.empty(0)
 
@@ -60,11 +62,7 @@ class Agreement:
         self._batches += 1
         numbers = [digest_of(inputs, self._device), *([random.digest(self._device)] if self._draws and self._module.training else [])]
         for axis in self._same_axes:
-            mine = torch.stack(numbers)
-            both = torch.cat([mine, ~mine])
-            dist.all_reduce(both, dist.ReduceOp.MAX, self._mesh.get_group(axis))
-            greatest, least = both.view(2, -1).tolist()
-            agree = [most == ~inverse for most, inverse in zip(greatest, least)]
+            agree = same(torch.stack(numbers), [self._mesh.get_group(axis)])
             if not agree[0]:
                 raise MeshparError(
                     f"ranks of {axis} got different batches; they compute one sample together and must get the same: give the sampler "
@@ -75,6 +73,24 @@ class Agreement:
                     f"ranks of {axis} have different random states, and the model draws random numbers where they must be the same; "
                     "call par.manual_seed(seed) before training"
                 )
+
+    def unit(self, name: str) -> None:
+        """See that all data ranks come to one unit together: every time on a CPU, on an accelerator, where reading waits, the first times.
+
+        Raises:
+            MeshparError: on every rank alike.
+
+        Collective over the data axes.
+        """
+        self._arrivals[name] += 1
+        if not self._data_axes or (self._device.type != "cpu" and self._arrivals[name] > FIRST_STEPS):
+            return
+        (together,) = same(torch.tensor([zlib.crc32(name.encode())], device=self._device), self._data_groups())
+        if not together:
+            raise MeshparError(
+                f"data ranks call different blocks at a time, this one {name}; each block is gathered and reduced by all of them together: "
+                "call every block on every rank, or make what some ranks skip a part of a larger block (blocks=...)"
+            )
 
     def micro_batches(self, left: int) -> None:
         """See that all ranks are as far in their step: 0 where this rank has no micro-batch in it, 1 before its last one, 2 before others.
@@ -125,6 +141,9 @@ class Agreement:
         if self._data_axes and first:
             self._same_buffers()
 
+    def _data_groups(self) -> list[dist.ProcessGroup]:
+        return [self._mesh.get_group(axis) for axis in self._data_axes]
+
     def _same_parameters(self, unused: list[nn.Parameter], *, look: bool) -> None:
         """See that all data ranks have gradients for the same parameters, and drop the zeros of those that no rank used.
 
@@ -138,8 +157,8 @@ class Agreement:
             self._marks, mine = marks, torch.tensor(marks, dtype=torch.int32, device=self._device)
             self._sent = torch.cat([mine, -mine])
         both = self._sent.clone()
-        for axis in self._data_axes:
-            dist.all_reduce(both, dist.ReduceOp.MAX, self._mesh.get_group(axis))
+        for group in self._data_groups():
+            dist.all_reduce(both, dist.ReduceOp.MAX, group)
         if not (look or unused):
             return
         most, least = both.view(2, -1).tolist()
@@ -158,12 +177,8 @@ class Agreement:
         buffers = {name: each for name, each in state(self._module) if not isinstance(each, nn.Parameter)}
         if not buffers:
             return
-        mine = torch.stack([digest(each).to(self._device) for each in buffers.values()])
-        both = torch.cat([mine, ~mine])
-        for axis in self._data_axes:
-            dist.all_reduce(both, dist.ReduceOp.MAX, self._mesh.get_group(axis))
-        greatest, least = both.view(2, -1).tolist()
-        if odd := [name for name, most, inverse in zip(buffers, greatest, least) if most != ~inverse]:
+        agree = same(torch.stack([digest(each).to(self._device) for each in buffers.values()]), self._data_groups())
+        if odd := [name for name, equal in zip(buffers, agree) if not equal]:
             raise MeshparError(
                 f"data ranks hold different values of the buffers {', '.join(odd[:6])}, each computed from its own part of the batch, "
                 "where one process has the whole; reduce what they are computed from over the ranks (par.data_sum), or register them with "

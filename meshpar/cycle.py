@@ -39,6 +39,9 @@ class Comparisons(Protocol):
     def batch(self, inputs: Any) -> None:
         """Before a forward."""
 
+    def unit(self, name: str) -> None:
+        """Before the forward of a unit."""
+
     def micro_batches(self, left: int) -> None:
         """Before a micro-batch."""
 
@@ -66,6 +69,7 @@ class Cycle:
         self.reducing = True
         self._explanation = explanation
         self._units = _torch.Units(module)
+        self._names = {unit: name for name, unit in module.named_modules()}
         self._replaced = {id(each): weakref.ref(each) for each in replaced}
         self._depth = 0
         self._method: Callable[..., Any] | None = None
@@ -226,6 +230,8 @@ class Cycle:
         if not self._depth and not _torch.in_backward():
             self._units.make_ready(self.module)
             self._units.reshard()
+        if self.agreement is not None and unit is not self.module and not _torch.in_backward():
+            self.agreement.unit(self._names[unit])
         if not torch.is_grad_enabled():
             self._without_grad.add(unit)
         elif _torch.in_backward() and unit in self._without_grad:

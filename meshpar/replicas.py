@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,18 @@ def digest(tensor: Tensor) -> Tensor:
         mixed = (chunk ^ (chunk >> 29)) * powers[: chunk.numel()]
         result = result * 6364136223846793005 + mixed.sum() + 1442695040888963407
     return result
+
+
+def same(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[bool]:
+    """Tell of each of some 64-bit numbers whether all ranks of the groups have the same.
+
+    Collective over the groups, and reading waits for the device.
+    """
+    both = torch.cat([values, ~values])
+    for group in groups:
+        dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    most, inverse = both.view(2, -1).tolist()
+    return [high == ~low for high, low in zip(most, inverse)]
 
 
 def check_equal(tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int]], device: torch.device, what: str) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
+from meshpar._torch import set_recomputed
 from meshpar.agreement import leaves
 from meshpar.errors import ParallelError
 from meshpar.passes.collectives import gather_values
@@ -478,6 +479,8 @@ def _quiet(unit: nn.Module) -> Iterator[None]:
             each.training = False
         for owner, key, value in buffers:
             owner[key] = _wide(value).clone()
+        for each in modules:
+            set_recomputed(each, False)
         for each, _, _ in hooks:
             each._forward_pre_hooks, each._forward_hooks = type(each._forward_pre_hooks)(), type(each._forward_hooks)()
         with torch.amp.autocast(_device_type(unit), enabled=False):
@@ -487,6 +490,8 @@ def _quiet(unit: nn.Module) -> Iterator[None]:
             each.training = was
         for owner, key, value in buffers:
             owner[key] = value
+        for each in modules:
+            set_recomputed(each, True)
         for each, before, after in hooks:
             each._forward_pre_hooks, each._forward_hooks = before, after
 

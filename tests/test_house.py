@@ -13,10 +13,10 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"meshpar": "meshpar", "models": "meshpar.models", "checkpoints": "meshpar.checkpoints", "launchers": "meshpar.launchers"}
 FLOORS = [
     {"errors", "patterns", "views", "stacking"},
-    {"mesh", "drawing", "rules", "weights", "loss", "_torch", "placements", "norms"},
+    {"mesh", "drawing", "rules", "weights", "loss", "_torch", "placements", "norms", "replicas"},
     {"layout"},
     {"passes"},
-    {"replicas", "initialize", "guards", "agreement", "explain", "full_state", "verify", "proving", "cycle", "description", "registry", "runtime", "watchdog"},
+    {"initialize", "guards", "agreement", "explain", "full_state", "verify", "proving", "cycle", "description", "registry", "runtime", "watchdog"},
     {"averaging", "parallelized", "chunked", "chunking"},
     {"plan"},
     {"testing", "forecasting", "training"},

@@ -49,7 +49,7 @@ single = torch.autograd.set_multithreading_enabled(False)
 with single, runtime.simulated(8), private.fake_mode() as mode, kernels_of("cuda"):
     par = Plan("dp_replicate=2,dp_shard=2,tp=2", [TensorParallel(), HybridShard()]).apply(model, device_type=device.NAME)
     initialize.allocate(par.module, par.device, par.device)
-    private.settle(par)
+    private.settle(par, "cuda")
     optimizer = build_adamw(par.module, AdamWSettings(fused=True))
     schedule, settings = Schedule(name="constant", lr=1e-3, steps=9), TrainSettings(steps=9, log_every=2)
     trainer = Trainer(par, CausalLM(), Data(), optimizer, schedule, settings)

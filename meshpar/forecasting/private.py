@@ -29,6 +29,7 @@ from meshpar import runtime
 from meshpar.mesh import MeshSpec
 from meshpar.parallelized import Parallelized
 from meshpar.passes import collectives
+from meshpar.passes.installed import record
 
 __all__ = ["FakeTensor", "Settled", "fake_mode", "hidden_propagation", "register_device", "settle"]
 
@@ -54,23 +55,36 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def settle(par: Parallelized) -> None:
-    """Let the ranks compare what they compare after the first steps, and look at nothing."""
+def settle(par: Parallelized, device_type: str) -> None:
+    """Let the ranks compare what they compare after the first steps on a device of this type, and look at nothing."""
     assert par.cycle is not None, "apply gives it one"
     par.cycle.split_test = None
-    if not isinstance(par.cycle.agreement, Settled):
-        par.cycle.agreement = Settled(par)
+    if isinstance(par.cycle.agreement, Settled):
+        return
+    par.cycle.agreement = Settled(par, on_cpu=device_type == "cpu")
+    if (split := record(par.module).split) is not None and split.arrivals is not None:
+        split.arrivals.sends = device_type == "cpu"
 
 
 @final
 class Settled:
-    """The comparisons of a step after the first ones, which send what they send and look at nothing."""
+    """The comparisons of a step after the first ones, which send what they send and look at nothing.
 
-    def __init__(self, par: Parallelized) -> None:
-        self._par = par
+    Args:
+        par: the model.
+        on_cpu: ranks compute on CPUs, where looking does not wait for a device, so that more is looked at.
+    """
+
+    def __init__(self, par: Parallelized, *, on_cpu: bool) -> None:
+        self._par, self._on_cpu = par, on_cpu
 
     def batch(self, inputs: Any) -> None:
         """Only the first steps compare batches."""
+
+    def unit(self, name: str) -> None:
+        """Send the mark of a unit, where that is looked at."""
+        if self._on_cpu:
+            self._par.data_sum(torch.empty(2, dtype=torch.int64, device=self._par.device))
 
     def micro_batches(self, left: int) -> None:
         """Sent between hosts' processors, where there are any others."""

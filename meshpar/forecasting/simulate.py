@@ -187,7 +187,7 @@ def run(job: Job) -> Trace:
     with single, runtime.simulated(job.world_size, as_rank=job.rank), private.fake_mode(), kernels_of(job.device):
         par = plan.apply(job.model, job.layout, device_type=device.NAME)
         initialize.allocate(par.module, par.device, torch.device("cpu") if _offloads(plan) else par.device)
-        private.settle(par)
+        private.settle(par, job.device)
         par.module.train()
         optimizer = build_adamw(par.module, AdamWSettings(fused=True))
         _fill_state(par.module, optimizer)

@@ -112,7 +112,7 @@ def record_step(
     Collective: every rank calls it.
     """
     recorder = recorder or Recorder(axis_groups(par))
-    settle(par)
+    settle(par, par.device.type)
     gc.collect()
     held, exact = _hold_state(recorder, par, optimizer, batches)
     with _collector_off(), _scopes(recorder, par), recorder:

@@ -18,6 +18,7 @@ from meshpar.errors import ParallelError, PlanError
 from meshpar.passes.collectives import copy_to, gather_partial, reduce_from, reduce_scatter
 from meshpar.passes.installed import set_forward
 from meshpar.passes.random import SplitState
+from meshpar.replicas import same
 
 if TYPE_CHECKING:
     from meshpar.passes.styles import Region
@@ -28,23 +29,29 @@ SEQUENCE_DIM = 1
 
 @final
 class Arrivals:
-    """The modules to which the ranks of an axis come together: each time on a CPU, on an accelerator, where reading waits, the first times."""
+    """The modules to which the ranks of an axis come together: each time on a CPU, on an accelerator, where reading waits, the first times.
+
+    Attributes:
+        sends: None: ranks look; otherwise ranks are simulated, and whether they send what those send that look each time.
+    """
 
     FIRST = 2
 
     def __init__(self) -> None:
+        self.sends: bool | None = None
         self._count: Counter[str] = Counter()
 
     def agree(self, name: str, x: Tensor, group: dist.ProcessGroup) -> None:
         """See that every rank of ``group`` comes to ``name`` now, with a tensor of the shape of ``x``."""
+        if self.sends is not None:
+            if self.sends:
+                dist.all_reduce(torch.empty(2, dtype=torch.int64, device=x.device), group=group)
+            return
         self._count[name] += 1
         if x.device.type != "cpu" and self._count[name] > self.FIRST:
             return
-        mine = zlib.crc32(f"{name} {tuple(x.shape)}".encode())
-        both = torch.tensor([mine, -mine], device=x.device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group)
-        most, least = both.tolist()
-        if most != -least:
+        (together,) = same(torch.tensor([zlib.crc32(f"{name} {tuple(x.shape)}".encode())], device=x.device), [group])
+        if not together:
             raise ParallelError(
                 f"ranks of the tensor axis run different modules at a time, this one {name}: under sequence_parallel each sees its own "
                 "positions, and a branch or a router in between decides by them; give the module around it the style 'region', which sees "

@@ -132,7 +132,7 @@ class TensorParallel:
             sequence_parallel=self.sequence_parallel,
             loss_parallel=self.loss_parallel,
             random=SplitState() if draws else None,
-            arrivals=Arrivals() if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) != "fake" else None,
+            arrivals=Arrivals() if isinstance(group, dist.ProcessGroup) else None,
             inputs=layout.hidden_inputs,
         )
         self._install(module, layout, context)
