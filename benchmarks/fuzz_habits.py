@@ -146,7 +146,10 @@ HABITS: dict[str, Habit] = {
     "input_gradient": Habit(
         at={
             "micro": ("x = x.clone().requires_grad_()",),
-            "between": ('record[f"input gradient {step}"] = par.data_sum((x * 0 if x.grad is None else x.grad).detach().abs().sum() / par.data_size)',),
+            "between": (
+                "grad = torch.zeros_like(x) if x.grad is None else x.grad",
+                'record[f"input gradient {step}"] = par.data_sum(grad.abs().sum() / par.data_size)',
+            ),
         },
         fits=_inputs_are_floats,
     ),

@@ -18,7 +18,8 @@
 - ``output_dtype``: FSDP2 keeps a module's policy to itself.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
 - ``StridedShard``: how FSDP2 names its split of a dim that the tensor axis split before (pytorch/pytorch#126697).
-- ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664).
+- ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664). The context
+  of its recomputation can be entered once, and a second backward through one forward enters it once more.
 - ``collective_counts``, ``last_collectives``: which process groups there are, their numbers of collectives, and the flight recorder
   (gloo's in memory since torch 2.13); private without a public form.
 - ``gloo_threads``: a trace names the thread that ran a collective, gloo does not say whose thread it is; private without a public form.
@@ -33,7 +34,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import MethodType
 from typing import Any, NoReturn, final
@@ -44,12 +45,15 @@ import torch.utils.checkpoint
 from torch import _assert_async as assert_async
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed._composable import checkpoint_activation
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 
 def ignore_profiler_marks() -> None:
@@ -58,6 +62,26 @@ def ignore_profiler_marks() -> None:
         torch.ops.profiler._record_function_enter_new.default,
         torch.ops.profiler._record_function_exit._RecordFunction,
     }
+
+
+@final
+class _WithoutHook:
+    """A module's recomputation, whose own hooks would recompute inside of it."""
+
+    def __init__(self, module: nn.Module, inner: AbstractContextManager[Any] | None = None) -> None:
+        self._state: Any = checkpoint.state(module)
+        self._inner = nullcontext() if inner is None else inner
+
+    def __enter__(self) -> None:
+        self._state.enable_hook = False
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        self._state.enable_hook = True
+
+
+checkpoint_activation._no_hook = _WithoutHook  # type: ignore[assignment]
 
 
 @final
@@ -71,10 +95,14 @@ class Units:
         self._used: set[int] = set()
         self._ran: set[int] = set()
 
-    def before_reduction(self, run: Callable[[], None]) -> None:
-        """Call ``run`` in every backward that reaches a unit, and let ranks reduce alike: what other ranks may have used counts as zero."""
+    def watch(self, run: Callable[[], None]) -> None:
+        """Call ``run`` in every backward that reaches a unit, and let ranks reduce alike: what other ranks may have used counts as zero.
+
+        Weights are gathered out of the sight of selective recomputation, which wants to see the same operators each time.
+        """
         for group in self._groups:
             group.post_backward = functools.partial(self._after_backward, group, group.post_backward, run)
+            group.unshard, group.wait_for_unshard = _unseen(group.unshard), _unseen(group.wait_for_unshard)
 
     def _after_backward(self, group: Any, inner: Callable[..., None], run: Callable[[], None], *args: Any) -> None:
         run()
@@ -116,16 +144,16 @@ class Units:
             if not group.is_sharded:
                 group.reshard()
 
-    def hide(self) -> None:
-        """Register the shards on the modules again and keep what is gathered, which backward needs."""
-        for group in self._groups:
+    def hide(self, unit: nn.Module | None = None) -> None:
+        """Register the shards on the modules of one unit, or of all, again, and keep what is gathered, which backward needs."""
+        for group in self._groups if unit is None else _groups(unit):
             if not group.is_sharded:
                 for each in group.fsdp_params:
                     each._setattr_on_modules(each.sharded_param)
 
-    def show(self) -> None:
-        """Register what is gathered, for code that backward runs once more."""
-        for group in self._groups:
+    def show(self, unit: nn.Module | None = None) -> None:
+        """Register what is gathered, for code that runs in a unit, or that backward runs once more in any."""
+        for group in self._groups if unit is None else _groups(unit):
             if group.is_unsharded:
                 for each in group.fsdp_params:
                     each._setattr_on_modules(each._unsharded_param)
@@ -155,7 +183,8 @@ class Units:
         for group in self._groups:
             for each in group.fsdp_params:
                 info = each._module_info
-                if info.module._parameters.get(info.param_name) is not each.sharded_param:
+                held = info.module._parameters.get(info.param_name)
+                if held is not each.sharded_param and held is not getattr(each, "_unsharded_param", None):
                     return each._param_fqn or info.param_name
         return None
 
@@ -164,6 +193,18 @@ class Units:
         state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
         if state is not None and state._is_root is None:
             state._lazy_init()
+
+
+def _unseen(inner: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(inner)
+    def run(*args: Any, **kwargs: Any) -> None:
+        if isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode):
+            with _pop_mode_temporarily():
+                inner(*args, **kwargs)
+        else:
+            inner(*args, **kwargs)
+
+    return run
 
 
 def _groups(module: Any) -> list[Any]:

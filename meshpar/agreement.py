@@ -266,5 +266,3 @@ def leaves(values: Any, *, objects: bool = False, around: tuple[int, ...] = ()) 
         return
     for each in inside:
         yield from leaves(each, objects=objects, around=(*around, id(values)))
-
-

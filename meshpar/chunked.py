@@ -22,7 +22,6 @@ CHUNK = 1024
 """Positions whose logits are held at once, unless told: enough for a matrix product to run at its full speed."""
 
 
-
 def chunked_token_loss(
     model: nn.Module,
     inputs: Mapping[str, Any],

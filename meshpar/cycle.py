@@ -17,6 +17,7 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -26,7 +27,8 @@ from meshpar.errors import MeshparError, ParallelError
 from meshpar.explain import Explanation
 from meshpar.full_state import guard_optimizer
 from meshpar.passes.installed import installed, set_forward
-from meshpar.placements import local_tensor
+from meshpar.patterns import class_name
+from meshpar.placements import local_tensor, unevenly_split
 from meshpar.verify import SplitTest, verified
 
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
@@ -66,6 +68,8 @@ class Cycle:
         self._eager = ExitStack()
         known = installed(module)
         self.whole = None if known is None else known.whole
+        recomputed = [] if known is None else [child for block in known.recomputed for child in block.modules()]
+        self._recomputed = [child for child in recomputed if child._buffers and not isinstance(child, _BatchNorm)]
         self.reducing = True
         self._explanation = explanation
         self._units = _torch.Units(module)
@@ -104,7 +108,7 @@ class Cycle:
         for unit in self._units.modules:
             unit.register_forward_pre_hook(self._before_unit, prepend=True)
             unit.register_forward_hook(self._after_unit, always_call=True)
-        self._units.before_reduction(self.expect_end)
+        self._units.watch(self.expect_end)
         self._units.mark()
         if self._units.modules:
             module._is_fsdp_managed_module = True  # by which transformers' generate knows that ranks must go in step
@@ -177,7 +181,9 @@ class Cycle:
             with _outside_inference_mode(), _parts_called():
                 self._before_forward(args, kwargs)
                 run = self._explanation.told if self.split_test is None else self._first_run
+                buffers = list(self._recomputed_buffers()) if torch.is_grad_enabled() else []
                 output = run(inner, args, kwargs)
+                _refuse_changed(buffers)
                 if torch.is_grad_enabled():
                     self._after_forward(output)
                 return output
@@ -185,6 +191,13 @@ class Cycle:
             self._units.hide()  # outside of the door parameters are shards
             self._depth -= 1
             self._method = None
+
+    def _recomputed_buffers(self) -> Iterator[tuple[nn.Module, str, Tensor, int]]:
+        """Yield the buffers in recomputed blocks and their versions; batch norm knows when it is recomputed."""
+        for child in self._recomputed:
+            for name, buffer in child._buffers.items():
+                if buffer is not None:
+                    yield child, name, buffer, buffer._version
 
     @torch.compiler.disable
     def _first_run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -209,15 +222,15 @@ class Cycle:
                 raise MeshparError(f"{name} has no values yet; call par.materialize(seed=...) or (weights=...) before the first forward")
             self._units.mark()  # materializing may have made new ones
             self._ready = True
-        # What an earlier forward left gathered may be older than the last step: any code may have changed the shards since.
-        self._units.reshard()
-        if torch.is_grad_enabled():
-            self._refuse_left()
         if foreign := self._units.foreign_parameter():
             raise ParallelError(
                 f"somebody put another tensor in the place of the parameter {foreign}, and sharding would gather the old one: "
                 "torch.func.functional_call cannot work on sharded modules; use par.load_state_dict, or par.averaged(decay) for averages"
             )
+        # What an earlier forward left gathered may be older than the last step: any code may have changed the shards since.
+        self._units.reshard()
+        if torch.is_grad_enabled():
+            self._refuse_left()
         if self.agreement is not None and torch.is_grad_enabled():
             self.agreement.batch((args, kwargs))
 
@@ -230,6 +243,7 @@ class Cycle:
         if not self._depth and not _torch.in_backward():
             self._units.make_ready(self.module)
             self._units.reshard()
+        self._units.show(unit)
         if self.agreement is not None and unit is not self.module and not _torch.in_backward():
             self.agreement.unit(self._names[unit])
         if not torch.is_grad_enabled():
@@ -249,8 +263,8 @@ class Cycle:
             _torch.gather_before_backward(unit, output, _trained(output))
         if (stack := self._outside.pop(unit, None)) is not None:
             stack.close()
-        if not self._depth and not _torch.in_backward():
-            self._units.hide()  # a block that was called alone
+        if unit is not self.module:
+            self._units.hide(unit)  # outside of it nobody sees that its weights are used, and they may be freed before
 
     @torch.compiler.disable
     def _after_forward(self, output: Any) -> None:
@@ -344,6 +358,11 @@ class Cycle:
         own = {id(each) for each in self.module.parameters()}
         if not any(id(each) in own for each in held):
             return
+        if isinstance(optimizer, torch.optim.LBFGS) and any(unevenly_split(each) for each in held):
+            raise MeshparError(
+                "LBFGS takes all parameters for one vector, and torch cannot make one of parameters that ranks hold unequal parts of; use "
+                "Replicate(), or an optimizer that looks at each element, or at each parameter, alone"
+            )
         self._steps += 1
         self._refuse_left()
         if optimizer not in self._guarded:
@@ -383,6 +402,15 @@ class _Forward:
 
     def __init__(self, steps: int) -> None:
         self.steps, self.done = steps, False
+
+
+def _refuse_changed(buffers: Iterable[tuple[nn.Module, str, Tensor, int]]) -> None:
+    for child, name, before, version in buffers:
+        if child._buffers[name] is not before or before._version != version:
+            raise MeshparError(
+                f"{class_name(child)} changes its buffer {name!r} in forward, which recomputation would do twice; leave such "
+                "blocks out: ActivationCheckpoint(blocks=...)"
+            )
 
 
 @contextmanager

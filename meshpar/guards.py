@@ -24,6 +24,7 @@ def refuse_copies(module: Any) -> None:
         module.save_pretrained = functools.partial(
             _refuse, "save_pretrained knows no shards; use meshpar.checkpoints: CheckpointManager(...).save, then export_safetensors"
         )
+    module._ddp_params_and_buffers_to_ignore = _NotForDDP()  # which DistributedDataParallel reads first
     guard_state(module)
     _torch.check_gradients_of(_refuse_reduced)
     _torch.refuse_parts_as_numbers(
@@ -33,6 +34,13 @@ def refuse_copies(module: Any) -> None:
             "tensor.full_tensor().item() on every rank, or par.clip_grad_norm_(float('inf')) for the norm of all gradients",
         )
     )
+
+
+class _NotForDDP:
+    """Refuses to be read."""
+
+    def __iter__(self) -> NoReturn:
+        _refuse("DistributedDataParallel would average what the plan has averaged; call par.module without it")
 
 
 def _refuse_reduced(wanted: Iterable[Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -57,3 +58,12 @@ def held_by_this_rank(tensor: Tensor) -> tuple[slice, ...]:
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of ``tensor``, detached, sharing its memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def unevenly_split(tensor: Tensor) -> bool:
+    """Tell whether ranks hold parts of ``tensor`` of different sizes."""
+    if not isinstance(tensor, DTensor):
+        return False
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    parts = [(dim, size) for placement, size in sizes if (dim := shard_dim(placement)) is not None]
+    return any(tensor.shape[dim] % math.prod(size for other, size in parts if other == dim) for dim, _ in parts)

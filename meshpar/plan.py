@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshpar import runtime
@@ -153,7 +154,8 @@ class Plan:
         check_equal(weights, dict.fromkeys(weights, world), device, "the weights handed to apply")
         mesh = spec.build(kind)
         before = list(module.parameters())
-        synchronize_batch_norm(module, mesh, [axis for each in self.passes if each.stage == Stage.DATA for axis in each.axes])
+        if any(each.stage in (Stage.DATA, Stage.RECOMPUTE) for each in self.passes):
+            synchronize_batch_norm(module, mesh, [axis for each in self.passes if each.stage == Stage.DATA for axis in each.axes])
         self._run_passes(module, layout, mesh)
         if not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
             module.to(device)
@@ -167,12 +169,13 @@ class Plan:
         par = Parallelized(module, mesh, spec, self, layout, device, cycle)
         same = [axis for axis, size in spec.axes.items() if size > 1 and axis not in par.data_axes]
         sequence_parallel = any(getattr(each, "sequence_parallel", False) and spec.axes[each.axes[0]] > 1 for each in self.passes)
+        blocks, enter = list(find_blocks(module, layout)), "call the module, or a method of it by par.register_method(name)"
         if sequence_parallel:
-            why = (
-                "it takes and returns the positions of all ranks; under sequence_parallel it has this rank's alone: call the module, or a "
-                "method of it by par.register_method(name), or use TensorParallel(sequence_parallel=False)"
-            )
-            cycle.only_inside(find_blocks(module, layout), why)
+            why = f"it would take this rank's positions for all; {enter}, or use TensorParallel(sequence_parallel=False)"
+            cycle.only_inside(blocks, why)
+        elif data is not None:
+            why = f"its weights are gathered with those of a larger unit; {enter}, or give it a unit of its own (min_params=0, blocks=None)"
+            cycle.only_inside([(name, block) for name, block in blocks if not isinstance(block, FSDPModule)], why)
         draws = (layout.dropout or draws_random(module)) and not sequence_parallel
         cycle.split_test = par.split_test() if self.verify and dist.get_backend() != "fake" else None
         cycle.agreement = Agreement(module, mesh, [axis for axis in par.data_axes if spec.axes[axis] > 1], same, device, draws=draws)

@@ -518,5 +518,3 @@ def call(module: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(*batch) if isinstance(batch, list | tuple) else module(batch)
-
-

@@ -18,7 +18,6 @@ from meshpar._torch import assert_async
 from meshpar._torch import collective_ops as ops
 from meshpar.passes.installed import own_forward, set_forward
 
-
 RECOMPUTED: ContextVar[bool] = ContextVar("RECOMPUTED", default=False)
 """Whether a pass computes once more what was computed, and counted, before."""
 
@@ -82,15 +81,13 @@ def _set_forward(norm: Any, groups: Sequence[dist.ProcessGroup]) -> None:
         count = norm.num_batches_tracked + 1 if tracked else 1
         momentum = 1.0 / count if norm.momentum is None else norm.momentum
         if not groups:
-            _keep([norm.num_batches_tracked], [count])
-            updated = running if not torch.compiler.is_compiling() and not RECOMPUTED.get() else [each.clone() for each in running]
+            updated = [each.clone() for each in running]
             output = _native(norm, input, updated, training=True, momentum=float(momentum))
-            if updated is not running:
-                _keep(running, updated)
+            _keep([*running, norm.num_batches_tracked], [*updated, count])
             return output
         found = _statistics(input, groups)
         if tracked:  # before anything more is saved for backward, at which a recomputation may stop
-            values = (found.mean, found.squares / (found.count - 1))
+            values = (found.mean, found.squares / (found.values - 1))
             updated = [each + (value.detach().to(each.dtype) - each) * momentum for each, value in zip(running, values, strict=True)]
             _keep([*running, norm.num_batches_tracked], [*updated, count])
         return _normalized(norm, input, found)
@@ -115,11 +112,11 @@ def _native(norm: Any, x: Tensor, running: list[Any], *, training: bool, momentu
 
 
 class _Statistics(NamedTuple):
-    """Of one batch, by channel: this rank's mean and what is centered by it, the count, mean and sum of squared distances of all ranks."""
+    """Of one batch, by channel: this rank's mean and what is centered by it; all ranks' number of values, mean, squares around it."""
 
     own_mean: Tensor
     centered: Tensor
-    count: Tensor
+    values: Tensor
     mean: Tensor
     squares: Tensor
 
@@ -139,7 +136,7 @@ def _statistics(x: Tensor, groups: Sequence[dist.ProcessGroup]) -> _Statistics:
 
 def _normalized(norm: Any, x: Tensor, found: _Statistics) -> Tensor:
     """Return ``x`` normalized by the statistics of all ranks."""
-    scale = torch.rsqrt(found.squares / found.count + norm.eps)
+    scale = torch.rsqrt(found.squares / found.values + norm.eps)
     if norm.weight is not None:
         scale = scale * norm.weight
     # Centered by this rank's own mean, which is near the common one, so that nothing cancels and one activation is kept for backward.

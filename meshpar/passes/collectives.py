@@ -202,9 +202,7 @@ class _Ungroup(torch.autograd.Function):
     """The way back of _Regroup; what has been regrouped twice is where it was, so their gradients are each other."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, order: Tensor, sent: list[int], received: list[int], dim: int, group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, sent: list[int], received: list[int], dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.order, ctx.sent, ctx.received, ctx.dim, ctx.group = order, sent, received, dim, group
         ordered = _all_to_all(x.movedim(dim, 0).contiguous(), sent, received, group)
         return torch.empty_like(ordered).index_copy_(0, order, ordered).movedim(0, dim).contiguous()

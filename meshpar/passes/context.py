@@ -129,7 +129,7 @@ class Context:
         set_forward(module, forward)
 
     def arrive(self, name: str, x: Tensor) -> None:
-        """See that all ranks of the axis come to the module called ``name``: under sequence parallelism a branch sees other positions on each.
+        """See that all ranks of the axis come to the module called ``name``; under sequence parallelism each may branch otherwise.
 
         Collective over the axis, where anything is looked at.
 

@@ -32,6 +32,7 @@ class Installed:
         reads_parameters: the forward takes this rank's part of the module's own parameters itself.
         whole: on the outermost module, the parameters that data ranks keep whole.
         split: on the outermost module, what the styles that split it share.
+        recomputed: on the outermost module, the blocks whose forward runs once more in backward.
     """
 
     before: Callable[..., Any] | None = None
@@ -42,6 +43,7 @@ class Installed:
     reads_parameters: bool = False
     whole: WholeParameters | None = None
     split: Context | None = None
+    recomputed: list[nn.Module] = field(default_factory=list)
 
 
 def installed(module: nn.Module) -> Installed | None:

@@ -84,10 +84,18 @@ def local(parameter: Any) -> Any:
     """Return this rank's part of a parameter, as autograd knows it; None stays None.
 
     Raises:
-        ParallelError: a plain tensor, which somebody put in a parameter's place: whether it is the whole or a part cannot be known.
+        ParallelError: a plain tensor, which somebody put in a parameter's place: whether it is the whole or a part cannot be known; or what
+            data ranks have of it where it is not gathered.
     """
-    if parameter is None or isinstance(parameter, DTensor):
-        return parameter if parameter is None else parameter.to_local()
+    if parameter is None:
+        return None
+    if is_shard(parameter):
+        raise ParallelError(
+            "a layer is called where its weights are not gathered: outside of its block, or of a call of the module; call par.module, or "
+            "let a method of the model's own enter by par.register_method(name)"
+        )
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
     raise ParallelError(
         f"a plain tensor {tuple(parameter.shape)} stands where a layer holds its part of a parameter as a DTensor; "
         "torch.func.functional_call with whole weights cannot work on a parallel module: load them with par.load_state_dict, "
@@ -121,9 +129,7 @@ def _place(module: nn.Module, name: str, placement: Shard | Replicate, context: 
         part = parameter.detach()
         if isinstance(placement, Shard):
             part = part.chunk(context.size, placement.dim)[context.rank].clone(memory_format=torch.contiguous_format)
-        whole = DTensor.from_local(
-            part, context.mesh, [placement], run_check=False, shape=parameter.shape, stride=strides(parameter.shape)
-        )
+        whole = DTensor.from_local(part, context.mesh, [placement], run_check=False, shape=parameter.shape, stride=strides(parameter.shape))
         taken = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         taken.__dict__.update(parameter.__dict__)
         # Numbers of objects are given again once an object is gone, so the one that was replaced is kept until all are placed.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import Token
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, final
@@ -20,8 +21,7 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes.base import Stage, block_problems, find_blocks
 from meshpar.passes.batch_norm import RECOMPUTED
-from meshpar.passes.installed import set_forward
-from meshpar.patterns import class_name
+from meshpar.passes.installed import record
 
 SAVED_BY_SELECTIVE = ("scaled_dot_product", "flash_attention", "flex_attention", "all_to_all", "reduce_scatter", "all_reduce")
 """Pieces of names of the operators whose results selective recomputation keeps: attention and what crosses the network, always."""
@@ -70,7 +70,7 @@ class ActivationCheckpoint:
             options["context_fn"] = _selective_contexts
         for place, (_, block) in enumerate(find_blocks(module, layout, self.blocks)):
             if place % self.every == 0:
-                _refuse_changed_buffers(block)
+                record(module).recomputed.append(block)
                 counts = any(isinstance(each, _BatchNorm) for each in block.modules())
                 chosen = {"context_fn": partial(_counted_once, options.get("context_fn"))} if counts else options
                 _torch.checkpoint(block, preserve_rng_state=True, **chosen)
@@ -84,39 +84,24 @@ def _counted_once(inner: Callable[[], Any] | None) -> Any:
             "count a batch less often than in one process; leave one of the two out"
         )
     forward, again = (nullcontext(), nullcontext()) if inner is None else inner()
-    return forward, _recomputing(again)
+    return forward, _Recomputing(again)
 
 
-@contextmanager
-def _recomputing(inner: AbstractContextManager[Any]) -> Iterator[None]:
-    before = RECOMPUTED.set(True)
-    try:
-        with inner:
-            yield
-    finally:
-        RECOMPUTED.reset(before)
+@final
+class _Recomputing:
+    """The context of a recomputation, entered anew for each backward through one forward."""
 
+    def __init__(self, inner: AbstractContextManager[Any]) -> None:
+        self._inner = inner
+        self._before: list[Token[bool]] = []
 
-def _refuse_changed_buffers(block: nn.Module) -> None:
-    """Refuse a block that changes buffers in its forward, which recomputation would do twice; batch norm knows better."""
-    inner = block.forward
-    own = [child for child in block.modules() if child._buffers and not isinstance(child, _BatchNorm)]
+    def __enter__(self) -> None:
+        self._before.append(RECOMPUTED.set(True))
+        self._inner.__enter__()
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _torch.in_backward():
-            return inner(*args, **kwargs)
-        before = [(child, name, each, each._version) for child in own for name, each in child._buffers.items() if each is not None]
-        output = inner(*args, **kwargs)
-        for child, name, each, version in before:
-            if child._buffers[name] is not each or each._version != version:
-                raise MeshparError(
-                    f"{class_name(child)} changes its buffer {name!r} in forward, which recomputation would do twice; leave such "
-                    "blocks out: ActivationCheckpoint(blocks=...)"
-                )
-        return output
-
-    if own:
-        set_forward(block, forward)
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        RECOMPUTED.reset(self._before.pop())
 
 
 def _selective_contexts() -> Any:

@@ -57,9 +57,7 @@ class Precision:
         """Return the policy of a module that computes in float32 among others that do not: its output goes back to their dtype."""
         return MixedPrecisionPolicy(torch.float32, self.reduce_dtype, self.param_dtype, True)
 
-    def units(
-        self, module: nn.Module, layout: ModelLayout, min_params: int = 0
-    ) -> list[tuple[nn.Module, MixedPrecisionPolicy, str]]:
+    def units(self, module: nn.Module, layout: ModelLayout, min_params: int = 0) -> list[tuple[nn.Module, MixedPrecisionPolicy, str]]:
         """Return (module, policy, name) of the units, innermost first; the last is the whole model with what no other unit holds."""
         order = {name: place for place, (name, _) in enumerate(module.named_modules())}
         found_blocks = find_blocks(module, layout, self.blocks)
