@@ -88,8 +88,8 @@ class Context:
     sequence_parallel: bool
     loss_parallel: bool
     random: SplitState | None
-    arrivals: Arrivals | None
     inputs: tuple[str, ...]
+    arrivals: Arrivals | None = None
     placed: dict[int, nn.Parameter] = field(default_factory=dict)
     replaced: list[nn.Parameter] = field(default_factory=list)
     regions: dict[str, Region] = field(default_factory=dict)
