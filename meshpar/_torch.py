@@ -306,11 +306,12 @@ def at_end_of_backward(run: Callable[[], None]) -> None:
 
 def drop_unreduced_gradients(module: nn.Module) -> None:
     """Forget the gradients that FSDP2 has accumulated without reducing them."""
-    units = (child for child in module.modules() if isinstance(child, FSDPModule))
-    for parameter in (each for unit in units for group in _groups(unit) for each in group.fsdp_params):
-        parameter.unsharded_accumulated_grad = None
-        if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.grad = None
+    for group in (group for unit in module.modules() if isinstance(unit, FSDPModule) for group in _groups(unit)):
+        group._partial_reduce_output = None  # of hybrid sharding, which reduces in two steps
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
 
 
 def output_dtype(module: nn.Module) -> torch.dtype | None:

@@ -69,6 +69,7 @@ class Cycle:
         known = installed(module)
         self.whole = None if known is None else known.whole
         recomputed = [] if known is None else [child for block in known.recomputed for child in block.modules()]
+        self._selective = known is not None and known.selective
         self._recomputed = [child for child in recomputed if child._buffers and not isinstance(child, _BatchNorm)]
         self.reducing = True
         self._explanation = explanation
@@ -120,11 +121,11 @@ class Cycle:
 
         weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
 
-    def only_inside(self, blocks: Iterable[tuple[str, nn.Module]], why: str) -> None:
-        """Refuse calls of blocks from outside of the module.
+    def only_inside(self, parts: Mapping[str, nn.Module], why: str) -> None:
+        """Refuse calls of parts of the module from outside of it.
 
         Args:
-            blocks: names and modules.
+            parts: name -> module.
             why: the end of the message.
         """
 
@@ -132,8 +133,8 @@ class Cycle:
             if not self._depth and not _torch.in_backward():
                 raise MeshparError(f"{name} ({type(block).__name__}) is called from outside of the module, where {why}")
 
-        for name, block in blocks:
-            block.register_forward_pre_hook(torch.compiler.disable(functools.partial(check, name)), prepend=True)
+        for name, part in parts.items():
+            part.register_forward_pre_hook(torch.compiler.disable(functools.partial(check, name)), prepend=True)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -295,6 +296,11 @@ class Cycle:
                     "an optimizer changed weights between a forward and its backward, which would use the new ones; run the backward "
                     "before the step, or the forward again after it"
                 )
+        elif forward.done and self._selective:
+            raise MeshparError(
+                "a second backward runs through one forward (retain_graph=True), whose kept results selective recomputation has freed; add "
+                "the losses and run one backward, or use ActivationCheckpoint(mode='full')"
+            )
         if not self._begun:
             self._units.show()
         self.expect_end()

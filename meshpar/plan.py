@@ -169,13 +169,13 @@ class Plan:
         par = Parallelized(module, mesh, spec, self, layout, device, cycle)
         same = [axis for axis, size in spec.axes.items() if size > 1 and axis not in par.data_axes]
         sequence_parallel = any(getattr(each, "sequence_parallel", False) and spec.axes[each.axes[0]] > 1 for each in self.passes)
-        blocks, enter = list(find_blocks(module, layout)), "call the module, or a method of it by par.register_method(name)"
+        parts, enter = dict([*_parts(module), *find_blocks(module, layout)]), "call the module, or a method by par.register_method(name)"
         if sequence_parallel:
             why = f"it would take this rank's positions for all; {enter}, or use TensorParallel(sequence_parallel=False)"
-            cycle.only_inside(blocks, why)
+            cycle.only_inside(parts, why)
         elif data is not None:
-            why = f"its weights are gathered with those of a larger unit; {enter}, or give it a unit of its own (min_params=0, blocks=None)"
-            cycle.only_inside([(name, block) for name, block in blocks if not isinstance(block, FSDPModule)], why)
+            why = f"its weights are gathered with those of a larger unit; {enter}, or name it in the pass's blocks"
+            cycle.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)
         draws = (layout.dropout or draws_random(module)) and not sequence_parallel
         cycle.split_test = par.split_test() if self.verify and dist.get_backend() != "fake" else None
         cycle.agreement = Agreement(module, mesh, [axis for axis in par.data_axes if spec.axes[axis] > 1], same, device, draws=draws)
@@ -234,6 +234,16 @@ class Plan:
 
 def _split_copy(each: Splits, layout: ModelLayout, module: nn.Module, mesh: Any, group: Any, rank: int) -> Any:
     return each.split(module, layout, mesh, group, rank)
+
+
+def _parts(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that the outermost one calls, also those in its lists."""
+    for inner, child in module.named_children():
+        full = f"{name}.{inner}" if name else inner
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _parts(child, full)
+        elif any(True for _ in child.parameters()):
+            yield full, child
 
 
 def _title(each: Pass) -> str:

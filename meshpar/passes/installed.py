@@ -33,6 +33,7 @@ class Installed:
         whole: on the outermost module, the parameters that data ranks keep whole.
         split: on the outermost module, what the styles that split it share.
         recomputed: on the outermost module, the blocks whose forward runs once more in backward.
+        selective: on the outermost module, whether a recomputation uses what the forward kept, which torch lets one backward do.
     """
 
     before: Callable[..., Any] | None = None
@@ -44,6 +45,7 @@ class Installed:
     whole: WholeParameters | None = None
     split: Context | None = None
     recomputed: list[nn.Module] = field(default_factory=list)
+    selective: bool = False
 
 
 def installed(module: nn.Module) -> Installed | None:

@@ -68,6 +68,7 @@ class ActivationCheckpoint:
             options["context_fn"] = partial(create_selective_checkpoint_contexts, self.policy)
         elif self.mode == "selective":
             options["context_fn"] = _selective_contexts
+        record(module).selective = bool(options)
         for place, (_, block) in enumerate(find_blocks(module, layout, self.blocks)):
             if place % self.every == 0:
                 record(module).recomputed.append(block)

@@ -1,0 +1,273 @@
+"""Blocks and layers that are called otherwise than each once on every rank: exact, or refused where it happens."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models_for_parity import VOCAB, transformer
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from meshpar import (
+    ActivationCheckpoint,
+    Compile,
+    FullyShard,
+    HybridShard,
+    MeshparError,
+    ModelLayout,
+    Plan,
+    PlanError,
+    Replicate,
+    TensorParallel,
+    token_loss,
+)
+from meshpar.errors import ParallelError
+from meshpar.testing import on_ranks, whole
+
+LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.ff.0": "colwise", "blocks.*.ff.2": "rowwise"})
+IDS = torch.arange(16)[None] % VOCAB
+
+
+class Block(nn.Module):
+    def __init__(self, norm=nn.Identity, counts=False):
+        super().__init__()
+        self.norm, self.ff = norm(), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.gain = nn.Parameter(torch.ones(8))
+        self.register_buffer("calls", torch.zeros(()) if counts else None)
+
+    def forward(self, x):
+        if self.calls is not None:
+            self.calls += 1.0
+        return (x + self.ff(self.norm(x))) * self.gain
+
+
+class Net(nn.Module):
+    """Blocks in the order ``order``, recomputed by the model itself by wish, and the first one's gain used outside of it by wish."""
+
+    def __init__(self, order=(0, 1), recomputed=False, outside=False, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
+        self.order, self.recomputed, self.outside = order, recomputed, outside
+
+    def forward(self, x, order=None):
+        for place in order or self.order:
+            block = self.blocks[place]
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
+        return x * self.blocks[0].gain if self.outside else x
+
+
+def x_of(rows=4):
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(1))
+
+
+def applied(net, mesh, passes, layout=LAYOUT):
+    return Plan(mesh, passes).apply(copy.deepcopy(net), layout)
+
+
+@on_ranks(2)
+def test_a_block_that_one_data_rank_leaves_out_is_refused_where_it_happens():
+    par = applied(Net(), "dp_shard=2", [FullyShard()])
+    par.module(x_of())
+    with pytest.raises(MeshparError, match=r"data ranks call different blocks at a time, this one blocks\.[01]"):
+        par.module(x_of(), order=(0, 1) if par.data_rank else (1, 0))
+
+
+@on_ranks(2)
+def test_weights_of_a_block_are_not_used_outside_of_it():
+    for passes in ([FullyShard()], [Replicate()]):
+        par = applied(Net(outside=True), f"{passes[0].axes[0]}=2", passes)
+        with pytest.raises(ParallelError, match="used where its weights are not gathered"):
+            par.module(x_of())
+
+
+@on_ranks(4)
+def test_layers_and_blocks_called_from_outside_are_refused():
+    par = applied(Net(), "dp_shard=2,tp=2", [TensorParallel(), FullyShard(min_params=10**6)])
+    with pytest.raises(ParallelError, match="a layer is called where its weights are not gathered"):
+        par.module.blocks[0].ff[0](x_of())
+    with pytest.raises(MeshparError, match=r"blocks\.0 \(Block\) is called from outside of the module"):
+        par.module.blocks[0](x_of())
+
+
+@on_ranks(2)
+def test_a_block_called_alone_under_sequence_parallelism_is_refused():
+    par = Plan("tp=2", [TensorParallel(sequence_parallel=True)]).apply(transformer())
+    par.verify({"input_ids": IDS})
+    with pytest.raises(MeshparError, match="this rank's positions for all"):
+        par.module.layers[0](torch.randn(1, 16, 8), None)
+
+
+@on_ranks(2)
+def test_other_weights_are_noticed_also_after_a_forward():
+    for passes in ([FullyShard()], [Replicate()]):
+        par = applied(net := Net(), f"{passes[0].axes[0]}=2", passes)
+        par.module(x_of())
+        with torch.no_grad(), pytest.raises(ParallelError, match="another tensor in the place"):
+            torch.func.functional_call(par.module, dict(net.named_parameters()), (x_of(),))
+
+
+@on_ranks(2)
+def test_gradients_of_what_data_ranks_share_are_not_taken_by_autograd():
+    par = applied(Net(), "dp_shard=2", [FullyShard(whole=("blocks.*.gain",))])
+    loss = par.module(x := x_of().requires_grad_()).sum()
+    for wanted in ([par.module.blocks[0].ff[0].weight], [par.module.blocks[0].gain]):
+        with pytest.raises(MeshparError, match=r"read parameter\.grad"):
+            torch.autograd.grad(loss, wanted, allow_unused=True)
+    with pytest.raises(MeshparError, match=r"read parameter\.grad"):
+        loss.backward(inputs=list(par.module.parameters()))
+    (found,) = torch.autograd.grad(loss, [x])
+    assert found.abs().sum() > 0
+    assert all(each.grad is None for each in par.module.parameters())
+
+
+@pytest.mark.parametrize("compiled", [[], [Compile(backend="eager")]], ids=["eager", "compiled"])
+def test_a_recomputed_block_that_counts_is_refused(compiled):
+    counted(compiled)
+
+
+@on_ranks(2)
+def counted(compiled):
+    par = applied(Net(counts=True), "dp_shard=2", [ActivationCheckpoint(), *compiled, FullyShard()])
+    with pytest.raises(MeshparError, match="changes its buffer 'calls' in forward"):
+        par.module(x_of())
+
+
+@on_ranks(2)
+def test_two_backwards_through_one_recomputed_forward_add_up():
+    par = applied(Net(), "tp=2", [TensorParallel(), ActivationCheckpoint()])
+    loss = par.module(x_of()).square().sum()
+    loss.backward(retain_graph=True)
+    once = [whole(each.grad).clone() for each in par.module.parameters()]
+    loss.backward()
+    for first, each in zip(once, par.module.parameters(), strict=True):
+        torch.testing.assert_close(whole(each.grad), 2 * first)
+    par = applied(Net(), "tp=2", [TensorParallel(), ActivationCheckpoint(mode="selective")])
+    loss = par.module(x_of()).square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(MeshparError, match="selective recomputation has freed"):
+        loss.backward()
+
+
+@on_ranks(4)
+def test_a_step_that_was_left_between_two_reductions_leaves_nothing_behind():
+    net = Net()
+    par = applied(net, "dp_replicate=2,dp_shard=2", [HybridShard()])
+    for micro in par.accumulate([x_of(), x_of()], reduce_each=True):
+        par.module(micro[par.data_rank :][:1]).square().mean().backward()
+        break
+    par.module.zero_grad()
+    par.module(x_of()[par.data_rank :][:1]).square().mean().backward()
+    net(x_of()).square().mean().backward()
+    for (name, expected), got in zip(net.named_parameters(), par.module.parameters(), strict=True):
+        torch.testing.assert_close(whole(got.grad), expected.grad, msg=name)
+
+
+@on_ranks(2)
+def test_units_in_selectively_recomputed_blocks_equal_one_process():
+    net = Net(order=(0, 1, 0))
+    net(x_of()).square().mean().backward()
+    passes = [
+        ActivationCheckpoint(mode="selective"),
+        FullyShard(blocks=("blocks.*.ff.0",), reshard_after_forward=False, prefetch_forward=1),
+    ]
+    par = applied(net, "dp_shard=2", passes)
+    for _ in range(2):
+        par.module.zero_grad()
+        par.module(x_of()[2 * par.data_rank :][:2]).square().mean().backward()
+    for (name, expected), got in zip(net.named_parameters(), par.module.parameters(), strict=True):
+        torch.testing.assert_close(whole(got.grad), expected.grad, msg=name)
+
+
+def norm():
+    return nn.BatchNorm1d(8)
+
+
+@on_ranks(2)
+def test_the_models_own_recomputation_counts_batches_as_in_one_process():
+    net = Net(norm=norm, recomputed=True)
+    for passes in ([FullyShard()], [Replicate()]):
+        par = applied(net, f"{passes[0].axes[0]}=2", passes)
+        par.module(x_of()[2 * par.data_rank :][:2]).square().mean().backward()
+        alone = copy.deepcopy(net)
+        alone(x_of()).square().mean().backward()
+        got = dict(par.module.named_buffers())
+        for name, expected in alone.named_buffers():
+            torch.testing.assert_close(got[name], expected, msg=name)
+    par = applied(net, "dp_shard=2", [ActivationCheckpoint(), FullyShard()])
+    with pytest.raises(MeshparError, match="leave one of the two out"):
+        par.module(x_of())
+
+
+class Routed(nn.Module):
+    """Attention's place is taken by experts, of which each rank runs those that its positions chose."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Embedding(16, 8), nn.LayerNorm(8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids):
+        x = self.norm(self.embed(ids))
+        for place, expert in enumerate(self.experts):
+            if bool((ids_of(ids, x) == place).any()):
+                x = x + expert(x)
+        return self.head(x)
+
+
+def ids_of(ids, x):
+    """The ids of this rank's positions."""
+    length = x.shape[1]
+    rank = torch.distributed.get_rank() if length < ids.shape[1] else 0
+    return ids.narrow(1, rank * length, length)
+
+
+@on_ranks(2)
+def test_a_branch_on_this_ranks_positions_alone_is_refused():
+    tensor = {"embed": "vocab", "norm": "sequence", "experts.*": "sequence", "head": "head"}
+    par = Plan("tp=2", [TensorParallel(sequence_parallel=True)], verify=False).apply(Routed(), ModelLayout(tensor=tensor))
+    par.module(torch.tensor([[0, 1, 1, 0]]))  # both ranks run both
+    with pytest.raises(ParallelError, match=r"run different modules at a time, this one (experts\.[01]|head|norm)"):
+        par.module(torch.tensor([[0, 0, 1, 1]]))
+
+
+@on_ranks(2)
+def test_what_is_split_when_the_model_returns_it_is_found():
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 6))
+    tensor = {"0": "colwise", "2": "rowwise", "3": "colwise"}
+    par = Plan("tp=2", [TensorParallel()]).apply(net, ModelLayout(tensor=tensor))
+    with pytest.raises(ParallelError, match=r"returns other values on each rank \(output 0\)"):
+        par.module(x_of())
+
+
+@on_ranks(2)
+def test_a_region_around_the_embedding_is_refused():
+    layout = ModelLayout(tensor={"": "region", "embed": "vocab", "head": "head"})
+    par = Plan("tp=2", [TensorParallel()], verify=False).apply(Routed(), layout)
+    with pytest.raises(PlanError, match=r"the model is a region.* got \(1, 4\) of torch\.int64"):
+        par.module(torch.tensor([[0, 1, 1, 0]]))
+
+
+@on_ranks(2)
+def test_a_number_beside_split_logits_gets_its_whole_gradient():
+    torch.manual_seed(0)
+    net = Scaled()
+    labels = torch.tensor([[1, 2, 3, 4]])
+    nn.functional.cross_entropy(net(labels).flatten(0, 1), labels.flatten()).backward()
+    layout = ModelLayout(tensor={"head": "head"})
+    par = Plan("tp=2", [TensorParallel(loss_parallel=True)]).apply(copy.deepcopy(net), layout)
+    token_loss(par.module(labels), labels).backward()
+    torch.testing.assert_close(whole(par.module.scale.grad), net.scale.grad)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head, self.scale = nn.Embedding(16, 8), nn.Linear(8, 16), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, ids):
+        return self.scale * self.head(self.embed(ids))
