@@ -8,6 +8,7 @@ import pytest
 import torch
 from models_for_parity import VOCAB, transformer
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from meshpar import (
@@ -271,3 +272,33 @@ class Scaled(nn.Module):
 
     def forward(self, ids):
         return self.scale * self.head(self.embed(ids))
+
+
+class Packed(nn.Module):
+    """Every style that moves features: packed, gathered, split by rows of a table and of a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.qkv, self.out = nn.Embedding(16, 8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.gathered, self.head = nn.Linear(8, 8), nn.Linear(8, 16)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        x = x + self.out(torch.tanh(q * k) * v)
+        return self.head(torch.tanh(self.gathered(x)))
+
+
+@on_ranks(2)
+def test_gradients_of_gradients_of_weights_equal_one_process():
+    styles = {"embed": "vocab", "qkv": "packed_colwise:3", "out": "rowwise", "gathered": "colwise_gather", "head": "head"}
+    net, ids = Packed(), torch.arange(6)[None]
+    par = applied(net, "tp=2", [TensorParallel()], ModelLayout(tensor=styles))
+    for module in (net, par.module):
+        loss = module(ids).square().mean()
+        grads = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+        norms = [each.square().sum() for each in grads]
+        sum(each.full_tensor() if isinstance(each, DTensor) else each for each in norms).backward()
+    for (name, expected), got in zip(net.named_parameters(), par.module.parameters(), strict=True):
+        torch.testing.assert_close(whole(got.grad), expected.grad, msg=name)
