@@ -35,6 +35,7 @@ TESTS = (
     "tests/test_verify.py",
     "tests/test_passes.py",
     "tests/test_parity.py",
+    "tests/test_cycle.py",
     "tests/test_batch_norm.py",
     "tests/test_loops.py",
     "tests/test_huggingface.py",

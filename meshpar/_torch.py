@@ -163,6 +163,10 @@ class Units:
         for each in self._held():
             each._meshpar_shard = True
 
+    def trained(self, unit: nn.Module) -> str:
+        """Return which of a unit's parameters want gradients, a digit each."""
+        return "".join("01"[each.sharded_param.requires_grad] for group in _groups(unit) for each in group.fsdp_params)
+
     def reduces(self) -> bool:
         """Tell whether the backward that runs reduces gradients."""
         return all(group.reduce_grads for group in self._groups)

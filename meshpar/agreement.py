@@ -74,8 +74,12 @@ class Agreement:
                     "call par.manual_seed(seed) before training"
                 )
 
-    def unit(self, name: str) -> None:
+    def unit(self, name: str, trained: str) -> None:
         """See that all data ranks come to one unit together: every time on a CPU, on an accelerator, where reading waits, the first times.
+
+        Args:
+            name: of the unit.
+            trained: which of its parameters want gradients.
 
         Raises:
             MeshparError: on every rank alike.
@@ -85,11 +89,17 @@ class Agreement:
         self._arrivals[name] += 1
         if not self._data_axes or (self._device.type != "cpu" and self._arrivals[name] > FIRST_STEPS):
             return
-        (together,) = same(torch.tensor([zlib.crc32(name.encode())], device=self._device), self._data_groups())
+        marks = torch.tensor([zlib.crc32(name.encode()), zlib.crc32(trained.encode())], device=self._device)
+        together, alike = same(marks, self._data_groups())
         if not together:
             raise MeshparError(
-                f"data ranks call different blocks at a time, this one {name}; each block is gathered and reduced by all of them together: "
-                "call every block on every rank, or make what some ranks skip a part of a larger block (blocks=...)"
+                f"data ranks call different blocks at a time, this one {name or '(the outermost)'}; each block is gathered and reduced by "
+                "all of them together: call every block on every rank, or make what some ranks skip a part of a larger block (blocks=...)"
+            )
+        if not alike:
+            raise MeshparError(
+                f"data ranks train different parameters in {name or 'the outermost block'}: requires_grad differs; set it alike on every "
+                "rank"
             )
 
     def micro_batches(self, left: int) -> None:
@@ -151,7 +161,7 @@ class Agreement:
         parameters without a word.
         """
         zeros = {id(each) for each in unused}
-        trained = [(name, each) for name, each in self._module.named_parameters() if each.requires_grad]
+        trained = list(self._module.named_parameters())
         marks = tuple(0 if each.grad is None else 1 if id(each) in zeros else 2 for _, each in trained)
         if marks != self._marks:
             self._marks, mine = marks, torch.tensor(marks, dtype=torch.int32, device=self._device)
@@ -166,7 +176,7 @@ class Agreement:
             if mark == 1:
                 each.grad = None
         if any(high and not low for high, low in zip(most, least)):
-            without = [name for (name, _), mark in zip(trained, marks) if not mark]
+            without = [name for (name, each), mark in zip(trained, marks) if each.requires_grad and not mark]
             raise MeshparError(
                 f"data ranks have gradients for different parameters; here these have none: {', '.join(without[:6]) or '(all have one)'}; "
                 "let every rank call the same blocks, and leave out what a block is not to do by multiplying its output with 0"

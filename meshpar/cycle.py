@@ -41,8 +41,8 @@ class Comparisons(Protocol):
     def batch(self, inputs: Any) -> None:
         """Before a forward."""
 
-    def unit(self, name: str) -> None:
-        """Before the forward of a unit."""
+    def unit(self, name: str, trained: str) -> None:
+        """Before the forward of a unit, with a digit for each of its parameters."""
 
     def micro_batches(self, left: int) -> None:
         """Before a micro-batch."""
@@ -245,8 +245,8 @@ class Cycle:
             self._units.make_ready(self.module)
             self._units.reshard()
         self._units.show(unit)
-        if self.agreement is not None and unit is not self.module and not _torch.in_backward():
-            self.agreement.unit(self._names[unit])
+        if self.agreement is not None and not _torch.in_backward():
+            self.agreement.unit(self._names[unit], self._units.trained(unit))
         if not torch.is_grad_enabled():
             self._without_grad.add(unit)
         elif _torch.in_backward() and unit in self._without_grad:

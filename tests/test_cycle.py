@@ -302,3 +302,11 @@ def test_gradients_of_gradients_of_weights_equal_one_process():
         sum(each.full_tensor() if isinstance(each, DTensor) else each for each in norms).backward()
     for (name, expected), got in zip(net.named_parameters(), par.module.parameters(), strict=True):
         torch.testing.assert_close(whole(got.grad), expected.grad, msg=name)
+
+
+@on_ranks(2)
+def test_parameters_that_some_ranks_freeze_are_refused():
+    par = applied(Net(), "dp_shard=2", [FullyShard()])
+    par.module.blocks[1].requires_grad_(par.data_rank == 0)
+    with pytest.raises(MeshparError, match=r"data ranks train different parameters in blocks\.1"):
+        par.module(x_of())

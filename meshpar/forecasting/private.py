@@ -81,18 +81,18 @@ class Settled:
     def batch(self, inputs: Any) -> None:
         """Only the first steps compare batches."""
 
-    def unit(self, name: str) -> None:
-        """Send the mark of a unit, where that is looked at."""
+    def unit(self, name: str, trained: str) -> None:
+        """Send the marks of a unit, where they are looked at."""
         if self._on_cpu:
-            self._par.data_sum(torch.empty(2, dtype=torch.int64, device=self._par.device))
+            self._par.data_sum(torch.empty(4, dtype=torch.int64, device=self._par.device))
 
     def micro_batches(self, left: int) -> None:
         """Sent between hosts' processors, where there are any others."""
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
         """Send which parameters have a gradient; simulated ranks all use the same."""
-        trained = sum(each.requires_grad for each in self._par.module.parameters())
-        self._par.data_sum(torch.empty(2 * trained, dtype=torch.int32, device=self._par.device))
+        count = sum(1 for _ in self._par.module.parameters())
+        self._par.data_sum(torch.empty(2 * count, dtype=torch.int32, device=self._par.device))
         for each in unused:
             each.grad = None
 
