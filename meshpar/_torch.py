@@ -139,8 +139,9 @@ class Units:
         self._ran.update(map(id, _groups(unit)))
 
     def reshard(self) -> None:
-        """Let go of gathered weights."""
+        """Let go of gathered weights, also of those that were asked for ahead and never used."""
         for group in self._groups:
+            group.wait_for_unshard()
             if not group.is_sharded:
                 group.reshard()
 

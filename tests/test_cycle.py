@@ -84,6 +84,17 @@ def test_weights_of_a_block_are_not_used_outside_of_it():
             par.module(x_of())
 
 
+@on_ranks(2)
+def test_weights_that_were_gathered_ahead_of_a_change_are_not_used_after_it():
+    net = Net()
+    par = applied(net, "dp_shard=2", [FullyShard(prefetch_forward=1)])
+    with torch.no_grad():
+        torch.testing.assert_close(par.module.blocks[0](x_of()), net.blocks[0](x_of()))  # asks for the second block, too
+        for each in (net, par.module):
+            each.load_state_dict({name: 0.5 * value for name, value in Net().state_dict().items()})
+        torch.testing.assert_close(par.module(x_of()), net(x_of()))
+
+
 @on_ranks(4)
 def test_layers_and_blocks_called_from_outside_are_refused():
     par = applied(Net(), "dp_shard=2,tp=2", [TensorParallel(), FullyShard(min_params=10**6)])
