@@ -69,7 +69,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=100, help="how many seeds")
     parser.add_argument("--only", type=int, nargs="+", help="these seeds alone")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds after which a case hangs")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a case hangs")
     parser.add_argument("--without", nargs="+", default=[], help="habits, or path=value of features, to leave out")
     parser.add_argument("--batch-norm", action="store_true", help="draw batch normalisation, too")
     parser.add_argument("--out", help="write every failing case and the counts as JSON")

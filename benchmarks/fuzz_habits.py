@@ -121,7 +121,7 @@ HABITS: dict[str, Habit] = {
     ),
     "state_dict_round_trip": Habit(
         at={
-            "stepped": ("if step == 0:", "    saved = {name: value.clone() for name, value in module.state_dict().items()}"),
+            "stepped": ("if step < 2:", "    saved = {name: value.clone() for name, value in module.state_dict().items()}"),
             "end": ("module.load_state_dict(saved)",),
         }
     ),
@@ -176,7 +176,7 @@ HABITS: dict[str, Habit] = {
             "micro": ("if step == 0 and x is not parts[0][0]:", "    break"),
             "left": ("if step == 0:", "    module.zero_grad()", "    continue"),
         },
-        fits=lambda spec: spec["loop"]["micro"] > 1 and "state_dict_round_trip" not in spec["loop"]["habits"],
+        fits=lambda spec: spec["loop"]["micro"] > 1,
     ),
     "module_zero_grad": Habit(at={"stepped": ("module.zero_grad()",)}),
     "grad_of_weights": Habit(
