@@ -13,7 +13,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor
 
 from meshpar.errors import MeshparError
-from meshpar.loss import IGNORE_INDEX, token_loss
+from meshpar.loss import IGNORE_INDEX, reduction_of, token_loss
 from meshpar.passes.installed import Step, installed, own_forward
 from meshpar.patterns import class_name, find_modules
 from meshpar.registry import layout_for
@@ -53,13 +53,14 @@ def chunked_token_loss(
     """
     if chunk < 1:
         raise MeshparError(f"chunk={chunk} must be 1 or more")
+    reduced = reduction_of(reduction, labels_BL, ignore_index)
     made: list[Tensor] = []
     with _loss_for_logits(head or head_of(model), labels_BL, chunk, ignore_index, made):
         output = model(**inputs)
     if not made or getattr(output, "logits", None) is not made[0]:
         what = "never calls the head it was given" if not made else "changes its logits after the head, or casts them (output_dtype)"
         raise MeshparError(f"{class_name(model)} {what}, so its loss cannot be computed in chunks; use chunk=0 (all logits at once)")
-    return made[0] if reduction == "sum" else made[0] / (labels_BL != ignore_index).sum()
+    return reduced(made[0])
 
 
 def head_of(model: nn.Module) -> nn.Module:

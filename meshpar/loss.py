@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor
 
 from meshpar._torch import assert_async
+from meshpar.errors import MeshparError
 
 IGNORE_INDEX = -100
 
@@ -26,14 +29,29 @@ def token_loss(
     Returns:
         A float32 scalar, equal on every rank of the vocabulary's axis.
 
+    Raises:
+        MeshparError: another reduction.
+
     Collective over the vocabulary's axis when the logits are sharded.
     """
+    reduced = reduction_of(reduction, labels_BL, ignore_index)
     labels_N = labels_BL.reshape(-1)
     if isinstance(logits_BLV, DTensor):
         total = _sharded_sum(logits_BLV, labels_N, ignore_index)
     else:
         total = _TokenLoss.apply(logits_BLV.reshape(-1, logits_BLV.shape[-1]), labels_N, ignore_index)
-    return total if reduction == "sum" else total / (labels_N != ignore_index).sum()
+    return reduced(total)
+
+
+def reduction_of(reduction: str, labels: torch.Tensor, ignore_index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes of the sum over tokens what ``reduction`` says.
+
+    Raises:
+        MeshparError: neither ``"sum"`` nor ``"mean"``.
+    """
+    if reduction not in ("sum", "mean"):
+        raise MeshparError(f"reduction={reduction!r} is not known; use 'sum', or 'mean' over the tokens that count")
+    return lambda total: total if reduction == "sum" else total / (labels != ignore_index).sum()
 
 
 def _sharded_sum(logits: DTensor, labels_N: torch.Tensor, ignore_index: int) -> torch.Tensor:
