@@ -126,13 +126,15 @@ class MeshSpec:
     def shrunk(self, world_size: int) -> MeshSpec:
         """Return this mesh on fewer (or more) ranks: the data axes give way, ``tp``, ``cp`` and ``pp`` stay.
 
-        Shards stay as they are where they fit, and replicas take what is left.
+        Shards stay as they are where they fit, and replicas take what is left; the other way round where the shards are -1.
 
         Raises:
             MeshError: the ranks are not a multiple of the axes that stay, or there is no data axis to give way.
         """
         data = [name for name in ("dp_replicate", "dp_shard") if name in self.axes]
         stay = {name: size for name, size in self.axes.items() if name not in data}
+        if -1 in stay.values():
+            raise MeshError(f"mesh {self} leaves the size of an axis open that is no data axis; give its size")
         known = math.prod(stay.values())
         if world_size < 1 or world_size % known or (not data and world_size != known):
             kept = ",".join(f"{name}={size}" for name, size in stay.items())
@@ -140,8 +142,9 @@ class MeshSpec:
         rest = world_size // known
         sizes = {data[0]: rest} if len(data) == 1 else {}
         if len(data) == 2:
-            shards = max(each for each in range(1, rest + 1) if rest % each == 0 and each <= self.axes["dp_shard"])
-            sizes = {"dp_replicate": rest // shards, "dp_shard": shards}
+            first, second = ("dp_replicate", "dp_shard") if self.axes["dp_shard"] == -1 else ("dp_shard", "dp_replicate")
+            keeps = max(each for each in range(1, rest + 1) if rest % each == 0 and each <= self.axes[first])
+            sizes = {first: keeps, second: rest // keeps}
         return MeshSpec({name: sizes.get(name, size) for name, size in self.axes.items()}, ranks_per_node=self.ranks_per_node)
 
     def spans_nodes(self, axis: str) -> bool:

@@ -67,6 +67,19 @@ def test_sizes_that_do_not_fit_the_world_are_refused():
         MeshSpec("dp_shard=-1,tp=4").resolve(6)
 
 
+@pytest.mark.parametrize(("mesh", "ranks", "left"), [
+    ("dp_replicate=2,dp_shard=-1", 4, "dp_replicate=2,dp_shard=2"), ("dp_replicate=2,dp_shard=-1", 3, "dp_replicate=1,dp_shard=3"),
+    ("dp_replicate=-1,dp_shard=2,tp=2", 12, "dp_replicate=3,dp_shard=2,tp=2"), ("dp_shard=-1", 3, "dp_shard=3"),
+])  # fmt: skip
+def test_an_open_axis_is_shrunk(mesh, ranks, left):
+    assert str(MeshSpec(mesh).shrunk(ranks)) == left
+
+
+def test_an_open_axis_that_is_no_data_axis_is_not_shrunk():
+    with pytest.raises(MeshError, match="open that is no data axis"):
+        MeshSpec("dp_shard=2,tp=-1").shrunk(4)
+
+
 def test_auto_keeps_shards_in_a_node_and_replicas_across():
     assert str(MeshSpec.auto(32, 8)) == "dp_replicate=4,dp_shard=8"
     assert str(MeshSpec.auto(32, 8, tp=4)) == "dp_replicate=4,dp_shard=2,tp=4"
