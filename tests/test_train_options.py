@@ -53,6 +53,13 @@ def test_the_largest_micro_batch_keeps_the_step(tmp_path: Path, capsys: pytest.C
     assert found.training == recipe(tmp_path).training
 
 
+def test_micro_batches_of_one_and_of_all_are_tried(tmp_path: Path) -> None:
+    for gib_a_sample, fits in ((1.0, 1), (0.01, 24)):
+        run, _ = machine(gib_a_sample)
+        found = find_batch_size(recipe(tmp_path), run, int(1.5 * 2**30))
+        assert (found.data.micro_batch, found.data.accumulate) == (fits, 24 // fits)
+
+
 def test_an_accelerator_is_tried_until_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshpar.launchers.jobs.build.device_type", lambda recipe: "cuda")
     run, _ = machine(1.0, limit=5.0)

@@ -14,7 +14,6 @@ from meshpar.errors import LaunchError, RecipeError
 from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe, resolve
 from meshpar.launchers.recipes.yamlfile import apply_overrides, parse_document
-from meshpar.mesh import divisors
 
 _STEPS = 3
 _OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "memory runs out", "can't allocate memory")
@@ -43,7 +42,7 @@ def find_batch_size(recipe: Recipe, run: Callable[[Recipe], int], memory: int | 
     if memory is None and build.device_type(recipe) == "cpu":
         raise RecipeError("--find-batch-size on a CPU needs --memory 4GiB, or as much as a rank may use: there is no device to run full")
     whole = recipe.data.micro_batch * recipe.data.accumulate
-    sizes, best = divisors(whole), 0
+    sizes, best = [each for each in range(1, whole + 1) if whole % each == 0], 0
     low, high = 0, len(sizes) - 1
     while low <= high:
         middle = (low + high + 1) // 2
