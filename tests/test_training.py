@@ -555,6 +555,21 @@ def test_json_lines_drop_what_a_lost_run_wrote(tmp_path: Path) -> None:
     second.close()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["step"], line["train/loss"]) for line in lines] == [(1, 1.0), (2, None), (3, 0.5)]
+    JsonLines(file).close()  # a start from nothing
+    aside = [json.loads(line)["step"] for line in file.with_suffix(".abandoned.jsonl").read_text().splitlines()]
+    assert (file.read_text(), aside) == ("", [3, 1, 2, 3])
+
+
+def test_json_lines_that_cannot_be_rewritten_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\nnot a record\n{"step": 2}\n')
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        JsonLines(file, step=1)
+    assert file.read_text() == '{"step": 1}\nnot a record\n{"step": 2}\n'
+    monkeypatch.undo()
+    JsonLines(file, step=1).close()
+    assert file.read_text() == '{"step": 1}\n'
 
 
 def test_tensorboard_has_every_scalar_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -194,12 +195,26 @@ class JsonLines:
     """``metrics.jsonl``: a record a line, with the time."""
 
     def __init__(self, path: str | Path, *, step: int = 0) -> None:
-        """Open the file to append; lines of steps after ``step``, left by a run that went on beyond its last checkpoint, go."""
+        """Open the file to append.
+
+        Lines of steps after ``step``, left by a run that went on beyond its last checkpoint, go to ``metrics.abandoned.jsonl`` beside it;
+        at every instant each line is whole in one of the two.
+        """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= step] if step else []
-        self._file = path.open("w", encoding="utf-8")
-        self._file.writelines(kept)
+        lines = _lines(path)
+        kept = [line for line in lines if _step_of(line) <= step]
+        if len(kept) < len(lines):
+            with path.with_suffix(".abandoned.jsonl").open("a", encoding="utf-8") as aside:
+                aside.writelines(line for line in lines if _step_of(line) > step)
+                os.fsync(aside.fileno())
+        if path.is_file():
+            fresh = path.with_suffix(".tmp")
+            with fresh.open("w", encoding="utf-8") as file:
+                file.writelines(kept)
+                os.fsync(file.fileno())
+            fresh.replace(path)
+        self._file = path.open("a", encoding="utf-8")
 
     def report(self, record: Record) -> None:
         """Write a line; a value that is no number in JSON (nan, inf) is written as null."""
@@ -213,6 +228,14 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a line, infinity where it is none."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _lines(path: Path) -> list[str]:
