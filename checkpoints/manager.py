@@ -241,7 +241,7 @@ class CheckpointManager:
     def _commit(self, folder: Path, manifest: Manifest) -> Path:
         path = self._steps.commit(folder, manifest)
         with told_only(f"step {manifest.step} is committed, but older steps were not removed"):
-            self._steps.retain(self._keep, self._steps.best_or_unknown(self._best) if self._best else ())
+            self._steps.retain(self._keep, self._steps.best_or_unknown(self._best) if self._best else (), saved=manifest.step)
         return path
 
     @contextmanager

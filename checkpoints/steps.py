@@ -103,17 +103,31 @@ class Steps:
         """Return the steps that are protected from retention."""
         return {step for step, folder in self._found().items() if (folder / PIN_FILE).exists()}
 
-    def retain(self, keep: int | None, protected: Collection[int] = ()) -> list[int]:
-        """Remove all committed steps but the newest ``keep``, the pinned and the protected ones; return those removed."""
+    def retain(self, keep: int | None, protected: Collection[int] = (), *, saved: int | None = None) -> list[int]:
+        """Remove all committed steps but the newest ``keep``, the pinned and the protected ones; return those removed.
+
+        Steps after the one that was ``saved`` just now, from which somebody went back, neither count nor go, and those that cannot be
+        read do not count.
+        """
         steps, kept = self.committed(), self.pinned() | set(protected)
+        steps = [step for step in steps if saved is None or step <= saved]
         if self.root.is_dir():
             fsync(self.root)  # or, after a crash, an older step might be gone and a newer one not be there yet
-        doomed = [step for step in (steps[:-keep] if keep else []) if step not in kept and self.path(step).exists()]
+        counted = [step for step in steps if self._is_readable(step)] if keep and len(steps) > keep else steps
+        newest = set(counted[-keep:]) if keep else set(steps)
+        doomed = [step for step in steps if step not in newest | kept and self.path(step).exists()]
         for step in doomed:
             folder = on_the_way(self.path(step), "tmp")
             self.path(step).rename(folder)
             self._remove(folder)
         return doomed
+
+    def _is_readable(self, step: int) -> bool:
+        try:
+            read_manifest(self.folder(step))
+        except CheckpointError:
+            return False
+        return True
 
     def reap(self, *, sole_writer: bool = False) -> None:
         """Remove what dead processes left; a step that was being replaced when its process died comes back.

@@ -145,6 +145,22 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["LATEST", "latest", "step-00000002", "step-00000004", "step-00000005"]
 
 
+def test_a_step_saved_after_going_back_stays_and_later_ones_do_not_count(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=2)
+    for step in (5, 6, 3, 2, 4):
+        manager.save(step, linear())
+    assert manager.steps() == [3, 4, 5, 6], "2 and 3 were kept, then 3 and 4; whoever went back may want what lies ahead"
+
+
+def test_a_damaged_step_does_not_count_as_kept(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=2)
+    manager.save(1, linear())
+    manager.save(2, linear())
+    (tmp_path / "step-00000002" / "meshpar.json").write_text("{")
+    manager.save(3, linear())
+    assert manager.steps() == [1, 3]
+
+
 def test_a_damaged_manifest_is_passed_over_when_the_best_is_sought(tmp_path, caplog):
     manager = CheckpointManager(tmp_path, keep=1, best="loss")
     for step in (1, 2):
@@ -165,7 +181,7 @@ def test_what_fails_after_the_commit_does_not_fail_the_save(tmp_path, monkeypatc
     manager = CheckpointManager(tmp_path)
     manager.save(1, linear(1))
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(f"meshpar.checkpoints.{where}", fail)

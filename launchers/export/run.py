@@ -13,7 +13,7 @@ import torch
 
 from meshpar.checkpoints import CheckpointManager, export_safetensors
 from meshpar.checkpoints.manifest import read_manifest
-from meshpar.checkpoints.steps import open_step
+from meshpar.checkpoints.steps import Steps, open_step
 from meshpar.checkpoints.verify import Verify, verify_files
 from meshpar.errors import CheckpointError
 from meshpar.launchers.export.beside import beside, weight_names
@@ -105,7 +105,7 @@ def _best(root: Path, metric: str) -> Path:
         raise CheckpointError(
             f"no step in {root} has the metric {metric.removeprefix('+')!r}; `meshpar checkpoints ls` shows what they have"
         )
-    return root / f"step-{step:08d}"
+    return Steps(root).folder(step)
 
 
 def bytes_of(text: str) -> int:
