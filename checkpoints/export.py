@@ -18,7 +18,7 @@ import torch
 
 from meshpar.checkpoints.copying import Copier, Count, Progress, StoredSource, check_piece, lies_in_one_run, position_of
 from meshpar.checkpoints.dcp import DistributedCheckpoint
-from meshpar.checkpoints.files import aligned, failing_as, memory_of, pwrite_all, tiles, write_all
+from meshpar.checkpoints.files import aligned, failing_as, local, memory_of, pwrite_all, tiles, write_all
 from meshpar.checkpoints.leftovers import forgotten, leftover, on_the_way, told_only
 from meshpar.checkpoints.manifest import fsync, read_manifest
 from meshpar.checkpoints.published import PublishedModel, StoredModel
@@ -70,6 +70,8 @@ def export_safetensors(
         CheckpointError: no committed checkpoint, damage, tied tensors that differ, a folder that is there already, or a full disk.
         LayoutError: the weight map does not fit the tensors, or makes two of one name.
     """
+    if isinstance(src, str | Path):
+        apart(dst, open_step(src))
     target = free_target(dst, overwrite=overwrite)
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(f"expected a floating-point dtype to export to, got {dtype}")
@@ -183,13 +185,25 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def apart(dst: str | Path, *sources: Path) -> None:
+    """See that an export to ``dst`` does not replace what it reads.
+
+    Raises:
+        CheckpointError: a source is ``dst``, lies in it, or holds it.
+    """
+    target = local(dst).resolve()
+    for source in sources:
+        if source.resolve().is_relative_to(target) or target.is_relative_to(source.resolve()):
+            raise CheckpointError(f"{target} holds, or lies in, what is exported ({source}); choose a folder beside it")
+
+
 def free_target(dst: str | Path, *, overwrite: bool) -> Path:
     """Return the folder that ``dst`` means, for :func:`made_whole`; what dead exports to it left is removed, or comes back to its place.
 
     Raises:
         CheckpointError: it is there already and not empty, unless ``overwrite``.
     """
-    target = Path(dst).resolve()
+    target = local(dst).resolve()
     if not target.name:
         raise CheckpointError(f"{target} cannot be replaced by an export; choose a folder in it")
     with failing_as(f"exporting to {target}"):

@@ -7,6 +7,7 @@ import errno
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -225,3 +226,14 @@ def tiles(shape: tuple[int, ...], itemsize: int, limit_bytes: int) -> Iterator[S
     for prefix in itertools.product(*(range(size) for size in shape[: dim - 1])):
         for row in range(0, shape[dim - 1], step):
             yield (*((each, each + 1) for each in prefix), (row, min(shape[dim - 1], row + step)), *rest)
+
+
+def local(path: str | Path) -> Path:
+    """Return a path of this machine's file systems.
+
+    Raises:
+        CheckpointError: a URL, which would become a folder of that name here.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        raise CheckpointError(f"{path} is a URL, and only folders of a file system are read and written; mount it, or copy a folder there")
+    return Path(path)

@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 
 from meshpar.checkpoints.background import Background
+from meshpar.checkpoints.files import local
 from meshpar.checkpoints.job import Job
 from meshpar.checkpoints.leftovers import told_only
 from meshpar.checkpoints.manifest import Manifest
@@ -61,7 +62,7 @@ class CheckpointManager:
                 raise CheckpointError(f"{name} must be at least 1{'' if name == 'threads' else ', or None'}, got {value}")
         if checksum not in ("crc32", "sha256"):
             raise CheckpointError(f"checksum must be 'crc32' or 'sha256', got {checksum!r}")
-        self._steps = Steps(Path(root))
+        self._steps = Steps(local(root))
         self._keep, self._every, self._best, self._timeout_s = keep, every, best, timeout_s
         self._checksum, self._threads = checksum, threads
         self._stager = Stager(threads) if async_ else None
@@ -228,6 +229,8 @@ class CheckpointManager:
         return self._made_ranks
 
     def _begin(self, noted: Noted, replace: bool) -> Path:
+        if not isinstance(noted.step, int) or noted.step < 0:
+            raise CheckpointError(f"expected a step of 0 or more, got {noted.step!r}")
         plain(noted.extra, "extra")
         plain(noted.metrics, "metrics")
         self._steps.reap(sole_writer=True)

@@ -17,6 +17,7 @@ from meshpar.errors import CheckpointError, brief
 MANIFEST_NAME = "meshpar.json"
 FORMAT = "meshpar-checkpoint"
 VERSION = 1
+_NAME = re.compile(r"step-(\d+)(\.|$)")
 _SEAL = re.compile(rb'"crc32": "([0-9a-f]{8})"\n}\n')
 
 
@@ -84,7 +85,10 @@ def read_manifest(folder: Path) -> Manifest:
             )
         if seal is None or seal.end() != len(text) or crc32(text[: seal.start()]) != int(data.pop("crc32"), 16):
             raise CheckpointError(f"{path} is damaged: it does not fit the checksum at its end")
-        return Manifest(**data)
+        found = Manifest(**data)
+        if (named := step_of(folder)) not in (None, found.step):
+            raise CheckpointError(f"{folder} is called step {named} and holds step {found.step}: somebody renamed or exchanged it")
+        return found
     except FileNotFoundError as error:
         reason = "no such folder" if not folder.is_dir() else f"it has no {MANIFEST_NAME}, so it was never committed"
         raise CheckpointError(f"{folder} is not a checkpoint: {reason}") from error
@@ -93,6 +97,12 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} cannot be read: expected {FORMAT!r} as JSON, got {brief(error)}; restore another step, with restore(step=...) or "
             "restore(fallback=True)"
         ) from error
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step of which a folder of steps calls this one, also while it is written or replaced; None where it has another name."""
+    found = _NAME.match(folder.name)
+    return None if found is None else int(found[1])
 
 
 def fsync(path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
+from meshpar.checkpoints.files import local
 from meshpar.checkpoints.leftovers import Leftover, forgotten, leftover, on_the_way, told_only
 from meshpar.checkpoints.manifest import MANIFEST_NAME, Manifest, fsync, read_manifest, write_durably
 from meshpar.errors import CheckpointError
@@ -210,7 +211,7 @@ def open_step(path: str | Path) -> Path:
     Raises:
         CheckpointError: there is no committed step.
     """
-    path = Path(path)
+    path = local(path)
     if (path / MANIFEST_NAME).is_file():
         return path.resolve()
     steps = Steps(path.parent if path.name == LATEST_LINK and not path.is_dir() else path)

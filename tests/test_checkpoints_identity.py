@@ -1,0 +1,78 @@
+"""Where a checkpoint or an export goes, and which step it is: what does not fit is refused before anything is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import meshpar
+from meshpar import CheckpointError, Plan, Replicate
+from meshpar.checkpoints import CheckpointManager, export_safetensors, open_step
+from meshpar.testing import on_ranks
+
+
+def linear():
+    with meshpar.distributed("cpu"):
+        return Plan("", []).apply(nn.Linear(2, 2))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    manager = CheckpointManager(tmp_path / "checkpoints")
+    for step in (1, 2):
+        manager.save(step, linear())
+    return tmp_path
+
+
+@pytest.mark.parametrize("target", ["", "checkpoints", "checkpoints/step-00000002", "checkpoints/step-00000002/hf"])
+def test_an_export_does_not_replace_what_it_reads(run: Path, target: str) -> None:
+    before = sorted(run.rglob("*"))
+    with pytest.raises(CheckpointError, match="choose a folder beside it"):
+        export_safetensors(run / "checkpoints", run / target, overwrite=True)
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_url_is_no_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run)
+    for made in (
+        lambda: CheckpointManager("s3://bucket/run"),
+        lambda: CheckpointManager(Path("s3://bucket/run")),
+        lambda: export_safetensors(run / "checkpoints", "gs://bucket/hf"),
+        lambda: open_step("s3://bucket/run"),
+    ):
+        with pytest.raises(CheckpointError, match="is a URL, and only folders"):
+            made()
+    assert not list(run.glob("*:"))
+
+
+def test_a_step_that_was_exchanged_is_not_taken_for_another(run: Path) -> None:
+    steps = run / "checkpoints"
+    (steps / "step-00000002").rename(steps / "two")
+    (steps / "step-00000001").rename(steps / "step-00000002")
+    (steps / "two").rename(steps / "step-00000001")
+    with pytest.raises(CheckpointError, match="is called step 2 and holds step 1"):
+        CheckpointManager(steps).restore(linear(), step=2)
+    with pytest.raises(CheckpointError, match="is called step 2 and holds step 1"):
+        export_safetensors(steps, run / "hf")
+
+
+@pytest.mark.parametrize("step", [-1, 1.5])
+def test_a_number_that_is_no_step_is_refused(tmp_path: Path, step: float) -> None:
+    with pytest.raises(CheckpointError, match="expected a step of 0 or more"):
+        CheckpointManager(tmp_path).save(step, linear())  # type: ignore[arg-type]
+
+
+def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
+    differing(str(tmp_path))
+
+
+@on_ranks(2)
+def differing(root: str) -> None:
+    par = Plan("dp_replicate=2", [Replicate()]).apply(nn.Linear(2, 2).requires_grad_())
+    manager = CheckpointManager(root)
+    with pytest.raises(CheckpointError, match="this rank saves step 4, and rank 0 step 3"):
+        manager.save(3 + dist.get_rank(), par)
+    assert manager.steps() == []
