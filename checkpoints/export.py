@@ -70,9 +70,9 @@ def export_safetensors(
         CheckpointError: no committed checkpoint, damage, tied tensors that differ, a folder that is there already, or a full disk.
         LayoutError: the weight map does not fit the tensors, or makes two of one name.
     """
-    if isinstance(src, str | Path):
-        apart(dst, open_step(src))
     target = free_target(dst, overwrite=overwrite)
+    if isinstance(src, str | Path):
+        apart(target, open_step(src))
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(f"expected a floating-point dtype to export to, got {dtype}")
     source, config = _opened(Path(src), weights, verify, config) if isinstance(src, (str, Path)) else (_named(src, weights), config)
@@ -185,13 +185,12 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def apart(dst: str | Path, *sources: Path) -> None:
-    """See that an export to ``dst`` does not replace what it reads.
+def apart(target: Path, *sources: Path) -> None:
+    """See that an export to ``target`` does not replace what it reads.
 
     Raises:
-        CheckpointError: a source is ``dst``, lies in it, or holds it.
+        CheckpointError: a source is ``target``, lies in it, or holds it.
     """
-    target = local(dst).resolve()
     for source in sources:
         if source.resolve().is_relative_to(target) or target.is_relative_to(source.resolve()):
             raise CheckpointError(f"{target} holds, or lies in, what is exported ({source}); choose a folder beside it")

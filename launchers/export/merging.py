@@ -76,7 +76,7 @@ def export_merged(
         max_shard_size, progress: as of :func:`meshpar.checkpoints.export_safetensors`.
         overwrite: replace what is there.
     """
-    apart(dst, src, base)
+    apart(dst.resolve(), src, base)
     merged: Any = Merged(Safetensors(base), stored_adapters(src), settings.alpha / settings.rank)
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     return export_safetensors(merged, dst, dtype, max_shard_size, base, progress, config=config, overwrite=overwrite)
@@ -90,8 +90,8 @@ def export_adapters(src: Path, dst: Path, settings: LoRA, base: Path, *, overwri
     import peft
     from safetensors.torch import save_file
 
-    apart(dst, src)
     target = free_target(dst, overwrite=overwrite)
+    apart(target, src)
     adapters = stored_adapters(src)
     layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
     config = peft.LoraConfig(
