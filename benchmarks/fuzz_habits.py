@@ -38,6 +38,11 @@ class Habit:
     alone: bool = False
 
 
+def _splits_positions(spec: Spec) -> bool:
+    """Tell whether ranks of tp hold different positions, and so rightly draw different numbers."""
+    return any(each["knobs"].get("sequence_parallel") for each in spec["passes"])
+
+
 def _ranks(axis: str) -> Callable[[Spec], bool]:
     return lambda spec: spec["mesh"].get(axis, 1) > 1
 
@@ -195,7 +200,7 @@ HABITS: dict[str, Habit] = {
     ),
     "tp_seeds": Habit(
         at={"applied": ("torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)",)},
-        fits=lambda spec: _ranks("tp")(spec) and bool(spec["model"]["ff"]) and not spec["model"]["nested"],
+        fits=lambda spec: _ranks("tp")(spec) and bool(spec["model"]["ff"]) and not spec["model"]["nested"] and not _splits_positions(spec),
         weight=0.7,
         refused=True,
         alone=True,
