@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import final
 
@@ -114,9 +115,10 @@ class Steps:
         steps = [step for step in steps if saved is None or step <= saved]
         if self.root.is_dir():
             fsync(self.root)  # or, after a crash, an older step might be gone and a newer one not be there yet
-        counted = [step for step in steps if self._is_readable(step)] if keep and len(steps) > keep else steps
-        newest = set(counted[-keep:]) if keep else set(steps)
-        doomed = [step for step in steps if step not in newest | kept and self.path(step).exists()]
+        if keep is None or len(steps) <= keep:
+            return []
+        kept |= set(islice(filter(self._is_readable, reversed(steps)), keep))
+        doomed = [step for step in steps if step not in kept and self.path(step).exists()]
         for step in doomed:
             folder = on_the_way(self.path(step), "tmp")
             self.path(step).rename(folder)
