@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, final
@@ -18,10 +17,8 @@ from meshpar.errors import MeshparError
 from meshpar.initialize import state
 from meshpar.passes import random
 from meshpar.placements import local_tensor, sharded_axes
-from meshpar.replicas import digest, same
+from meshpar.replicas import Looks, digest, same
 
-FIRST_STEPS = 2
-"""How many steps are looked at where looking waits for the device."""
 _RELATIVE, _FLOOR = 1e-2, 1e-4
 _FACTOR = 6364136223846793005
 
@@ -45,7 +42,7 @@ class Agreement:
         self._module, self._mesh, self._device, self._draws = module, mesh, device, draws
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
         self._batches, self._backwards = 0, 0
-        self._arrivals: Counter[str] = Counter()
+        self._looks = Looks()
         self._marks: tuple[int, ...] = ()
         self._sent = torch.empty(0)
 
@@ -57,7 +54,7 @@ class Agreement:
 
         Collective over ``same_axes``.
         """
-        if self._batches >= FIRST_STEPS or not self._same_axes:
+        if self._batches >= Looks.FIRST or not self._same_axes:
             return
         self._batches += 1
         numbers = [digest_of(inputs, self._device), *([random.digest(self._device)] if self._draws and self._module.training else [])]
@@ -86,8 +83,7 @@ class Agreement:
 
         Collective over the data axes.
         """
-        self._arrivals[name] += 1
-        if not self._data_axes or (self._device.type != "cpu" and self._arrivals[name] > FIRST_STEPS):
+        if not self._data_axes or not self._looks.now(name, self._device):
             return
         marks = torch.tensor([zlib.crc32(name.encode()), zlib.crc32(trained.encode())], device=self._device)
         together, alike = same(marks, self._data_groups())
@@ -113,7 +109,7 @@ class Agreement:
         if dist.get_world_size() == 1:
             return
         on_host = "cpu" in dist.get_backend_config()
-        if not on_host and self._backwards >= FIRST_STEPS:
+        if not on_host and self._backwards >= Looks.FIRST:
             return  # reading would wait for the device
         both = torch.tensor([left, -left], device=None if on_host else self._device)
         try:
@@ -142,7 +138,7 @@ class Agreement:
 
         Collective over the mesh.
         """
-        first = self._backwards < FIRST_STEPS
+        first = self._backwards < Looks.FIRST
         if self._backwards == 0:
             check_copies(self._module, self._mesh, self._same_axes)
         self._backwards += 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,21 @@ def digest(tensor: Tensor) -> Tensor:
         mixed = (chunk ^ (chunk >> 29)) * powers[: chunk.numel()]
         result = result * 6364136223846793005 + mixed.sum() + 1442695040888963407
     return result
+
+
+@final
+class Looks:
+    """When ranks look at what they compare: each time on a CPU, on an accelerator, where reading waits, the first times."""
+
+    FIRST = 2
+
+    def __init__(self) -> None:
+        self._count: Counter[str] = Counter()
+
+    def now(self, name: str, device: torch.device) -> bool:
+        """Tell whether to look at what is called ``name`` this time, and count it."""
+        self._count[name] += 1
+        return device.type == "cpu" or self._count[name] <= self.FIRST
 
 
 def same(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
@@ -18,7 +17,7 @@ from meshpar.errors import ParallelError, PlanError
 from meshpar.passes.collectives import copy_to, gather_partial, reduce_from, reduce_scatter
 from meshpar.passes.installed import set_forward
 from meshpar.passes.random import SplitState
-from meshpar.replicas import same
+from meshpar.replicas import Looks, same
 
 if TYPE_CHECKING:
     from meshpar.passes.styles import Region
@@ -29,17 +28,15 @@ SEQUENCE_DIM = 1
 
 @final
 class Arrivals:
-    """The modules to which the ranks of an axis come together: each time on a CPU, on an accelerator, where reading waits, the first times.
+    """The modules to which the ranks of an axis come together.
 
     Attributes:
         sends: None: ranks look; otherwise ranks are simulated, and whether they send what those send that look each time.
     """
 
-    FIRST = 2
-
     def __init__(self) -> None:
         self.sends: bool | None = None
-        self._count: Counter[str] = Counter()
+        self._looks = Looks()
 
     def agree(self, name: str, x: Tensor, group: dist.ProcessGroup) -> None:
         """See that every rank of ``group`` comes to ``name`` now, with a tensor of the shape of ``x``."""
@@ -47,8 +44,7 @@ class Arrivals:
             if self.sends:
                 dist.all_reduce(torch.empty(2, dtype=torch.int64, device=x.device), group=group)
             return
-        self._count[name] += 1
-        if x.device.type != "cpu" and self._count[name] > self.FIRST:
+        if not self._looks.now(name, x.device):
             return
         (together,) = same(torch.tensor([zlib.crc32(f"{name} {tuple(x.shape)}".encode())], device=x.device), [group])
         if not together:
