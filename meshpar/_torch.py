@@ -19,7 +19,8 @@
 - ``assert_async``: a check that does not wait for the device; private without a public form.
 - ``StridedShard``: how FSDP2 names its split of a dim that the tensor axis split before (pytorch/pytorch#126697).
 - ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664). The context
-  of its recomputation can be entered once, and a second backward through one forward enters it once more.
+  of its recomputation, ``_no_hook``, can be entered once, and a second backward through one forward enters it once more: ours takes its
+  place.
 - ``collective_counts``, ``last_collectives``: which process groups there are, their numbers of collectives, and the flight recorder
   (gloo's in memory since torch 2.13); private without a public form.
 - ``gloo_threads``: a trace names the thread that ran a collective, gloo does not say whose thread it is; private without a public form.
@@ -77,8 +78,8 @@ class _WithoutHook:
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
         self._state.enable_hook = True
+        self._inner.__exit__(*error)
 
 
 checkpoint_activation._no_hook = _WithoutHook  # type: ignore[assignment]
@@ -112,15 +113,15 @@ class Units:
 
     def _fill(self, group: Any) -> None:
         trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad and hasattr(each, "_unsharded_param")]
-        early = [each for each in trained if each.unsharded_accumulated_grad is not None]
-        used = [each for each in trained if each in early or each._unsharded_param.grad is not None]
-        self._used.update(id(each.sharded_param) for each in used)
-        if used or (id(group) in self._ran and trained and _accumulates(trained[0]._unsharded_param)):
-            for each in trained:
-                if each not in used:
-                    each._unsharded_param.grad = torch.zeros_like(each._unsharded_param)
-                    if each.sharded_param.grad is None:
-                        self._filled.append(each.sharded_param)
+        early = any(each.unsharded_accumulated_grad is not None for each in trained)
+        unused = [each for each in trained if each.unsharded_accumulated_grad is None and each._unsharded_param.grad is None]
+        if len(unused) < len(trained) or (id(group) in self._ran and trained and _accumulates(trained[0]._unsharded_param)):
+            known = set(map(id, unused))
+            self._used.update(id(each.sharded_param) for each in trained if id(each) not in known)
+            for each in unused:
+                each._unsharded_param.grad = torch.zeros_like(each._unsharded_param)
+                if each.sharded_param.grad is None:
+                    self._filled.append(each.sharded_param)
         if early:  # one dtype a unit: an earlier micro-batch has left gradients in the dtype of the reduction
             for each in trained:
                 if each.unsharded_accumulated_grad is None:
@@ -285,7 +286,7 @@ def check_gradients_of(check: Callable[[Iterable[torch.Tensor]], None]) -> None:
     """
     for name in ("grad", "backward"):
         inner = getattr(torch.autograd, name)
-        if hasattr(inner, "__wrapped__"):  # an earlier call did it
+        if hasattr(inner, "_meshpar_checked"):  # an earlier call did it
             continue
         place = list(inspect.signature(inner).parameters).index("inputs")
 
@@ -295,6 +296,7 @@ def check_gradients_of(check: Callable[[Iterable[torch.Tensor]], None]) -> None:
                 check([each for each in tree_leaves(wanted) if isinstance(each, torch.Tensor)])
             return _inner(*args, **kwargs)
 
+        checked._meshpar_checked = True  # type: ignore[attr-defined]
         setattr(torch.autograd, name, functools.wraps(inner)(checked))
 
 

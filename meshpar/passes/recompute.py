@@ -101,8 +101,8 @@ class _Recomputing:
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
         RECOMPUTED.reset(self._before.pop())
+        self._inner.__exit__(*error)
 
 
 def _selective_contexts() -> Any:
