@@ -24,12 +24,8 @@ from meshpar.testing import RankFailure, launch
 PAGE = Path(__file__).parent.parent / "docs" / "loops.md"
 ALLOWED = ("exact", "refused", "torch")
 TORCHS_OWN = {
-    "gradients_by_autograd": "appears to not have been used in the graph",
-    "distributed_data_parallel": "does not have a sharding strategy registered|Cannot flatten unevenly sharded tensor",
     "penalty": r"got mixed torch\.Tensor and DTensor",
-    "lbfgs": "Cannot flatten unevenly sharded tensor",
     "setting": r"got mixed torch\.Tensor and DTensor",
-    "adafactor": "in-place operations that require placement changes",
 }
 """Habits that hand a parallel module's DTensors to torch where no code of meshpar's runs -> the error with which torch refuses them."""
 LAUNCH_S = 500.0
