@@ -113,7 +113,7 @@ def _title(text: str) -> None:
 
 def _farewell(out: Path) -> str:
     places = [
-        (out / CHECKPOINTS, "checkpoints; any mesh goes on from them"),
+        (out / CHECKPOINTS, "checkpoints; any mesh resumes from them"),
         (out / "export", "the model for transformers, with its tokenizer"),
         (out / METRICS, "every reported number"),
     ]
