@@ -136,6 +136,17 @@ class Cycle:
         for name, part in parts.items():
             part.register_forward_pre_hook(torch.compiler.disable(functools.partial(check, name)), prepend=True)
 
+    def explain_calls(self, parts: Iterable[nn.Module]) -> None:
+        """Explain errors of parts that are called from outside of the module, as the module's own calls are explained."""
+
+        def explained(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self._depth:
+                return inner(*args, **kwargs)
+            return self._explanation.told(inner, args, kwargs)
+
+        for part in parts:
+            set_forward(part, functools.partial(explained, part.forward))
+
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Let blocks be called as they are inside of a call of the module."""

@@ -104,6 +104,27 @@ def test_layers_and_blocks_called_from_outside_are_refused():
         par.module.blocks[0](x_of())
 
 
+class CountsAll(nn.Module):
+    """A block that counts on all of its features."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(6, 8)
+
+    def forward(self, x):
+        left, right = self.up(x).split(6, -1)
+        return self.down(left * right)
+
+
+@on_ranks(2)
+def test_an_error_of_a_block_called_alone_is_explained():
+    layout = ModelLayout(blocks=("0",), tensor={"0.up": "packed_colwise:2", "0.down": "rowwise"})
+    par = applied(nn.Sequential(CountsAll()), "tp=2", [TensorParallel()], layout)
+    for call in (par.module, par.module[0]):
+        with pytest.raises(ParallelError, match=r"0 \(CountsAll\) failed under tp=2(.|\n)*take the count from the tensor"):
+            call(x_of())
+
+
 @on_ranks(2)
 def test_a_block_called_alone_under_sequence_parallelism_is_refused():
     par = Plan("tp=2", [TensorParallel(sequence_parallel=True)]).apply(transformer())
