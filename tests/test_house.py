@@ -27,7 +27,7 @@ FLOORS = [
 STAIRS = ["recipes", "agent", "doctor", "jobs", "export", "targets", "commands", "cli"]
 """The floors inside launchers, lowest first."""
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
-EXTRAS = {"accelerate", "numpy", "peft", "pydantic", "yaml", "rich", "typer", "tensorboard", "tokenizers", "torchdata", "safetensors", "transformers", "xxhash"}
+EXTRAS = {"accelerate", "numpy", "peft", "pydantic", "yaml", "rich", "typer", "tensorboard", "tokenizers", "torchdata", "safetensors", "transformers"}
 
 
 def sources():
@@ -61,6 +61,12 @@ def part_of(module):
     """The part of the house that a module belongs to, None for the package itself and what is not ours."""
     pieces = module.split(".")
     return pieces[1] if pieces[0] == "meshpar" and len(pieces) > 1 and pieces[1] in FLOOR else None
+
+
+def test_a_checkout_is_one_whole_package():
+    """Import path and disk path agree, so that tools that read files see every module."""
+    for folder, package in FOLDERS.items():
+        assert (ROOT / package.replace(".", "/")).resolve() == ROOT / folder
 
 
 def test_every_module_has_a_floor():
