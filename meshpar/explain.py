@@ -48,6 +48,13 @@ _GONE: _Cause = (
     "run the same number of steps on every rank, and look at the first error of all ranks' logs; cut the data to the same length, "
     "DistributedSampler(..., drop_last=True)",
 )
+_SHARE: _Cause = (
+    "",
+    "each rank computes with its share of the heads or features here, and an operation of torch refuses it",
+    "run the model without the plan: if it fails in the same way, the model is at fault; otherwise correct the style of each layer in "
+    "{module} in the tensor-parallel table, or keep {module} whole: TensorParallel(styles={{'{module}': None}})",
+)
+"""For an error of torch's own that no other cause fits. A :class:`ParallelError` is a RuntimeError, too."""
 
 
 @final
@@ -63,6 +70,7 @@ class Explanation:
 
     def __init__(self, module: nn.Module, plan_text: str, *, splits_features: bool, unit_pass: str | None) -> None:
         self._module, self._plan_text, self._unit_pass = module, plan_text, unit_pass
+        self._splits_features = splits_features
         self._causes = (_OUTSIDE, _SHAPES, _DTYPES, _GONE) if splits_features else (_OUTSIDE_BLOCK, _DTYPES, _GONE)
 
     def told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -85,8 +93,9 @@ class Explanation:
         text = str(error)
         frames = list(_frames(error.__traceback__))
         name, culprit, line = self._innermost(frames)
+        causes = (*self._causes, _SHARE) if self._splits_features and type(error) is RuntimeError else self._causes
         cause = self._outside_of_its_block(text, name, frames) or next(
-            ((why, remedy) for pattern, why, remedy in self._causes if re.search(pattern, text)), None
+            ((why, remedy) for pattern, why, remedy in causes if re.search(pattern, text)), None
         )
         if cause is None:
             return None

@@ -125,6 +125,26 @@ def test_an_error_of_a_block_called_alone_is_explained():
             call(x_of())
 
 
+class CountsHeads(nn.Module):
+    """Attention, whose keys a plan leaves whole beside queries that it splits."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(12, 12), nn.Linear(12, 6), nn.Linear(12, 12)
+
+    def forward(self, x):
+        q, k = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in (self.q(x), self.k(x)))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+@on_ranks(3)
+def test_an_error_of_torchs_own_about_a_share_is_explained():
+    layout = ModelLayout(blocks=("0",), tensor={"0.q": "colwise", "0.k": "head", "0.out": "rowwise"})
+    par = applied(nn.Sequential(CountsHeads()), "tp=3", [TensorParallel()], layout)
+    with pytest.raises(ParallelError, match=r"Number of heads(.|\n)*run the model without the plan"):
+        par.module(torch.randn(1, 5, 12))
+
+
 @on_ranks(2)
 def test_a_block_called_alone_under_sequence_parallelism_is_refused():
     par = Plan("tp=2", [TensorParallel(sequence_parallel=True)]).apply(transformer())
