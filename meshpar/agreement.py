@@ -142,9 +142,12 @@ class Agreement:
         if self._backwards == 0:
             check_copies(self._module, self._mesh, self._same_axes)
         self._backwards += 1
-        if self._data_axes:
-            self._same_parameters(unused, look=first or self._device.type == "cpu")
-        if self._data_axes and first:
+        if not self._data_axes:
+            for each in unused:
+                each.grad = None
+            return
+        self._same_parameters(unused, look=first or self._device.type == "cpu")
+        if first:
             self._same_buffers()
 
     def _data_groups(self) -> list[dist.ProcessGroup]:
