@@ -119,7 +119,8 @@ class Cycle:
             if (cycle := me()) is not None:
                 cycle._before_step(optimizer)
 
-        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        # Never removed: a collector that runs inside of an optimizer's step would remove it from the hooks that torch iterates over.
+        register_optimizer_step_pre_hook(before_step)
 
     def only_inside(self, parts: Mapping[str, nn.Module], why: str) -> None:
         """Refuse calls of parts of the module from outside of it.

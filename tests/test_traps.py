@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from models_for_parity import VOCAB, huggingface, transformer
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshpar import (
     ActivationCheckpoint,
@@ -299,6 +301,31 @@ def test_materialize_takes_one_of_seed_and_weights():
 
 def blocks_of(build, count=2):
     return lambda: nn.Sequential(*(build() for _ in range(count)))
+
+
+@on_ranks(1)
+def test_what_a_lone_data_rank_does_not_use_has_no_gradient():
+    for passes in ([FullyShard()], [FullyShard(whole=("c.weight",))], [Replicate()]):
+        par = Plan(f"{passes[0].axes[0]}=1", passes).apply(Choosing(), ModelLayout())
+        par.module(torch.randn(2, 4), "a").sum().backward()
+        trained = [name for name, parameter in par.module.named_parameters() if parameter.grad is not None]
+        assert trained == ["stem.weight", "a.weight"]
+
+
+@on_ranks(1)
+def test_a_module_may_be_collected_in_the_step_of_another():
+    held = [Plan("dp_shard=1", [FullyShard()]).apply(Choosing(), ModelLayout())]
+
+    def collect(optimizer, args, kwargs):
+        held.clear()
+        gc.collect()
+
+    hooks = [register_optimizer_step_pre_hook(each) for each in (collect, lambda *_: None)]
+    try:
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class Dropping(nn.Module):
