@@ -65,7 +65,7 @@ class Pool:
 
     Args:
         size: the most ranks that a case may ask for.
-        timeout_s: seconds after which a case counts as hanging; its collectives give up a little earlier.
+        timeout_s: seconds after which a case counts as hanging; its collectives give up after half of them.
     """
 
     def __init__(self, size: int = 8, timeout_s: float = 30.0) -> None:
@@ -199,7 +199,7 @@ def _case(folder: str, rank: int, ranks: int, timeout_s: float) -> dict[str, Any
         if rank == 0:
             torch.save(expected, f"{folder}/expected")
         store = dist.FileStore(f"{folder}/store", ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s - 4))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s / 2))
         stage = "raw"
         got = case.train(case.apply)
         dist.barrier()
