@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from meshpar.loss import token_loss
     from meshpar.mesh import MeshSpec
     from meshpar.parallelized import Parallelized
-    from meshpar.passes import ActivationCheckpoint, Compile, Float8, FullyShard, HybridShard, Pass, Replicate, Stage, TensorParallel
+    from meshpar.passes import ActivationCheckpoint, Compile, Float8, FullyShard, HybridShard, Pass, Replicate, Role, Stage, TensorParallel
     from meshpar.plan import Plan
     from meshpar.runtime import distributed
     from meshpar.weights import WeightMap, WeightSource
@@ -54,6 +54,7 @@ __all__ = [
     "PreflightError",
     "RecipeError",
     "Replicate",
+    "Role",
     "Stage",
     "TensorParallel",
     "WeightMap",
@@ -65,7 +66,7 @@ __all__ = [
     "token_loss",
 ]
 
-_PASSES = ("ActivationCheckpoint", "Compile", "Float8", "FullyShard", "HybridShard", "Pass", "Replicate", "Stage", "TensorParallel")
+_PASSES = ("ActivationCheckpoint", "Compile", "Float8", "FullyShard", "HybridShard", "Pass", "Replicate", "Role", "Stage", "TensorParallel")
 _HOMES = {
     "chunked_token_loss": "chunked",
     "forecast": "forecasting.api",

@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import final
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.errors import MeshError
 
@@ -172,7 +173,7 @@ class MeshSpec:
         from meshpar._torch import share_timeout  # loads FSDP2, which those who only name a mesh do without
 
         axes = dict(self.axes) or {"dp_shard": 1}
-        mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        mesh = device_mesh.init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         share_timeout(mesh.get_group(axis) for axis in axes)
         return mesh
 

@@ -22,7 +22,7 @@ from meshpar.full_state import gather_state, scatter_state
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes import random
-from meshpar.passes.base import Stage, find_blocks
+from meshpar.passes.base import Role, axes_of, find_blocks
 from meshpar.passes.installed import installed
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, sharded_axes
@@ -63,7 +63,7 @@ class Parallelized:
     ) -> None:
         self.module, self.mesh, self.spec, self.plan, self.layout, self.device = module, mesh, spec, plan, layout, device
         self.cycle = cycle
-        self.data_axes = tuple(axis for axis in spec.axes if any(axis in each.axes for each in plan.passes if each.stage == Stage.DATA))
+        self.data_axes = axes_of(plan.passes, spec, Role.SAMPLES)
         self._place = spec.coordinates(dist.get_rank())
 
     @property
@@ -78,6 +78,11 @@ class Parallelized:
         for axis in self.data_axes:
             place = place * self.spec.axes[axis] + self._place[axis]
         return place
+
+    @property
+    def home(self) -> torch.device:
+        """The device whose memory holds the parameters between steps: the host's where a pass keeps them there."""
+        return torch.device("cpu") if any(each.keeps_on_host for each in self.plan.passes) else self.device
 
     def materialize(
         self, *, seed: int | None = None, weights: WeightSource | None = None, ignore: Collection[str] = (), cast: bool = False
@@ -103,8 +108,7 @@ class Parallelized:
         missing = initialize.without_memory(self.module)
         if seed is not None and not missing:
             raise MeshparError("the module has its weights already, and a seed would replace them; build it on meta to draw new ones")
-        offload = any(getattr(each, "offload", None) == "cpu" for each in self.plan.passes)
-        initialize.allocate(self.module, self.device, torch.device("cpu") if offload else self.device)
+        initialize.allocate(self.module, self.device, self.home)
         if weights is not None:
             initialize.from_source(self.module, self.layout, weights, self.device, missing, ignore=ignore, cast=cast)
         else:
@@ -118,7 +122,7 @@ class Parallelized:
         Inside a tensor-parallel region each rank's state is derived from the one that they share, so that dropout differs across
         shards. Under sequence parallelism the ranks hold different positions everywhere, and so differ from the start.
         """
-        differing = [axis for each in self.plan.passes if getattr(each, "sequence_parallel", False) for axis in each.axes]
+        differing = [axis for each in self.plan.passes if each.splits_sequence for axis in each.axes]
         random.seed(self.device, random.mix(seed, self.data_rank, *(self._place[axis] for axis in differing)))
 
     def accumulate(self, micro_batches: Iterable[Batch], *, reduce_each: bool = False) -> Iterator[Batch]:

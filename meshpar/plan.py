@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshpar import runtime
+from meshpar import registry, runtime
 from meshpar.agreement import Agreement
 from meshpar.cycle import Cycle
+from meshpar.description import Description
 from meshpar.errors import LayoutError, MeshError, MeshparError, PlanError
 from meshpar.explain import Explanation
 from meshpar.guards import refuse_copies
@@ -25,11 +26,10 @@ from meshpar.initialize import state, tied_names
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type
 from meshpar.parallelized import Parallelized
-from meshpar.passes.base import Pass, Splits, Stage, find_blocks
+from meshpar.passes.base import Pass, Role, Stage, axes_of, find_blocks
 from meshpar.passes.batch_norm import batch_norm_problems, synchronize_batch_norm
 from meshpar.passes.random import draws_random
 from meshpar.proving import prove
-from meshpar.registry import layout_for
 from meshpar.replicas import check_equal
 from meshpar.verify import Verification, verified
 
@@ -64,7 +64,7 @@ class Plan:
         object.__setattr__(self, "passes", tuple(passes))
 
     def __str__(self) -> str:
-        return f"{str(self.mesh) or 'one process'} [{' -> '.join(map(_title, self.passes))}]"
+        return f"{str(self.mesh) or 'one process'} [{_arrows(self.passes)}]"
 
     def resolve(self, world_size: int) -> MeshSpec:
         """Return the mesh with its sizes worked out for ``world_size`` ranks and the launcher's topology.
@@ -94,6 +94,9 @@ class Plan:
         Raises:
             PlanError: listing every problem.
         """
+        return self._checked(module, layout, world_size)[0]
+
+    def _checked(self, module: nn.Module, layout: ModelLayout | None, world_size: int | None) -> tuple[MeshSpec, ModelLayout]:
         world_size = runtime.world_size() if world_size is None else world_size
         problems: list[str] = []
         mesh: MeshSpec | None = None
@@ -102,23 +105,25 @@ class Plan:
         except MeshError as error:
             problems.append(str(error))
         try:
-            layout = layout_for(module) if layout is None else _checked_layout(layout)
+            layout = registry.layout_for(module) if layout is None else _checked_layout(layout)
         except LayoutError as error:
             problems.append(str(error))
             layout = None
         problems += _shape_problems(self.passes)
-        if mesh is not None:
-            problems += _axis_problems(self.passes, mesh)
-            if layout is not None:
-                problems += _content_problems(self.passes, module, layout, mesh)
+        passes = [each for each in self.passes if isinstance(each, Pass)]
+        if len(passes) == len(self.passes):
+            problems += _order_problems(passes)
+            problems += [] if mesh is None else _axis_problems(passes, mesh)
+        if mesh is not None and layout is not None:
+            problems += _content_problems(passes, module, layout, mesh)
         if problems:
             raise PlanError(problems)
-        assert mesh is not None
-        return mesh
+        assert mesh is not None and layout is not None
+        return mesh, layout
 
     def machine_problems(self, device_type: str) -> list[str]:
         """Return what this machine lacks to run a rank of the plan on a device of this type; the plan itself may be right."""
-        return [problem for each in self.passes for problem in getattr(each, "machine_problems", _no_problems)(device_type)]
+        return [problem for each in self.passes for problem in each.machine_problems(device_type)]
 
     def apply(self, module: nn.Module, layout: ModelLayout | None = None, *, device_type: str | None = None) -> Parallelized:
         """Run the passes on ``module`` in place.
@@ -139,36 +144,35 @@ class Plan:
         """
         if not dist.is_initialized():
             raise MeshparError("no process group is open; wrap the job in `with meshpar.distributed():`")
-        spec = self.check(module, layout, dist.get_world_size())
-        layout = layout or layout_for(module)
-        for each in self.passes:
-            for warning in getattr(each, "warnings", _no_warnings)(module, layout, spec):
-                log.warning("%s", warning)
-        kind = device_type or ("cpu" if dist.get_backend() in ("gloo", "fake") else default_device_type())
-        if dist.get_backend() != "fake" and (lacking := self.machine_problems(kind)):
+        spec, layout = self._checked(module, layout, dist.get_world_size())
+        for warning in [text for each in self.passes for text in each.warnings(module, layout, spec)] if dist.get_rank() == 0 else ():
+            log.warning("%s", warning)
+        simulated = runtime.is_simulated()
+        kind = device_type or ("cpu" if simulated or dist.get_backend() == "gloo" else default_device_type())
+        if not simulated and (lacking := self.machine_problems(kind)):
             raise PlanError(lacking)
         device = runtime.device(kind)
         built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-        weights = {name: tensor for name, tensor in state(module) if not tensor.is_meta}
-        world = [0] * dist.get_world_size()
-        check_equal(weights, dict.fromkeys(weights, world), device, "the weights handed to apply")
+        if not simulated:
+            weights = {name: tensor for name, tensor in state(module) if not tensor.is_meta}
+            check_equal(weights, dict.fromkeys(weights, [0] * dist.get_world_size()), device, "the weights handed to apply")
         mesh = spec.build(kind)
         before = list(module.parameters())
-        if any(each.stage in (Stage.DATA, Stage.RECOMPUTE) for each in self.passes):
-            synchronize_batch_norm(module, mesh, [axis for each in self.passes if each.stage == Stage.DATA for axis in each.axes])
+        data_axes = axes_of(self.passes, spec, Role.SAMPLES)
+        if data_axes or any(each.stage == Stage.RECOMPUTE for each in self.passes):
+            synchronize_batch_norm(module, mesh, data_axes)
         self._run_passes(module, layout, mesh)
         if not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
             module.to(device)
         kept = {id(each) for each in module.parameters()}
         data = next((each for each in self.passes if each.stage == Stage.DATA), None)
-        explanation = Explanation(
-            module, str(self), splits_features=spec.axes.get("tp", 1) > 1, unit_pass=None if data is None else _title(data)
-        )
+        splits_features = any(spec.axes[axis] > 1 for axis in axes_of(self.passes, spec, Role.FEATURES))
+        explanation = Explanation(module, str(self), splits_features=splits_features, unit_pass=None if data is None else data.name)
         cycle = Cycle(module, explanation, [each for each in before if id(each) not in kept])
         refuse_copies(module)
         par = Parallelized(module, mesh, spec, self, layout, device, cycle)
-        same = [axis for axis, size in spec.axes.items() if size > 1 and axis not in par.data_axes]
-        sequence_parallel = any(getattr(each, "sequence_parallel", False) and spec.axes[each.axes[0]] > 1 for each in self.passes)
+        same = [axis for axis, size in spec.axes.items() if size > 1 and axis not in data_axes]
+        sequence_parallel = any(each.splits_sequence and any(spec.axes[axis] > 1 for axis in each.axes) for each in self.passes)
         parts, enter = dict([*_parts(module), *find_blocks(module, layout)]), "call the module, or a method by par.register_method(name)"
         if sequence_parallel:
             why = f"it would take this rank's positions for all; {enter}, or use TensorParallel(sequence_parallel=False)"
@@ -178,8 +182,8 @@ class Plan:
             cycle.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)
         cycle.explain_calls(parts.values())
         draws = (layout.dropout or draws_random(module)) and not sequence_parallel
-        cycle.split_test = par.split_test() if self.verify and dist.get_backend() != "fake" else None
-        cycle.agreement = Agreement(module, mesh, [axis for axis in par.data_axes if spec.axes[axis] > 1], same, device, draws=draws)
+        cycle.split_test = par.split_test() if self.verify and not simulated else None
+        cycle.agreement = Agreement(module, mesh, [axis for axis in data_axes if spec.axes[axis] > 1], same, device, draws=draws)
         return par
 
     def prove(self, module: nn.Module, batch: Any, layout: ModelLayout | None = None, *, world_size: int | None = None) -> Verification:
@@ -199,14 +203,13 @@ class Plan:
             ParallelError: naming the modules that differ, by how much, and what to look at.
         """
         size = world_size or (self.mesh.size if isinstance(self.mesh, MeshSpec) and -1 not in self.mesh.axes.values() else None)
-        spec = self.check(module, layout, size)
-        layout = layout_for(module) if layout is None else layout
+        spec, layout = self._checked(module, layout, size)
         blocks = [name for name, _ in find_blocks(module, layout)]
         told = Verification(modules={}, differences=(), skipped={}, seconds=0.0)
         for each in self.passes:
-            if isinstance(each, Splits) and spec.axes[each.axes[0]] > 1:
-                install = partial(_split_copy, each, layout)
-                told = verified(prove(module, install, each.axes[0], spec.axes[each.axes[0]], blocks, batch))
+            for axis in axes_of([each], spec, Role.FEATURES):
+                if spec.axes[axis] > 1:
+                    told = verified(prove(module, partial(_split_copy, each, layout), axis, spec.axes[axis], blocks, batch))
         return told
 
     def _run_passes(self, module: nn.Module, layout: ModelLayout, mesh: Any) -> None:
@@ -219,7 +222,7 @@ class Plan:
             if tied_names(module) != ties:
                 raise MeshparError(f"{each.name} untied tied parameters: expected {ties}, got {tied_names(module)}")
 
-    def describe(self, module: nn.Module, layout: ModelLayout | None = None, *, world_size: int) -> Any:
+    def describe(self, module: nn.Module, layout: ModelLayout | None = None, *, world_size: int) -> Description:
         """Return what the fullest rank of ``world_size`` would hold, block by block; see :meth:`Parallelized.describe`.
 
         Applies the real passes to ``module`` (which must be on meta, and is of no use afterwards) in a simulated process group, in
@@ -233,7 +236,7 @@ class Plan:
             return self.apply(module, layout, device_type="cpu").describe()
 
 
-def _split_copy(each: Splits, layout: ModelLayout, module: nn.Module, mesh: Any, group: Any, rank: int) -> Any:
+def _split_copy(each: Pass, layout: ModelLayout, module: nn.Module, mesh: Any, group: Any, rank: int) -> Any:
     return each.split(module, layout, mesh, group, rank)
 
 
@@ -247,18 +250,6 @@ def _parts(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]
             yield full, child
 
 
-def _title(each: Pass) -> str:
-    return str(getattr(each, "name", type(each).__name__))
-
-
-def _no_warnings(module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-    return iter(())
-
-
-def _no_problems(device_type: str) -> Iterator[str]:
-    return iter(())
-
-
 def _check_arguments(mesh: object, passes: object) -> None:
     """Raise for a mesh and passes of another kind than a plan takes: a pass that stands alone, text, a dict."""
     if not isinstance(mesh, MeshSpec | str):
@@ -268,7 +259,7 @@ def _check_arguments(mesh: object, passes: object) -> None:
         )
     if isinstance(passes, str) or not isinstance(passes, Iterable):
         kind = passes if isinstance(passes, type) else type(passes)
-        inside = f"{kind.__name__}()" if isinstance(passes, Pass) else "FullyShard()"
+        inside = f"{kind.__name__}()" if issubclass(kind, Pass) else "FullyShard()"
         raise PlanError([f"a plan's passes are {_shown(passes)}; expected a list of passes: write Plan({str(mesh)!r}, [{inside}])"])
 
 
@@ -286,45 +277,58 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _is_pass(each: object) -> bool:
-    return isinstance(each, Pass) and not isinstance(each, type)
-
-
-def _shape_problems(passes: Sequence[Pass]) -> Iterator[str]:
-    """Yield objects that are no passes, and a wrong order."""
-    wrong: list[object] = [each for each in passes if not _is_pass(each)]
-    for each in wrong:
-        missing = [member for member in ("name", "stage", "axes", "problems", "apply") if not hasattr(each, member)]
+def _shape_problems(passes: Sequence[object]) -> Iterator[str]:
+    """Yield objects that are no passes."""
+    for each in passes:
         if isinstance(each, type):
             yield f"{each.__name__} is a class, not a pass; expected an object: write {each.__name__}()"
-        else:
-            yield f"{_shown(each)} is not a pass: it lacks {', '.join(missing)}; write an object, such as FullyShard()"
-    if wrong:
-        return
+        elif not isinstance(each, Pass):
+            kind = type(each).__name__
+            yield f"{_shown(each)} is not a pass: {kind} does not inherit meshpar.Pass; write an object of a pass, such as FullyShard()"
+
+
+def _order_problems(passes: Sequence[Pass]) -> Iterator[str]:
     ordered = sorted(passes, key=lambda each: each.stage)
     if [each.stage for each in passes] != [each.stage for each in ordered]:
-        yield f"passes stand out of order ({' -> '.join(map(_title, passes))}); write {' -> '.join(map(_title, ordered))}"
+        yield f"passes stand out of order ({_arrows(passes)}); write {_arrows(ordered)}"
+
+
+def _arrows(passes: Sequence[object]) -> str:
+    return " -> ".join(each.name if isinstance(each, Pass) else _shown(each) for each in passes)
 
 
 def _axis_problems(passes: Sequence[Pass], mesh: MeshSpec) -> Iterator[str]:
     """Yield axes that are absent, claimed twice, or claimed by nobody."""
     claimed: dict[str, str] = {}
     for each in passes:
-        for axis in getattr(each, "axes", ()):
+        for axis in each.axes:
             if axis not in mesh.axes:
                 has = ", ".join(f"{name}={size}" for name, size in mesh.axes.items()) or "no axes"
-                yield f"{_title(each)} needs axis {axis!r}, which the mesh ({has}) lacks; add {axis}=... to the mesh or drop {_title(each)}"
+                yield f"{each.name} needs axis {axis!r}, which the mesh ({has}) lacks; add {axis}=... to the mesh or drop {each.name}"
             elif axis in claimed:
-                yield f"axis {axis!r} is claimed by {claimed[axis]} and by {_title(each)}; keep one of them"
+                yield f"axis {axis!r} is claimed by {claimed[axis]} and by {each.name}; keep one of them"
             else:
-                claimed[axis] = _title(each)
+                claimed[axis] = each.name
+            if each.roles[axis] in (Role.POSITIONS, Role.LAYERS) and mesh.axes.get(axis, 1) > 1:
+                yield (
+                    f"{each.name} gives axis {axis!r} the role {each.roles[axis].name}, over which nothing sums gradients yet; use an axis "
+                    "of Role.SAMPLES or Role.FEATURES"
+                )
     for axis, size in mesh.axes.items():
         if size > 1 and axis not in claimed:
-            suggestion = {"dp_shard": "FullyShard()", "dp_replicate": "Replicate()", "tp": "TensorParallel()"}.get(axis, "a pass for it")
             yield (
                 f"axis {axis!r} (size {size}) is claimed by no pass, so its ranks would repeat one another's work; "
-                f"add {suggestion} or drop {axis} from the mesh"
+                f"add {_pass_for(axis)} or drop {axis} from the mesh"
             )
+
+
+def _pass_for(axis: str) -> str:
+    """Return how to write the installed pass that claims ``axis`` and as few others as possible."""
+    kinds = [registry.plugin("meshpar.passes", name) for name in registry.names("meshpar.passes")]
+    fitting = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Pass) and axis in kind.roles]
+    return f"{min(fitting, key=lambda kind: len(kind.roles)).__name__}()" if fitting else "a pass for it"
+
+
 
 
 def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
@@ -333,7 +337,7 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
     if split := [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]:
         yield f"the module is parallelized already ({split[0]} is a DTensor); apply a plan once, to a module as it was built"
         return
-    ready = [each for each in passes if _is_pass(each) and all(axis in mesh.axes for axis in each.axes)]
+    ready = [each for each in passes if all(axis in mesh.axes for axis in each.axes)]
     for each in ready:
         yield from each.problems(module, layout, mesh)
     for group in layout.tied:
@@ -342,8 +346,7 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
             yield f"layout.tied names {absent[0]!r}, which the model does not have"
         elif len({id(parameters[name]) for name in group}) > 1:
             yield f"layout.tied says that {' and '.join(group)} are one tensor, but the model holds them apart; tie them or drop the entry"
-    data_axes = [axis for each in ready if each.stage == Stage.DATA for axis in each.axes if mesh.axes[axis] > 1]
-    if data_axes:
+    if any(mesh.axes[axis] > 1 for axis in axes_of(ready, mesh, Role.SAMPLES)):
         yield from batch_norm_problems(module)
     yield from _unsharded_problems(ready, module, layout, mesh, parameters)
 
@@ -351,10 +354,10 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
 def _unsharded_problems(
     passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec, parameters: Mapping[str, torch.Tensor]
 ) -> Iterator[str]:
-    sharders = [each for each in passes if hasattr(each, "shards") and any(mesh.axes[axis] > 1 for axis in each.axes)]
-    if not sharders:
+    sharders = [each for each in passes if any(mesh.axes[axis] > 1 for axis in each.axes)]
+    split = {name for each in sharders for name in each.shards(module, layout)}
+    if not split:
         return
-    split = {name for each in sharders for name in each.shards(module, layout)}  # type: ignore[attr-defined]
     for name, parameter in parameters.items():
         if name not in split and parameter.numel() >= LARGE_PARAMETER:
             shape = " x ".join(map(str, parameter.shape))

@@ -16,7 +16,7 @@ from meshpar.passes.context import Context
 from meshpar.passes.simulated import Meeting, SimulatedGroup
 from meshpar.verify import SplitTest, Verification, call
 
-Install = Callable[[nn.Module, Any, Any, int], Context]
+Install = Callable[[nn.Module, Any, Any, int], Context | None]
 """``(module, mesh, group, rank) -> context``: splits ``module`` as one rank of the axis holds it."""
 
 
@@ -39,7 +39,9 @@ def prove(module: nn.Module, install: Install, axis: str, size: int, blocks: Seq
         meeting = Meeting(size)
         copies = [copy.deepcopy(module).eval() for _ in range(size)]
         groups = [SimulatedGroup(meeting, rank) for rank in range(size)]
-        contexts = [install(each, mesh, group, rank) for rank, (each, group) in enumerate(zip(copies, groups))]
+        contexts = [context for rank in range(size) if (context := install(copies[rank], mesh, groups[rank], rank)) is not None]
+        if not contexts:  # the pass cannot be tried so
+            return Verification(modules={}, differences=(), skipped={}, seconds=0.0)
         told: list[Verification | BaseException | None] = [None] * size
 
         def run(rank: int) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 
 import torch
@@ -152,7 +153,17 @@ def simulated(size: int, *, as_rank: int = 0) -> Iterator[None]:
     if dist.is_initialized():
         raise LaunchError("a process group is open already; simulate in a process of its own")
     dist.init_process_group("fake", store=FakeStore(), rank=as_rank, world_size=size)
+    before = _SIMULATED.set(True)
     try:
         yield
     finally:
+        _SIMULATED.reset(before)
         dist.destroy_process_group()
+
+
+_SIMULATED = ContextVar("simulated", default=False)
+
+
+def is_simulated() -> bool:
+    """Return whether ranks are simulated: no rank can be compared with another, and this machine is not the one that will train."""
+    return _SIMULATED.get()

@@ -353,7 +353,7 @@ def verified(verification: Verification) -> Verification:
 def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]) -> Iterator[str]:
     """Yield the modules to try: one block of each kind, embeddings and heads beside them, or the model where other styles stand outside."""
     outside = [name for name in context.styles if not _contains(blocks, name) and not any(each.startswith(f"{name}.") for each in blocks)]
-    alone = [name for name in outside if getattr(context.styles[name], "stands_alone", False)]
+    alone = [name for name in outside if context.styles[name].stands_alone]
     if len(alone) < len(outside):
         yield ""
         return

@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from meshpar.loss import token_loss
 from meshpar.mesh import divisors
 from meshpar.passes.collectives import copy_to
-from meshpar.passes.context import Context
+from meshpar.passes.context import Context, Style
 from meshpar.passes.installed import set_attribute, set_forward
 from meshpar.passes.styles import Colwise, Region
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Style):
     """An entry that no style carries out; it says so when the plan is checked."""
 
     reason: str
@@ -30,16 +30,10 @@ class Refused:
         """Yield the reason."""
         yield f"{name}: {self.reason}"
 
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Never reached."""
-
-    def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Never reached."""
-
 
 @final
 @dataclass(frozen=True, slots=True)
-class LatentKeys:
+class LatentKeys(Style):
     """Latent attention's joint projection of compressed keys and values and of the rotary key (DeepSeek-V2, arXiv 2405.04434).
 
     The compressed part goes on through a projection that prepares its input; the rotary part goes straight to this rank's heads, so that
@@ -51,15 +45,7 @@ class LatentKeys:
 
     rotary: Mapping[str, int]
 
-    splits = False
     sums_gradients = True
-
-    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Nothing is split."""
-        return iter(())
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Its parameters stay whole."""
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Sum the rotary part's gradient."""
@@ -75,18 +61,11 @@ class LatentKeys:
 
 @final
 @dataclass(frozen=True, slots=True)
-class FullPositions:
+class FullPositions(Style):
     """On the base model, under sequence parallelism: give it the whole sequence's positions.
 
     Without ``position_ids`` it would count them from its embeddings, of which this rank holds a part.
     """
-
-    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Nothing can be wrong."""
-        return iter(())
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Nothing is split."""
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Fill in ``position_ids``."""
@@ -108,12 +87,10 @@ class FullPositions:
 
 @final
 @dataclass(frozen=True, slots=True)
-class GPT2Attention:
+class GPT2Attention(Style):
     """A region around transformers' GPT-2 attention, which cuts its fused projection by a width that it keeps itself."""
 
-    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Nothing beyond what its projections check."""
-        return iter(())
+    is_region = True
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Make the width this rank's, and make the region known before anything inside is installed."""
@@ -127,7 +104,7 @@ class GPT2Attention:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Heads:
+class Heads(Style):
     """A region around an attention that keeps counts of its heads or features as attributes, which become this rank's.
 
     Attributes:
@@ -136,8 +113,7 @@ class Heads:
 
     local: tuple[str, ...] = ()
 
-    splits = False
-    region = True
+    is_region = True
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield counts that the axis does not divide."""
@@ -163,7 +139,7 @@ def _counts(module: nn.Module) -> list[str]:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Head:
+class Head(Style):
     """The output projection; where its logits stay split over the vocabulary, the model's own loss learns to take them.
 
     Attributes:
@@ -174,7 +150,11 @@ class Head:
     model: Any = field(default=None, repr=False, compare=False)
     gather: str = "loss"
 
-    stands_alone = True
+    splits = stands_alone = True
+
+    @property
+    def splits_logits(self) -> bool:
+        return self.gather == "loss"
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield what the head style finds."""

@@ -18,9 +18,11 @@ from meshpar import (
     MeshError,
     MeshSpec,
     ModelLayout,
+    Pass,
     Plan,
     PlanError,
     Replicate,
+    Role,
     Stage,
     TensorParallel,
     registry,
@@ -244,13 +246,13 @@ def test_wrong_knobs(passes, message):
 
 
 def test_an_object_that_is_no_pass():
-    assert "is not a pass: it lacks name, stage, axes, problems, apply" in problems("dp_shard=8", [object()])[0]
+    assert "is not a pass: object does not inherit meshpar.Pass" in problems("dp_shard=8", [object()])[0]
 
 
 def test_a_class_or_text_in_the_place_of_a_pass():
     assert only("dp_shard=8", [FullyShard]) == "FullyShard is a class, not a pass; expected an object: write FullyShard()"
     text = problems("dp_shard=8", ["fsdp"])[0]
-    assert text == "'fsdp' is not a pass: it lacks name, stage, axes, problems, apply; write an object, such as FullyShard()"
+    assert text == "'fsdp' is not a pass: str does not inherit meshpar.Pass; write an object of a pass, such as FullyShard()"
     assert problems("dp_shard=8", {"fsdp": FullyShard()})[0] == text
 
 
@@ -306,13 +308,8 @@ def test_an_axis_across_nodes_is_a_warning_with_its_cost(caplog):
 
 
 @dataclass
-class Renames:
-    name = "Renames"
-    stage = Stage.TENSOR
-    axes = ("tp",)
-
-    def problems(self, module, layout, mesh):
-        return iter(())
+class Renames(Pass):
+    name, stage, roles = "Renames", Stage.TENSOR, {"tp": Role.FEATURES}
 
     def apply(self, module, layout, mesh):
         module.layers[0].attn.extra = nn.Linear(1, 1, device="meta")

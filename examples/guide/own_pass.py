@@ -1,4 +1,4 @@
-"""A pass of one's own: freeze what a pattern names. Nothing is inherited; the five members make it a pass."""
+"""A pass of one's own: freeze the parameters that a pattern names."""
 
 from collections.abc import Iterator
 
@@ -9,12 +9,11 @@ import meshpar
 from meshpar.patterns import matches
 
 
-class Freeze:
+class Freeze(meshpar.Pass):
     """Freeze every parameter whose name fits a pattern, before anything is sharded."""
 
     name = "Freeze"
     stage = meshpar.Stage.TENSOR
-    axes = ()
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern

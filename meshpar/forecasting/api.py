@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,8 +155,8 @@ def probes(job: Job, layout: ModelLayout) -> list[Job]:
         _, blocks = like_blocks(job.model, layout)
     except MeshparError:
         return [job]
-    period = max([getattr(each, "every", 1) for each in job.plan.passes], default=1)
-    ahead = max([getattr(each, "prefetch_forward", 0) + getattr(each, "prefetch_backward", 1) for each in job.plan.passes], default=0)
+    period = math.lcm(*(each.period for each in job.plan.passes))
+    ahead = max((each.blocks_ahead for each in job.plan.passes), default=1)
     first = _PROBES + max(0, ahead - 1)
     first += (blocks - first) % period
     if blocks <= first + period:

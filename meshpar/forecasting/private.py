@@ -7,7 +7,6 @@ Only the simulation's own process calls these, but for :func:`hidden_propagation
 - ``FakeTensorMode.avoid_device_init``: otherwise ``torch.tensor(x, device=...)`` would be made on the device that does not exist.
 - ``ShardingPropagator._propagate_tensor_meta_non_cached``: DTensor runs operators on fake tensors of the global size to learn shapes;
   nothing of that is allocated, so the recorder must not see it.
-- Our own ``_order`` of regrouped rows and ``check_equal``: they look at values, which simulated tensors do not have.
 - ``_chunk_with_empty``: FSDP2 makes a view for every rank's chunk and uses one; with thousands of ranks that takes minutes.
 """
 
@@ -15,20 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, final, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-import meshpar.plan as plan_module
 from meshpar import runtime
-from meshpar.mesh import MeshSpec
 from meshpar.parallelized import Parallelized
-from meshpar.passes import collectives
 from meshpar.passes.installed import record
 
 __all__ = ["FakeTensor", "Settled", "fake_mode", "hidden_propagation", "register_device", "settle"]
@@ -44,10 +40,8 @@ def register_device(name: str, module: Any) -> None:
     dist.Backend.backend_capability["fake"].append(name)
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[method-assign, assignment]
     _outside_fake_mode(DeviceMesh, "__init__", "__getitem__", "_flatten", "_concatenate")
-    _outside_fake_mode(MeshSpec, "build")
+    _outside_fake_mode(device_mesh, "init_device_mesh")
     _make_chunks_lazy()
-    plan_module.check_equal = lambda *_: None  # type: ignore[assignment]
-    collectives._order = _counted_order
 
 
 def fake_mode() -> FakeTensorMode:
@@ -116,7 +110,7 @@ def hidden_propagation(hide: Callable[[], Any]) -> Iterator[None]:
         setattr(ShardingPropagator, name, inner)
 
 
-def _outside_fake_mode(owner: type, *names: str) -> None:
+def _outside_fake_mode(owner: Any, *names: str) -> None:
     """Let methods that compute rank numbers with real tensors do so."""
     for name in names:
         inner = getattr(owner, name, None)
@@ -164,19 +158,3 @@ def _make_chunks_lazy() -> None:
     for module in (_fsdp_common, _fsdp_param, _fsdp_collectives):
         if hasattr(module, "_chunk_with_empty"):
             setattr(module, "_chunk_with_empty", lazily)  # noqa: B010
-
-
-def _counted_order(rows: int, parts: int, group: dist.ProcessGroup) -> tuple[Tensor, list[int], list[int]]:
-    """Do what ``_order`` does, with rows counted instead of looked up."""
-    counts, me = _rows_by_owner(rows, group.size(), parts), group.rank()
-    return torch.empty(rows, dtype=torch.int64), counts[me], [sent[me] for sent in counts]
-
-
-@cache
-def _rows_by_owner(rows: int, ranks: int, parts: int) -> list[list[int]]:
-    """Return how many of each rank's rows belong to each rank when ``parts`` fused parts are split one by one."""
-    part = rows * ranks // parts
-    counts = [[0] * ranks for _ in range(ranks)]
-    for row in range(rows * ranks):
-        counts[row // rows][row % part // (part // ranks)] += 1
-    return counts

@@ -186,7 +186,7 @@ def run(job: Job) -> Trace:
     single = torch.autograd.set_multithreading_enabled(False)
     with single, runtime.simulated(job.world_size, as_rank=job.rank), private.fake_mode(), kernels_of(job.device):
         par = plan.apply(job.model, job.layout, device_type=device.NAME)
-        initialize.allocate(par.module, par.device, torch.device("cpu") if _offloads(plan) else par.device)
+        initialize.allocate(par.module, par.device, par.home)
         private.settle(par, job.device)
         par.module.train()
         optimizer = build_adamw(par.module, AdamWSettings(fused=True))
@@ -205,12 +205,8 @@ def run(job: Job) -> Trace:
 
 def _uncompiled(plan: Plan) -> tuple[Plan, bool]:
     """Take compilation out: Inductor does not run on tensors without memory, so eager memory stands in for compiled."""
-    kept = [each for each in plan.passes if each.name != "Compile"]
+    kept = [each for each in plan.passes if not each.compiles]
     return Plan(plan.mesh, kept), len(kept) < len(plan.passes)
-
-
-def _offloads(plan: Plan) -> bool:
-    return any(getattr(each, "offload", None) == "cpu" for each in plan.passes)
 
 
 def _fill_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -129,7 +129,7 @@ def record_step(
         exact=exact,
         parameters=sum(each.numel() for each in par.module.parameters()) if parameters is None else parameters,
         phases=phases,
-        compiled=any(getattr(each, "name", "") == "Compile" for each in par.plan.passes),
+        compiled=any(each.compiles for each in par.plan.passes),
     )
 
 

@@ -1,6 +1,6 @@
 """The passes: one technique each."""
 
-from meshpar.passes.base import Pass, Stage
+from meshpar.passes.base import Pass, Role, Stage
 from meshpar.passes.compile import Compile
 from meshpar.passes.float8 import Float8
 from meshpar.passes.recompute import ActivationCheckpoint
@@ -8,4 +8,4 @@ from meshpar.passes.replicate import Replicate
 from meshpar.passes.shard import FullyShard, HybridShard
 from meshpar.passes.tensor import TensorParallel
 
-__all__ = ["ActivationCheckpoint", "Compile", "Float8", "FullyShard", "HybridShard", "Pass", "Replicate", "Stage", "TensorParallel"]
+__all__ = ["ActivationCheckpoint", "Compile", "Float8", "FullyShard", "HybridShard", "Pass", "Replicate", "Role", "Stage", "TensorParallel"]

@@ -1,10 +1,11 @@
-"""The protocol of a pass, and the order in which passes stand."""
+"""What a pass is, what it declares, and in which order passes apply."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,54 +18,132 @@ from meshpar.patterns import find_modules, is_called, nearest
 class Stage(enum.IntEnum):
     """When a pass applies.
 
-    Tensor parallelism decides what a layer computes, so it comes before anything that wraps the layer; data parallelism shards
-    whatever the others left, so it comes last.
+    Tensor parallelism decides what a layer computes, so it applies before anything that wraps the layer. Data parallelism shards the
+    parameters that the others left, so it applies last.
     """
 
     TENSOR = 1
-    RECOMPUTE = 2
-    COMPILE = 3
-    DATA = 4
+    PRECISION = 2
+    RECOMPUTE = 3
+    COMPILE = 4
+    DATA = 5
 
 
-@runtime_checkable
-class Pass(Protocol):
-    """One technique. Any object with these members is one; nothing has to be inherited or imported.
+class Role(enum.Enum):
+    """What differs between the ranks of an axis. The core derives batches, seeds, reductions and checks from the roles.
 
-    Attributes:
-        name: how messages call it.
-        stage: when it applies (a :class:`Stage` or its number).
-        axes: the mesh axes it claims; each must be in the mesh, and no other pass may claim it. The ranks of an axis that a
-            ``Stage.DATA`` pass claims get different data.
-
-    Three more members are asked for where they exist: ``warnings(module, layout, mesh) -> Iterator[str]``;
-    ``machine_problems(device_type) -> Iterator[str]``, what the machine lacks that runs a rank, which a plan may be checked and forecast
-    without; and ``shards(module, layout) -> set[str]``, the names of the parameters that it splits.
+    - ``SAMPLES``: each rank gets different samples; gradients are averaged over the axis, and random state differs.
+    - ``POSITIONS``: each rank gets the same samples, at different positions of the sequence.
+    - ``FEATURES``: each rank gets the same samples and computes a different part of a layer; random state agrees where activations are
+      whole, and a parameter that every rank keeps whole must get one gradient.
+    - ``LAYERS``: each rank computes different layers.
     """
 
+    SAMPLES = "samples"
+    POSITIONS = "positions"
+    FEATURES = "features"
+    LAYERS = "layers"
+
+
+class Pass:
+    """One technique. Inherit this class, declare what differs from the defaults, and define ``apply``.
+
+    >>> class Double(Pass):
+    ...     name, stage = "Double", Stage.TENSOR
+    ...
+    ...     def apply(self, module, layout, mesh):
+    ...         module.register_forward_hook(lambda module, args, output: 2 * output)
+
+    Attributes:
+        name: the name in messages.
+        stage: when the pass applies: a :class:`Stage` or its number.
+        roles: mesh axis -> what differs between its ranks. The pass claims these axes: each must be in the mesh, and no other pass may
+            claim it.
+    """
+
+    __slots__ = ()
+
+    name: str
+    stage: int
+    roles: Mapping[str, Role] = MappingProxyType({})
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if missing := [each for each in ("name", "stage") if each not in dir(cls)] + (["apply"] if cls.apply is Pass.apply else []):
+            raise TypeError(f"{cls.__name__} inherits Pass and does not define {', '.join(missing)}; see help(meshpar.Pass)")
+
     @property
-    def name(self) -> str: ...
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that the pass claims."""
+        return tuple(self.roles)
+
     @property
-    def stage(self) -> int: ...
+    def splits_sequence(self) -> bool:
+        """Whether activations between layers are split along the sequence over the pass's axis.
+
+        Its ranks then draw different random numbers everywhere, and a block cannot be called alone.
+        """
+        return False
+
     @property
-    def axes(self) -> tuple[str, ...]: ...
+    def keeps_on_host(self) -> bool:
+        """Whether parameters, gradients and optimizer state live in host memory."""
+        return False
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the pass changes how fast a step runs, and not what it computes: the forecast replays a step without it."""
+        return False
+
+    @property
+    def period(self) -> int:
+        """Number of blocks after which the treatment of blocks repeats. The forecast replays at least one period."""
+        return 1
+
+    @property
+    def blocks_ahead(self) -> int:
+        """Largest number of blocks whose parameters are gathered before they are used."""
+        return 1
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-        """Yield what is wrong, one line each. Pure: looks at names and shapes, touches nothing, and no rank talks to another."""
+        """Yield every reason why the pass cannot apply, one line each. Pure: reads names and shapes, without communication."""
+        return iter(())
+
+    def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        """Yield what works and costs more than it needs to, one line each. Pure."""
+        return iter(())
+
+    def machine_problems(self, device_type: str) -> Iterator[str]:
+        """Yield what this machine lacks to run a rank on a device of this type. A check or a forecast on another machine ignores it."""
+        return iter(())
+
+    def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
+        """Return the names of the parameters that the pass splits over its axes. Pure."""
+        return set()
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        """Work in place and keep every parameter's name. ``mesh`` has the plan's axes by name. Collective: every rank calls it."""
+        """Change ``module`` in place and keep the name of every parameter. Collective: every rank calls it.
 
-
-@runtime_checkable
-class Splits(Protocol):
-    """A pass that splits features over its one axis, and can do so for one simulated rank."""
-
-    @property
-    def axes(self) -> tuple[str, ...]: ...
+        Args:
+            module: the model.
+            layout: its description.
+            mesh: has the plan's axes by name.
+        """
+        raise NotImplementedError
 
     def split(self, module: nn.Module, layout: ModelLayout, axis: DeviceMesh, group: Any, rank: int) -> Any:
-        """Split ``module`` in place as ``rank`` of ``axis`` holds it, with collectives on ``group``; return what its styles share."""
+        """Do what ``apply`` does for one simulated ``rank`` of a ``FEATURES`` axis, with collectives on ``group``.
+
+        Returns:
+            The :class:`meshpar.passes.context.Context` that the styles share; None where the pass cannot be tried without processes.
+        """
+        return None
+
+
+def axes_of(passes: Iterable[Pass], mesh: MeshSpec, *roles: Role) -> tuple[str, ...]:
+    """Return the axes of a resolved mesh, outermost first, to which a pass gives one of these roles."""
+    claimed = {axis for each in passes for axis, role in each.roles.items() if role in roles}
+    return tuple(axis for axis in mesh.axes if axis in claimed)
 
 
 def find_blocks(module: nn.Module, layout: ModelLayout, override: tuple[str, ...] | None = None) -> list[tuple[str, nn.Module]]:

@@ -7,6 +7,7 @@ gradients of gradients are exact, too.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -218,8 +219,26 @@ class _Ungroup(torch.autograd.Function):
 
 def _order(rows: int, parts: int, group: dist.ProcessGroup) -> tuple[Tensor, list[int], list[int]]:
     """Return in which order this rank sends its rows, and how many rows it sends to and receives from each rank."""
-    ranks, me, part = group.size(), group.rank(), rows * group.size() // parts
+    ranks, me = group.size(), group.rank()
+    counts, part = rows_by_owner(rows, ranks, parts), rows * ranks // parts
     # Row g of the whole belongs to the rank that holds its place within its part.
-    goes_to = torch.arange(rows * ranks, device="cpu").remainder(part).div(part // ranks, rounding_mode="floor").view(ranks, rows)
-    sent = torch.bincount(goes_to[me], minlength=ranks).tolist()
-    return goes_to[me].argsort(stable=True), sent, (goes_to == me).sum(1).tolist()
+    goes_to = torch.arange(rows * me, rows * (me + 1), device="cpu").remainder(part).div(part // ranks, rounding_mode="floor")
+    return goes_to.argsort(stable=True), counts[me], [sent[me] for sent in counts]
+
+
+@cache
+def rows_by_owner(rows: int, ranks: int, parts: int) -> list[list[int]]:
+    """Return how many of each rank's ``rows`` belong to each rank when ``parts`` fused parts are split one by one.
+
+    Counted by whole runs, without a tensor: a simulated rank has none to read.
+    """
+    width = rows // parts  # rows of one part that one rank owns, in sequence
+    counts = [[0] * ranks for _ in range(ranks)]
+    for run in range(parts * ranks):
+        begin, owner = run * width, run % ranks
+        while begin < (run + 1) * width:
+            holder = begin // rows
+            end = min((run + 1) * width, (holder + 1) * rows)
+            counts[holder][owner] += end - begin
+            begin = end
+    return counts

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
-from meshpar.passes.base import Stage, block_problems, find_blocks
+from meshpar.passes.base import Pass, Stage, block_problems, find_blocks
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compile:
+class Compile(Pass):
     """Compile each block in place, which keeps names and compiles like blocks once.
 
     Args:
@@ -35,7 +35,7 @@ class Compile:
 
     name = "Compile"
     stage = Stage.COMPILE
-    axes = ()
+    compiles = True
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from block_problems(self.name, module, layout, self.blocks)

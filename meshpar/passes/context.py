@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from meshpar.passes.collectives import copy_to, gather_partial, reduce_from, red
 from meshpar.passes.installed import set_forward
 from meshpar.passes.random import SplitState
 from meshpar.replicas import Looks, same
-
-if TYPE_CHECKING:
-    from meshpar.passes.styles import Region
 
 SEQUENCE_DIM = 1
 """Activations are (batch, sequence, features)."""
@@ -88,7 +85,7 @@ class Context:
     arrivals: Arrivals | None = None
     placed: dict[int, nn.Parameter] = field(default_factory=dict)
     replaced: list[nn.Parameter] = field(default_factory=list)
-    regions: dict[str, Region] = field(default_factory=dict)
+    regions: dict[str, Style] = field(default_factory=dict)
     styles: dict[str, Style] = field(default_factory=dict)
     joining: set[str] = field(default_factory=set)
 
@@ -136,7 +133,7 @@ class Context:
             return
         self.arrivals.agree(name, x, self.group)
 
-    def region_of(self, name: str) -> Region | None:
+    def region_of(self, name: str) -> Style | None:
         """Return the innermost region around the module called ``name``."""
         parts = name.split(".")
         return next((self.regions[outer] for n in range(len(parts), 0, -1) if (outer := ".".join(parts[:n])) in self.regions), None)
@@ -165,15 +162,53 @@ class Context:
         return reduce_scatter(x, SEQUENCE_DIM, group)
 
 
-@runtime_checkable
-class Style(Protocol):
-    """How one kind of module is split. A layout may bring its own."""
+class Style:
+    """How one kind of module is split. Inherit this class, declare what differs from the defaults, and define ``install``."""
+
+    __slots__ = ()
+
+    @property
+    def splits(self) -> bool:
+        """Whether each rank holds a part of the module's own parameters."""
+        return False
+
+    @property
+    def is_region(self) -> bool:
+        """Whether each rank computes a part inside of the module, between one preparation of its input and one reduction."""
+        return False
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether ranks use parameters whole on their part of heads or features, so that gradients are summed over the axis."""
+        return False
+
+    @property
+    def splits_logits(self) -> bool:
+        """Whether the output may stay split over the vocabulary for the loss."""
+        return False
+
+    @property
+    def splits_positions(self) -> bool:
+        """Whether the module, an embedding, can return this rank's positions of the sequence."""
+        return False
+
+    @property
+    def local(self) -> tuple[str, ...]:
+        """Keyword names of a region's inputs that hold this rank's heads already."""
+        return ()
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether input and output are not split, so that the module can be tried by itself."""
+        return False
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield why ``module`` cannot be split over ``size`` ranks; pure."""
+        """Yield why ``module`` cannot be split over ``size`` ranks. Pure."""
+        return iter(())
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Replace the parameters that are split by DTensors on ``context.mesh``."""
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Make the module compute with its shards."""
+        raise NotImplementedError

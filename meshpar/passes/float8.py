@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar.errors import MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
-from meshpar.passes.base import Stage, block_problems, find_blocks
+from meshpar.passes.base import Pass, Stage, block_problems, find_blocks
 from meshpar.passes.local import set_product
 from meshpar.patterns import matches
 from meshpar.placements import local_tensor
@@ -30,11 +30,11 @@ _NO_TORCHAO = "Float8 needs torchao, which is not installed; install it with: pi
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Float8:
+class Float8(Pass):
     """Let the linear layers of the blocks multiply in float8 (arXiv 2209.05433), through torchao's casts and products.
 
     Weights, their gradients and what the optimizer keeps stay as they are; a product casts both sides and scales them. The layers keep
-    their class and parameters, so sharding, checkpoints and names are untouched, and FSDP2 gathers in ``param_dtype``. It stands after
+    their class and parameters, so sharding, checkpoints and names are untouched, and FSDP2 gathers in ``param_dtype``. It applies after
     TensorParallel and before Compile, without which float8 is rather slower than bfloat16.
 
     What a rank scales is what it holds: with ``rowwise_with_gw_hp`` a token's result does not depend on the others of its batch, so any
@@ -55,8 +55,7 @@ class Float8:
     blocks: tuple[str, ...] | None = None
 
     name = "Float8"
-    stage = Stage.RECOMPUTE
-    axes = ()
+    stage = Stage.PRECISION
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from block_problems(self.name, module, layout, self.blocks)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from meshpar.mesh import divisors
 from meshpar.passes.collectives import copy_to, copy_weight, gather_replicated, regroup
-from meshpar.passes.context import Context
+from meshpar.passes.context import Context, Style
 from meshpar.passes.installed import set_forward
 from meshpar.passes.local import empty_problems, features_of, is_transposed, linear, local, replaced_problems, shard_parameter
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class Parts(Style):
     """A module that computes with this rank's part of its own parameters.
 
     Attributes:
@@ -35,6 +35,8 @@ class Parts:
     added: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
     sums: bool = False
+
+    splits = True
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield parameters that have no rule, and dims that the axis does not divide."""
@@ -89,7 +91,7 @@ class Parts:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class Experts(Style):
     """Experts in stacked parameters (experts, ...): each rank holds whole experts, and runs them on the tokens that chose them.
 
     The forward takes (hidden states, chosen experts, their weights) and passes over a chosen number that is beyond the held experts, as
@@ -100,6 +102,8 @@ class Experts:
     """
 
     otherwise: Parts | None = None
+
+    splits = True
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield a number of experts that the axis does not divide, where there is no other way."""
@@ -149,14 +153,15 @@ class Experts:
 
 @final
 @dataclass(frozen=True, slots=True)
-class FeatureTable:
+class FeatureTable(Style):
     """An embedding split by features: each rank looks up a slice of every vector, and the slices are joined unless ``gather`` is False."""
 
     gather: bool = True
 
+    splits = True
+
     @property
     def stands_alone(self) -> bool:
-        """Whether what goes in and comes out is not split, so that it can be tried by itself."""
         return self.gather
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
@@ -184,16 +189,13 @@ class FeatureTable:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Shared:
+class Shared(Style):
     """A module whose output every rank adds to a partial sum: each adds its share of it."""
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield parameters, which it must not have."""
         if any(True for _ in module.parameters()):
             yield f"{name} has parameters, whose gradients a share would scale; leave it out of the table"
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Nothing is split."""
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Divide by the number of ranks."""
@@ -203,20 +205,13 @@ class Shared:
 
 @final
 @dataclass(frozen=True, slots=True)
-class CopiedHeads:
+class CopiedHeads(Style):
     """A projection to fewer heads (keys, values) than ranks: it stays whole, and each rank computes the one head that its queries share.
 
     The gradients of the ranks that share a head, and of those that use others, are summed.
     """
 
     heads: int
-
-    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Checked where the heads are counted."""
-        return iter(())
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Its parameters stay whole."""
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Compute with this rank's head of the weight and bias."""

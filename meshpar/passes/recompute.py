@@ -19,7 +19,7 @@ from meshpar import _torch
 from meshpar.errors import MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
-from meshpar.passes.base import Stage, block_problems, find_blocks
+from meshpar.passes.base import Pass, Stage, block_problems, find_blocks
 from meshpar.passes.batch_norm import RECOMPUTED
 from meshpar.passes.installed import record
 
@@ -29,7 +29,7 @@ SAVED_BY_SELECTIVE = ("scaled_dot_product", "flash_attention", "flex_attention",
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationCheckpoint:
+class ActivationCheckpoint(Pass):
     """Recompute the blocks' activations in backward (arXiv 1604.06174).
 
     Args:
@@ -47,7 +47,10 @@ class ActivationCheckpoint:
 
     name = "ActivationCheckpoint"
     stage = Stage.RECOMPUTE
-    axes = ()
+
+    @property
+    def period(self) -> int:
+        return self.every
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from block_problems(self.name, module, layout, self.blocks)

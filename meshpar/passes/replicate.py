@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import final
 
 from torch import nn
@@ -12,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar import _torch
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
-from meshpar.passes.base import Stage
+from meshpar.passes.base import Pass, Role, Stage
 from meshpar.passes.shard import Precision, cast_buffers, unit_content_problems
 from meshpar.passes.whole import kept_whole
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replicate(Precision):
+class Replicate(Precision, Pass):
     """Keep the whole model on every rank of ``dp_replicate`` and average gradients, block by block, while backward runs.
 
     Composes with :class:`TensorParallel`; for copies of a sharded model use :class:`HybridShard`.
@@ -27,7 +28,7 @@ class Replicate(Precision):
 
     name = "Replicate"
     stage = Stage.DATA
-    axes = ("dp_replicate",)
+    roles = MappingProxyType({"dp_replicate": Role.SAMPLES})
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from self.common_problems(self.name, module, layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, final
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
-from meshpar.passes.base import Stage, block_problems, find_blocks, unmatched
+from meshpar.passes.base import Pass, Role, Stage, block_problems, find_blocks, unmatched
 from meshpar.passes.whole import WholeParameters, kept_whole
 from meshpar.patterns import find_modules, matches, nearest
 
@@ -110,6 +111,16 @@ class _Sharding(Precision):
     prefetch_backward: int = 1
     min_params: int = 0
 
+    @property
+    def keeps_on_host(self) -> bool:
+        """Parameters, gradients and optimizer state live in host memory."""
+        return self.offload == "cpu"
+
+    @property
+    def blocks_ahead(self) -> int:
+        """Largest number of blocks whose parameters are gathered before they are used."""
+        return self.prefetch_forward + self.prefetch_backward
+
     def unit_problems(self, owner: str, module: nn.Module, layout: ModelLayout, shards: int) -> Iterator[str]:
         """Yield what is wrong with the units and the knobs, for a shard group of ``shards`` ranks."""
         yield from self.common_problems(owner, module, layout)
@@ -158,12 +169,12 @@ class _Sharding(Precision):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FullyShard(_Sharding):
+class FullyShard(_Sharding, Pass):
     """Split every parameter over the ``dp_shard`` axis (ZeRO-3, arXiv 1910.02054; FSDP2). Ranks of the axis see different data."""
 
     name = "FullyShard"
     stage = Stage.DATA
-    axes = ("dp_shard",)
+    roles = MappingProxyType({"dp_shard": Role.SAMPLES})
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from self.unit_problems(self.name, module, layout, mesh.axes["dp_shard"])
@@ -174,7 +185,7 @@ class FullyShard(_Sharding):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HybridShard(_Sharding):
+class HybridShard(_Sharding, Pass):
     """Split parameters over ``dp_shard``, keep copies over ``dp_replicate`` (FSDP2 on a 2-D mesh).
 
     With ``dp_shard`` inside a node and ``dp_replicate`` across nodes (``MeshSpec.auto``) the gathers stay inside the nodes, and one
@@ -183,7 +194,7 @@ class HybridShard(_Sharding):
 
     name = "HybridShard"
     stage = Stage.DATA
-    axes = ("dp_replicate", "dp_shard")
+    roles = MappingProxyType({"dp_replicate": Role.SAMPLES, "dp_shard": Role.SAMPLES})
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from self.unit_problems(self.name, module, layout, mesh.axes["dp_shard"])

@@ -37,7 +37,7 @@ from meshpar.passes.vocabulary import Vocabulary
 
 @final
 @dataclass(frozen=True, slots=True)
-class Region:
+class Region(Style):
     """A module whose inside is split: one preparation of its input serves all projections in it.
 
     Attributes:
@@ -46,11 +46,7 @@ class Region:
 
     local: tuple[str, ...] = ()
 
-    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        return iter(())
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Nothing of its own is split."""
+    is_region = True
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         # Not a forward hook: recomputation and FSDP2 hook the same module, and their hooks must see the input as it came.
@@ -91,7 +87,7 @@ class Region:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Colwise:
+class Colwise(Style):
     """A linear layer split by output features; ``parts`` > 1 where that many equal projections are fused.
 
     ``gather`` says what becomes of the output: ``"no"`` (it stays split), ``"yes"`` (joined again), ``"loss"`` (joined unless the plan
@@ -101,10 +97,15 @@ class Colwise:
     parts: int = 1
     gather: str = "no"
 
+    splits = True
+
     @property
     def stands_alone(self) -> bool:
-        """Whether what goes in and comes out is not split, so that it can be tried by itself."""
         return self.gather != "no"
+
+    @property
+    def splits_logits(self) -> bool:
+        return self.gather == "loss"
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         features = features_of(module)
@@ -157,13 +158,15 @@ class Colwise:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Rowwise:
+class Rowwise(Style):
     """A linear layer split by input features; the partial sums are reduced and the bias is added once.
 
     ``split_input`` where the input comes whole, and each rank takes its features of it.
     """
 
     split_input: bool = False
+
+    splits = True
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         features = features_of(module)
@@ -193,19 +196,13 @@ class Rowwise:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class Sequence(Style):
     """A module that runs between the regions: under sequence parallelism on this rank's positions, otherwise as it is.
 
     An embedding (of positions) looks up every position and keeps this rank's; other modules (norms) get theirs as input.
     """
 
-    stands_alone = True
-
-    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        return iter(())
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Its parameters stay whole."""
+    stands_alone = splits_positions = True
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         if not context.sequence_parallel:
@@ -224,14 +221,10 @@ class Sequence:
 
 @final
 @dataclass(frozen=True, slots=True)
-class GradSum:
+class GradSum(Style):
     """A replicated module applied to this rank's slice of heads (q/k norms): its gradients are summed over the axis."""
 
-    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        return iter(())
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Its parameters stay whole."""
+    sums_gradients = True
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         sum_gradients(name, module, context)
@@ -253,7 +246,8 @@ def parse(text: Any) -> Style:
     return STYLES[name]()
 
 
-PARAMETER_STYLES = ("per_head", "grad_sum")
+PER_HEAD = "per_head"
+PARAMETER_STYLES = (PER_HEAD, "grad_sum")
 """The styles of a single parameter, whose pattern names it: split along its first dim, or whole with its gradient summed."""
 
 STYLES: dict[str, Callable[[], Style]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, final
 
 import torch.distributed as dist
@@ -13,14 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
-from meshpar.passes.base import Stage, find_blocks, unmatched
+from meshpar.passes.base import Pass, Role, Stage, find_blocks, unmatched
 from meshpar.passes.context import Arrivals, Context, Style
 from meshpar.passes.installed import record, set_attribute
 from meshpar.passes.local import keep_whole, see_whole
 from meshpar.passes.parts import CopiedHeads, Parts
 from meshpar.passes.random import SplitState, draws_random
-from meshpar.passes.styles import PARAMETER_STYLES, Colwise, Region, parse
-from meshpar.passes.vocabulary import Vocabulary
+from meshpar.passes.styles import PARAMETER_STYLES, PER_HEAD, Colwise, Sequence, parse
 from meshpar.patterns import find_modules, matches
 
 __all__ = ["Style", "TensorParallel"]
@@ -29,8 +29,27 @@ _WHOLE_SHARE = 0.25
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A layout's table, parsed: module pattern -> style, parameter pattern -> text, and the problems of entries that cannot be parsed."""
+
+    modules: dict[str, Style] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Every pattern of the table."""
+        return (*self.modules, *self.parameters)
+
+    def covers(self, name: str) -> bool:
+        """Whether a pattern names the parameter ``name`` itself."""
+        return any(matches(pattern, name) for pattern in self.parameters)
+
+
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorParallel:
+class TensorParallel(Pass):
     """Split the features of linear layers and the vocabulary over the ``tp`` axis (Megatron-LM, arXiv 1909.08053).
 
     Args:
@@ -49,7 +68,11 @@ class TensorParallel:
 
     name = "TensorParallel"
     stage = Stage.TENSOR
-    axes = ("tp",)
+    roles = MappingProxyType({"tp": Role.FEATURES})
+
+    @property
+    def splits_sequence(self) -> bool:
+        return self.sequence_parallel
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from _once(self._every_problem(module, layout, mesh.axes["tp"]))
@@ -58,17 +81,11 @@ class TensorParallel:
         if "tp" in layout.refusals:
             yield layout.refusals["tp"]
             return
-        table = self._table(layout)
-        if not table:
+        table = self._table(module, layout)
+        yield from table.problems
+        if not (table.modules or table.parameters or table.problems):
             yield "TensorParallel has nothing to do: the layout has no table; give ModelLayout(tensor={'layers.*.up': 'colwise', ...})"
-        for pattern, text in table.items():
-            if _names_parameters(module, pattern):
-                continue
-            try:
-                style = parse(text)
-            except ValueError as error:
-                yield f"{pattern!r}: {error}"
-                continue
+        for pattern, style in table.modules.items():
             found = list(find_modules(module, pattern))
             if not found:
                 yield unmatched(f"tensor-parallel pattern {pattern!r}", pattern, module)
@@ -76,13 +93,12 @@ class TensorParallel:
                 yield from style.problems(name, child, size)
         for name, owner, parts in _parameter_styles(module, table):
             yield from parts.problems(name, owner, size)
-        yield from _parameter_problems(module, table)
         yield from self._head_problems(module, layout, size)
-        yield from self._tie_problems(module, layout, table)
+        yield from self._tie_problems(module, layout)
         yield from _region_problems(module, table)
         yield from _own_problems(module, table)
         yield from _sum_problems(module, table)
-        if self.sequence_parallel and "sequence" not in table.values():
+        if self.sequence_parallel and not any(isinstance(style, Sequence) for style in table.modules.values()):
             yield "sequence_parallel needs the layout to say which modules run between regions ('sequence'); it names none: leave it off"
         if self.sequence_parallel and not _splits_sequence(module, table):
             yield (
@@ -90,7 +106,7 @@ class TensorParallel:
                 "'sequence' for positions); it names none, so that every rank would take the whole for its part: name it, or leave "
                 "sequence_parallel off"
             )
-        if self.loss_parallel and not any(text == "head" or getattr(text, "gather", None) == "loss" for text in table.values()):
+        if self.loss_parallel and not any(style.splits_logits for style in table.modules.values()):
             yield "loss_parallel needs a 'head' in the layout's tensor-parallel table; it names none: leave it off"
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
@@ -109,13 +125,11 @@ class TensorParallel:
             )
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
-        table = self._table(layout)
-        whole = ("region", "sequence", "grad_sum")
-        splitting = [pattern for pattern, text in table.items() if text not in whole and getattr(text, "splits", True)]
-        owners = {name for pattern in splitting for name, _ in find_modules(module, pattern)}
+        table = self._table(module, layout)
+        owners = {name for pattern, style in table.modules.items() if style.splits for name, _ in find_modules(module, pattern)}
         names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        direct = {name for name in names if any(matches(pattern, name) for pattern in splitting)}
-        return direct | {name for name in names if name.rpartition(".")[0] in owners}
+        split = [pattern for pattern, text in table.parameters.items() if text == PER_HEAD]
+        return {name for name in names if name.rpartition(".")[0] in owners or any(matches(pattern, name) for pattern in split)}
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         axis = mesh["tp"]
@@ -139,13 +153,12 @@ class TensorParallel:
         return context
 
     def _install(self, module: nn.Module, layout: ModelLayout, context: Context) -> None:
-        table = self._table(layout)
-        modules = {pattern: text for pattern, text in table.items() if not _names_parameters(module, pattern)}
+        table = self._table(module, layout)
         # What takes a module's own parameters goes inside of what prepares its inputs.
         found = [*_parameter_styles(module, table)]
-        found += [(name, child, parse(text)) for pattern, text in modules.items() for name, child in find_modules(module, pattern)]
+        found += [(name, child, style) for pattern, style in table.modules.items() for name, child in find_modules(module, pattern)]
         found = list(_with_copied_heads(module, layout, found, context.size))
-        context.regions.update({name: style for name, _, style in found if isinstance(style, Region)})
+        context.regions.update({name: style for name, _, style in found if style.is_region})
         context.styles.update({name: style for name, _, style in found})
         for name, child, style in found:
             style.shard(name, child, context)
@@ -155,9 +168,24 @@ class TensorParallel:
         see_whole(module, {block for _, block in find_blocks(module, layout)}, {child for _, child, _ in found})
         record(module).split = context
 
-    def _table(self, layout: ModelLayout) -> dict[str, Any]:
-        merged = {**layout.tensor, **self.styles}
-        return {pattern: text for pattern, text in merged.items() if text is not None}
+    def _table(self, module: nn.Module, layout: ModelLayout) -> _Table:
+        """Return the layout's table with this pass's entries laid over it, its text parsed."""
+        table = _Table()
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        for pattern, text in {**layout.tensor, **self.styles}.items():
+            if text is None:
+                continue
+            if any(matches(pattern, name) for name in names):
+                table.parameters[pattern] = text
+                if text not in PARAMETER_STYLES:
+                    known = ", ".join(PARAMETER_STYLES)
+                    table.problems.append(f"{pattern!r} names a parameter, which takes one of the styles {known}; got {text!r}")
+                continue
+            try:
+                table.modules[pattern] = parse(text)
+            except ValueError as error:
+                table.problems.append(f"{pattern!r}: {error}")
+        return table
 
     def _head_problems(self, module: nn.Module, layout: ModelLayout, size: int) -> Iterator[str]:
         for pattern, heads in layout.heads.items():
@@ -167,7 +195,7 @@ class TensorParallel:
                 fits = ", ".join(map(str, divisors(heads))) or "no size above 1"
                 yield f"{pattern} has {heads} heads, which tp={size} does not divide; tp in {fits} would"
 
-    def _tie_problems(self, module: nn.Module, layout: ModelLayout, table: Mapping[str, Any]) -> Iterator[str]:
+    def _tie_problems(self, module: nn.Module, layout: ModelLayout) -> Iterator[str]:
         split = self.shards(module, layout)
         for group in layout.tied:
             inside = [name for name in group if name in split]
@@ -193,27 +221,16 @@ def _with_copied_heads(
         set_attribute(owner, "num_key_value_groups", ratio)
 
 
-def _splits_sequence(module: nn.Module, table: Mapping[str, Any]) -> bool:
+def _splits_sequence(module: nn.Module, table: _Table) -> bool:
     """Tell whether activations come to be split along the sequence: by the sum of a split lookup, or a lookup of a rank's positions."""
-    named = ((text, child) for pattern, text in table.items() for _, child in find_modules(module, pattern))
-    return any(isinstance(child, nn.Embedding) and (text == "sequence" or isinstance(_parsed(text), Vocabulary)) for text, child in named)
+    found = ((style, child) for pattern, style in table.modules.items() for _, child in find_modules(module, pattern))
+    return any(isinstance(child, nn.Embedding) and style.splits_positions for style, child in found)
 
 
-def _parsed(text: Any) -> Any:
-    try:
-        return parse(text)
-    except ValueError:
-        return None
-
-
-def _names_parameters(module: nn.Module, pattern: str) -> bool:
-    return any(matches(pattern, name) for name, _ in module.named_parameters(remove_duplicate=False))
-
-
-def _parameter_styles(module: nn.Module, table: Mapping[str, Any]) -> list[tuple[str, nn.Module, Style]]:
+def _parameter_styles(module: nn.Module, table: _Table) -> list[tuple[str, nn.Module, Style]]:
     """Return (owner's name, owner, style) for the owners of parameters that the table names one by one."""
     owners: dict[str, dict[str, str]] = {}
-    for pattern, text in table.items():
+    for pattern, text in table.parameters.items():
         for name, _ in module.named_parameters(remove_duplicate=False):
             if matches(pattern, name) and text in PARAMETER_STYLES:
                 owners.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = text
@@ -222,18 +239,12 @@ def _parameter_styles(module: nn.Module, table: Mapping[str, Any]) -> list[tuple
             owner,
             module.get_submodule(owner),
             Parts(
-                dims={leaf: (0, 1) for leaf, text in leaves.items() if text == "per_head"},
-                summed=tuple(leaf for leaf, text in leaves.items() if text == "grad_sum"),
+                dims={leaf: (0, 1) for leaf, text in leaves.items() if text == PER_HEAD},
+                summed=tuple(leaf for leaf, text in leaves.items() if text != PER_HEAD),
             ),
         )
         for owner, leaves in owners.items()
     ]
-
-
-def _parameter_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
-    for pattern, text in table.items():
-        if _names_parameters(module, pattern) and text not in PARAMETER_STYLES:
-            yield f"{pattern!r} names a parameter, which takes one of the styles {', '.join(PARAMETER_STYLES)}; got {text!r}"
 
 
 def _once(problems: Iterator[str]) -> Iterator[str]:
@@ -245,14 +256,14 @@ def _once(problems: Iterator[str]) -> Iterator[str]:
         yield first + (f" (and {len(others)} more like it)" if others else "")
 
 
-def _own_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
+def _own_problems(module: nn.Module, table: _Table) -> Iterator[str]:
     """Yield parameters of modules whose projections are split, which no style covers: they may count heads or features."""
-    styled = {name for pattern in table for name, _ in find_modules(module, pattern)}
-    split = [name for pattern, text in table.items() if text == "colwise" for name, _ in find_modules(module, pattern)]
+    styled = {name for pattern in table.modules for name, _ in find_modules(module, pattern)}
+    split = [name for pattern, style in table.modules.items() if style == Colwise() for name, _ in find_modules(module, pattern)]
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in split):
         for name, parameter in module.get_submodule(owner).named_parameters(recurse=False):
-            if owner not in styled and not any(matches(pattern, f"{owner}.{name}") for pattern in table):
-                inside = ", ".join(sorted(f"{each!r}: None" for each in table if matches(each.rpartition(".")[0], owner)))
+            if owner not in styled and not table.covers(f"{owner}.{name}"):
+                inside = ", ".join(sorted(f"{each!r}: None" for each in table.patterns if matches(each.rpartition(".")[0], owner)))
                 yield (
                     f"{owner}.{name} {tuple(parameter.shape)} stands without a style among projections split by heads or features; "
                     f"give '{owner}.{name}' 'per_head' where its first dim counts them, 'grad_sum' where ranks use it whole, or "
@@ -260,13 +271,13 @@ def _own_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
                 )
 
 
-def _sum_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
+def _sum_problems(module: nn.Module, table: _Table) -> Iterator[str]:
     """Yield modules whose gradients would be summed though every rank knows the whole: nothing beside them is split."""
-    whole = ("region", "sequence", "grad_sum", "colwise_gather")
-    parting = [pattern for pattern, text in table.items() if text not in whole and getattr(text, "splits", True)]
-    split = {name.rpartition(".")[0] for pattern in parting for name, _ in find_modules(module, pattern)}
-    split |= {name for pattern in parting for name, child in find_modules(module, pattern) if not isinstance(child, nn.Linear)}
-    summed = [pattern for pattern, text in table.items() if text == "grad_sum" or getattr(text, "sums_gradients", False)]
+    parting = [pattern for pattern, style in table.modules.items() if style.splits and style != Colwise(gather="yes")]
+    found = [each for pattern in parting for each in find_modules(module, pattern)]
+    split = {name.rpartition(".")[0] for name, _ in found}
+    split |= {name for name, child in found if not isinstance(child, nn.Linear)}
+    summed = [pattern for pattern, style in table.modules.items() if style.sums_gradients]
     for name, _ in (found for pattern in summed for found in find_modules(module, pattern)):
         owner = name.rpartition(".")[0]
         if not any(each == owner or each.startswith(f"{owner}.") for each in split):
@@ -276,15 +287,14 @@ def _sum_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def _region_problems(module: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
+def _region_problems(module: nn.Module, table: _Table) -> Iterator[str]:
     """Yield parameters inside a region that no style covers: each rank would know a part of their gradient and nobody would sum it."""
-    around = [pattern for pattern, text in table.items() if text == "region" or getattr(text, "region", False)]
-    regions = [name for pattern in around for name, _ in find_modules(module, pattern)]
-    styled = {name for pattern in table for name, _ in find_modules(module, pattern)} - set(regions)
+    regions = [name for pattern, style in table.modules.items() if style.is_region for name, _ in find_modules(module, pattern)]
+    styled = {name for pattern in table.modules for name, _ in find_modules(module, pattern)} - set(regions)
     for name, _ in module.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
         outer = next((region for region in regions if owner == region or owner.startswith(region + ".")), None)
-        if outer is None or any(matches(pattern, name) for pattern in table):
+        if outer is None or table.covers(name):
             continue
         if not any(owner == each or owner.startswith(each + ".") for each in styled):
             shape = tuple(module.get_parameter(name).shape)

@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshpar._torch import assert_async
-from meshpar.passes.context import Context
+from meshpar.passes.context import Context, Style
 from meshpar.passes.installed import set_forward
 from meshpar.passes.local import empty_problems, local, replaced_problems, shard_parameter
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class Vocabulary(Style):
     """An embedding split by rows: each rank looks up the tokens that it holds, and the results are summed."""
 
-    stands_alone = True
+    splits = splits_positions = stands_alone = True
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         if not isinstance(module, nn.Embedding):

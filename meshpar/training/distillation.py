@@ -12,7 +12,7 @@ from torch import nn
 from meshpar.errors import MeshparError, RecipeError
 from meshpar.loss import IGNORE_INDEX, token_loss
 from meshpar.mesh import MeshSpec
-from meshpar.passes import Stage
+from meshpar.passes.base import Role, axes_of
 from meshpar.plan import Plan
 from meshpar.training.objectives import Loss, counted, logits_of, whole_logits
 
@@ -101,19 +101,14 @@ def teacher_problems(plan: Plan, teacher: nn.Module, student_plan: Plan, world_s
     """
     spec = plan.check(teacher, world_size=world_size)
     seen = student_plan.resolve(world_size)
-    for group in _together(spec, _data_axes(plan, spec)):
-        batches = {_data_place(seen, rank, _data_axes(student_plan, seen)) for rank in group}
+    for group in _together(spec, axes_of(plan.passes, spec, Role.SAMPLES)):
+        batches = {_data_place(seen, rank, axes_of(student_plan.passes, seen, Role.SAMPLES)) for rank in group}
         if len(batches) > 1:
             yield (
                 f"the teacher's mesh {spec} lets ranks {group} work on one batch, but the student's mesh {seen} gives them {len(batches)} "
                 "different ones; shard the teacher over data axes there (dp_shard), or give the student the same tp"
             )
             return
-
-
-def _data_axes(plan: Plan, spec: MeshSpec) -> tuple[str, ...]:
-    claimed = {axis for each in plan.passes if each.stage == Stage.DATA for axis in each.axes}
-    return tuple(axis for axis in spec.axes if axis in claimed)
 
 
 def _data_place(spec: MeshSpec, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ class Profiled:
         holders: dict[str, int] = {}
         if gpu:
             yield from self._snapshot(batches)
-        elif not any(getattr(each, "name", "") == "Compile" for each in self._par.plan.passes):
+        elif not any(each.compiles for each in self._par.plan.passes):
             yield from self._watched(batches, holders)
         dist.all_gather_object(ranks, mine)
         if tracer is not None:

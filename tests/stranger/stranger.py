@@ -2,9 +2,11 @@
 
 import torch.distributed as dist
 
+from meshpar import Pass, Role
 
-class ExpertCopies:
-    name, stage, axes = "ExpertCopies", 1, ("ep",)
+
+class ExpertCopies(Pass):
+    name, stage, roles = "ExpertCopies", 1, {"ep": Role.FEATURES}
 
     def __init__(self, limit=4):
         self.limit = limit
