@@ -211,17 +211,17 @@ class SplitTest:
 
         with _quiet(unit):
             alone = _Run(wholes, self._gathered(seen, self._local_inputs(name), hidden=split))
-            with _own(unit, alone.parameters):
+            with _own(unit, alone.parameters), as_written(unit):  # for the backward, too, in which a model may recompute
                 try:
-                    with as_written(unit):
-                        expected = alone.outputs(unit)
+                    expected = alone.outputs(unit)
                 except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
                     raise _NotTried(f"it does not run unsplit: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+                cotangents = [_noise(want, place) for place, want in enumerate(expected)]
+                wanted = alone.gradients(expected, cotangents)
             parts = {each: self._part(self._parameter(full), wholes[each]) for each, full in names.items()}
             both = _Run(parts, (seen.args, seen.kwargs))
             with _own(unit, both.parameters), _plain_products(unit):
-                got = both.outputs(unit)
-            return self._compare(alone, expected, both, got, split)
+                return self._compare(expected, cotangents, wanted, both, both.outputs(unit), split)
 
     def _refuse_split_inputs(self, seen: _Seen, heads: set[str]) -> None:
         """Raise where other inputs than the hidden states differ between ranks: keys of an earlier layer, of which nobody has the whole."""
@@ -233,15 +233,21 @@ class SplitTest:
             if not bool((table == table[0]).all()):
                 raise _NotTried("it takes another layer's part of heads or features")
 
-    def _compare(self, alone: _Run, expected: list[Tensor], both: _Run, got: list[Tensor], split: bool) -> dict[str, float]:
+    def _compare(
+        self,
+        expected: list[Tensor],
+        cotangents: list[Tensor],
+        wanted: dict[str, Tensor],
+        both: _Run,
+        got: list[Tensor],
+        split: bool,
+    ) -> dict[str, float]:
         context, sizes = self._context, dict[str, float]()
         if len(expected) != len(got):
             return {f"it returns {len(got)} tensors instead of {len(expected)}": 1.0}
         pairs = [(want, *_joined(have, want, context)) for want, have in zip(expected, got)]
         for place, (want, have, _) in enumerate(pairs):
             sizes[f"output {place}" if len(pairs) > 1 else "output"] = _off(want, have, 0.0)
-        cotangents = [_noise(want, place) for place, want in enumerate(expected)]
-        wanted = alone.gradients(expected, cotangents)
         mine = [_slice_like(each, have, dim, context) for each, have, (_, _, dim) in zip(cotangents, got, pairs)]
         had = both.gradients(got, mine)
         typical = max((float(each.abs().max()) for each in wanted.values() if each.numel()), default=0.0)
@@ -325,8 +331,9 @@ class _Run:
 
     def gradients(self, outputs: list[Tensor], cotangents: list[Tensor]) -> dict[str, Tensor]:
         named = {**self.parameters, **{f"input {place}": each for place, each in enumerate(self.inputs)}}
-        grads = torch.autograd.grad(outputs, list(named.values()), cotangents, allow_unused=True) if outputs else [None] * len(named)
-        return {name: torch.zeros_like(each) if grad is None else grad for (name, each), grad in zip(named.items(), grads)}
+        if outputs:  # all leaves are fresh, and torch.autograd.grad does not run through a model's own reentrant checkpoint
+            torch.autograd.backward(outputs, cotangents)
+        return {name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in named.items()}
 
 
 def verified(verification: Verification) -> Verification:
