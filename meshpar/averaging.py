@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.errors import MeshparError
 from meshpar.placements import held_by_this_rank, local_tensor
 
-if TYPE_CHECKING:
-    from meshpar.parallelized import Parallelized
+
+class Resharded(Protocol):
+    """What an average asks of a :class:`meshpar.Parallelized`."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    def reshard(self) -> None: ...
+
 
 Decay = float | Callable[[int], float]
 
@@ -52,7 +58,7 @@ class Averaged:
         MeshparError: a parameter has no values yet, a decay outside of 0 to 1, or a dtype that is not floating-point.
     """
 
-    def __init__(self, par: Parallelized, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False) -> None:
+    def __init__(self, par: Resharded, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False) -> None:
         if dtype is not None and not dtype.is_floating_point:
             raise MeshparError(f"the average's dtype is {dtype}; expected a floating-point dtype such as torch.float32")
         self._par, self._module = par, par.module

@@ -12,14 +12,20 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor
 
+from meshpar import _torch
 from meshpar.errors import MeshparError
 from meshpar.loss import IGNORE_INDEX, reduction_of, token_loss
+from meshpar.passes.applied import applied
 from meshpar.passes.installed import Step, installed, own_forward
 from meshpar.patterns import class_name, find_modules
 from meshpar.registry import layout_for
 
 CHUNK = 1024
 """Positions whose logits are held at once, unless told: enough for a matrix product to run at its full speed."""
+LEAST = 256
+"""Positions of a chunk at least; otherwise it is an eighth of a batch, up to CHUNK, so that the memory is a fraction."""
+LARGE_LOGITS = 1 << 28
+"""Bytes of logits in float32 from which chunks are worth it: 256 MiB."""
 
 
 def chunked_token_loss(
@@ -80,6 +86,27 @@ def head_of(model: nn.Module) -> nn.Module:
             "meshpar_layout(), or use chunk=0 (all logits at once)"
         )
     return found
+
+
+def chunk_for(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
+    """Return the chunk for a batch: 0 (all logits at once) where these are small, or where chunks are not known to be exact.
+
+    Chunks make the gradient of the head's weight (V, D) in float32 while the model still runs forward, and hold about ten bytes for each of
+    a chunk's logits; the whole logits (N, V) and what becomes of them take eight bytes each. So they pay where N is well above D.
+
+    Chunks are exact where the layout names the head whose output the model returns, nobody replaced the model's forward, and no pass
+    casts the output. Nothing runs, and nothing is read from a device.
+    """
+    positions, layout = batch["labels"].numel(), applied(model).layout or layout_for(model)
+    head = dict(model.named_modules()).get(layout.head) if layout.head else None
+    if not isinstance(head, nn.Linear) or positions * head.out_features * 4 < LARGE_LOGITS or positions < head.in_features + 2.5 * CHUNK:
+        return 0
+    try:
+        around_the_product(head)
+    except MeshparError:
+        return 0
+    exact = own_forward(model) is None and _torch.output_dtype(model) in (None, torch.float32)
+    return min(CHUNK, max(LEAST, positions // 8)) if exact else 0
 
 
 @contextmanager

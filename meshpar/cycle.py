@@ -26,7 +26,8 @@ from meshpar.agreement import leaves
 from meshpar.errors import MeshparError, ParallelError
 from meshpar.explain import Explanation
 from meshpar.full_state import guard_optimizer
-from meshpar.passes.installed import installed, set_forward
+from meshpar.passes.applied import applied
+from meshpar.passes.installed import set_forward
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, unevenly_split
 from meshpar.verify import SplitTest, verified
@@ -66,10 +67,9 @@ class Cycle:
         self.agreement: Comparisons | None = None
         self.split_test: SplitTest | None = None
         self._eager = ExitStack()
-        known = installed(module)
-        self.whole = None if known is None else known.whole
-        recomputed = [] if known is None else [child for block in known.recomputed for child in block.modules()]
-        self._selective = known is not None and known.selective
+        known = applied(module)
+        self.whole, self._selective = known.whole, known.selective
+        recomputed = [child for block in known.recomputed for child in block.modules()]
         self._recomputed = [child for child in recomputed if child._buffers and not isinstance(child, _BatchNorm)]
         self.reducing = True
         self._explanation = explanation

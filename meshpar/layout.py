@@ -24,8 +24,11 @@ class ModelLayout:
         heads: module pattern of a ``colwise`` projection -> how many heads its output features hold; the tensor axis must
             divide it, so that no head is cut in two.
         copied_heads: those patterns of ``heads`` whose projection may be computed by several ranks where the axis is a multiple of its
-            heads (keys and values of grouped-query attention): ranks then share a head, exactly. An attention that keeps its ratio of heads
-            as ``num_key_value_groups`` gets the ratio of what the rank holds.
+            heads (keys and values of grouped-query attention): ranks then share a head, exactly.
+        head_ratio: attribute of the module around those projections that holds the number of query heads per key head. Each rank sets
+            it to the ratio of its own heads. Empty: the module derives the ratio from its tensors.
+        head: name of the linear layer that makes the logits, where the model's ``output.logits`` is that layer's output, unchanged:
+            the loss may then be computed in chunks. Empty: not known.
         tied: groups of parameter names that are one tensor, the owner first (``("embed.weight", "head.weight")``).
         fp32: patterns of modules that keep computing in float32 under mixed precision.
         dropout: True when the model draws random numbers in training, so that random state must follow the axes.
@@ -44,6 +47,8 @@ class ModelLayout:
     tensor: Mapping[str, Any] = field(default_factory=dict)
     heads: Mapping[str, int] = field(default_factory=dict)
     copied_heads: tuple[str, ...] = ()
+    head_ratio: str = ""
+    head: str = ""
     tied: tuple[tuple[str, ...], ...] = ()
     fp32: tuple[str, ...] = ()
     dropout: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import Any, Protocol, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -22,18 +22,22 @@ from meshpar.full_state import gather_state, scatter_state
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes import random
-from meshpar.passes.base import Role, axes_of, find_blocks
-from meshpar.passes.installed import installed
+from meshpar.passes.applied import applied
+from meshpar.passes.base import Pass, Role, axes_of, find_blocks
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, sharded_axes
 from meshpar.replicas import check_equal
 from meshpar.verify import SplitTest, Verification, call, verified
 from meshpar.weights import WeightSource
 
-if TYPE_CHECKING:
-    from meshpar.plan import Plan
-
 Batch = TypeVar("Batch")
+
+
+class Planned(Protocol):
+    """What a parallel module asks of the plan that made it: :class:`meshpar.Plan`."""
+
+    @property
+    def passes(self) -> tuple[Pass, ...]: ...
 
 
 @final
@@ -56,7 +60,7 @@ class Parallelized:
         module: nn.Module,
         mesh: DeviceMesh,
         spec: MeshSpec,
-        plan: Plan,
+        plan: Planned,
         layout: ModelLayout,
         device: torch.device,
         cycle: Cycle | None = None,
@@ -259,15 +263,15 @@ class Parallelized:
 
     def split_test(self) -> SplitTest | None:
         """Return what tries the split of this module's blocks; None where no features are split."""
-        known = installed(self.module)
-        if known is None or known.split is None or known.split.size == 1:
+        split = applied(self.module).split
+        if split is None or split.size == 1:
             return None
 
         def whole(name: str) -> Tensor:
             parameter = self.module.get_parameter(name).detach()
             return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).to(self.device)
 
-        return SplitTest(self.module, known.split, [name for name, _ in find_blocks(self.module, self.layout)], whole)
+        return SplitTest(self.module, split, [name for name, _ in find_blocks(self.module, self.layout)], whole)
 
     def verify(self, batch: Any) -> Verification:
         """Try on a batch whether split blocks compute what they compute whole, one of each kind; the first forward does so by itself.

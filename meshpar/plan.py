@@ -26,6 +26,7 @@ from meshpar.initialize import state, tied_names
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type
 from meshpar.parallelized import Parallelized
+from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, axes_of, find_blocks
 from meshpar.passes.batch_norm import batch_norm_problems, synchronize_batch_norm
 from meshpar.passes.random import draws_random
@@ -161,6 +162,7 @@ class Plan:
         data_axes = axes_of(self.passes, spec, Role.SAMPLES)
         if data_axes or any(each.stage == Stage.RECOMPUTE for each in self.passes):
             synchronize_batch_norm(module, mesh, data_axes)
+        applied(module).layout = layout
         self._run_passes(module, layout, mesh)
         if not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
             module.to(device)
@@ -180,7 +182,7 @@ class Plan:
         elif data is not None:
             why = f"its weights are gathered with those of a larger unit; {enter}, or name it in the pass's blocks"
             cycle.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)
-        cycle.explain_calls(parts.values())
+        cycle.explain_calls(part for part in parts.values() if not type(part).__module__.startswith("torch."))
         draws = (layout.dropout or draws_random(module)) and not sequence_parallel
         cycle.split_test = par.split_test() if self.verify and not simulated else None
         cycle.agreement = Agreement(module, mesh, [axis for axis in data_axes if spec.axes[axis] > 1], same, device, draws=draws)

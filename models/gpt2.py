@@ -98,6 +98,7 @@ class GPT2(nn.Module):
             blocks=("transformer.h.*",),
             tensor=_TENSOR,
             heads={"transformer.h.*.attn.c_attn": config.n_head},
+            head="lm_head",
             tied=(("transformer.wte.weight", "lm_head.weight"),) if config.tied else (),
             dropout=config.dropout > 0,
             ignored=(r"\.attn\.(masked_)?bias$",),  # causal masks, which transformers stored once

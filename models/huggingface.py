@@ -19,7 +19,8 @@ from torch import nn
 
 from meshpar.errors import LayoutError
 from meshpar.layout import ModelLayout
-from meshpar.models.huggingface_tensor import copied_heads, head_counts, tensor_table
+from meshpar.models.huggingface_head import head_of_logits
+from meshpar.models.huggingface_tensor import HEAD_RATIO, copied_heads, head_counts, tensor_table
 from meshpar.models.huggingface_vocabulary import generic
 from meshpar.models.huggingface_weights import weight_map
 from meshpar.patterns import find_modules
@@ -44,6 +45,8 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         tensor=table,
         heads=heads,
         copied_heads=copied_heads(model, heads),
+        head_ratio=HEAD_RATIO,
+        head=head_of_logits(model),
         tied=_tied(model),
         fp32=_fp32(model),
         dropout=_has_dropout(model),

@@ -80,6 +80,10 @@ def head_counts(model: Any, table: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
+HEAD_RATIO = "num_key_value_groups"
+"""The attribute in which an attention keeps its number of query heads per key head."""
+
+
 def copied_heads(model: nn.Module, heads: Mapping[str, int]) -> tuple[str, ...]:
     """Return those projections to key and value heads which ranks may share: their attention keeps the ratio of heads as an attribute."""
     shared = [pattern for pattern in heads if pattern.rpartition(".")[2] in ("k_proj", "v_proj")]
@@ -87,7 +91,7 @@ def copied_heads(model: nn.Module, heads: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _keeps_ratio(model: nn.Module, name: str) -> bool:
-    return "num_key_value_groups" in vars(model.get_submodule(name.rpartition(".")[0]))
+    return HEAD_RATIO in vars(model.get_submodule(name.rpartition(".")[0]))
 
 
 def _heads_of(config: Any, attention: nn.Module, child: str) -> int | None:
@@ -96,7 +100,7 @@ def _heads_of(config: Any, attention: nn.Module, child: str) -> int | None:
         return _key_heads(attention) or _first(config, attention, ("num_key_value_heads", "num_kv_heads", "num_attention_heads"))
     if child not in ("q_proj", "q_b_proj", "kv_b_proj", "c_attn"):
         return None
-    keys, ratio = _key_heads(attention), vars(attention).get("num_key_value_groups")
+    keys, ratio = _key_heads(attention), vars(attention).get(HEAD_RATIO)
     return keys * ratio if keys and isinstance(ratio, int) else _first(config, attention, ("num_heads", "num_attention_heads", "n_heads"))
 
 

@@ -63,6 +63,7 @@ class Transformer(nn.Module):
             tensor=_TENSOR | (_QK_NORM if config.qk_norm else {}),
             heads={"layers.*.attn.q": config.heads, "layers.*.attn.k": config.kv_groups, "layers.*.attn.v": config.kv_groups},
             copied_heads=("layers.*.attn.k", "layers.*.attn.v"),
+            head="head",
             tied=(("embed.weight", "head.weight"),) if config.tied else (),
             dropout=config.dropout > 0,
             ignored=(r"rotary_emb\.inv_freq$",),

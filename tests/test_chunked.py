@@ -11,8 +11,7 @@ import torch
 from models_for_parity import VOCAB, Masked, gpt2, huggingface, transformer
 
 from meshpar import FullyShard, HybridShard, MeshparError, Plan, Replicate, TensorParallel, token_loss
-from meshpar.chunked import chunked_token_loss
-from meshpar.chunking import chunk_for
+from meshpar.chunked import chunk_for, chunked_token_loss
 from meshpar.placements import local_tensor
 from meshpar.testing import on_ranks
 from meshpar.training.objectives import CausalLM
@@ -132,7 +131,7 @@ MEMORY = """
 import resource, sys, torch
 from meshpar import token_loss
 from meshpar.chunked import chunked_token_loss
-from meshpar.chunking import chunk_for
+from meshpar.chunked import chunk_for
 from types import SimpleNamespace
 class Model(torch.nn.Module):
     def __init__(self):
@@ -171,14 +170,14 @@ EXACT = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_the_default_takes_chunks_where_the_code_says_that_it_is_exact(name, monkeypatch):
+def test_the_default_takes_chunks_where_the_layout_names_the_head(name, monkeypatch):
     make, exact = EXACT[name]
     model, (ids, labels) = make(), batch()
     given = {"input_ids": ids, "labels": labels}
     assert chunk_for(model, given) == 0, "small logits are held at once"
-    monkeypatch.setattr("meshpar.chunking.LARGE_LOGITS", 0)
+    monkeypatch.setattr("meshpar.chunked.LARGE_LOGITS", 0)
     assert chunk_for(model, given) == 0, "chunks would hold more than they save"
-    monkeypatch.setattr("meshpar.chunking.CHUNK", 7)
+    monkeypatch.setattr("meshpar.chunked.CHUNK", 7)
     assert bool(chunk_for(model, given)) is exact
     if exact:
         expected = gradients(model, plain(model, ids, labels))
@@ -187,9 +186,9 @@ def test_the_default_takes_chunks_where_the_code_says_that_it_is_exact(name, mon
 
 @on_ranks(2)
 def test_the_default_holds_on_a_mesh_and_leaves_cast_outputs_alone():
-    import meshpar.chunking
+    import meshpar.chunked
 
-    meshpar.chunking.LARGE_LOGITS, meshpar.chunking.CHUNK = 0, 7
+    meshpar.chunked.LARGE_LOGITS, meshpar.chunked.CHUNK = 0, 7
     ids, labels = batch()
     for mesh, passes, exact in (
         ("dp_shard=2", [FullyShard()], True),

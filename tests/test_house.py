@@ -17,7 +17,7 @@ FLOORS = [
     {"layout"},
     {"passes"},
     {"initialize", "guards", "agreement", "explain", "full_state", "verify", "proving", "cycle", "description", "registry", "runtime", "watchdog"},
-    {"averaging", "parallelized", "chunked", "chunking"},
+    {"averaging", "parallelized", "chunked"},
     {"plan"},
     {"testing", "forecasting", "training"},
     {"models", "checkpoints"},

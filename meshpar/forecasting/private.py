@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar import runtime
 from meshpar.parallelized import Parallelized
-from meshpar.passes.installed import record
+from meshpar.passes.applied import applied
 
 __all__ = ["FakeTensor", "Settled", "fake_mode", "hidden_propagation", "register_device", "settle"]
 
@@ -56,7 +56,7 @@ def settle(par: Parallelized, device_type: str) -> None:
     if isinstance(par.cycle.agreement, Settled):
         return
     par.cycle.agreement = Settled(par, on_cpu=device_type == "cpu")
-    if (split := record(par.module).split) is not None and split.arrivals is not None:
+    if (split := applied(par.module).split) is not None and split.arrivals is not None:
         split.arrivals.sends = device_type == "cpu"
 
 

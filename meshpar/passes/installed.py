@@ -6,13 +6,9 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from meshpar.passes.context import Context
-    from meshpar.passes.whole import WholeParameters
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Step = Callable[[Tensor], Tensor]
@@ -30,10 +26,6 @@ class Installed:
         product: how a linear layer multiplies, ``(x, weight, bias) -> y``; None: as torch does.
         around: what a head does before and after its one product, where that is all that it does.
         reads_parameters: the forward takes this rank's part of the module's own parameters itself.
-        whole: on the outermost module, the parameters that data ranks keep whole.
-        split: on the outermost module, what the styles that split it share.
-        recomputed: on the outermost module, the blocks whose forward runs once more in backward.
-        selective: on the outermost module, whether a recomputation uses what the forward kept, which torch lets one backward do.
     """
 
     before: Callable[..., Any] | None = None
@@ -42,10 +34,6 @@ class Installed:
     product: Product | None = None
     around: tuple[Step, Step] | None = None
     reads_parameters: bool = False
-    whole: WholeParameters | None = None
-    split: Context | None = None
-    recomputed: list[nn.Module] = field(default_factory=list)
-    selective: bool = False
 
 
 def installed(module: nn.Module) -> Installed | None:

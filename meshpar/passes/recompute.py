@@ -19,9 +19,9 @@ from meshpar import _torch
 from meshpar.errors import MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
+from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Stage, block_problems, find_blocks
 from meshpar.passes.batch_norm import RECOMPUTED
-from meshpar.passes.installed import record
 
 SAVED_BY_SELECTIVE = ("scaled_dot_product", "flash_attention", "flex_attention", "all_to_all", "reduce_scatter", "all_reduce")
 """Pieces of names of the operators whose results selective recomputation keeps: attention and what crosses the network, always."""
@@ -71,10 +71,10 @@ class ActivationCheckpoint(Pass):
             options["context_fn"] = partial(create_selective_checkpoint_contexts, self.policy)
         elif self.mode == "selective":
             options["context_fn"] = _selective_contexts
-        record(module).selective = bool(options)
+        applied(module).selective = bool(options)
         for place, (_, block) in enumerate(find_blocks(module, layout, self.blocks)):
             if place % self.every == 0:
-                record(module).recomputed.append(block)
+                applied(module).recomputed.append(block)
                 counts = any(isinstance(each, _BatchNorm) for each in block.modules())
                 chosen = {"context_fn": partial(_counted_once, options.get("context_fn"))} if counts else options
                 _torch.checkpoint(block, preserve_rng_state=True, **chosen)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
+from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, block_problems, find_blocks, unmatched
 from meshpar.passes.whole import WholeParameters, kept_whole
 from meshpar.patterns import find_modules, matches, nearest
@@ -75,7 +76,7 @@ class Precision:
         """Take out the parameters that every rank of ``axes`` keeps whole, and return them as FSDP2 is to ignore them."""
         names = list(kept_whole(module, self.whole))
         if names:
-            WholeParameters(module, names, mesh, axes)
+            applied(module).whole = WholeParameters(module, names, mesh, axes)
         return {module.get_parameter(name) for name in names}
 
     def common_problems(self, owner: str, module: nn.Module, layout: ModelLayout) -> Iterator[str]:

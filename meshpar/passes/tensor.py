@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
+from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, find_blocks, unmatched
 from meshpar.passes.context import Arrivals, Context, Style
-from meshpar.passes.installed import record, set_attribute
+from meshpar.passes.installed import set_attribute
 from meshpar.passes.local import keep_whole, see_whole
 from meshpar.passes.parts import CopiedHeads, Parts
 from meshpar.passes.random import SplitState, draws_random
@@ -166,7 +167,7 @@ class TensorParallel(Pass):
         for name, child, style in found:
             style.install(name, child, context)
         see_whole(module, {block for _, block in find_blocks(module, layout)}, {child for _, child, _ in found})
-        record(module).split = context
+        applied(module).split = context
 
     def _table(self, module: nn.Module, layout: ModelLayout) -> _Table:
         """Return the layout's table with this pass's entries laid over it, its text parsed."""
@@ -209,16 +210,16 @@ def _with_copied_heads(
 ) -> Iterator[tuple[str, nn.Module, Style]]:
     """Yield what was found, with the projections to fewer heads than ranks in a style of their own."""
     heads = {name: layout.heads[pattern] for pattern in layout.copied_heads for name, _ in find_modules(module, pattern)}
-    ratios = {}
+    ratios: dict[int, tuple[nn.Module, int]] = {}
     for name, child, style in found:
         if style == Colwise() and heads.get(name, size) % size:
-            owner: Any = module.get_submodule(name.rpartition(".")[0])
-            if "num_key_value_groups" in vars(owner):
-                ratios[id(owner)] = (owner, owner.num_key_value_groups * heads[name] // size)
+            if layout.head_ratio:
+                owner = module.get_submodule(name.rpartition(".")[0])
+                ratios[id(owner)] = (owner, vars(owner)[layout.head_ratio] * heads[name] // size)
             style = CopiedHeads(heads[name])
         yield name, child, style
     for owner, ratio in ratios.values():
-        set_attribute(owner, "num_key_value_groups", ratio)
+        set_attribute(owner, layout.head_ratio, ratio)
 
 
 def _splits_sequence(module: nn.Module, table: _Table) -> bool:

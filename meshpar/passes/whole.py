@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from meshpar.passes.installed import installed, record
+from meshpar.passes.installed import installed
 from meshpar.passes.local import see_plain, strides
 from meshpar.patterns import matches
 from meshpar.placements import local_tensor
@@ -47,7 +47,6 @@ class WholeParameters:
             known = installed(child)
             if held and not (known is not None and known.reads_parameters):
                 see_plain(child, [child])
-        record(module).whole = self
 
     def _placed(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter as a DTensor that the data axes replicate, and that is split over tensor axes as it was."""

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshpar.chunked import chunked_token_loss
-from meshpar.chunking import chunk_for
+from meshpar.chunked import chunk_for, chunked_token_loss
 from meshpar.errors import MeshparError
 from meshpar.loss import IGNORE_INDEX, token_loss
 
@@ -47,7 +46,7 @@ class CausalLM:
 
     Attributes:
         chunk: positions whose logits are held at once (:func:`meshpar.chunked_token_loss`); 0: all, in one piece; None: by
-            :func:`meshpar.chunking.chunk_for`, which takes chunks where the logits are large and the model's code says that it is exact.
+            :func:`meshpar.chunked.chunk_for`, which takes chunks where the logits are large and the layout names the head.
     """
 
     chunk: int | None = None

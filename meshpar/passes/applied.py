@@ -1,0 +1,37 @@
+"""What the passes of one plan leave on the outermost module, for those that run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+from torch import nn
+
+from meshpar.layout import ModelLayout
+from meshpar.passes.context import Context
+from meshpar.passes.whole import WholeParameters
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Applied:
+    """The record of one outermost module.
+
+    Attributes:
+        layout: the description that the plan used.
+        split: what the styles that split features share.
+        whole: the parameters that data ranks keep whole.
+        recomputed: the blocks whose forward runs once more in backward.
+        selective: a recomputation uses results that the forward kept, which torch lets one backward do.
+    """
+
+    layout: ModelLayout | None = None
+    split: Context | None = None
+    whole: WholeParameters | None = None
+    recomputed: list[nn.Module] = field(default_factory=list)
+    selective: bool = False
+
+
+def applied(module: nn.Module) -> Applied:
+    """Return the record of ``module``, an empty one where no plan was applied."""
+    return module.__dict__.setdefault("_meshpar_applied", Applied())
