@@ -15,6 +15,7 @@ from meshpar.launchers.jobs.datasets import Data, batches, data_problems, exampl
 from meshpar.launchers.jobs.transformers_models import HEAD_OF, DataFacts, build_transformers
 from meshpar.launchers.recipes.objective import OBJECTIVES, make_objective
 from meshpar.launchers.recipes.recipe import Recipe, folder_problems, model_config
+from meshpar.launchers.recipes.schema import build
 from meshpar.launchers.recipes.techniques import make_passes
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type
@@ -108,40 +109,18 @@ def schedule_of(recipe: Recipe, settings: TrainSettings, train: Batches, data_si
     """Return the learning rate over the run."""
     section = recipe.schedule
     steps = section.steps or settings.total_steps(train.steps_per_epoch)
-    return Schedule(
-        name=section.name,
-        lr=scaled_rate(recipe.optimizer.lr, recipe.optimizer.scale_lr, data_size),
-        steps=steps,
-        warmup_steps=section.warmup_steps or round(section.warmup_ratio * steps),
-        min_ratio=section.min_ratio,
-        step_every=section.step_every,
-        gamma=section.gamma,
-        decay_fraction=section.decay_fraction,
-    )
+    lr = scaled_rate(recipe.optimizer.lr, recipe.optimizer.scale_lr, data_size)
+    return build(Schedule, section, lr=lr, steps=steps, warmup_steps=section.warmup_steps or round(section.warmup_ratio * steps))
 
 
 def settings_of(recipe: Recipe) -> TrainSettings:
     """Return how long to train, and what to do how often."""
-    section = recipe.training
-    return TrainSettings(
-        steps=section.steps,
-        epochs=section.epochs,
-        clip=section.clip,
-        log_every=section.log_every,
-        validate_every=section.validate_every,
-        validate_steps=section.validate_steps,
-        checkpoint_every=recipe.checkpoint.every,
-        check_replicas_every=section.check_replicas_every,
-        nonfinite=section.nonfinite,
-        reduce_each=section.reduce_each,
-        seed=recipe.seed,
-    )
+    return build(TrainSettings, recipe.training, checkpoint_every=recipe.checkpoint.every, seed=recipe.seed)
 
 
 def adamw_of(recipe: Recipe) -> AdamWSettings:
     """Return AdamW's settings."""
-    section = recipe.optimizer
-    return AdamWSettings(lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay, fused=section.fused)
+    return build(AdamWSettings, recipe.optimizer)
 
 
 def objective_of(recipe: Recipe, teacher: nn.Module | None = None) -> Any:

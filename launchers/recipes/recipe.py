@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, final
 
-from pydantic import Field, PrivateAttr
+from pydantic import PrivateAttr
 
 from meshpar import registry
 from meshpar.errors import MeshError, MeshparError, RecipeError
@@ -30,6 +30,7 @@ from meshpar.mesh import MeshSpec
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import RopeScaling, TransformerConfig
 from meshpar.patterns import nearest
+from meshpar.training.bounds import Bound
 from meshpar.training.lora import LoRA
 
 
@@ -53,10 +54,10 @@ class Recipe(Section):
     """
 
     name: str
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Bound(ge=0)] = 0
     device: Literal["auto", "cpu", "cuda", "xpu", "hpu", "mps"] = "auto"
     preflight: Literal["off", "warn", "fail"] = "off"
-    watchdog: Annotated[float, Field(gt=0)] | None = 600.0
+    watchdog: Annotated[float, Bound(gt=0)] | None = 600.0
     profile: bool = False
     output: str = ""
     mesh: str = ""

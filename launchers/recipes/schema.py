@@ -53,27 +53,35 @@ Dtype = Annotated[torch.dtype, PlainValidator(parse_dtype), PlainSerializer(lamb
 
 
 @cache
-def section_of(cls: type) -> type[Section]:
-    """Return the section whose fields are those of a dataclass; all are optional, and None means the dataclass's default.
+def section_of(cls: type, *, partial: bool = True, without: tuple[str, ...] = ()) -> type[Section]:
+    """Return the section whose fields are those of a dataclass, with its types and bounds.
 
     Fields that hold functions or modules are left out: a recipe cannot write them.
+
+    Args:
+        cls: the dataclass.
+        partial: None stands for the dataclass's own default, in every field; otherwise fields have the defaults of the dataclass.
+        without: fields that a recipe does not write in this section.
     """
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        if field.init and not _takes_functions(hints[field.name]):
-            fields[field.name] = (typing.Optional[_adapted(hints[field.name])], None)  # noqa: UP045  built at run time
+        if field.init and field.name not in without and not _takes_functions(hints[field.name]):
+            hint = _adapted(hints[field.name])
+            fields[field.name] = (typing.Optional[hint], None) if partial else (hint, field.default)  # noqa: UP045  built at run time
     return create_model(cls.__name__, __base__=Section, **fields)
 
 
 def build(cls: Callable[..., Any], section: Section, **given: Any) -> Any:
-    """Return the dataclass object of a section made by :func:`section_of`, with the fields in ``given`` that a recipe cannot write."""
+    """Return the dataclass object of a section made by :func:`section_of`, with the fields in ``given`` that the section does not have."""
     hints = typing.get_type_hints(cls)
     values = {}
-    for name, value in section.given().items():
-        inner = next((each for each in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(each)), None)
-        values[name] = build(cast(Any, inner), value) if inner is not None and isinstance(value, Section) else value
-    return cls(**values, **given)
+    for name in section.model_fields_set & hints.keys():
+        value, kinds = getattr(section, name), (hints[name], *get_args(hints[name]))
+        inner = next((each for each in kinds if dataclasses.is_dataclass(each)), None)
+        if value is not None or type(None) in kinds:
+            values[name] = build(cast(Any, inner), value) if inner is not None and isinstance(value, Section) else value
+    return cls(**(values | given))
 
 
 def validate(model: type[Section], data: Any, document: Document, place: Place = ()) -> Section | list[str]:

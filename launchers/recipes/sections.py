@@ -10,14 +10,18 @@ from pydantic import Field
 from meshpar.launchers.recipes.schema import Dtype, Section, section_of
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import TransformerConfig
+from meshpar.training.bounds import Bound, Count, Every, Part
 from meshpar.training.lora import LoRA
-
-Count = Annotated[int, Field(ge=1)]
-Every = Count | Literal["epoch"] | None
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+from meshpar.training.optimizer import AdamWSettings
+from meshpar.training.schedule import Scaling, Schedule
+from meshpar.training.settings import TrainSettings
 
 _TransformerFields: Any = section_of(TransformerConfig)
 _GPT2Fields: Any = section_of(GPT2Config)
+_LoRAFields: Any = section_of(LoRA)
+_AdamWFields: Any = section_of(AdamWSettings, partial=False)
+_ScheduleFields: Any = section_of(Schedule, partial=False, without=("lr",))
+_TrainFields: Any = section_of(TrainSettings, partial=False, without=("checkpoint_every", "seed"))
 
 
 @final
@@ -60,9 +64,6 @@ class HuggingFaceSection(Section):
 
 
 Model = Annotated[TransformerSection | GPT2Section | HuggingFaceSection, Field(discriminator="kind")]
-
-
-_LoRAFields: Any = section_of(LoRA)
 
 
 @final
@@ -124,16 +125,16 @@ class DataSection(Section):
     label_field: str = "label"
     separator: str | None = None
     tokenizer: str | None = None
-    vocab_size: Annotated[int, Field(ge=257)] = 4096
+    vocab_size: Annotated[int, Bound(ge=257)] = 4096
     eos: str | None = None
     sequence_length: Count = 256
     target_length: Count = 64
     micro_batch: Count = 8
     accumulate: Count = 1
     shuffle: bool = True
-    validation_fraction: Fraction = 0.0
+    validation_fraction: Part = 0.0
     validation_paths: tuple[str, ...] = ()
-    workers: Annotated[int, Field(ge=0)] = 0
+    workers: Annotated[int, Bound(ge=0)] = 0
     pin_memory: bool | None = None
     persistent_workers: bool = True
     prefetch: Count = 2
@@ -141,39 +142,33 @@ class DataSection(Section):
 
 
 @final
-class OptimizerSection(Section):
-    """AdamW; ``lr`` is the peak that the schedule reaches."""
+class OptimizerSection(_AdamWFields):
+    """AdamW, see :class:`meshpar.training.optimizer.AdamWSettings`.
+
+    Attributes:
+        lr: the peak that the schedule reaches.
+        scale_lr: how ``lr`` grows with the number of data ranks, see :func:`meshpar.training.schedule.scaled_rate`.
+    """
 
     name: Literal["adamw"] = "adamw"
-    lr: Annotated[float, Field(gt=0)] = 3e-4
-    scale_lr: Literal["none", "linear", "sqrt"] = "none"
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    fused: bool | None = None
+    scale_lr: Scaling = "none"
 
 
 @final
-class ScheduleSection(Section):
-    """The learning rate over the run, see :class:`meshpar.training.schedule.Schedule`.
+class ScheduleSection(_ScheduleFields):
+    """The learning rate over the run, see :class:`meshpar.training.schedule.Schedule`; its peak is the optimizer's ``lr``.
 
     Attributes:
         steps: the length that it is laid out for, where the run stops before or goes on after; None: the run's.
-        warmup_steps, warmup_ratio: the warm-up in steps, or as a part of the length.
+        warmup_ratio: the warm-up as a part of the length, in place of ``warmup_steps``.
     """
 
-    name: Literal["constant", "linear", "cosine", "step", "wsd"] = "cosine"
     steps: Count | None = None
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    warmup_ratio: Fraction = 0.0
-    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    step_every: Count = 1
-    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+    warmup_ratio: Part = 0.0
 
 
 @final
-class TrainingSection(Section):
+class TrainingSection(_TrainFields):
     """How long, and what how often, see :class:`meshpar.training.settings.TrainSettings`.
 
     Attributes:
@@ -187,15 +182,6 @@ class TrainingSection(Section):
 
     objective: str = "causal_lm"
     objective_options: dict[str, Any] = Field(default_factory=dict)
-    steps: Count | None = None
-    epochs: Count | None = None
-    clip: Annotated[float, Field(gt=0)] | None = 1.0
-    log_every: Count = 10
-    validate_every: Every = None
-    validate_steps: Count | None = None
-    check_replicas_every: Count | None = None
-    nonfinite: Literal["raise", "skip"] = "raise"
-    reduce_each: bool = False
     loss_scaling: bool | None = None
     tensorboard: bool = True
     forecast: bool | str = True

@@ -17,12 +17,13 @@ from meshpar.errors import MeshparError
 from meshpar.parallelized import Parallelized
 from meshpar.passes.random import mix
 from meshpar.replicas import check_equal
+from meshpar.training.bounds import Every
 from meshpar.training.data import Batch, Batches
 from meshpar.training.metrics import Meter, Reading, Reporter
 from meshpar.training.objectives import Objective
 from meshpar.training.scaler import LossScaler
 from meshpar.training.schedule import Schedule
-from meshpar.training.settings import Every, Outcome, TrainSettings
+from meshpar.training.settings import Outcome, TrainSettings
 from meshpar.training.stop import StopRequest
 from meshpar.training.transfer import Transfer
 from meshpar.watchdog import moved

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Annotated, Any, final
 
 import torch
 from torch import nn
 
 from meshpar.errors import RecipeError
+from meshpar.training.bounds import Bound, bound_problems
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps", "mtia")
 
@@ -26,11 +27,15 @@ class AdamWSettings:
         fused: one kernel for many parameters; None: where the device has it.
     """
 
-    lr: float = 3e-4
+    lr: Annotated[float, Bound(gt=0)] = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    eps: Annotated[float, Bound(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Bound(ge=0)] = 0.1
     fused: bool | None = None
+
+    def __post_init__(self) -> None:
+        if problems := list(bound_problems(self)):
+            raise RecipeError("; ".join(problems))
 
 
 def build_adamw(module: nn.Module, settings: AdamWSettings) -> torch.optim.AdamW:

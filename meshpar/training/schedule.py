@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Annotated, Literal, final
 
 import torch
 
 from meshpar.errors import RecipeError
 from meshpar.patterns import nearest
+from meshpar.training.bounds import Bound, Count, bound_problems
+
+Name = Literal["constant", "linear", "cosine", "step", "wsd"]
+Scaling = Literal["none", "linear", "sqrt"]
+"""How a learning rate grows with the number of data ranks, see :func:`scaled_rate`."""
 
 
 @final
@@ -25,34 +30,26 @@ class Schedule:
         lr: the peak learning rate.
         steps: of the whole run.
         warmup_steps: of linear growth at the beginning; step 0 has ``lr / (warmup_steps + 1)``.
-        min_ratio: the rate never falls below this part of the peak (after the warm-up).
+        min_ratio: the rate never falls below this part of the peak after the warm-up, under every name; 0: no floor, as in torch.
         step_every: steps between two drops of ``step``.
         gamma: the factor of a drop.
         decay_fraction: the part of the steps over which ``wsd`` decays.
     """
 
-    name: str = "cosine"
-    lr: float = 3e-4
-    steps: int = 1
-    warmup_steps: int = 0
-    min_ratio: float = 0.0
-    step_every: int = 1
-    gamma: float = 0.1
-    decay_fraction: float = 0.2
+    name: Name = "cosine"
+    lr: Annotated[float, Bound(gt=0)] = 3e-4
+    steps: Count = 1
+    warmup_steps: Annotated[int, Bound(ge=0)] = 0
+    min_ratio: Annotated[float, Bound(ge=0, le=1)] = 0.0
+    step_every: Count = 1
+    gamma: Annotated[float, Bound(gt=0, le=1)] = 0.1
+    decay_fraction: Annotated[float, Bound(gt=0, le=1)] = 0.2
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.name not in _SHAPES:
-            problems.append(f"no schedule {self.name!r}; nearest: {nearest(self.name, _SHAPES) or sorted(_SHAPES)}")
-        if not self.lr > 0:
-            problems.append(f"lr must be above 0, got {self.lr}")
-        if self.steps < 1 or not 0 <= self.warmup_steps <= self.steps:
+        problems = [] if self.name in _SHAPES else [f"no schedule {self.name!r}; nearest: {nearest(self.name, _SHAPES) or sorted(_SHAPES)}"]
+        problems += bound_problems(self)
+        if self.warmup_steps > self.steps:
             problems.append(f"warmup_steps must lie in 0 to steps, got {self.warmup_steps} of {self.steps} steps")
-        if not 0 <= self.min_ratio <= 1 or not 0 < self.gamma <= 1 or not 0 < self.decay_fraction <= 1 or self.step_every < 1:
-            problems.append(
-                f"expected min_ratio in 0 to 1, gamma and decay_fraction above 0 to 1, step_every from 1; got {self.min_ratio}, "
-                f"{self.gamma}, {self.decay_fraction}, {self.step_every}"
-            )
         if problems:
             raise RecipeError("; ".join(problems))
 
@@ -77,7 +74,7 @@ class Schedule:
         return rate
 
 
-def scaled_rate(lr: float, mode: str, data_size: int) -> float:
+def scaled_rate(lr: float, mode: Scaling, data_size: int) -> float:
     """Return ``lr`` for ``data_size`` times the batch of one data rank.
 
     Args:
@@ -116,7 +113,7 @@ def _wsd(schedule: Schedule, step: int) -> float:
     return 1.0 - (1.0 - schedule.min_ratio) * max(0.0, 1.0 - left / schedule.decay_fraction)
 
 
-_SHAPES: dict[str, Callable[[Schedule, int], float]] = {
+_SHAPES: dict[Name, Callable[[Schedule, int], float]] = {
     "constant": _constant,
     "linear": _linear,
     "cosine": _cosine,

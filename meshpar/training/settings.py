@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Annotated, Literal, final
 
 from meshpar.errors import RecipeError
-
-Every = int | Literal["epoch"] | None
+from meshpar.training.bounds import Bound, Count, Every, bound_problems
 
 
 @final
@@ -19,12 +18,12 @@ class TrainSettings:
     Attributes:
         steps: stop after so many steps (None: no bound) ...
         epochs: ... or so many passes over the data, whichever comes first.
-        clip: bound on the gradient norm; None: the norm is measured only.
         log_every: steps between two records.
         validate_every: between two validations; there is one at the end, too.
         validate_steps: how many batches of the validation data; None: all.
         checkpoint_every: between two checkpoints; there is one at the end, too.
         check_replicas_every: between two comparisons of parameters that must be equal; there is one at the start, too.
+        clip: bound on the gradient norm; None: the norm is measured only.
         nonfinite: a loss or gradient that is not finite: ``"raise"``, or ``"skip"`` the step (float16 with a scaler always skips).
             To skip, the host reads the norm of every step. To raise, an accelerator is read when a record is due and before a
             checkpoint is written: no checkpoint ever holds what came of such a step.
@@ -32,28 +31,21 @@ class TrainSettings:
         seed: of the random state. Step s draws from a state made of ``seed`` and s, so that there is none to save.
     """
 
-    steps: int | None = None
-    epochs: int | None = None
-    clip: float | None = 1.0
-    log_every: int = 10
+    steps: Count | None = None
+    epochs: Count | None = None
+    log_every: Count = 10
     validate_every: Every = None
-    validate_steps: int | None = None
+    validate_steps: Count | None = None
     checkpoint_every: Every = None
-    check_replicas_every: int | None = None
+    check_replicas_every: Count | None = None
+    clip: Annotated[float, Bound(gt=0)] | None = 1.0
     nonfinite: Literal["raise", "skip"] = "raise"
     reduce_each: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.steps is None and self.epochs is None:
-            problems.append("say how long to train: steps=, epochs= or both")
-        for name in ("steps", "epochs", "log_every", "validate_every", "validate_steps", "checkpoint_every", "check_replicas_every"):
-            value = getattr(self, name)
-            if value is not None and value != "epoch" and not (isinstance(value, int) and value >= 1):
-                problems.append(f"{name} must be a whole number from 1, got {value!r}")
-        if self.clip is not None and not self.clip > 0:
-            problems.append(f"clip must be above 0, or None, got {self.clip}")
+        problems = ["say how long to train: steps=, epochs= or both"] if self.steps is None and self.epochs is None else []
+        problems += bound_problems(self)
         if self.nonfinite not in ("raise", "skip"):
             problems.append(f"nonfinite is 'raise' or 'skip', got {self.nonfinite!r}")
         if problems:

@@ -14,7 +14,6 @@ DEFAULTS = {
     "optimizer.betas": [0.9, 0.999],
     "optimizer.weight_decay": 0.0,
     "schedule.name": "linear",
-    "schedule.min_ratio": 0.0,
     "training.log_every": 500,
     "checkpoint.every": 500,
     "checkpoint.keep": None,

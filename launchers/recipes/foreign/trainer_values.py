@@ -8,13 +8,13 @@ from typing import Any
 from meshpar.launchers.recipes.foreign.keys import Translated, truth, whole
 
 _SCHEDULES = {
-    "linear": ("linear", 0.0),
-    "cosine": ("cosine", 0.0),
-    "constant": ("constant", 0.0),
-    "constant_with_warmup": ("constant", 0.0),
-    "cosine_with_min_lr": ("cosine", 0.0),
-    "cosine_warmup_with_min_lr": ("cosine", 0.0),
-    "warmup_stable_decay": ("wsd", 0.0),
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
 }
 _OPTIMIZERS = {"adamw_torch": False, "adamw_torch_fused": True, "adamw_hf": False}
 
@@ -59,11 +59,8 @@ def scheduler(value: Any, result: Translated) -> str:
     """Take ``lr_scheduler_type``."""
     if value not in _SCHEDULES:
         raise ValueError(f"{value!r} is refused: there are {', '.join(_SCHEDULES)}, and schedule.name: step")
-    name, least = _SCHEDULES[value]
-    result.put("schedule.name", name)
-    if not result.has("schedule.min_ratio"):
-        result.put("schedule.min_ratio", least)
-    return f"{value} became schedule.name: {name}"
+    result.put("schedule.name", _SCHEDULES[value])
+    return f"{value} became schedule.name: {_SCHEDULES[value]}"
 
 
 def scheduler_options(value: Any, result: Translated) -> str:
