@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 from meshpar import registry
-from meshpar.errors import PlanError, RecipeError
+from meshpar.errors import PlanError
 from meshpar.launchers.jobs import build
-from meshpar.launchers.recipes.recipe import Recipe, load_recipe, resolve, shipped
+from meshpar.launchers.recipes.recipe import Recipe, UnknownRecipeError, load_recipe, resolve, shipped
 from meshpar.launchers.recipes.yamlfile import Document, apply_overrides
 from meshpar.models.transformer_config import PRESETS
 
@@ -69,7 +69,5 @@ def recipe_or_shape(source: str, overrides: Sequence[str]) -> Recipe:
         return resolve(document)
     try:
         return load_recipe(source, overrides)
-    except RecipeError as error:
-        if str(error).startswith("no recipe file"):
-            raise RecipeError(f"{error}; shapes: {', '.join(PRESETS)}") from None
-        raise
+    except UnknownRecipeError as error:
+        raise UnknownRecipeError(f"{error}; shapes: {', '.join(PRESETS)}") from None

@@ -26,11 +26,13 @@ class Finding:
         what: is wrong.
         where: on which ranks and hosts.
         do: what helps.
+        severs: ranks cannot talk to each other until it is mended.
     """
 
     what: str
     where: str
     do: str
+    severs: bool = False
 
     def __str__(self) -> str:
         return f"{self.what}\n    where: {self.where}\n    do:    {self.do}"
@@ -123,15 +125,14 @@ def _interfaces(found: Found) -> Iterator[Finding]:
             known = ", ".join(sorted(there))
             outward = ", ".join(sorted(each for each, fact in there.items() if not fact["loopback"])) or "none here"
             if not chosen:
-                yield Finding(what=f"{name}={value} names no interface", where=f"{host}, which has {known}", do="name one of these")
+                what, where, do = "names no interface", f"{host}, which has {known}", "name one of these"
             elif several and all(fact["loopback"] for fact in chosen.values()):
-                yield Finding(
-                    what=f"{name}={value} is the loopback interface, which reaches no other host",
-                    where=host,
-                    do=f"name one that does: {outward}",
-                )
+                what, where, do = "is the loopback interface, which reaches no other host", host, f"name one that does: {outward}"
             elif not any(fact["up"] and fact["address"] for fact in chosen.values()):
-                yield Finding(what=f"{name}={value} is down or has no address", where=host, do=f"bring it up, or name another of {known}")
+                what, where, do = "is down or has no address", host, f"bring it up, or name another of {known}"
+            else:
+                continue
+            yield Finding(what=f"{name}={value} {what}", where=where, do=do, severs=True)
 
 
 def _chosen(value: str, interface: str) -> bool:

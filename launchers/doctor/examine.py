@@ -115,6 +115,7 @@ def _connection_findings(facts: Sequence[Facts], seen: Sequence[dict[str, Any]])
             what="hosts that cannot connect to each other",
             where="; ".join(f"{here} to {there} at {address}: {why}" for here, there, address, why in failed[:8]),
             do="open all ports between the nodes (collectives use ones that the system chooses), and see to routes and names",
+            severs=True,
         )
 
 

@@ -76,7 +76,7 @@ def look(spec: MeshSpec, kind: str, folder: Folder | None, *, wait_s: float = WA
     device = runtime.device(kind)
     meeting = Meeting(wait_s)
     report = examined(meeting, spec, device, folder)
-    if any("cannot connect" in each.what or "interface" in each.what for each in report.findings):
+    if any(each.severs for each in report.findings):
         return replace(report, notes=(*report.notes, "nothing was measured: the ranks cannot talk to each other")), ""
     with runtime.distributed(kind, timeout_s=MEASURE_S * 2):
         report = measured(report, spec, device)

@@ -34,6 +34,10 @@ from meshpar.training.bounds import Bound
 from meshpar.training.lora import LoRA
 
 
+class UnknownRecipeError(RecipeError):
+    """Raised where a name is neither a file nor a recipe that comes with meshpar."""
+
+
 @final
 class Recipe(Section):
     """A run.
@@ -171,7 +175,7 @@ def _find(source: str | Path) -> Document:
         return read_document(known[str(source)])
     if not Path(source).is_file():
         near = nearest(str(source), known) or sorted(known)
-        raise RecipeError(f"no recipe file {source}, and none of that name comes with meshpar; nearest: {', '.join(near)}")
+        raise UnknownRecipeError(f"no recipe file {source}, and none of that name comes with meshpar; nearest: {', '.join(near)}")
     return read_document(Path(source))
 
 
