@@ -69,6 +69,7 @@ class CheckpointManager:
         self._background = Background()
         self._made_ranks: Ranks | None = None
         self._temporary: Path | None = None  # on rank 0: of the save that began last
+        self.writes = 0
 
     @property
     def root(self) -> Path:
@@ -134,7 +135,7 @@ class CheckpointManager:
         stager = self._stager
         with self._abandoned_on_error():
             folder = ranks.share(f"beginning step {step}", lambda: self._begin(noted, replace))
-            saving = Saving(ranks, folder, noted, threads=self._threads, checksum=self._checksum)
+            saving = Saving(ranks, folder, noted, threads=self._threads, checksum=self._checksum, on_write=self._count_write)
             saving.plan(par, optimizer, later=stager is not None)
         if stager is None:
             self._finish(saving, folder)
@@ -219,6 +220,9 @@ class CheckpointManager:
             else:
                 return restoring.run(cast=cast, partial=partial, random=random, passed_over=tuple(damaged))
         raise CheckpointError("\n  ".join([f"every step in {self.root} is damaged:", *damaged]))
+
+    def _count_write(self) -> None:
+        self.writes += 1  # two threads at once may count one: it is another number all the same
 
     def _ranks(self) -> Ranks:
         if self._made_ranks is not None and self._made_ranks.broken:

@@ -70,11 +70,21 @@ class Saving:
         noted: what the caller adds; rank 0's counts, but for ``rank_extra``.
         threads: how many write, each a file.
         checksum: of the files, beside the CRC-32.
+        on_write: called after every block, by the threads that write.
     """
 
-    def __init__(self, ranks: Ranks, folder: Path, noted: Noted, *, threads: int = 2, checksum: Checksum = "crc32") -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        folder: Path,
+        noted: Noted,
+        *,
+        threads: int = 2,
+        checksum: Checksum = "crc32",
+        on_write: Callable[[], None] = lambda: None,
+    ) -> None:
         self._ranks, self._folder, self._noted = ranks, folder, noted
-        self._threads, self._checksum = threads, checksum
+        self._threads, self._checksum, self._on_write = threads, checksum, on_write
         self._tensors: dict[str, Tensor] = {}
         self._stage_error: Exception | None = None
 
@@ -155,7 +165,9 @@ class Saving:
     def _write(self) -> list[WrittenFile]:
         if self._stage_error is not None:
             raise self._stage_error
-        return write_parts(self._folder, self._ranks.rank, self._parts, threads=self._threads, checksum=self._checksum)
+        return write_parts(
+            self._folder, self._ranks.rank, self._parts, threads=self._threads, checksum=self._checksum, on_write=self._on_write
+        )
 
     def _check(self, files: list[WrittenFile]) -> Manifest:
         check_written(self._plans, files)

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,6 @@ from meshpar.checkpoints.dcp import METADATA_NAME
 from meshpar.checkpoints.files import TILE_BYTES, lies_in_memory, memory_of, tiles, write_all
 from meshpar.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
-from meshpar.watchdog import moved
 
 Checksum = Literal["crc32", "sha256"]
 
@@ -96,8 +95,10 @@ def _payload_bytes(item: WriteItem) -> int:
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
-def write_parts(folder: Path, rank: int, parts: Sequence[Part], *, threads: int, checksum: Checksum) -> list[WrittenFile]:
-    """Write and fsync one file a thread; raises what the first failing thread raised."""
+def write_parts(
+    folder: Path, rank: int, parts: Sequence[Part], *, threads: int, checksum: Checksum, on_write: Callable[[], None] = lambda: None
+) -> list[WrittenFile]:
+    """Write and fsync one file a thread; raises what the first failing thread raised. Threads call ``on_write`` after every block."""
     shares: list[list[Part]] = [[] for _ in range(threads)]
     sizes = [0] * threads
     for part in sorted(parts, key=lambda each: -each.tensor.nbytes):
@@ -106,7 +107,8 @@ def write_parts(folder: Path, rank: int, parts: Sequence[Part], *, threads: int,
         sizes[least] += part.tensor.nbytes
     names = [f"__{rank}_{number}.distcp" for number in range(threads)]
     with ThreadPoolExecutor(threads, thread_name_prefix="meshpar-write") as pool:
-        jobs = [pool.submit(write_file, folder / name, _items_of(share), checksum) for name, share in zip(names, shares) if share]
+        files = [(folder / name, _items_of(share)) for name, share in zip(names, shares) if share]
+        jobs = [pool.submit(write_file, path, items, checksum, on_write) for path, items in files]
     return [job.result() for job in jobs]
 
 
@@ -175,8 +177,8 @@ class Item:
     blocks: Iterable[memoryview]
 
 
-def write_file(path: Path, items: Iterable[Item], checksum: Checksum) -> WrittenFile:
-    """Write parts one after another and bring the file to the disk."""
+def write_file(path: Path, items: Iterable[Item], checksum: Checksum, on_write: Callable[[], None] = lambda: None) -> WrittenFile:
+    """Write parts one after another and bring the file to the disk; ``on_write`` is called after every block."""
     written: list[WrittenPart] = []
     position = whole = 0
     digest = hashlib.sha256() if checksum == "sha256" else None
@@ -186,7 +188,7 @@ def write_file(path: Path, items: Iterable[Item], checksum: Checksum) -> Written
             if digest is not None:
                 digest.update(data)
             write_all(file.fileno(), memoryview(data))
-            moved()
+            on_write()
 
         for item in items:
             length, summed = write_tensor(item.shape, item.dtype, item.blocks, write, position)

@@ -24,20 +24,14 @@ STALLED = 75
 """The exit code of a rank that the watchdog ended (sysexits.h: EX_TEMPFAIL); another start may heal it."""
 
 _STORE = "it is on rank 0's host: rank 0 or its launcher is stopped or dead"
-_moves = 0
 
-
-def moved() -> None:
-    """Tell this process's watchdog that work moves in which there is neither step nor collective: writing, validation. From any thread."""
-    global _moves
-    _moves += 1  # two threads at once may count one: it is another number all the same
 
 
 @final
 class Watchdog:
     """Ends a job that stands still. A context manager; no collective, for they are what stalls: ranks talk through the store.
 
-    Progress is a new value of ``progress()``, one more collective on any process group, or a call of :func:`moved`. When there was
+    Progress is a new value of ``progress()`` or of ``moves()``, or one more collective on any process group. When there was
     none for ``stall_s`` seconds, this rank writes its stacks, its step and the last collective of each group to ``file``, asks the
     others to do the same, and rank 0 (the lowest rank that answers) names those that did not arrive: ranks that do not answer at all,
     and ranks that are behind the others in some group. Then every rank leaves with :data:`STALLED`, at most about 20 seconds after
@@ -52,6 +46,7 @@ class Watchdog:
         *,
         rank: int,
         world_size: int,
+        moves: Callable[[], object] = lambda: None,
         on_stall: Callable[[str, bool], None] | None = None,
         file: TextIO | None = None,
         answer_s: float = 5.0,
@@ -64,12 +59,13 @@ class Watchdog:
             progress: returns another value when the job has moved, such as the step.
             rank: of this process.
             world_size: number of ranks.
+            moves: returns another value when work moves in which there is neither step nor collective: validation, writing.
             on_stall: is told the verdict before the process ends, and whether ranks were found that did not arrive; otherwise the store
                 could not be asked, and what took it down is told by others.
             file: for stacks and verdict; None: standard error.
             answer_s: seconds in which a rank that lives answers when one of them asks.
         """
-        self._stall_s, self._store, self._progress = stall_s, store, progress
+        self._stall_s, self._store, self._progress, self._moves = stall_s, store, progress, moves
         self._rank, self._world, self._on_stall, self._file = rank, world_size, on_stall, file
         self._every, self._answer_s = min(5.0, stall_s / 4), answer_s
         self._silent: Callable[[], None] = lambda: None
@@ -101,7 +97,7 @@ class Watchdog:
                 self._give_up(idle_s)
 
     def _state(self) -> object:
-        return self._progress(), tuple(collective_counts().values()), _moves
+        return self._progress(), tuple(collective_counts().values()), self._moves()
 
     def _stay_in_touch(self) -> None:
         """Tell the others where this process is, and listen whether one of them has given up."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import meshpar
-from meshpar import FullyShard, MeshparError, Parallelized, Plan, RecipeError, TensorParallel, watchdog
+from meshpar import FullyShard, MeshparError, Parallelized, Plan, RecipeError, TensorParallel
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.passes.random import mix
 from meshpar.placements import local_tensor
@@ -250,9 +250,9 @@ def test_validation_is_the_mean_over_all_tokens(group: None, tmp_path: Path) -> 
     with torch.no_grad():
         logits = par.module(input_ids=batch["input_ids"]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-    before = watchdog._moves
+    before = run.validated
     assert run.validate() == run.validate() == {"loss": pytest.approx(float(expected), rel=1e-5)}
-    assert watchdog._moves == before + 2 * -(-len(samples) // 3), "every batch counts as a move"
+    assert run.validated == before + 2 * -(-len(samples) // 3), "every batch counts as a move"
 
 
 def resumed(par: Parallelized, saved: tuple[Any, Any, dict[str, Any]], samples: PackedTokens, **more: Any) -> Trainer:

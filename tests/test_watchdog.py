@@ -20,13 +20,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshpar import runtime, testing, watchdog
-from meshpar.checkpoints.writing import Part, write_parts
+from meshpar import runtime, testing
+from meshpar.checkpoints import CheckpointManager
 from meshpar.launchers.agent.failures import record, record_stall, recorded
 from meshpar.launchers.jobs.preflight import opened
 from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.mesh import MeshSpec
-from meshpar.watchdog import STALLED, Watchdog, moved, verdict_of
+from meshpar.watchdog import STALLED, Watchdog, verdict_of
+from tests.test_checkpoints_commit import linear
 
 RANKS = 3
 STEP = 5
@@ -42,14 +43,15 @@ def rank_main(rank: int, port: int, mode: str, folder: str) -> None:
     group_store = dist.PrefixStore("group", store())
     dist.init_process_group("gloo", store=group_store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     group = MeshSpec(f"dp_shard={RANKS}").build("cpu").get_group()
-    steps = [0]
+    steps, moves = [0], [0]
     with open(os.path.join(folder, f"rank-{rank}"), "w") as file:
-        with Watchdog(BOUND_S, store(), lambda: steps[0], rank=rank, world_size=RANKS, file=file, answer_s=5.0):
+        options = dict(moves=lambda: moves[0], rank=rank, world_size=RANKS, file=file, answer_s=5.0)
+        with Watchdog(BOUND_S, store(), lambda: steps[0], **options):
             for step in range(20):
                 steps[0] = step
                 for _ in range(40 if step == STEP and mode == "write" else 0):
                     time.sleep(BOUND_S / 20)
-                    moved()
+                    moves[0] += 1
                 if step == STEP and mode == f"skip {rank}":
                     time.sleep(60)
                 if step == STEP and mode == f"stop {rank}":
@@ -113,9 +115,10 @@ def test_the_verdict_when_nobody_is_behind() -> None:
 
 
 def test_writing_counts_as_a_move(tmp_path: Path) -> None:
-    before = watchdog._moves
-    write_parts(tmp_path, 0, [Part(name="weight", offsets=(0,), tensor=torch.zeros(1000))], threads=1, checksum="crc32")
-    assert watchdog._moves > before
+    with CheckpointManager(tmp_path) as manager:
+        before = manager.writes
+        manager.save(1, linear())
+        assert manager.writes > before
 
 
 def test_the_group_waits_longer_than_the_watchdog(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

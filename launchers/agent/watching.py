@@ -15,12 +15,13 @@ _CONNECT_S = 60.0
 
 
 @contextmanager
-def watched(stall_s: float | None, progress: Callable[[], object]) -> Iterator[None]:
+def watched(stall_s: float | None, progress: Callable[[], object], moves: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Let a watchdog look after what runs inside; nothing where ``stall_s`` is None or there is one rank.
 
     Args:
         stall_s: seconds without progress that are too many.
         progress: returns another value when the job has moved, such as the step.
+        moves: returns another value when work moves in which there is neither step nor collective: validation, writing.
     """
     if stall_s is None or runtime.world_size() == 1 or not runtime.launched():
         yield
@@ -32,5 +33,5 @@ def watched(stall_s: float | None, progress: Callable[[], object]) -> Iterator[N
         if logs is not None:
             record_stall(Path(logs), rank, verdict, cause=sure)
 
-    with Watchdog(stall_s, store, progress, rank=rank, world_size=runtime.world_size(), on_stall=record):
+    with Watchdog(stall_s, store, progress, rank=rank, world_size=runtime.world_size(), moves=moves, on_stall=record):
         yield

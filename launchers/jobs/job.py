@@ -88,7 +88,7 @@ def run_job(recipe: Recipe) -> Outcome:
                 _tell(recipe, par, trainer, come_from)
                 if recipe.profile and left < PROFILED:
                     reporters[0].note(f"no profile: it takes {PROFILED} steps, and {left} are left")
-            with watched(recipe.watchdog, lambda: trainer.step):
+            with watched(recipe.watchdog, lambda: trainer.step, lambda: (trainer.validated, manager.writes)):
                 return trainer.run()
 
 
