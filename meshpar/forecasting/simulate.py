@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -28,9 +29,8 @@ from meshpar.plan import Plan
 ALLOCATOR_ROUNDING = 512
 """Bytes to which torch's CUDA allocator rounds every request."""
 
-
-_inside = False
-"""Whether this process is a simulation's."""
+PROCESS = "meshpar-forecast"
+"""The name of a simulation's process, from before it imports the script that asked for the forecast."""
 
 
 @final
@@ -62,6 +62,9 @@ class Job:
 def simulate(jobs: Sequence[Job], *, workers: int = 1) -> list[Trace]:
     """Return the traces of ``jobs``, simulated in ``workers`` processes beside this one.
 
+    The processes are not concurrent.futures.ProcessPoolExecutor's: its workers always import the caller's script, which trains once
+    more where it has no guard, and the interpreter waits for them at its end, so that a job would wait for its forecast.
+
     Raises:
         MeshparError: a plan that does not fit its model, a step that fails, or a model that cannot be sent to another process.
     """
@@ -83,7 +86,7 @@ def simulate(jobs: Sequence[Job], *, workers: int = 1) -> list[Trace]:
 
 
 def _start(jobs: Sequence[Job], where: Path) -> tuple[subprocess.Popen[bytes], Path]:
-    if _inside:
+    if multiprocessing.current_process().name == PROCESS:
         raise MeshparError(
             "the forecast imports the script that defines this model, and the script asks for a forecast as it is imported; "
             'put what it does under if __name__ == "__main__":'
@@ -101,7 +104,7 @@ def _start(jobs: Sequence[Job], where: Path) -> tuple[subprocess.Popen[bytes], P
 
 def _preparation(jobs: Sequence[Job]) -> dict[str, Any]:
     """Return what lets another process import what the jobs are made of, as multiprocessing's spawn does it."""
-    data = {key: value for key, value in spawn.get_preparation_data("forecast").items() if key != "authkey"}
+    data = {key: value for key, value in spawn.get_preparation_data(PROCESS).items() if key != "authkey"}
     kinds = {kind for job in jobs for kind in (job.loss, *map(type, job.plan.passes), *map(type, job.model.modules()))}
     if all(kind.__module__ != "__main__" for kind in kinds):  # then nothing needs the script itself, and it need not be guarded
         data = {key: value for key, value in data.items() if not key.startswith("init_main")}
@@ -110,8 +113,6 @@ def _preparation(jobs: Sequence[Job]) -> dict[str, Any]:
 
 def read_jobs(where: Path) -> list[Job]:
     """Return the jobs that were sent to this process. Only the worker calls it."""
-    global _inside
-    _inside = True
     preparation, jobs = pickle.loads(where.with_suffix(".jobs").read_bytes())
     spawn.prepare(preparation)
     return pickle.loads(jobs)
