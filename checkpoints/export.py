@@ -19,7 +19,7 @@ import torch
 from meshpar.checkpoints.copying import Copier, Count, Progress, StoredSource, check_piece, lies_in_one_run, position_of
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.files import aligned, failing_as, local, memory_of, pwrite_all, tiles, write_all
-from meshpar.checkpoints.leftovers import forgotten, leftover, on_the_way, told_only
+from meshpar.checkpoints.leftovers import leftover, on_the_way, remove
 from meshpar.checkpoints.manifest import fsync, read_manifest
 from meshpar.checkpoints.published import PublishedModel, StoredModel
 from meshpar.checkpoints.safetensors import INDEX_NAME, write_header
@@ -213,7 +213,7 @@ def free_target(dst: str | Path, *, overwrite: bool) -> Path:
             if found.kind == "old" and not target.exists():
                 each.rename(target)
             else:
-                _remove(each)
+                remove(each)
         if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
             raise CheckpointError(f"{target} is there already and not empty; remove it, choose another folder, or pass overwrite=True")
     return target
@@ -243,17 +243,7 @@ def made_whole(target: Path) -> Iterator[Path]:
                 replaced.rename(target)
             for each in (folder, replaced):
                 if each.exists():
-                    with told_only(f"cannot remove {each}"):
-                        _remove(each)
-                forgotten(each)
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder, or the file that was exported over."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+                    remove(each)
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import socket
 import time
 import uuid
@@ -14,25 +15,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
+from meshpar.checkpoints.manifest import MANIFEST_NAME
 from meshpar.errors import CheckpointError
 
 ABANDONED_S = 6 * 3600.0
 """How long nothing in a folder must have changed before another host's process counts as dead, in seconds."""
-_NAME = re.compile(r"(.+)\.(tmp|old)-(.+)-(\d+)-[0-9a-f]+")
-_OURS: set[str] = set()  # those of this process that are there still: another process may have had its number before
+_NAME = re.compile(r"(.+)\.(tmp|old)-(.+)-(\d+)-([0-9a-f]+)")
+_ID = uuid.uuid4().hex[:8]  # of this process: the beginning of the last part of its folders' names
+_NOBODY = 0  # the process in the name of a folder that its own process could not remove
 _log = logging.getLogger("meshpar.checkpoints")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What the name of such a folder tells: ``tmp``: on the way to being ``of``, or to be removed; ``old``: it was ``of``."""
+    """What the name of such a folder tells; ``tmp``: on the way to being ``of``, or to be removed; ``old``: it was ``of``."""
 
     path: Path
     of: str
     kind: str
     host: str
     process: int
+    id: str
+
+    @property
+    def ours(self) -> bool:
+        """Whether this process works on it: another one may have had its number before, but not its :data:`_ID`."""
+        return self.host == socket.gethostname() and self.process == os.getpid() and self.id.startswith(_ID)
 
     def abandoned(self, *, sole_writer: bool = False) -> bool:
         """Tell whether nobody works on it any more.
@@ -40,29 +49,36 @@ class Leftover:
         Args:
             sole_writer: whether only one process at a time makes such folders here, and it is this one: then another host's are dead.
         """
-        if self.path.name in _OURS:
-            return False
         if self.host != socket.gethostname():
             return sole_writer or _untouched_s(self.path) > ABANDONED_S
-        return self.process == os.getpid() or not _runs(self.process)
+        return not self.ours and (self.process in (_NOBODY, os.getpid()) or not _runs(self.process))
 
 
 def leftover(path: Path) -> Leftover | None:
     """Return what a folder's name tells; None where it is another kind of name."""
     found = _NAME.fullmatch(path.name)
-    return Leftover(path, found[1], found[2], found[3], int(found[4])) if found else None
+    return Leftover(path, found[1], found[2], found[3], int(found[4]), found[5]) if found else None
 
 
-def on_the_way(target: Path, kind: Literal["tmp", "old"]) -> Path:
-    """Return a new name beside ``target`` for a folder of this process; whoever removes the folder says so by :func:`forgotten`."""
-    path = target.with_name(f"{target.name}.{kind}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-    _OURS.add(path.name)
-    return path
+def on_the_way(target: Path, kind: Literal["tmp", "old"], *, process: int | None = None) -> Path:
+    """Return a new name beside ``target`` for a folder of this process, or of another; whoever made the folder calls :func:`remove`."""
+    process = os.getpid() if process is None else process
+    return target.with_name(f"{target.name}.{kind}-{socket.gethostname()}-{process}-{_ID}{uuid.uuid4().hex[:8]}")
 
 
-def forgotten(path: Path) -> None:
-    """Take note that a folder of this process is gone, or may be removed by any other."""
-    _OURS.discard(path.name)
+def remove(path: Path) -> None:
+    """Remove a folder, or a file in the place of one. What cannot be removed is told, and left to any process, this one included."""
+    with told_only(f"cannot remove {path}"):
+        try:
+            if path.is_dir():
+                (path / MANIFEST_NAME).unlink(missing_ok=True)  # first, so that half of an old step is not taken for it
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError:
+            if (left := leftover(path)) and left.ours:
+                path.rename(on_the_way(path.with_name(left.of), "tmp", process=_NOBODY))
+            raise
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from meshpar.checkpoints.copying import Progress
 from meshpar.checkpoints.export import export_safetensors, free_target
 from meshpar.checkpoints.job import Job
-from meshpar.checkpoints.leftovers import forgotten, on_the_way, told_only
+from meshpar.checkpoints.leftovers import on_the_way, remove
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.saving import Noted, Saving
 from meshpar.checkpoints.steps import Steps
@@ -55,9 +54,7 @@ def export_module(
         return Path(dst)
     finally:
         if ranks.rank == 0:
-            with told_only(f"cannot remove {root}"):
-                shutil.rmtree(root)
-            forgotten(root)
+            remove(root)
 
 
 def _make_beside(target: Path, *, overwrite: bool) -> Path:

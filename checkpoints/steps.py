@@ -8,14 +8,13 @@ name, and is found there. ``LATEST`` names the newest; ``latest`` is a link to i
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import final
 
 from meshpar.checkpoints.files import local
-from meshpar.checkpoints.leftovers import Leftover, forgotten, leftover, on_the_way, told_only
+from meshpar.checkpoints.leftovers import Leftover, leftover, on_the_way, remove, told_only
 from meshpar.checkpoints.manifest import MANIFEST_NAME, Manifest, fsync, read_manifest, write_durably
 from meshpar.errors import CheckpointError
 
@@ -78,19 +77,18 @@ class Steps:
         except OSError:
             if replaced:
                 replaced.rename(final)
-                forgotten(replaced)
             raise
         with told_only(f"step {manifest.step} is committed, but the folder around it is not in order"):
             fsync(self.root)
             if replaced:
-                self._remove(replaced)
+                remove(replaced)
             self._mark_latest(self.committed()[-1])
         return final
 
     def abandon(self, temporary: Path) -> None:
         """Remove a temporary folder after a failed save."""
         if temporary.exists():
-            self._remove(temporary)
+            remove(temporary)
 
     def pin(self, step: int, *, pinned: bool = True) -> None:
         """Protect a step from retention, or no more; raises CheckpointError where it is not committed."""
@@ -122,7 +120,7 @@ class Steps:
         for step in doomed:
             folder = on_the_way(self.path(step), "tmp")
             self.path(step).rename(folder)
-            self._remove(folder)
+            remove(folder)
         return doomed
 
     def _is_readable(self, step: int) -> bool:
@@ -145,7 +143,7 @@ class Steps:
             if each.kind == "old" and not self.path(step).exists() and (each.path / MANIFEST_NAME).is_file():
                 each.path.rename(self.path(step))
             else:
-                self._remove(each.path)
+                remove(each.path)
 
     def best(self, best: str) -> int | None:
         """Return the committed step with the least ``metric``, or the largest of ``+metric``; None where none has it.
@@ -193,13 +191,6 @@ class Steps:
         fresh.symlink_to(name, target_is_directory=True)
         fresh.replace(link)
         fsync(self.root)
-
-    def _remove(self, folder: Path) -> None:
-        """Remove a folder that is no checkpoint any more; what cannot be removed is told and tried again at the next save."""
-        forgotten(folder)
-        with told_only(f"cannot remove {folder}"):
-            (folder / MANIFEST_NAME).unlink(missing_ok=True)  # first, so that half of an old step is not taken for it
-            shutil.rmtree(folder)
 
 
 def _best(scores: Mapping[int, float | None], *, largest: bool) -> int | None:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshpar import testing
 from meshpar.checkpoints import CheckpointManager, verify_step
+from meshpar.checkpoints import steps as removal
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.errors import CheckpointError
@@ -65,7 +66,7 @@ def rank_main(rank: int, port: int, root: str, first: int, mode: str, report: st
     manager = CheckpointManager(root, keep=1 if mode == "retention" else 3, async_=mode == "async", timeout_s=TIMEOUT_S)
     log = Path(f"{report}.{rank}")
     if mode == "retention":  # let removal take long enough to be hit
-        manager._steps._remove = lambda folder, remove=manager._steps._remove: (time.sleep(0.03), remove(folder), time.sleep(0.01))
+        removal.remove = lambda folder, remove=removal.remove: (time.sleep(0.03), remove(folder), time.sleep(0.01))
     for step in itertools.count(first):
         module.set_to(step)
         with log.open("a") as file:
