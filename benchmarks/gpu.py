@@ -258,7 +258,7 @@ def measure(name: str, who: str, smoke: bool) -> dict[str, Any]:
     import torch
 
     from meshpar.launchers.jobs.feedback import profile_of
-    from meshpar.training.metrics import peak_flops
+    from meshpar.training.peaks import peak_flops
 
     case = (SMOKE if smoke else CASES)[name]
     backend = "eager" if smoke else "inductor"

@@ -13,6 +13,7 @@ import yaml
 from meshpar.errors import MeshparError
 from meshpar.forecasting.operators import FLOAT8
 from meshpar.patterns import nearest
+from meshpar.training.peaks import PEAK_FLOPS
 
 
 @final
@@ -22,7 +23,8 @@ class Hardware:
 
     Attributes:
         name: of the profile.
-        peak: dtype -> floating-point operations a second, dense, as the maker states them; float8 is both of its formats.
+        peak: dtype -> floating-point operations a second, dense, as the maker states them; float8 is both of its formats. A profile
+            may name a device of :data:`meshpar.training.peaks.PEAK_FLOPS` instead.
         memory: bytes of device memory.
         reserved: bytes of it that tensors cannot have: the driver's context, collectives' buffers, fragments.
         memory_bandwidth: bytes a second of device memory, as stated.
@@ -121,8 +123,12 @@ def _number(name: str, value: object, where: str) -> object:
     if name == "switched":
         return bool(value)
     if name == "peak":
+        value = PEAK_FLOPS.get(value, value) if isinstance(value, str) else value
         if not isinstance(value, Mapping) or "float32" not in value:
-            raise MeshparError(f"hardware profile {where}: peak maps dtypes to operations a second and has float32, got {value!r}")
+            raise MeshparError(
+                f"hardware profile {where}: peak maps dtypes to operations a second and has float32, or names a device such as H100; "
+                f"got {value!r}"
+            )
         return {str(dtype): _number(f"peak.{dtype}", number, where) for dtype, number in value.items()}
     try:
         number = float(value)  # type: ignore[arg-type]

@@ -17,41 +17,9 @@ import torch
 from torch import nn
 
 from meshpar.training.extras import need
+from meshpar.training.peaks import peak_flops
 
 Record = Mapping[str, float]
-
-PEAK_FLOPS = {
-    # dense bfloat16 with float32 accumulation, FLOP/s of one device, from the vendors' data sheets; the longest name that fits counts
-    "A100": 312e12,
-    "A10": 125e12,
-    "A10G": 70e12,
-    "A30": 165e12,
-    "A40": 149.7e12,
-    "L4": 121e12,
-    "L40": 181e12,
-    "L40S": 362e12,
-    "H100": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "RTX 3090": 71e12,
-    "RTX 4090": 165.2e12,
-    "MI250X": 383e12,
-    "MI300X": 1307.4e12,
-    "MI325X": 1307.4e12,
-}
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Return the device's bfloat16 peak in FLOP/s, None where it is not known (a CPU's never is)."""
-    if device.type != "cuda":
-        return None
-    words = torch.cuda.get_device_name(device).replace("-", " ").split()
-    fitting = [name for name in PEAK_FLOPS if set(name.split()) <= set(words)]
-    return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
-
 
 def flops_per_token(module: nn.Module) -> float:
     """Return the training FLOPs of a token as 6 x parameters (Kaplan et al., 2020): attention's own part is left out."""
