@@ -17,7 +17,7 @@ from meshpar.errors import CheckpointError, brief
 MANIFEST_NAME = "meshpar.json"
 FORMAT = "meshpar-checkpoint"
 VERSION = 1
-_NAME = re.compile(r"step-(\d+)(\.|$)")
+_STEP = re.compile(r"step-(\d+)")
 _SEAL = re.compile(rb'"crc32": "([0-9a-f]{8})"\n}\n')
 
 
@@ -86,7 +86,7 @@ def read_manifest(folder: Path) -> Manifest:
         if seal is None or seal.end() != len(text) or crc32(text[: seal.start()]) != int(data.pop("crc32"), 16):
             raise CheckpointError(f"{path} is damaged: it does not fit the checksum at its end")
         found = Manifest(**data)
-        if (named := step_of(folder)) not in (None, found.step):
+        if (named := step_of(folder.name.partition(".")[0])) not in (None, found.step):
             raise CheckpointError(f"{folder} is called step {named} and holds step {found.step}: somebody renamed or exchanged it")
         return found
     except FileNotFoundError as error:
@@ -99,9 +99,14 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
 
 
-def step_of(folder: Path) -> int | None:
-    """Return the step of which a folder of steps calls this one, also while it is written or replaced; None where it has another name."""
-    found = _NAME.match(folder.name)
+def step_name(step: int) -> str:
+    """Return the name of a step's folder."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step whose folder has this name; None for any other name."""
+    found = _STEP.fullmatch(name)
     return None if found is None else int(found[1])
 
 

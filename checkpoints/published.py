@@ -11,13 +11,12 @@ import torch
 from meshpar.checkpoints.copying import Piece, check_of, check_piece
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.files import TILE_BYTES, memory_of, tiles
+from meshpar.checkpoints.job import MODEL
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.steps import open_step
 from meshpar.checkpoints.verify import verify_files
 from meshpar.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource
-
-_MODEL = "model."
 
 
 @final
@@ -28,12 +27,12 @@ class StoredModel:
         self, source: DistributedCheckpoint, tied: Sequence[Sequence[str]], sums: Mapping[tuple[str, tuple[int, ...]], int]
     ) -> None:
         self._source, self._sums = source, sums
-        self._names = {clean_name(name.removeprefix(_MODEL)): name for name in source.tensors if name.startswith(_MODEL)}
-        saved = [name for name in source.tensors if name.startswith(_MODEL)]
+        self._names = {clean_name(name.removeprefix(MODEL)): name for name in source.tensors if name.startswith(MODEL)}
+        saved = [name for name in source.tensors if name.startswith(MODEL)]
         if len(self._names) != len(saved):
             raise CheckpointError(f"{len(saved)} tensors have only {len(self._names)} names once wrappers' parts are taken out of them")
         if not saved:
-            raise CheckpointError(f"{source.folder} holds no tensor of a model (none begins with {_MODEL!r})")
+            raise CheckpointError(f"{source.folder} holds no tensor of a model (none begins with {MODEL!r})")
         self._drop_tied(tied)
 
     def _drop_tied(self, tied: Sequence[Sequence[str]]) -> None:

@@ -126,7 +126,7 @@ class Saving:
         tensors |= random_state(self._ranks.rank, par.device)
         if unmade := [name for name, tensor in tensors.items() if tensor.is_meta]:
             raise CheckpointError(f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before save")
-        if (began := step_of(self._folder)) not in (None, self._noted.step):
+        if (began := step_of(self._folder.name.partition(".")[0])) not in (None, self._noted.step):
             raise CheckpointError(f"this rank saves step {self._noted.step}, and rank 0 step {began}; give every rank the same number")
         if not self._folder.is_dir():
             raise CheckpointError(f"{self._folder}, made by rank 0, is not here; the ranks must share that folder")

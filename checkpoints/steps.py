@@ -7,7 +7,6 @@ name, and is found there. ``LATEST`` names the newest; ``latest`` is a link to i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,12 +14,11 @@ from typing import final
 
 from meshpar.checkpoints.files import local
 from meshpar.checkpoints.leftovers import Leftover, leftover, on_the_way, remove, told_only
-from meshpar.checkpoints.manifest import MANIFEST_NAME, Manifest, fsync, read_manifest, write_durably
+from meshpar.checkpoints.manifest import MANIFEST_NAME, Manifest, fsync, read_manifest, step_name, step_of, write_durably
 from meshpar.errors import CheckpointError
 
 LATEST_FILE, LATEST_LINK = "LATEST", "latest"
 PIN_FILE = "PINNED"
-_STEP = re.compile(r"step-(\d+)")
 
 
 @final
@@ -32,7 +30,7 @@ class Steps:
 
     def path(self, step: int) -> Path:
         """Return the place of a step, which it may be about to take."""
-        return self.root / f"step-{step:08d}"
+        return self.root / step_name(step)
 
     def folder(self, step: int) -> Path:
         """Return where a committed step is read: in its place, or aside where whoever replaces it has not come to its end."""
@@ -49,7 +47,7 @@ class Steps:
             each.path: "of a save or a removal that goes on or did not finish" for _, each in self._leftovers() if each.path not in found
         }
         for each in self._folders():
-            if _STEP.fullmatch(each.name) and not (each / MANIFEST_NAME).is_file():
+            if step_of(each.name) is not None and not (each / MANIFEST_NAME).is_file():
                 reasons[each] = f"it has no {MANIFEST_NAME}, so it was never committed"
         return reasons
 
@@ -173,13 +171,13 @@ class Steps:
     def _found(self) -> dict[int, Path]:
         """Return the committed steps and where each is read."""
         aside = {step: each.path for step, each in self._leftovers() if each.kind == "old"}
-        placed = {int(name[1]): each for each in self._folders() if (name := _STEP.fullmatch(each.name))}
+        placed = {step: each for each in self._folders() if (step := step_of(each.name)) is not None}
         return {step: each for step, each in {**aside, **placed}.items() if (each / MANIFEST_NAME).is_file()}
 
     def _leftovers(self) -> list[tuple[int, Leftover]]:
         """Return the folders that are on their way to a step, or were one, with its number."""
         found = [each for folder in self._folders() if (each := leftover(folder))]
-        return [(int(name[1]), each) for each in found if (name := _STEP.fullmatch(each.of))]
+        return [(step, each) for each in found if (step := step_of(each.of)) is not None]
 
     def _mark_latest(self, step: int) -> None:
         name = self.path(step).name
@@ -210,7 +208,7 @@ def open_step(path: str | Path) -> Path:
     steps = Steps(path.parent if path.name == LATEST_LINK and not path.is_dir() else path)
     if committed := steps.committed():
         return steps.folder(committed[-1])
-    if (name := _STEP.fullmatch(path.name)) and int(name[1]) in (around := Steps(path.parent)).committed():
-        return around.folder(int(name[1]))
+    if (step := step_of(path.name)) is not None and step in (around := Steps(path.parent)).committed():
+        return around.folder(step)
     read_manifest(path)
     raise CheckpointError(f"{path} holds no committed step")

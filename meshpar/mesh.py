@@ -20,7 +20,12 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MAX_AXES = 5
 
 AUTO = re.compile(r"auto(?:\s*,\s*tp\s*=\s*(\d+))?")
-"""The texts that leave the mesh to the topology."""
+"""The texts that leave the mesh to the topology, see :meth:`MeshSpec.auto`."""
+
+
+def is_auto(text: str) -> bool:
+    """Tell whether a mesh's text is ``auto`` or ``auto,tp=4``: the launcher's nodes then decide the axes."""
+    return AUTO.fullmatch(text.strip()) is not None
 
 
 @final

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshpar.loss import token_loss
+from meshpar.loss import IGNORE_INDEX, token_loss
 from meshpar.mesh import divisors
 from meshpar.passes.collectives import copy_to
 from meshpar.passes.context import Context, Style
@@ -177,7 +177,7 @@ def _split_loss(whole_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.
     def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int | None = None, **options: Any) -> torch.Tensor:
         if not isinstance(logits, DTensor):
             return whole_loss(logits=logits, labels=labels, vocab_size=vocab_size, **options)
-        ignored, count = options.get("ignore_index", -100), options.get("num_items_in_batch")
+        ignored, count = options.get("ignore_index", IGNORE_INDEX), options.get("num_items_in_batch")
         shifted = options.get("shift_labels")
         if shifted is None:
             shifted = F.pad(labels, (0, 1), value=ignored)[..., 1:]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshpar.loss import token_loss
+from meshpar.loss import IGNORE_INDEX, token_loss
 
 
 @final
@@ -29,7 +29,7 @@ class ModelOutput(NamedTuple):
 def next_token_loss(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
     """Return the mean loss of predicting ``labels[:, i + 1]`` at position ``i`` (transformers' convention; -100 is not counted)."""
     # Moving the labels rather than the logits saves a copy of the largest tensor of the model.
-    next_BL = F.pad(labels_BL[:, 1:], (0, 1), value=-100)
+    next_BL = F.pad(labels_BL[:, 1:], (0, 1), value=IGNORE_INDEX)
     return token_loss(logits_BLV, next_BL, reduction="mean")
 
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from meshpar.errors import MeshparError, RecipeError
+from meshpar.loss import IGNORE_INDEX
 from meshpar.training import text
-from meshpar.training.data import FILLER, IGNORE, Batches, LoaderSettings, OrderedBatches, PackedTokens
+from meshpar.training.data import FILLER, Batches, LoaderSettings, OrderedBatches, PackedTokens
 from meshpar.training.extras import need
 from meshpar.training.once import build_once
 from meshpar.training.order import permuted
@@ -32,7 +33,7 @@ def token_file(folder: Path, tokens: int) -> TokenFile:
 
 def counted(steps: list[list[dict[str, torch.Tensor]]]) -> list[int]:
     """Return the labels that count, which in ``token_file`` are their places."""
-    return [int(label) for step in steps for batch in step for label in batch["labels"].flatten() if label != IGNORE]
+    return [int(label) for step in steps for batch in step for label in batch["labels"].flatten() if label != IGNORE_INDEX]
 
 
 # tokenizers
@@ -200,7 +201,7 @@ def test_a_file_of_someone_else_needs_only_the_necessary(tmp_path: Path) -> None
     (tmp_path / "big.json").write_text(json.dumps({"dtype": "uint32", "vocab_size": 70_000, "eos_id": 0}))
     file = TokenFile.open(tmp_path / "big.bin")
     assert file.tokens == 70_000
-    assert PackedTokens(file, 10)[6999]["labels"].tolist() == [*range(69_991, 70_000), IGNORE]
+    assert PackedTokens(file, 10)[6999]["labels"].tolist() == [*range(69_991, 70_000), IGNORE_INDEX]
 
 
 def _build_slowly(folder: str, log: str) -> None:
@@ -261,7 +262,7 @@ def test_labels_are_the_next_tokens_and_the_last_sample_is_padded(tmp_path: Path
     samples = PackedTokens(token_file(tmp_path, 12), 4)
     batch = samples.__getitems__([0, 2, FILLER])
     assert batch["input_ids"].tolist() == [[0, 1, 2, 3], [8, 9, 10, 60_000], [60_000] * 4]
-    assert batch["labels"].tolist() == [[1, 2, 3, 4], [9, 10, 11, IGNORE], [IGNORE] * 4]
+    assert batch["labels"].tolist() == [[1, 2, 3, 4], [9, 10, 11, IGNORE_INDEX], [IGNORE_INDEX] * 4]
     assert batch["labels"].dtype == torch.int64
     assert len(samples) == 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -146,3 +147,50 @@ def test_imports_do_nothing(statement):
     code = f"{statement}; import sys, torch; assert not torch.distributed.is_initialized(); assert 'transformers' not in sys.modules; print('quiet')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "quiet\n" and done.stderr == ""
+
+
+def constants(path):
+    """The numbers and texts that a module's code writes; its docstrings are not code."""
+    tree = ast.parse(path.read_text())
+    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+            yield -node.operand.value
+        elif isinstance(node, ast.Constant) and id(node) not in told:
+            yield node.value
+
+
+FACTS = {
+    "the label that is not counted": ("meshpar/loss.py", lambda value: value == -100),
+    "the name of a step's folder": ("checkpoints/manifest.py", lambda value: isinstance(value, str) and value.startswith("step-")),
+    "the prefix of a model's tensors": ("checkpoints/job.py", lambda value: value == "model."),
+    "the peak speed of an accelerator": ("meshpar/training/peaks.py", lambda value: value in (312e12, 989e12, 2250e12)),
+    "the mesh that the nodes decide": ("meshpar/mesh.py", lambda value: isinstance(value, str) and value.startswith("auto(")),
+}
+"""What may be written in one file alone, and how a constant that writes it looks."""
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_a_fact_has_one_home(fact):
+    home, states = FACTS[fact]
+    others = {"meshpar/plan.py"} if home == "meshpar/mesh.py" else set()  # has a pattern of its own
+    assert {str(path.relative_to(ROOT)) for path, _ in sources() if any(map(states, constants(path)))} - others == {home}
+
+
+def test_profiles_repeat_no_peak():
+    assert all("bfloat16" not in path.read_text() for path in (ROOT / "meshpar/forecasting/profiles").glob("*.yaml"))
+
+
+def test_a_setting_has_one_dataclass():
+    """The sections of a recipe repeat no field of the settings that they are made from."""
+    from meshpar.launchers.recipes.sections import OptimizerSection, ScheduleSection, TrainingSection
+    from meshpar.training.optimizer import AdamWSettings
+    from meshpar.training.schedule import Schedule
+    from meshpar.training.settings import TrainSettings
+
+    for section, settings in ((OptimizerSection, AdamWSettings), (ScheduleSection, Schedule), (TrainingSection, TrainSettings)):
+        names = {field.name for field in dataclasses.fields(settings)}
+        own = set(section.__annotations__) & names
+        assert own <= {"steps"}, own  # a schedule's length is the run's unless a recipe gives one
+        defaults = {field.name: field.default for field in dataclasses.fields(settings)}
+        assert {name: field.default for name, field in section.model_fields.items() if name in names - {"steps"}}.items() <= defaults.items()

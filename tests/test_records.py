@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from meshpar import RecipeError
+from meshpar.loss import IGNORE_INDEX
 from meshpar.training import records as records_module
-from meshpar.training.data import FILLER, IGNORE, Batches
+from meshpar.training.data import FILLER, Batches
 from meshpar.training.examples import ExampleFile, prepare_examples
 from meshpar.training.padding import LabelledExamples, PairedExamples
 from meshpar.training.records import RecordSource, first_sentence
@@ -128,7 +129,7 @@ def test_pairs_are_padded_to_the_longest_of_the_batch(tmp_path: Path) -> None:
     assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == {
         "input_ids": (2, 8), "attention_mask": (2, 8), "decoder_input_ids": (2, 16), "labels": (2, 16)
     }  # fmt: skip
-    assert batch["labels"][0].tolist() == [*b"out", eos] + [IGNORE] * 12
+    assert batch["labels"][0].tolist() == [*b"out", eos] + [IGNORE_INDEX] * 12
     assert batch["decoder_input_ids"][0].tolist() == [7, *b"out", eos] + [eos] * 11
     assert batch["decoder_input_ids"][1, 1:10].tolist() == batch["labels"][1, :9].tolist()
     assert batch["attention_mask"].sum(1).tolist() == [8, 8]
@@ -141,10 +142,10 @@ def test_long_texts_are_cut(tmp_path: Path) -> None:
 
 def test_a_filler_counts_nothing_and_shows_one_position(tmp_path: Path) -> None:
     batch = pairs(tmp_path).__getitems__([FILLER, 0])
-    assert (batch["labels"][0] == IGNORE).all()
+    assert (batch["labels"][0] == IGNORE_INDEX).all()
     assert batch["attention_mask"][0].tolist() == [1] + [0] * 7
     split = prepare_examples(source(tmp_path, "labels"), byte_tokenizer(), tmp_path / "cache")
-    assert LabelledExamples(split.train, length=9).__getitems__([1, FILLER])["labels"].tolist() == [0, IGNORE]
+    assert LabelledExamples(split.train, length=9).__getitems__([1, FILLER])["labels"].tolist() == [0, IGNORE_INDEX]
 
 
 def test_every_example_comes_once_an_epoch_over_the_ranks(tmp_path: Path) -> None:
@@ -154,7 +155,7 @@ def test_every_example_comes_once_an_epoch_over_the_ranks(tmp_path: Path) -> Non
     for rank in range(2):
         for step in Batches(samples, micro_batch=2, accumulate=2, data_rank=rank, data_size=2, seed=3).one_epoch():
             for batch in step:
-                kept = batch["labels"] != IGNORE
+                kept = batch["labels"] != IGNORE_INDEX
                 seen += [bytes(row[row < 256].tolist()) for row in batch["input_ids"][kept]]
     assert sorted(seen) == sorted(str(row["text"]).encode() for row in ROWS)
     assert str(samples) == "10 examples of 2 classes"

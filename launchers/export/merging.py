@@ -12,13 +12,14 @@ import torch
 from meshpar.checkpoints import DistributedCheckpoint, Safetensors, export_safetensors, open_step
 from meshpar.checkpoints.copying import Progress
 from meshpar.checkpoints.export import apart, free_target, made_whole
+from meshpar.checkpoints.job import MODEL
 from meshpar.checkpoints.manifest import fsync
 from meshpar.errors import CheckpointError
 from meshpar.training.lora import NAME, LoRA
 from meshpar.views import spans_of
 from meshpar.weights import TypedSource
 
-_MODEL, _ADAPTERS = "model.", "adapter_model.safetensors"
+_ADAPTERS = "adapter_model.safetensors"
 
 
 @final
@@ -115,10 +116,10 @@ def stored_adapters(src: Path) -> dict[str, torch.Tensor]:
     checkpoint = DistributedCheckpoint(open_step(src))
     found = {}
     for name, stored in checkpoint.tensors.items():
-        if name.startswith(_MODEL) and ".lora_" in name:
+        if name.startswith(MODEL) and ".lora_" in name:
             value = torch.empty(stored.shape, dtype=stored.dtype)
             checkpoint.read(name, tuple(slice(0, size) for size in stored.shape), value)
-            found[name.removeprefix(_MODEL).replace(f".{NAME}.", ".")] = value
+            found[name.removeprefix(MODEL).replace(f".{NAME}.", ".")] = value
     if not found:
         raise CheckpointError(f"{src} holds no adapters; it is exported with `meshpar export` as it is")
     return found

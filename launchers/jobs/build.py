@@ -18,7 +18,7 @@ from meshpar.launchers.recipes.recipe import Recipe, folder_problems, model_conf
 from meshpar.launchers.recipes.schema import build
 from meshpar.launchers.recipes.techniques import make_passes
 from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec, default_device_type
+from meshpar.mesh import MeshSpec, default_device_type, is_auto
 from meshpar.models import GPT2, Transformer
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.plan import Plan
@@ -46,7 +46,7 @@ def plan_of(recipe: Recipe) -> Plan:
 def world_size_of(recipe: Recipe) -> int:
     """Return how many ranks a recipe wants on this machine where nobody says: its mesh's, or an accelerator each."""
     devices = 1 if device_type(recipe) == "cpu" else torch.accelerator.device_count()
-    if recipe.mesh.strip().startswith("auto"):
+    if is_auto(recipe.mesh):
         return devices
     sizes = MeshSpec(recipe.mesh).axes.values()
     known = math.prod(size for size in sizes if size != -1)

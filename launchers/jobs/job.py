@@ -14,6 +14,7 @@ from torch import nn
 
 from meshpar import registry, runtime
 from meshpar.checkpoints import CheckpointManager, Safetensors, open_step, read_manifest
+from meshpar.checkpoints.manifest import step_name, step_of
 from meshpar.checkpoints.published import stored_model
 from meshpar.errors import CheckpointError, RecipeError
 from meshpar.launchers.agent.watching import watched
@@ -159,7 +160,7 @@ def _resume(recipe: Recipe, manager: CheckpointManager, par: Any, optimizer: tor
 def _model_only(source: CheckpointManager, step: int) -> Path | None:
     """Return the folder of a step that holds a model and nothing of a run, as ``meshpar import`` makes it; None for any other."""
     try:
-        folder = open_step(source.root / f"step-{step:08d}")
+        folder = open_step(source.root / step_name(step))
         manifest = read_manifest(folder)
     except CheckpointError:
         return None  # restore tells, or takes the step before it
@@ -182,9 +183,9 @@ def _begin_from(folder: Path, recipe: Recipe, trainer: Trainer, own_step: int | 
 def _elsewhere(path: Path) -> tuple[CheckpointManager, int]:
     """Return the manager and the step that a path means: a step's folder, ``latest``, or a run's folder."""
     path = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    step = path.resolve().name.removeprefix("step-")
-    manager = CheckpointManager(path.resolve().parent if step.isdigit() else path)
-    found = int(step) if step.isdigit() else manager.latest()
+    step = step_of(path.resolve().name)
+    manager = CheckpointManager(path if step is None else path.resolve().parent)
+    found = manager.latest() if step is None else step
     if found is None:
         raise RecipeError(f"checkpoint.resume: {path} holds no committed step; give a step's folder or a run's folder")
     return manager, found

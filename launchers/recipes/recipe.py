@@ -26,7 +26,7 @@ from meshpar.launchers.recipes.sections import (
 )
 from meshpar.launchers.recipes.techniques import read_passes
 from meshpar.launchers.recipes.yamlfile import Document, Place, apply_overrides, read_document, to_yaml
-from meshpar.mesh import MeshSpec
+from meshpar.mesh import MeshSpec, is_auto
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import RopeScaling, TransformerConfig
 from meshpar.patterns import nearest
@@ -193,7 +193,7 @@ def _read_plan(data: dict[str, Any], document: Document, problems: list[str], at
 def _read_mesh(text: Any, document: Document, problems: list[str], at: Place) -> MeshSpec | str | None:
     if not isinstance(text, str):
         return None  # the section's own type says what is wrong
-    if text.strip().startswith("auto"):
+    if is_auto(text):
         return text.strip()
     try:
         return MeshSpec(text)

@@ -11,7 +11,7 @@ from meshpar.errors import MeshparError
 from meshpar.launchers.recipes.foreign.knobs import SHARDING, translate
 from meshpar.launchers.recipes.schema import Section, build, section_of, validate
 from meshpar.launchers.recipes.yamlfile import Document, Place
-from meshpar.mesh import MeshSpec
+from meshpar.mesh import MeshSpec, is_auto
 from meshpar.passes import Pass
 from meshpar.patterns import nearest
 
@@ -63,7 +63,7 @@ def default_passes(mesh: MeshSpec | str | None) -> list[Written]:
     """Return the passes that a mesh's axes call for."""
     if mesh is None:
         return []
-    if isinstance(mesh, str) and not mesh.startswith("auto"):
+    if isinstance(mesh, str) and not is_auto(mesh):
         mesh = MeshSpec(mesh)
     axes = {"dp_replicate", "dp_shard", *(["tp"] if "tp" in str(mesh) else [])} if isinstance(mesh, str) else set(mesh.axes)
     names = ["TensorParallel"] if "tp" in axes else []

@@ -11,7 +11,7 @@ from meshpar.errors import LaunchError, PlanError
 from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 from meshpar.launchers.targets.job import Job, make_target
-from meshpar.mesh import AUTO, MeshSpec
+from meshpar.mesh import MeshSpec, is_auto
 
 
 def launch_job(
@@ -54,7 +54,7 @@ def launch_job(
     wants = wants if preflight is None else [*wants, f"preflight='{preflight}'"]
     recipe = load_recipe(source, wants)
     spec = MeshSpec.placed(recipe.mesh, nodes * ranks, ranks)
-    if AUTO.fullmatch((recipe.mesh if mesh is None else mesh).strip()):
+    if is_auto(recipe.mesh if mesh is None else mesh):
         recipe = _hybrid(recipe)
     wanted = "warn" if preflight is None and recipe.preflight == "off" else recipe.preflight
     recipe = recipe.model_copy(update={"mesh": str(spec), "preflight": wanted}).noting(recipe.notes)

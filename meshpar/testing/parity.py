@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.layout import ModelLayout
-from meshpar.loss import token_loss
+from meshpar.loss import IGNORE_INDEX, token_loss
 from meshpar.mesh import MeshSpec
 from meshpar.parallelized import Parallelized
 from meshpar.passes.base import Pass
@@ -45,7 +45,7 @@ LossSum = Callable[[nn.Module, Any], tuple[Tensor, int]]
 def token_loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
     """Return the summed token loss of ``{"input_ids": (B, L), "labels": (B, L) aligned, -100 = not counted}`` and the tokens counted."""
     labels = batch["labels"]
-    return token_loss(model(input_ids=batch["input_ids"]).logits, labels, reduction="sum"), int((labels != -100).sum())
+    return token_loss(model(input_ids=batch["input_ids"]).logits, labels, reduction="sum"), int((labels != IGNORE_INDEX).sum())
 
 
 def train_steps(
@@ -95,7 +95,7 @@ def train_steps(
 
 
 def _count(batch: Any) -> int:
-    return int((batch["labels"] != -100).sum()) if isinstance(batch, Mapping) and "labels" in batch else 1
+    return int((batch["labels"] != IGNORE_INDEX).sum()) if isinstance(batch, Mapping) and "labels" in batch else 1
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def random_tokens(vocab: int, batch: int, length: int, *, seed: int, ignored: fl
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab, (batch, length + 1), generator=generator)
     labels = tokens[:, 1:].clone()
-    labels[torch.rand(labels.shape, generator=generator) < ignored] = -100
+    labels[torch.rand(labels.shape, generator=generator) < ignored] = IGNORE_INDEX
     return {"input_ids": tokens[:, :-1].contiguous(), "labels": labels}
 
 

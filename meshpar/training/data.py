@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import torch
 
 from meshpar.errors import RecipeError
+from meshpar.loss import IGNORE_INDEX
 from meshpar.training.extras import need
 from meshpar.training.order import permuted
 from meshpar.training.tokens import TokenFile
@@ -23,7 +24,6 @@ from meshpar.training.tokens import TokenFile
 if TYPE_CHECKING:
     import numpy as np
 
-IGNORE = -100
 FILLER = -1  # the index of a sample that is fully masked: it fills the last global batch of an epoch
 
 Batch = dict[str, torch.Tensor]
@@ -73,7 +73,7 @@ class PackedTokens:
         if self._ids is None:
             self._ids = self.tokens.ids()
         inputs = numpy.full((len(indices), self.length), self.tokens.eos_id, dtype=numpy.int64)
-        labels = numpy.full((len(indices), self.length), IGNORE, dtype=numpy.int64)
+        labels = numpy.full((len(indices), self.length), IGNORE_INDEX, dtype=numpy.int64)
         for row, index in enumerate(indices):
             if index == FILLER:
                 continue

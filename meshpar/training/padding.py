@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from meshpar.errors import RecipeError
-from meshpar.training.data import FILLER, IGNORE, Batch
+from meshpar.loss import IGNORE_INDEX
+from meshpar.training.data import FILLER, Batch
 from meshpar.training.examples import ExampleFile
 from meshpar.training.extras import need
 
@@ -86,10 +87,10 @@ class PairedExamples:
         fill = self.file.pad_id
         inputs, real = padded([self._inputs.ids(index) for index in indices], fill, self._inputs.length)
         targets = [self._targets.ids(index) for index in indices]
-        labels, _ = padded(targets, IGNORE, self._targets.length)
+        labels, _ = padded(targets, IGNORE_INDEX, self._targets.length)
         behind = torch.full_like(labels, fill)
         behind[:, 0] = self.start_id
-        behind[:, 1:] = torch.where(labels[:, :-1] == IGNORE, fill, labels[:, :-1])
+        behind[:, 1:] = torch.where(labels[:, :-1] == IGNORE_INDEX, fill, labels[:, :-1])
         return {"input_ids": inputs, "attention_mask": real, "decoder_input_ids": behind, "labels": labels}
 
 
@@ -111,5 +112,5 @@ class LabelledExamples:
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         inputs, real = padded([self._inputs.ids(index) for index in indices], self.file.pad_id, self._inputs.length)
-        labels = [int(self._labels.ids(index)[0]) if index != FILLER else IGNORE for index in indices]
+        labels = [int(self._labels.ids(index)[0]) if index != FILLER else IGNORE_INDEX for index in indices]
         return {"input_ids": inputs, "attention_mask": real, "labels": torch.tensor(labels)}
