@@ -136,6 +136,28 @@ def check(recipe: RecipeArgument, overrides: Overrides = None, world_size: Ranks
 
 @app.command()
 @_reported
+def convert(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Write the recipe here; default: standard output.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a recipe in meshpar's own keys.
+
+    YAML of transformers' Trainer or of accelerate becomes a recipe, with comments that tell what became of each key.
+    """
+    with quick_imports():
+        from meshpar.launchers.commands.inspecting import convert_recipe
+
+    text = convert_recipe(recipe, overrides or [])
+    if out is None:
+        print(text, end="")
+    else:
+        out.write_text(text, encoding="utf-8")
+
+
+@app.command()
+@_reported
 def quickstart(
     overrides: Overrides = None,
     mesh: Annotated[str, typer.Option(help="fsdp (dp_shard=2) or hsdp (dp_replicate=2,dp_shard=1).")] = "fsdp",

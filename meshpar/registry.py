@@ -13,7 +13,7 @@ from meshpar.errors import LayoutError, MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.patterns import is_called, nearest, shortest_patterns
 
-GROUPS = ("meshpar.passes", "meshpar.layouts", "meshpar.objectives", "meshpar.launchers")
+GROUPS = ("meshpar.passes", "meshpar.layouts", "meshpar.objectives", "meshpar.launchers", "meshpar.converters")
 
 
 @cache

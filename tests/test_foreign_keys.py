@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,20 @@ import pytest
 import torch
 
 from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, RecipeError, Replicate, TensorParallel
-from meshpar.launchers.recipes.foreign.accelerate import ACCELERATE, PARALLELISM
-from meshpar.launchers.recipes.foreign.knobs import translate
-from meshpar.launchers.recipes.foreign.trainer import TRAINER
-from meshpar.launchers.recipes.recipe import Recipe, resolve
+from meshpar.launchers.commands.inspecting import convert_recipe
+from meshpar.launchers.converters.accelerate import ACCELERATE, PARALLELISM
+from meshpar.launchers.converters.knobs import _KNOBS, ALIASES, translate
+from meshpar.launchers.converters.trainer import TRAINER
+from meshpar.launchers.converters.translate import HuggingFace
+from meshpar.launchers.recipes import converting
+from meshpar.launchers.recipes.converting import Translation
+from meshpar.launchers.recipes.recipe import Recipe, load_recipe, resolve
 from meshpar.launchers.recipes.techniques import make_passes
-from meshpar.launchers.recipes.yamlfile import parse_document
+from meshpar.launchers.recipes.yamlfile import Document, Place, parse_document
 
+ROOT = Path(__file__).parent.parent
+OURS = {"warmup_steps", "warmup_ratio", "bf16", "fp16"}
+"""Names that a recipe has in common with Trainer."""
 MODEL = "model: {dim: 32, layers: 2, heads: 2, hidden: 48}\ndata: {source: stdlib, validation_fraction: 0.1}\n"
 
 
@@ -249,6 +257,40 @@ def test_accelerates_file_is_read_as_it_is() -> None:
     for line in ACCELERATE_1.splitlines():
         key = line.partition(":")[0].strip().removeprefix("fsdp_")
         assert key == "config" or f"{key}: " in told, key
+
+
+def test_converting_writes_a_recipe_without_foreign_keys(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(MODEL + "training: {steps: 3}\nlearning_rate: 1e-4\n" + ACCELERATE_1)
+    text = convert_recipe(str(file))
+    assert "# learning_rate: 0.0001 became optimizer.lr: 0.0001\n" in text and "# fsdp.offload_params: True became offload=cpu\n" in text
+    again = resolve(parse_document(text, "run.yaml"))
+    assert again == load_recipe(str(file)).noting(()) and again.notes == ()
+
+
+def test_the_reader_of_recipes_knows_no_foreign_key() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "launchers/recipes").glob("*.py"))
+    assert [key for key in {*TRAINER, *ACCELERATE, *_KNOBS, *ALIASES} - OURS if re.search(rf"[\"']{key}[\"']", source)] == []
+
+
+def test_a_stranger_converts_keys_and_options_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lightning:
+        def keys(self, data: dict[str, Any], document: Document, problems: list[str], at: Place) -> list[str]:
+            if data.pop("precision", None) == "half":
+                problems.append(f"{document.where((*at, 'precision'))}: 'half' is refused")
+            steps = data.pop("max_updates", None)
+            data.setdefault("training", {"steps": steps})
+            return [] if steps is None else [f"max_updates: {steps} became training.steps: {steps}"]
+
+        def options(self, name: str, options: Mapping[str, Any]) -> Translation:
+            return Translation("fsdp" if name == "ddp_sharded" else name, dict(options), notes=["ddp_sharded: became fsdp"])
+
+    monkeypatch.setattr(converting, "_installed", lambda: (Lightning(), HuggingFace()))
+    recipe = read("mesh: dp_shard=2\nmax_updates: 7\npasses: [ddp_sharded: {cpu_offload: true}]\n")
+    assert recipe.training.steps == 7 and make_passes(recipe.passes) == [FullyShard(offload="cpu")]
+    assert recipe.notes[0] == "max_updates: 7 became training.steps: 7"
+    assert recipe.notes[1:] == ("ddp_sharded.ddp_sharded: became fsdp", "ddp_sharded.cpu_offload: True became offload=cpu")
+    assert "run.yaml:3: precision: 'half' is refused" in problems("precision: half\n")
 
 
 def test_accelerates_second_version_and_its_axes() -> None:

@@ -25,7 +25,7 @@ FLOORS = [
     {"launchers"},
 ]
 """Lowest first. A part imports from its own floor only what is in no cycle, and from the floors below it."""
-STAIRS = ["recipes", "agent", "doctor", "jobs", "export", "targets", "commands", "cli"]
+STAIRS = ["recipes", "converters", "agent", "doctor", "jobs", "export", "targets", "commands", "cli"]
 """The floors inside launchers, lowest first."""
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
 EXTRAS = {"accelerate", "numpy", "peft", "pydantic", "yaml", "rich", "typer", "tensorboard", "tokenizers", "torchdata", "safetensors", "transformers"}

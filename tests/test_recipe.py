@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from meshpar import ActivationCheckpoint, FullyShard, HybridShard, RecipeError, Replicate, TensorParallel
+from meshpar.launchers.converters.knobs import translate
 from meshpar.launchers.jobs import build
-from meshpar.launchers.recipes.foreign.knobs import translate
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe, resolve, shipped
 from meshpar.launchers.recipes.techniques import make_passes
 from meshpar.launchers.recipes.yamlfile import parse_document

@@ -1,4 +1,4 @@
-"""``meshpar describe``, ``check`` and ``plugins``: look without running."""
+"""``meshpar describe``, ``check``, ``convert`` and ``plugins``: look without running."""
 
 from __future__ import annotations
 
@@ -44,6 +44,16 @@ def check_recipe(source: str, overrides: Sequence[str] = (), *, world_size: int 
         raise PlanError(problems)
     notes = "".join(f"\nnote: {note}" for note in recipe.notes)
     return f"{source} fits {ranks} rank{'s' if ranks > 1 else ''}: {build.plan_of(recipe)}{notes}"
+
+
+def convert_recipe(source: str, overrides: Sequence[str] = ()) -> str:
+    """Return a recipe as resolved, in meshpar's own keys; comments above it tell what became of foreign ones.
+
+    Raises:
+        RecipeError: with everything that is wrong.
+    """
+    recipe = load_recipe(source, overrides)
+    return "".join(f"# {note}\n" for note in recipe.notes) + recipe.to_yaml()
 
 
 def list_plugins() -> str:

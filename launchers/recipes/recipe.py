@@ -11,7 +11,7 @@ from pydantic import PrivateAttr
 
 from meshpar import registry
 from meshpar.errors import MeshError, MeshparError, RecipeError
-from meshpar.launchers.recipes.foreign.translate import take_foreign_keys
+from meshpar.launchers.recipes.converting import convert_keys
 from meshpar.launchers.recipes.objective import OBJECTIVES, option_problems, wants_teacher
 from meshpar.launchers.recipes.schema import Section, build, validate
 from meshpar.launchers.recipes.sections import (
@@ -183,7 +183,7 @@ def _read_plan(data: dict[str, Any], document: Document, problems: list[str], at
     """Put model, mesh and passes of a mapping in the form that the recipe has, and return what is to be told about old names."""
     if isinstance(data.get("model"), Mapping):
         data["model"] = {"kind": "transformer", **data["model"]}
-    notes = take_foreign_keys(data, document, problems, at)
+    notes = convert_keys(data, document, problems, at)
     data["mesh"] = data.get("mesh") or ""
     mesh = _read_mesh(data["mesh"], document, problems, at)
     data["passes"], more = read_passes(data.get("passes"), mesh, document, problems, at)

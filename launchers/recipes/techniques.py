@@ -8,16 +8,16 @@ from typing import Any
 
 from meshpar import registry
 from meshpar.errors import MeshparError
-from meshpar.launchers.recipes.foreign.knobs import SHARDING, translate
+from meshpar.launchers.recipes.converting import convert_pass
 from meshpar.launchers.recipes.schema import Section, build, section_of, validate
 from meshpar.launchers.recipes.yamlfile import Document, Place
 from meshpar.mesh import MeshSpec, is_auto
 from meshpar.passes import Pass
 from meshpar.patterns import nearest
 
-__all__ = ["GROUP", "SHARDING", "Written", "default_passes", "make_passes", "read_passes"]
-
 GROUP = "meshpar.passes"
+SHARDING = ("FullyShard", "HybridShard", "Replicate")
+"""The passes of data parallelism that come with meshpar."""
 Written = dict[str, dict[str, Any]]
 """A pass as a resolved recipe writes it: ``{"FullyShard": {"offload": "cpu"}}``."""
 
@@ -50,7 +50,7 @@ def read_passes(
             problems.append(f"{document.where(place)}: expected a pass's name, or one name with its options, got {item!r}")
             continue
         place = (*place, name) if isinstance(item, Mapping) else place
-        translated = translate(name, options or {})
+        translated = convert_pass(name, options or {})
         problems += [f"{document.where((*place, key))}: {text}" for key, text in translated.problems.items()]
         notes += [f"{name}.{note}" for note in translated.notes]
         for each in (*translated.before, {translated.name: translated.options}):

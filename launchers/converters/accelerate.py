@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshpar.launchers.recipes.foreign import trainer_values as values
-from meshpar.launchers.recipes.foreign.keys import Keys, Translated, whole
+from meshpar.launchers.converters import trainer_values as values
+from meshpar.launchers.converters.keys import Keys, Translated, whole
 
 _LAUNCHER = "the launcher's: give it to torchrun, srun or `meshpar launch`"
 DEEPSPEED = "DeepSpeed is another engine; its stages 2 and 3 are FullyShard(reshard_after_forward=False) and FullyShard()"

@@ -19,7 +19,7 @@ class Translated:
         document: for messages.
         problems: takes one line for each fault.
         notes: what became of each key.
-        fsdp: options of the sharding pass, in the old names that :mod:`meshpar.launchers.recipes.foreign.knobs` reads.
+        fsdp: options of the sharding pass, in the old names that :mod:`meshpar.launchers.converters.knobs` reads.
         before: passes to put before the sharding one.
         strategy: the sharding strategy where a key says it.
         known: what keys say to one another, such as ``eval_strategy`` to ``eval_steps``.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any
+
+from meshpar.launchers.recipes.converting import Translation
+from meshpar.launchers.recipes.techniques import SHARDING
 
 ALIASES = ("fsdp", "FSDP", "FullyShardedDataParallel")
 """Names of a pass under which ``sharding_strategy`` alone says which pass it is."""
-
-SHARDING = ("FullyShard", "HybridShard", "Replicate")
 
 _STRATEGIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "FULL_SHARD": ("FullyShard", {}),
@@ -21,26 +21,6 @@ _STRATEGIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "HYBRID_SHARD_ZERO2": ("HybridShard", {"reshard_after_forward": False}),
 }
 _NUMBERED = dict(enumerate(_STRATEGIES, 1))  # accelerate's numbers
-
-
-@final
-@dataclass(slots=True)
-class Translation:
-    """A pass as written in old names, in new ones.
-
-    Attributes:
-        name: of the pass.
-        options: in meshpar's names.
-        before: passes to put before it, as a recipe writes them.
-        notes: what became of each old name.
-        problems: old names that have no meaning here: option -> why.
-    """
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-    before: list[Any] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    problems: dict[str, str] = field(default_factory=dict)
 
 
 def translate(name: str, options: Mapping[str, Any]) -> Translation:

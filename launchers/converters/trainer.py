@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from meshpar.launchers.recipes.foreign import trainer_values as values
-from meshpar.launchers.recipes.foreign.keys import Keys, to, truth, whole
+from meshpar.launchers.converters import trainer_values as values
+from meshpar.launchers.converters.keys import Keys, to, truth, whole
 
 DEFAULTS = {
     "data.micro_batch": 8,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshpar.launchers.recipes.foreign.keys import Translated, truth, whole
+from meshpar.launchers.converters.keys import Translated, truth, whole
 
 _SCHEDULES = {
     "linear": "linear",

@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, final
 
-from meshpar.launchers.recipes.foreign.accelerate import ACCELERATE, choose_mesh
-from meshpar.launchers.recipes.foreign.keys import Translated
-from meshpar.launchers.recipes.foreign.knobs import strategy_of, trainer_options
-from meshpar.launchers.recipes.foreign.trainer import DEFAULTS, TRAINER
+from meshpar.launchers.converters.accelerate import ACCELERATE, choose_mesh
+from meshpar.launchers.converters.keys import Translated
+from meshpar.launchers.converters.knobs import strategy_of, trainer_options, translate
+from meshpar.launchers.converters.trainer import DEFAULTS, TRAINER
+from meshpar.launchers.recipes.techniques import SHARDING, default_passes
 from meshpar.launchers.recipes.yamlfile import Document, Place
 
 
-def take_foreign_keys(data: dict[str, Any], document: Document, problems: list[str], at: Place = ()) -> list[str]:
-    """Take every foreign key out of ``data``, fill in what it means, and return what became of each.
+@final
+class HuggingFace:
+    """The keys of Trainer and accelerate, and the names of options that FSDP1 and both of them use."""
 
-    Args:
-        data: a recipe's top level, or the mapping of a teacher; changed in place.
-        document: for messages.
-        problems: takes one line for each key that is refused.
-        at: where in the document the mapping stands.
-    """
-    result = Translated(data, document, problems)
-    trainer = {key: data[key] for key in TRAINER if key in data}
-    accelerate = {key: data[key] for key in ACCELERATE if key in data}
-    words, config = data.pop("fsdp", None), data.pop("fsdp_config", None)
-    if not trainer and not accelerate and words is None and config is None:
-        return []
-    for key in (*trainer, *accelerate):
-        del data[key]
-    result.known |= trainer
-    for table, found in ((TRAINER, trainer), (ACCELERATE, accelerate)):
-        for key, value in found.items():
-            table.take(key, value, result, at)
-    if trainer and not at:
-        _fill_defaults(result)
-    _put_passes(result, words, config, at)
-    return result.notes
+    @staticmethod
+    def keys(data: dict[str, Any], document: Document, problems: list[str], at: Place = ()) -> list[str]:
+        """See :meth:`meshpar.launchers.recipes.converting.Converter.keys`."""
+        result = Translated(data, document, problems)
+        trainer = {key: data[key] for key in TRAINER if key in data}
+        accelerate = {key: data[key] for key in ACCELERATE if key in data}
+        words, config = data.pop("fsdp", None), data.pop("fsdp_config", None)
+        if not trainer and not accelerate and words is None and config is None:
+            return []
+        for key in (*trainer, *accelerate):
+            del data[key]
+        result.known |= trainer
+        for table, found in ((TRAINER, trainer), (ACCELERATE, accelerate)):
+            for key, value in found.items():
+                table.take(key, value, result, at)
+        if trainer and not at:
+            _fill_defaults(result)
+        _put_passes(result, words, config, at)
+        return result.notes
+
+    options = staticmethod(translate)
 
 
 def _fill_defaults(result: Translated) -> None:
@@ -82,8 +83,6 @@ def _put_passes(result: Translated, words: Any, config: Any, at: Place) -> None:
 
 def _put_precision(result: Translated, own: list[Any], at: Place) -> None:
     """Leave the recipe's own passes as they are; those that its mesh calls for get what the keys add."""
-    from meshpar.launchers.recipes.techniques import SHARDING, default_passes
-
     mesh = str(result.data.get("mesh") or "")
     passes = [*own] if own else [dict(each) for each in default_passes(mesh)]
     names = [next(iter(each)) if isinstance(each, Mapping) else each for each in passes]

@@ -1,0 +1,1 @@
+"""The converter of recipes written for Hugging Face's Trainer, for accelerate or with FSDP1's names."""

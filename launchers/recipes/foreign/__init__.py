@@ -1,1 +1,0 @@
-"""Recipes written for other trainers, in meshpar's terms."""
