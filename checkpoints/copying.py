@@ -58,7 +58,7 @@ def position_of(piece: Piece, shape: tuple[int, ...]) -> int:
 
 
 @final
-class Count:
+class ByteCount:
     """The bytes written so far."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:

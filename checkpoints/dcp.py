@@ -16,7 +16,7 @@ import torch
 
 from meshpar.checkpoints.archive import find_tensor
 from meshpar.checkpoints.files import Box, ReadFile, inside
-from meshpar.checkpoints.pickles import Record, read_metadata
+from meshpar.checkpoints.pickles import PickledObject, read_metadata
 from meshpar.errors import CheckpointError, brief
 from meshpar.patterns import nearest
 from meshpar.views import Spans, spans_of
@@ -117,7 +117,7 @@ def _overlap(spans: Spans, chunk: Chunk) -> Spans | None:
     return both if all(a < b for a, b in both) else None
 
 
-def _tensors(metadata: Record, path: Path) -> dict[str, Stored]:
+def _tensors(metadata: PickledObject, path: Path) -> dict[str, Stored]:
     try:
         places = {
             (index.fqn, tuple(index.offset) if index.__dict__.get("offset") is not None else None): place
@@ -129,7 +129,7 @@ def _tensors(metadata: Record, path: Path) -> dict[str, Stored]:
         raise CheckpointError(f"{path} does not hold the metadata of a whole distributed checkpoint: {brief(error)}") from error
 
 
-def _stored(name: str, entry: Record, places: Mapping[tuple[str, tuple[int, ...] | None], Record]) -> Stored:
+def _stored(name: str, entry: PickledObject, places: Mapping[tuple[str, tuple[int, ...] | None], PickledObject]) -> Stored:
     shape = tuple(entry.size)  # type: ignore[attr-defined]
     chunks = []
     for each in entry.chunks:  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from meshpar.checkpoints.copying import Copier, Count, Progress, StoredSource, check_piece, lies_in_one_run, position_of
+from meshpar.checkpoints.copying import ByteCount, Copier, Progress, StoredSource, check_piece, lies_in_one_run, position_of
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.files import aligned, failing_as, local, memory_of, pwrite_all, tiles, write_all
 from meshpar.checkpoints.leftovers import leftover, on_the_way, remove
@@ -109,7 +109,7 @@ def _write_model(
     folder: Path, source: TypedSource, dtypes: Mapping[str, torch.dtype], shards: Mapping[str, list[str]], progress: Progress | None
 ) -> None:
     total = sum(_nbytes(shape, dtypes[name]) for name, shape in source.shapes().items())
-    count = Count(total, progress)
+    count = ByteCount(total, progress)
     for file, names in shards.items():
         _write_file(folder / file, source, names, dtypes, count)
     if len(shards) > 1:
@@ -139,7 +139,7 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dt
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
 
 
-def _write_file(path: Path, source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype], count: Count) -> None:
+def _write_file(path: Path, source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype], count: ByteCount) -> None:
     """Write one safetensors file and bring it to the disk."""
     # Larger items first, so that every tensor lies at a multiple of its item's size, as readers that map the file want it.
     whole, stored = source.shapes(), source if isinstance(source, StoredSource) else None
@@ -160,7 +160,7 @@ def _write_file(path: Path, source: TypedSource, names: Sequence[str], dtypes: M
         os.fsync(file.fileno())
 
 
-def _write_tiles(descriptor: int, source: TypedSource, name: str, dtype: torch.dtype, position: int, count: Count) -> None:
+def _write_tiles(descriptor: int, source: TypedSource, name: str, dtype: torch.dtype, position: int, count: ByteCount) -> None:
     """Gather a tensor by tiles of its rows."""
     space = torch.empty(_TILE_BYTES, dtype=torch.uint8)
     for spans in tiles(source.shapes()[name], dtype.itemsize, _TILE_BYTES):

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
-from meshpar.checkpoints.copying import Count, Piece, Progress
+from meshpar.checkpoints.checkpointable import MODEL
+from meshpar.checkpoints.copying import ByteCount, Piece, Progress
 from meshpar.checkpoints.files import BLOCK_BYTES, TILE_BYTES, failing_as, memory_of, tiles
-from meshpar.checkpoints.job import MODEL
 from meshpar.checkpoints.safetensors import Safetensors
 from meshpar.checkpoints.saving import make_manifest
 from meshpar.checkpoints.steps import Steps
@@ -66,7 +66,7 @@ def import_safetensors(
         try:
             if (free := shutil.disk_usage(folder).free) < total:
                 raise CheckpointError(f"{root} has {free / 1e9:.2f} GB free; this import needs {total / 1e9:.2f} GB")
-            file = write_file(folder / "__0_0.distcp", _items(source, stored, dtypes, Count(total, progress).add), checksum)
+            file = write_file(folder / "__0_0.distcp", _items(source, stored, dtypes, ByteCount(total, progress).add), checksum)
             _, metadata = divide([SavePlan([write_item(MODEL + n, (0,) * len(s), s, s, dtypes[n]) for n, s in source.shapes().items()])])
             told = {"step": step, "mesh": {}, "world_size": 1, "device": "cpu", "plan": f"imported from {src}"}
             return steps.commit(folder, make_manifest(folder, metadata, [file], {**told, "weights": rules.to_json(), "config": published}))

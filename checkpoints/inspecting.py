@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.dcp import DistributedCheckpoint
-from meshpar.checkpoints.job import MODEL
 from meshpar.checkpoints.manifest import Manifest, read_manifest
 from meshpar.checkpoints.steps import Steps, open_step
 from meshpar.checkpoints.verify import verify_files

@@ -12,8 +12,8 @@ from typing import Any, final
 import torch
 
 from meshpar.checkpoints.background import Background
+from meshpar.checkpoints.checkpointable import Checkpointable
 from meshpar.checkpoints.files import local
-from meshpar.checkpoints.job import Job
 from meshpar.checkpoints.leftovers import told_only
 from meshpar.checkpoints.manifest import Manifest
 from meshpar.checkpoints.ranks import Ranks
@@ -101,7 +101,7 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        par: Job,
+        par: Checkpointable,
         optimizer: torch.optim.Optimizer | None = None,
         extra: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -173,7 +173,7 @@ class CheckpointManager:
 
     def restore(
         self,
-        par: Job,
+        par: Checkpointable,
         optimizer: torch.optim.Optimizer | None = None,
         step: int | None = None,
         *,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from meshpar.checkpoints.checkpointable import Checkpointable
 from meshpar.checkpoints.copying import Progress
 from meshpar.checkpoints.export import export_safetensors, free_target
-from meshpar.checkpoints.job import Job
 from meshpar.checkpoints.leftovers import on_the_way, remove
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.saving import Noted, Saving
@@ -16,7 +16,7 @@ from meshpar.checkpoints.steps import Steps
 
 
 def export_module(
-    par: Job,
+    par: Checkpointable,
     dst: str | Path,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5 << 30,

@@ -19,7 +19,7 @@ from meshpar.errors import CheckpointError
 
 
 @final
-class Record:
+class PickledObject:
     """The attributes of one pickled object, and nothing of its class."""
 
     def __init__(self, *arguments: object) -> None:
@@ -91,13 +91,13 @@ class _ItemReader(_Reader):
         return storage, str(key)
 
 
-def read_metadata(data: bytes, path: object) -> Record:
+def read_metadata(data: bytes, path: object) -> PickledObject:
     """Return DCP's ``.metadata`` as records; raises CheckpointError for anything else."""
-    known: dict[tuple[str, str], Any] = dict.fromkeys(_METADATA_CLASSES, Record)
+    known: dict[tuple[str, str], Any] = dict.fromkeys(_METADATA_CLASSES, PickledObject)
     known["torch", "Size"] = lambda sizes=(): tuple(sizes)
     known["collections", "OrderedDict"] = dict
     loaded = _guarded(lambda: _Reader(io.BytesIO(data), known).load(), path)
-    if not isinstance(loaded, Record):
+    if not isinstance(loaded, PickledObject):
         raise CheckpointError(f"{path} does not hold the metadata of a distributed checkpoint, but a {type(loaded).__name__}")
     return loaded
 

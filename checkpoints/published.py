@@ -8,10 +8,10 @@ from typing import final
 
 import torch
 
+from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.copying import Piece, check_of, check_piece
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.files import TILE_BYTES, memory_of, tiles
-from meshpar.checkpoints.job import MODEL
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.steps import open_step
 from meshpar.checkpoints.verify import verify_files

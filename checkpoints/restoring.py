@@ -10,9 +10,9 @@ from typing import Any, final
 
 import torch
 
+from meshpar.checkpoints.checkpointable import MODEL, Checkpointable, mesh_axes
 from meshpar.checkpoints.checksums import crc32
 from meshpar.checkpoints.dcp import DistributedCheckpoint
-from meshpar.checkpoints.job import MODEL, Job, mesh_axes
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.state import differences, group_differences, group_names, model_state, restore_optimizer, set_random_state
@@ -65,7 +65,7 @@ class _Differences:
 class Restoring:
     """One restore on its way."""
 
-    def __init__(self, ranks: Ranks, folder: Path, par: Job, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, ranks: Ranks, folder: Path, par: Checkpointable, optimizer: torch.optim.Optimizer | None) -> None:
         self._ranks, self._folder, self._par, self._optimizer = ranks, folder, par, optimizer
 
     def open(self, verify: Verify) -> None:

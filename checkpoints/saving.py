@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from meshpar.checkpoints.checkpointable import MODEL, Checkpointable, mesh_axes
 from meshpar.checkpoints.dcp import DistributedCheckpoint
-from meshpar.checkpoints.job import MODEL, Job, mesh_axes
 from meshpar.checkpoints.manifest import Manifest, step_of
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.staging import Stager, ready_event
@@ -88,7 +88,7 @@ class Saving:
         self._tensors: dict[str, Tensor] = {}
         self._stage_error: Exception | None = None
 
-    def plan(self, par: Job, optimizer: torch.optim.Optimizer | None, *, later: bool = False) -> None:
+    def plan(self, par: Checkpointable, optimizer: torch.optim.Optimizer | None, *, later: bool = False) -> None:
         """Agree on who writes what; collective.
 
         Args:
@@ -115,7 +115,7 @@ class Saving:
         written = self._ranks.collect(f"writing step {step}", self._write)
         return self._ranks.share(f"committing step {step}", lambda: commit(self._check([file for each in written for file in each])))
 
-    def _describe(self, par: Job, optimizer: torch.optim.Optimizer | None, later: bool) -> _Planned:
+    def _describe(self, par: Checkpointable, optimizer: torch.optim.Optimizer | None, later: bool) -> _Planned:
         model = model_state(par.module, {group[0] for group in par.layout.tied})
         trained = optimizer_state(optimizer, model) if optimizer is not None else None
         tensors: dict[str, Tensor] = {
@@ -138,7 +138,7 @@ class Saving:
             rank_extra=plain(self._noted.rank_extra, "rank_extra"),
         )
 
-    def _divide(self, planned: Sequence[_Planned], par: Job) -> list[SavePlan]:
+    def _divide(self, planned: Sequence[_Planned], par: Checkpointable) -> list[SavePlan]:
         self._plans, self._metadata = divide([each.plan for each in planned])
         needed, free = planned_bytes(self._plans) + _SPARE_BYTES, shutil.disk_usage(self._folder).free
         if free < needed:

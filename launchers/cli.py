@@ -26,7 +26,7 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set: training.steps=50 mesh=dp_shard=2", show_default=False)
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Ranks = Annotated[int | None, typer.Option("--world-size", help="Number of ranks; default: what the mesh says.", min=1)]
+WorldSize = Annotated[int | None, typer.Option("--world-size", help="Number of ranks; default: what the mesh says.", min=1)]
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def describe(
     recipe: Annotated[str, typer.Argument(help="A recipe, or a shape's name: 124m, llama-8b, llama-70b, gpt2, ...")],
     overrides: Overrides = None,
     mesh: Annotated[str | None, typer.Option(help="The mesh, instead of the recipe's: dp_replicate=8,dp_shard=8,tp=8")] = None,
-    world_size: Ranks = None,
+    world_size: WorldSize = None,
     debug: Debug = False,
 ) -> None:
     """Print what each rank would hold.
@@ -126,7 +126,7 @@ def describe(
 
 @app.command()
 @_reported
-def check(recipe: RecipeArgument, overrides: Overrides = None, world_size: Ranks = None, debug: Debug = False) -> None:
+def check(recipe: RecipeArgument, overrides: Overrides = None, world_size: WorldSize = None, debug: Debug = False) -> None:
     """Find every problem before anything runs."""
     with quick_imports():
         from meshpar.launchers.commands.inspecting import check_recipe

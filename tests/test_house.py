@@ -163,7 +163,7 @@ def constants(path):
 FACTS = {
     "the label that is not counted": ("meshpar/loss.py", lambda value: value == -100),
     "the name of a step's folder": ("checkpoints/manifest.py", lambda value: isinstance(value, str) and value.startswith("step-")),
-    "the prefix of a model's tensors": ("checkpoints/job.py", lambda value: value == "model."),
+    "the prefix of a model's tensors": ("checkpoints/checkpointable.py", lambda value: value == "model."),
     "the peak speed of an accelerator": ("meshpar/training/peaks.py", lambda value: value in (312e12, 989e12, 2250e12)),
     "the mesh that the nodes decide": ("meshpar/mesh.py", lambda value: isinstance(value, str) and value.startswith("auto(")),
 }
@@ -194,3 +194,27 @@ def test_a_setting_has_one_dataclass():
         assert own <= {"steps"}, own  # a schedule's length is the run's unless a recipe gives one
         defaults = {field.name: field.default for field in dataclasses.fields(settings)}
         assert {name: field.default for name, field in section.model_fields.items() if name in names - {"steps"}}.items() <= defaults.items()
+
+
+NAMES = {
+    "Batch": {"meshpar/forecasting/step.py", "meshpar/parallelized.py"},  # the latter a type variable
+    "Count": {"meshpar/training/bounds.py"},
+    "Event": {"meshpar/forecasting/trace.py"},
+    "Job": {"launchers/targets/job.py", "meshpar/forecasting/simulate.py"},
+    "Loss": {"meshpar/forecasting/step.py"},
+    "Ranks": {"checkpoints/ranks.py"},
+    "Record": {"meshpar/testing/parity.py"},
+    "Span": {"meshpar/forecasting/cost.py"},
+}
+"""Names that stood for several things each, and where they are defined now."""
+
+
+def test_a_name_means_one_thing():
+    found = {name: set() for name in NAMES}
+    for path, _ in sources():
+        for node in ast.parse(path.read_text()).body:
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            names += [each.id for each in node.targets if isinstance(each, ast.Name)] if isinstance(node, ast.Assign) else []
+            for name in names:
+                found.get(name, set()).add(str(path.relative_to(ROOT)))
+    assert found == NAMES

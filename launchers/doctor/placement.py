@@ -13,7 +13,7 @@ from meshpar.mesh import MeshSpec
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class AxisSpan:
     """One axis of a mesh on hosts.
 
     Attributes:
@@ -33,14 +33,14 @@ class Span:
         return max(len(each) for each in self.hosts)
 
 
-def spans(spec: MeshSpec, hosts: Sequence[str]) -> list[Span]:
+def spans(spec: MeshSpec, hosts: Sequence[str]) -> list[AxisSpan]:
     """Return where each axis of size > 1 lies; ``hosts`` has each rank's host."""
     found = []
     for axis, size in spec.axes.items():
         if size > 1:
             groups = spec.groups(axis)
             on = tuple(tuple(dict.fromkeys(hosts[rank] for rank in group)) for group in groups)
-            found.append(Span(axis=axis, size=size, groups=tuple(groups), hosts=on))
+            found.append(AxisSpan(axis=axis, size=size, groups=tuple(groups), hosts=on))
     return found
 
 

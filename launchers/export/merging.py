@@ -10,9 +10,9 @@ from typing import Any, final
 import torch
 
 from meshpar.checkpoints import DistributedCheckpoint, Safetensors, export_safetensors, open_step
+from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.copying import Progress
 from meshpar.checkpoints.export import apart, free_target, made_whole
-from meshpar.checkpoints.job import MODEL
 from meshpar.checkpoints.manifest import fsync
 from meshpar.errors import CheckpointError
 from meshpar.training.lora import NAME, LoRA

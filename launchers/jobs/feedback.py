@@ -11,7 +11,7 @@ import torch
 from meshpar import runtime
 from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.training.metrics import Record, Reporter
+from meshpar.training.metrics import Metrics, Reporter
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class ForecastFeedback:
         )
         self._thread.start()
 
-    def report(self, record: Record) -> None:
+    def report(self, record: Metrics) -> None:
         """Take a record; the first warm one after the forecast is there counts."""
         if self._thread is None or "tokens_per_second" not in record:
             return

@@ -32,13 +32,13 @@ class Stream:
         """Go on after what ``other`` has been given so far."""
         self._wait(other.last)
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: StreamEvent) -> None:
         """Go on after ``event``."""
         self._wait(event.at)
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: StreamEvent | None = None) -> StreamEvent:
         """Return an event after what this stream has been given so far."""
-        event = event or Event()
+        event = event or StreamEvent()
         event.at = self.last
         return event
 
@@ -54,7 +54,7 @@ class Stream:
 
 
 @final
-class Event:
+class StreamEvent:
     """A point in a stream: the index of the last event issued on it by then."""
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -121,7 +121,7 @@ def _module() -> Any:
 
     class Module(_DummyBackendModule):
         Stream = Stream
-        Event = Event
+        Event = StreamEvent
         stream = staticmethod(_On)
         device = staticmethod(_Nothing)
         default_generators: ClassVar[tuple[_Generator, ...]] = (_Generator(),)

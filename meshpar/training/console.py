@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, TextIO, final
 
 from meshpar.training.extras import need
-from meshpar.training.metrics import Record
+from meshpar.training.metrics import Metrics
 
 _SHOWN = (
     ("train/loss", "loss {:.4f}"),
@@ -46,7 +46,7 @@ class Console:
             self._task = self._progress.add_task("", total=steps, completed=step)
             self._progress.start()
 
-    def report(self, record: Record) -> None:
+    def report(self, record: Metrics) -> None:
         """Show a record."""
         text, step = self._text(record), int(record["step"])
         if self._progress is None:
@@ -69,7 +69,7 @@ class Console:
         if self._progress is not None:
             self._progress.stop()
 
-    def _text(self, record: Record) -> str:
+    def _text(self, record: Metrics) -> str:
         return "  ".join(form.format(record[name], unit=self._unit) for name, form in _SHOWN if name in record)
 
     def _left(self, step: int) -> str:

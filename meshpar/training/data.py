@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FILLER = -1  # the index of a sample that is fully masked: it fills the last global batch of an epoch
 
-Batch = dict[str, torch.Tensor]
+TensorBatch = dict[str, torch.Tensor]
 
 
 class Samples(Protocol):
@@ -37,7 +37,7 @@ class Samples(Protocol):
     def __len__(self) -> int:
         """Return how many samples an epoch has."""
 
-    def __getitems__(self, indices: Sequence[int]) -> Batch:
+    def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
         """Return the batch of these samples; the index ``FILLER`` stands for one without any counted label."""
 
 
@@ -65,10 +65,10 @@ class PackedTokens:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_ids": None}  # a worker maps the file itself
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> TensorBatch:
         return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
 
-    def __getitems__(self, indices: Sequence[int]) -> Batch:
+    def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
         numpy = need("numpy")
         if self._ids is None:
             self._ids = self.tokens.ids()
@@ -191,10 +191,10 @@ class Batches:
         """Epochs that are done."""
         return self._epoch
 
-    def one_epoch(self) -> Iterator[list[Batch]]:
+    def one_epoch(self) -> Iterator[list[TensorBatch]]:
         """Yield the steps that are left of this epoch; the position moves as each is handed out."""
         self._sampler.epoch, self._sampler.consumed = self._epoch, self._consumed
-        step: list[Batch] = []
+        step: list[TensorBatch] = []
         for batch in self._loader:
             step.append(batch)
             if len(step) == self._sampler.accumulate:
@@ -202,7 +202,7 @@ class Batches:
                 yield step
                 step = []
 
-    def __iter__(self) -> Iterator[list[Batch]]:
+    def __iter__(self) -> Iterator[list[TensorBatch]]:
         """Yield steps without end, epoch after epoch."""
         while True:
             yield from self.one_epoch()
@@ -264,7 +264,7 @@ def _loader(samples: Samples, sampler: OrderedBatches, settings: LoaderSettings)
         )
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _as_it_is(batch: TensorBatch) -> TensorBatch:
     return batch
 
 

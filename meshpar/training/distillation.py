@@ -14,7 +14,7 @@ from meshpar.loss import IGNORE_INDEX, token_loss
 from meshpar.mesh import MeshSpec
 from meshpar.passes.base import Role, axes_of
 from meshpar.plan import Plan
-from meshpar.training.objectives import Loss, counted, logits_of, whole_logits
+from meshpar.training.objectives import SummedLoss, counted, logits_of, whole_logits
 
 
 @final
@@ -52,7 +52,7 @@ class Distillation:
         """Return how many labels count."""
         return counted(batch)
 
-    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
+    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the summed loss; its parts are reported as ``cross_entropy``, ``kl`` and ``hidden``."""
         more = {"output_hidden_states": True} if self.hidden_weight else {}
         with torch.no_grad():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 from meshpar.errors import RecipeError
 from meshpar.training.extras import need
 from meshpar.training.once import build_once
-from meshpar.training.records import Record, RecordSource
+from meshpar.training.records import RecordSource, TextPair
 from meshpar.training.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _write_all(
     if not records or (source.kind == "labels" and len(classes) < 2):
         what = f"{len(records)} records" + (f" of {len(classes)} classes" if records else "")
         raise RecipeError(f"{', '.join(source.inputs)} give {what}; give some{', of two classes at least' if records else ''}")
-    held: list[Record] = []
+    held: list[TextPair] = []
     if validation is not None:
         held = list(validation.records())
         if strange := sorted({output for _, output in held} - set(classes)) if classes else []:
@@ -135,7 +135,7 @@ def _chosen(count: int, fraction: float, seed: int) -> set[int]:
     return set(order[: min(count - 1, max(1, round(count * fraction)))].tolist())
 
 
-def _write(folder: Path, records: Sequence[Record], source: RecordSource, classes: Sequence[str], tokenizer: TextTokenizer) -> None:
+def _write(folder: Path, records: Sequence[TextPair], source: RecordSource, classes: Sequence[str], tokenizer: TextTokenizer) -> None:
     digest = hashlib.sha256()
     numbers: Mapping[str, int] = {name: number for number, name in enumerate(classes)}
     columns: dict[str, list[list[int]]] = {"input": [], "output": []}
@@ -167,7 +167,7 @@ def _save_rows(folder: Path, name: str, rows: Sequence[Sequence[int]]) -> bytes:
     return hashlib.sha256(ids.tobytes() + ends.tobytes()).digest()
 
 
-def _batched(records: Sequence[Record]) -> Iterator[list[Record]]:
+def _batched(records: Sequence[TextPair]) -> Iterator[list[TextPair]]:
     rest = iter(records)
     while part := list(islice(rest, _BATCH)):
         yield part

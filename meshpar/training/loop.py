@@ -18,7 +18,7 @@ from meshpar.parallelized import Parallelized
 from meshpar.passes.random import mix
 from meshpar.replicas import check_equal
 from meshpar.training.bounds import Every
-from meshpar.training.data import Batch, Batches
+from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.metrics import Meter, Reading, Reporter
 from meshpar.training.objectives import Objective
 from meshpar.training.scaler import LossScaler
@@ -169,7 +169,7 @@ class Trainer:
         module.train()
         return {name: value / counted if counted else math.nan for name, value in zip(totals, sums, strict=True)}
 
-    def _train_step(self, micro_batches: list[Batch]) -> None:
+    def _train_step(self, micro_batches: list[TensorBatch]) -> None:
         par, optimizer = self.par, self.optimizer
         par.manual_seed(mix(self.settings.seed, self.step))
         tokens = sum(self.objective.tokens(batch) for batch in micro_batches)

@@ -19,7 +19,7 @@ from torch import nn
 from meshpar.training.extras import need
 from meshpar.training.peaks import peak_flops
 
-Record = Mapping[str, float]
+Metrics = Mapping[str, float]
 
 def flops_per_token(module: nn.Module) -> float:
     """Return the training FLOPs of a token as 6 x parameters (Kaplan et al., 2020): attention's own part is left out."""
@@ -148,7 +148,7 @@ def to_host(values: torch.Tensor) -> Callable[[], torch.Tensor]:
 class Reporter(Protocol):
     """Where records go; called on one rank only."""
 
-    def report(self, record: Record) -> None:
+    def report(self, record: Metrics) -> None:
         """Take a record: ``step`` (steps done), and values by name."""
 
     def note(self, text: str) -> None:
@@ -184,7 +184,7 @@ class JsonLines:
             fresh.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
-    def report(self, record: Record) -> None:
+    def report(self, record: Metrics) -> None:
         """Write a line; a value that is no number in JSON (nan, inf) is written as null."""
         plain = {name: value if math.isfinite(value) else None for name, value in record.items()}
         self._file.write(json.dumps({**plain, "time": round(time.time(), 3)}) + "\n")
@@ -219,7 +219,7 @@ class TensorBoard:
         """Open a writer; what an earlier run wrote of steps after ``step`` is hidden."""
         self._writer = need("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
-    def report(self, record: Record) -> None:
+    def report(self, record: Metrics) -> None:
         """Write every value at its step."""
         for name, value in record.items():
             if name != "step":

@@ -20,7 +20,7 @@ from meshpar.chunked import chunk_for, chunked_token_loss
 from meshpar.errors import MeshparError
 from meshpar.loss import IGNORE_INDEX, token_loss
 
-Loss = tuple[torch.Tensor, int | torch.Tensor, Mapping[str, torch.Tensor]]
+SummedLoss = tuple[torch.Tensor, int | torch.Tensor, Mapping[str, torch.Tensor]]
 
 EXAMPLES = ("tokens", "pairs", "labels")
 """Packed text; texts with target texts; texts with labels."""
@@ -32,7 +32,7 @@ class Objective(Protocol):
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Return how many tokens (or examples) of this batch the loss counts; it may be on the CPU, and nothing is computed."""
 
-    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
+    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the loss summed over what counts (a scalar), its number, and more sums to report by name.
 
         Every reported sum is divided by the number of all ranks and micro-batches.
@@ -59,7 +59,7 @@ class CausalLM:
         """Return how many labels count."""
         return counted(batch)
 
-    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
+    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the summed cross entropy in float32, of plain or vocabulary-sharded logits."""
         labels, inputs = batch["labels"], {"input_ids": batch["input_ids"]}
         chunk = chunk_for(model, batch) if self.chunk is None else self.chunk
@@ -85,7 +85,7 @@ class Seq2Seq:
         """Return how many labels count."""
         return counted(batch)
 
-    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
+    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the cross entropy summed over the targets' tokens, in float32."""
         labels = batch["labels"]
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
@@ -105,7 +105,7 @@ class SequenceClassification:
         """Return how many examples count."""
         return counted(batch)
 
-    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Loss:
+    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the cross entropy summed over the examples, in float32, and how many are right as ``accuracy``."""
         labels = batch["labels"]
         output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])

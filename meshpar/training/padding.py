@@ -9,7 +9,7 @@ import torch
 
 from meshpar.errors import RecipeError
 from meshpar.loss import IGNORE_INDEX
-from meshpar.training.data import FILLER, Batch
+from meshpar.training.data import FILLER, TensorBatch
 from meshpar.training.examples import ExampleFile
 from meshpar.training.extras import need
 
@@ -83,7 +83,7 @@ class PairedExamples:
     def __str__(self) -> str:
         return f"{len(self):,} pairs"
 
-    def __getitems__(self, indices: Sequence[int]) -> Batch:
+    def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
         fill = self.file.pad_id
         inputs, real = padded([self._inputs.ids(index) for index in indices], fill, self._inputs.length)
         targets = [self._targets.ids(index) for index in indices]
@@ -110,7 +110,7 @@ class LabelledExamples:
     def __str__(self) -> str:
         return f"{len(self):,} examples of {len(self.file.classes)} classes"
 
-    def __getitems__(self, indices: Sequence[int]) -> Batch:
+    def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
         inputs, real = padded([self._inputs.ids(index) for index in indices], self.file.pad_id, self._inputs.length)
         labels = [int(self._labels.ids(index)[0]) if index != FILLER else IGNORE_INDEX for index in indices]
         return {"input_ids": inputs, "attention_mask": real, "labels": torch.tensor(labels)}

@@ -19,7 +19,7 @@ from meshpar.forecasting.step import axis_groups
 from meshpar.forecasting.trace import Phase
 from meshpar.parallelized import Parallelized
 from meshpar.placements import local_tensor
-from meshpar.training.data import Batch, Batches
+from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.metrics import peak_memory
 from meshpar.training.profile_summary import DATA, STEPS, WARM, Page, times_of
 
@@ -42,7 +42,7 @@ class Profiled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._data, name)
 
-    def __iter__(self) -> Iterator[list[Batch]]:
+    def __iter__(self) -> Iterator[list[TensorBatch]]:
         """Yield the steps of the data."""
         batches = iter(self._data)
         for _ in range(WARM):
@@ -50,7 +50,7 @@ class Profiled:
         yield from self._traced(batches)
         yield from batches
 
-    def _traced(self, batches: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+    def _traced(self, batches: Iterator[list[TensorBatch]]) -> Iterator[list[TensorBatch]]:
         device = self._par.device
         gpu = device.type == "cuda"
         tracer = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) if dist.get_rank() == 0 else None
@@ -79,14 +79,14 @@ class Profiled:
         if tracer is not None:
             self._write(tracer, threads, ranks, holders)
 
-    def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
+    def _next(self, batches: Iterator[list[TensorBatch]]) -> list[TensorBatch]:
         start = time.perf_counter()
         with record_function(DATA):
             step = next(batches)
         self._waited += time.perf_counter() - start
         return step
 
-    def _snapshot(self, batches: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+    def _snapshot(self, batches: Iterator[list[TensorBatch]]) -> Iterator[list[TensorBatch]]:
         torch.cuda.memory._record_memory_history(max_entries=200_000)
         yield next(batches)
         if dist.get_rank() == 0:
@@ -94,7 +94,7 @@ class Profiled:
             torch.cuda.memory._dump_snapshot(str(self._folder / SNAPSHOT))
         torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _watched(self, batches: Iterator[list[Batch]], holders: dict[str, int]) -> Iterator[list[Batch]]:
+    def _watched(self, batches: Iterator[list[TensorBatch]], holders: dict[str, int]) -> Iterator[list[TensorBatch]]:
         """Record the live tensors of one step, and who holds them at their peak."""
         module, optimizer = self._par.module, self._optimizer
         recorder = Recorder(axis_groups(self._par))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-Span = tuple[float, float]
+Interval = tuple[float, float]
 
 DATA = "data"
 """What the profile calls waiting for a batch, in the trace."""
@@ -167,7 +167,7 @@ def _described(event: Mapping[str, Any]) -> str:
     return str(text).removeprefix("mesh_")
 
 
-def _gloo(events: Sequence[Mapping[str, Any]], threads: Mapping[int, str]) -> dict[str, list[Span]]:
+def _gloo(events: Sequence[Mapping[str, Any]], threads: Mapping[int, str]) -> dict[str, list[Interval]]:
     """Return the spans of gloo's collectives by axis; all as one where a thread is nobody's."""
     mine = [each for each in events if each["name"].startswith("gloo:")]
     if any(each["tid"] not in threads for each in mine):
@@ -175,8 +175,8 @@ def _gloo(events: Sequence[Mapping[str, Any]], threads: Mapping[int, str]) -> di
     return _by_axis((threads[each["tid"]], each) for each in mine if threads[each["tid"]])
 
 
-def _by_axis(pairs: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, list[Span]]:
-    found: dict[str, list[Span]] = {}
+def _by_axis(pairs: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, list[Interval]]:
+    found: dict[str, list[Interval]] = {}
     for axis, event in pairs:
         found.setdefault(axis, []).extend(_spans([event]))
     return found
@@ -190,12 +190,12 @@ def _busiest(events: Sequence[Mapping[str, Any]]) -> Any:
     return max(counts, key=lambda thread: counts[thread], default=None)
 
 
-def _spans(events: Iterable[Mapping[str, Any]]) -> list[Span]:
+def _spans(events: Iterable[Mapping[str, Any]]) -> list[Interval]:
     return [(each["ts"], each["ts"] + each["dur"]) for each in events]
 
 
-def _union(spans: Iterable[Span]) -> list[Span]:
-    merged: list[Span] = []
+def _union(spans: Iterable[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
@@ -204,5 +204,5 @@ def _union(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def _seconds(spans: Iterable[Span]) -> float:
+def _seconds(spans: Iterable[Interval]) -> float:
     return sum(end - start for start, end in spans) / 1e6

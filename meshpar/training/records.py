@@ -15,7 +15,7 @@ from typing import Literal, final
 from meshpar.errors import RecipeError
 from meshpar.training.text import STDLIB, TextSource, standard_library, standard_library_root
 
-Record = tuple[str, str]
+TextPair = tuple[str, str]
 """An input text, and a target text or a label."""
 
 _FORMAT = 1
@@ -43,7 +43,7 @@ class RecordSource:
     field: str = "text"
     output_field: str = "target"
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[TextPair]:
         """Yield every record once.
 
         Raises:
@@ -72,7 +72,7 @@ class RecordSource:
         """Return the files; raises RecipeError where an input names none."""
         return TextSource(inputs=self.inputs).files()
 
-    def _all(self) -> Iterator[Record]:
+    def _all(self) -> Iterator[TextPair]:
         if self.inputs == (STDLIB,):
             yield from documented_functions() if self.kind == "pairs" else lines_of_modules()
             return
@@ -80,7 +80,7 @@ class RecordSource:
             if path.suffix == ".jsonl":
                 yield from self._json_lines(path)
 
-    def _json_lines(self, path: Path) -> Iterator[Record]:
+    def _json_lines(self, path: Path) -> Iterator[TextPair]:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
@@ -101,7 +101,7 @@ class RecordSource:
                 yield text, str(output)
 
 
-def documented_functions() -> Iterator[Record]:
+def documented_functions() -> Iterator[TextPair]:
     """Yield the source of every documented function of the standard library, without its docstring, and the docstring's first sentence."""
     for path in standard_library():
         text = path.read_text(encoding="utf-8")
@@ -121,7 +121,7 @@ def first_sentence(docstring: str) -> str:
     return sentence if _LEAST_WORDS <= len(sentence.split()) <= _MOST_WORDS else ""
 
 
-def lines_of_modules() -> Iterator[Record]:
+def lines_of_modules() -> Iterator[TextPair]:
     """Yield lines of code of the largest modules and packages of the standard library, each with the module's name.
 
     A line that stands in several modules tells nothing and is left out.

@@ -6,7 +6,7 @@ from typing import final
 
 import torch
 
-from meshpar.training.data import Batch
+from meshpar.training.data import TensorBatch
 
 
 @final
@@ -21,7 +21,7 @@ class Transfer:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batch: TensorBatch) -> TensorBatch:
         """Return the batch on the device, for the device's current stream."""
         if self._stream is None:
             return {name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()}

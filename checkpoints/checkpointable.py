@@ -14,7 +14,7 @@ MODEL = "model."
 """Prefix of the module's tensors in a checkpoint."""
 
 
-class Job(Protocol):
+class Checkpointable(Protocol):
     """A module on a mesh: a :class:`meshpar.Parallelized`."""
 
     @property
