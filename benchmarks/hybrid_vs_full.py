@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from meshpar.testing.hosts import Hosts, Unavailable
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.hosts import Hosts, Unavailable
 
 HYBRID, FULL = "dp_replicate=2,dp_shard=2", "dp_shard=4"
 MESHPAR = [sys.executable, "-m", "meshpar.launchers.cli"]

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from meshpar.testing.hosts import Hosts, Unavailable
+from tests.hosts import Hosts, Unavailable
 
 CONF = """\
 ClusterName=lab

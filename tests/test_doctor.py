@@ -28,7 +28,7 @@ from meshpar.launchers.doctor.measure import AxisSpeed, _rounds
 from meshpar.launchers.doctor.meeting import Meeting
 from meshpar.launchers.doctor.placement import placement_findings, price_of_sharding, spans
 from meshpar.launchers.doctor.rank import _speed_findings
-from meshpar.testing.hosts import Hosts, Unavailable
+from tests.hosts import Hosts, Unavailable
 
 MESHPAR = [sys.executable, "-m", "meshpar.launchers.cli"]
 

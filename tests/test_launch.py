@@ -20,7 +20,7 @@ from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.launchers.targets.job import dns_label, make_target
 from meshpar.launchers.targets.launching import launch_job
 from meshpar.launchers.targets.slurm import Slurm
-from meshpar.testing.hosts import Hosts, Unavailable
+from tests.hosts import Hosts, Unavailable
 
 RECIPE = """\
 name: My_Job

@@ -16,7 +16,7 @@ import pytest
 from slurm_lab import Slurm
 
 from meshpar.launchers.agent.failures import NO_USE
-from meshpar.testing.hosts import Hosts, Unavailable
+from tests.hosts import Hosts, Unavailable
 
 STEPS = 100
 RECIPE = """\
