@@ -1,4 +1,13 @@
-"""One log file a rank, with what it writes to standard output and error; rank 0's is shown as it grows."""
+"""One log file a rank, with what it writes to standard output and error; rank 0's is shown as it grows.
+
+torch's elastic agent has logs of its own (DefaultLogsSpecs, ``tee``, TailLog), which this module does not use:
+
+- It opens a file for standard output and another for standard error, empty at every restart. Here both are one file, in the order in
+  which they were written, and the starts of a rank follow each other in it.
+- It names files by the rank on its node. Here the name has the rank of the job, which is known in the rank only.
+- TailLog copies a file from its beginning. A job that an engine starts again would show the output of its earlier starts once more.
+- It cannot leave a rank its terminal, which progress bars and Ctrl-C need.
+"""
 
 from __future__ import annotations
 
