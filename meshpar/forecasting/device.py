@@ -149,7 +149,6 @@ def _module() -> Any:
 
 _COMPUTE = Stream(name="compute")
 Stream.current = _COMPUTE
-_defined: list[Any] = []
 
 
 def install() -> None:
@@ -157,8 +156,9 @@ def install() -> None:
     import meshpar.forecasting.kernels as kernels
     import meshpar.forecasting.private as private
 
-    private.register_device(NAME, _module())
-    _defined.extend(kernels.define())
+    module = _module()
+    private.register_device(NAME, module)
+    module.kernels = kernels.define()  # they live as long as the device
 
 
 def begin(recorder: Any) -> None:
