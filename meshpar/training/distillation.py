@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Annotated, Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from meshpar.loss import IGNORE_INDEX, token_loss
 from meshpar.mesh import MeshSpec
 from meshpar.passes.base import Role, axes_of
 from meshpar.plan import Plan
+from meshpar.training.bounds import Bound, bound_problems
 from meshpar.training.objectives import SummedLoss, counted, logits_of, whole_logits
 
 
@@ -28,21 +29,20 @@ class Distillation:
     Attributes:
         teacher: the frozen model, see :func:`freeze`; it may be parallel by a plan of its own, over the same ranks.
         temperature: softens both distributions.
-        weight: of the teacher, in 0 to 1.
+        weight: of the teacher.
         hidden_weight: of the hidden states; both models must have the same width and return ``hidden_states`` when asked to.
     """
 
     examples: ClassVar[str] = "tokens"
 
     teacher: nn.Module
-    temperature: float = 2.0
-    weight: float = 0.5
-    hidden_weight: float = 0.0
+    temperature: Annotated[float, Bound(gt=0)] = 2.0
+    weight: Annotated[float, Bound(ge=0, le=1)] = 0.5
+    hidden_weight: Annotated[float, Bound(ge=0)] = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.temperature > 0 and 0 <= self.weight <= 1 and self.hidden_weight >= 0):
-            given = f"got {self.temperature}, {self.weight}, {self.hidden_weight}"
-            raise RecipeError(f"expected temperature above 0, weight in 0 to 1 and hidden_weight from 0; {given}")
+        if problems := list(bound_problems(self)):
+            raise RecipeError("; ".join(problems))
         trained = [name for name, parameter in self.teacher.named_parameters() if parameter.requires_grad]
         if trained or self.teacher.training:
             why = f"{trained[0]} wants a gradient" if trained else "it is in training mode"
