@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from meshpar import __version__
 from meshpar.checkpoints.checkpointable import MODEL, Checkpointable, mesh_axes
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.manifest import Manifest, step_of
@@ -194,6 +194,6 @@ def make_manifest(folder: Path, metadata: Metadata, files: Sequence[WrittenFile]
             name: {"dtype": str(each.dtype).removeprefix("torch."), "shape": list(each.shape), "chunks": chunks[name]}
             for name, each in tensors.items()
         },
-        versions={"torch": torch.__version__, "meshpar": importlib.metadata.version("meshpar")},
+        versions={"torch": torch.__version__, "meshpar": __version__},
         **told,
     )
