@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.hosts import Hosts, Unavailable
 
 HYBRID, FULL = "dp_replicate=2,dp_shard=2", "dp_shard=4"
-MESHPAR = [sys.executable, "-m", "meshpar.launchers.cli"]
+MESHPAR = [sys.executable, "-m", "meshpar.launchers"]
 
 
 def train(mesh: str, steps: int) -> float:

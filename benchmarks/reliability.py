@@ -52,7 +52,7 @@ def one(folder: Path, number: int) -> str:
     mode = MODES[number % len(MODES)]
     ready = folder / "ready"
     ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "meshpar.launchers.cli", "run", "--nproc", "4", "--logs", str(folder / "logs"), "job.py"]
+    command = [sys.executable, "-m", "meshpar.launchers", "run", "--nproc", "4", "--logs", str(folder / "logs"), "job.py"]
     process = subprocess.Popen([*command, mode, str(number % 4)], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if mode == "term":
         while not ready.exists() and process.poll() is None:

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, ParamSpec, cast
 
 import typer
 
@@ -15,6 +15,11 @@ from meshpar.launchers.agent.startup import quick_imports
 from meshpar.launchers.commands import checkpoints as checkpoint_commands
 from meshpar.launchers.commands import launch as launch_commands
 from meshpar.launchers.commands.plan import plan
+
+if TYPE_CHECKING:
+    from meshpar.checkpoints.verify import Verify
+
+P = ParamSpec("P")
 
 app = typer.Typer(
     name="meshpar", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -29,16 +34,11 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 WorldSize = Annotated[int | None, typer.Option("--world-size", help="Number of ranks; default: what the mesh says.", min=1)]
 
 
-def main() -> None:
-    """Run the command line."""
-    app()
-
-
-def _reported(command: Callable[..., int | None]) -> Callable[..., None]:
+def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
     """Turn an error of meshpar into one message and exit code 1, and the command's result into the exit code."""
 
     @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
         from meshpar.errors import MeshparError
 
         try:
@@ -77,8 +77,7 @@ def train(
         from meshpar.launchers.export.run import bytes_of
 
     limit = None if memory is None else bytes_of(memory)
-    options: Any = {"nproc": nproc, "quiet": quiet, "nodes": nodes, "find_batch": find_batch_size, "memory": limit}
-    return train_recipe(recipe, overrides or [], **options)
+    return train_recipe(recipe, overrides or [], nproc=nproc, quiet=quiet, nodes=nodes, find_batch=find_batch_size, memory=limit)
 
 
 @app.command()
@@ -101,8 +100,11 @@ def export(
     """
     from meshpar.launchers.export.run import export_run
 
-    options: Any = {"dtype": dtype, "best": best, "max_shard_size": max_shard_size, "verify": verify, "config": config}
-    print(f"exported to {export_run(src, dst, layout=layout, overwrite=overwrite, **options)}")
+    written = export_run(
+        src, dst, dtype=dtype, best=best, max_shard_size=max_shard_size, verify=cast("Verify", verify), config=config, layout=layout,
+        overwrite=overwrite,
+    )  # fmt: skip
+    print(f"exported to {written}")
 
 
 @app.command()
@@ -202,6 +204,3 @@ def plugins(debug: Debug = False) -> None:
 app.command()(_reported(plan))
 checkpoint_commands.register(app, _reported)
 launch_commands.register(app, _reported)
-
-if __name__ == "__main__":
-    main()

@@ -47,7 +47,7 @@ def recipe(tmp_path: Path) -> str:
 def test_help_is_quick_and_does_not_load_torch() -> None:
     script = (
         "import sys, time; start = time.perf_counter(); sys.argv = ['meshpar', '--help']\n"
-        "from meshpar.launchers.cli import main\n"
+        "from meshpar.launchers.__main__ import main\n"
         "try: main()\n"
         "except SystemExit as end: assert end.code == 0\n"
         "assert not {'torch', 'transformers', 'numpy', 'pydantic', 'yaml'} & set(sys.modules), sorted(sys.modules)\n"

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from meshpar.errors import MeshparError, RecipeError
+from meshpar.extras import need
 from meshpar.loss import IGNORE_INDEX
 from meshpar.training import text
 from meshpar.training.data import FILLER, Batches, LoaderSettings, OrderedBatches, PackedTokens
-from meshpar.training.extras import need
 from meshpar.training.once import build_once
 from meshpar.training.order import permuted
 from meshpar.training.text import TextSource

@@ -30,7 +30,7 @@ from meshpar.launchers.doctor.placement import placement_findings, price_of_shar
 from meshpar.launchers.doctor.rank import _speed_findings
 from tests.hosts import Hosts, Unavailable
 
-MESHPAR = [sys.executable, "-m", "meshpar.launchers.cli"]
+MESHPAR = [sys.executable, "-m", "meshpar.launchers"]
 
 
 def healthy(ranks: int = 4, hosts: int = 2) -> list[dict[str, Any]]:

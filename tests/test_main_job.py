@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(folder: Path, output: str, *overrides: str) -> list[str]:
     more = [f"output={folder / output}", f"data.paths=[{folder / 'text.txt'}]", f"data.cache={folder / 'cache'}", *overrides]
-    return [sys.executable, "-m", "meshpar.launchers.cli", "train", str(folder / "job.yaml"), *more, "--quiet"]
+    return [sys.executable, "-m", "meshpar.launchers", "train", str(folder / "job.yaml"), *more, "--quiet"]
 
 
 def start(folder: Path, output: str, *overrides: str) -> subprocess.Popen[str]:

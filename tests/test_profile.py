@@ -42,7 +42,7 @@ def test_a_job_profiles_itself_and_trains_as_without(tmp_path: Path) -> None:
             f"data.cache={tmp_path / 'cache'}",
             f"profile={profile}",
         ]
-        command = [sys.executable, "-m", "meshpar.launchers.cli", "train", str(tmp_path / "job.yaml"), *more, "--quiet"]
+        command = [sys.executable, "-m", "meshpar.launchers", "train", str(tmp_path / "job.yaml"), *more, "--quiet"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=150)
         assert done.returncode == 0, done.stderr
         records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

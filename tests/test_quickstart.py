@@ -24,7 +24,7 @@ def source(folder: Path) -> str:
 
 def test_the_quickstart_trains_resumes_elsewhere_exports_and_completes(tmp_path: Path) -> None:
     out = tmp_path / "quick"
-    command = [sys.executable, "-m", "meshpar.launchers.cli", "quickstart", "--mesh", "hsdp", "--out", str(out), "--minutes", "0.1"]
+    command = [sys.executable, "-m", "meshpar.launchers", "quickstart", "--mesh", "hsdp", "--out", str(out), "--minutes", "0.1"]
     small = [*SMALL, "data.source=files", source(tmp_path), "data.separator='\\n\\n\\n'"]
     done = subprocess.run([*command, *small], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr

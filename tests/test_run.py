@@ -22,7 +22,7 @@ from meshpar.launchers.agent.local import Placement, _patient
 from meshpar.launchers.agent.nodes_here import free_port
 from meshpar.launchers.commands.run import from_kubeflow, placed
 
-RUN = [sys.executable, "-m", "meshpar.launchers.cli", "run"]
+RUN = [sys.executable, "-m", "meshpar.launchers", "run"]
 
 
 def run(folder: Path, script: str, *options: str, arguments: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

@@ -30,7 +30,7 @@ training: {steps: 100, log_every: 1, tensorboard: false}
 checkpoint: {every: 5}
 """
 pytestmark = pytest.mark.timeout(900)
-MESHPAR = [sys.executable, "-m", "meshpar.launchers.cli"]
+MESHPAR = [sys.executable, "-m", "meshpar.launchers"]
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ def test_the_plan_shows_what_recomputation_saves_and_costs() -> None:
     command = [
         sys.executable,
         "-m",
-        "meshpar.launchers.cli",
+        "meshpar.launchers",
         "plan",
         "124m",
         "model.layers=2",

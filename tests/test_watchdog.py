@@ -163,7 +163,7 @@ checkpoint: {every: 20}
 def test_a_stalled_run_ends_and_its_restart_goes_on(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(RECIPE)
     (tmp_path / "text.md").write_text((Path(__file__).parent.parent / "README.md").read_text() * 20)
-    command = [sys.executable, "-m", "meshpar.launchers.cli", "run", "--restarts", "1", "job.yaml"]
+    command = [sys.executable, "-m", "meshpar.launchers", "run", "--restarts", "1", "job.yaml"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         metrics = tmp_path / "runs" / "job" / "metrics.jsonl"

@@ -32,7 +32,7 @@ def launch_nodes_here(recipe: Recipe, nodes: int, nproc: int) -> int:
         path = Path(folder) / f"{recipe.name}.yaml"
         path.write_text(recipe.to_yaml(), encoding="utf-8")
         meeting = ["--nodes", str(nodes), "--nproc", str(nproc), "--head", f"127.0.0.1:{free_port()}", "--run-id", Path(folder).name]
-        agent = [sys.executable, "-m", "meshpar.launchers.cli", "run", *meeting]
+        agent = [sys.executable, "-m", "meshpar.launchers", "run", *meeting]
         running = [subprocess.Popen([*agent, "--node-rank", str(node), str(path)], start_new_session=True) for node in range(nodes)]
         before = {number: signal.signal(number, lambda got, _: _pass_on(running, got)) for number in _SIGNALS}
         try:

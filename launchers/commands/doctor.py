@@ -12,7 +12,7 @@ from meshpar import runtime
 from meshpar.errors import LaunchError
 from meshpar.launchers.agent import slurm
 from meshpar.launchers.agent.local import launch
-from meshpar.launchers.commands.run import placed
+from meshpar.launchers.commands.run import placed, said
 from meshpar.launchers.jobs.worker import run_code
 
 _RANK = "meshpar.launchers.doctor.rank"
@@ -34,7 +34,7 @@ def run_doctor(mesh: str, placement: Mapping[str, object], *, folder: Path | Non
     arguments = [f"mesh={mesh}", f"wait={wait_s}"]
     arguments += [f"folder={folder.absolute()}"] if folder is not None else []
     arguments += [f"profile={profile.absolute()}"] if profile is not None else []
-    given = {name: value for name, value in placement.items() if value is not None}
+    given = said(placement)
     if "nodes" not in given:
         slurm.adopt()
         if runtime.launched():

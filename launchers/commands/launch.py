@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from meshpar.launchers.agent.startup import quick_imports
 
-Reported = Callable[[Callable[..., Any]], Callable[..., None]]
+Reported = Callable[[Callable[..., int | None]], Callable[..., None]]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 _PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}

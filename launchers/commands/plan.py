@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from meshpar.forecasting import Forecast, Hardware
+    from meshpar.forecasting.search import Ranking
 
 
 def plan(
@@ -54,8 +58,8 @@ def plan(
 
 
 def _forecasts(
-    source: str, overrides: Sequence[str], profile: Any, ranks: int, *, search: bool, full: bool
-) -> tuple[Sequence[Any], Any, Any]:
+    source: str, overrides: Sequence[str], profile: Hardware, ranks: int, *, search: bool, full: bool
+) -> tuple[Sequence[Forecast], Ranking | None, Forecast | None]:
     """Return the forecasts to report, the best first, the ranking of a search, and the forecast without the plan's recomputation."""
     from meshpar.errors import MeshparError
     from meshpar.forecasting.api import forecast
@@ -72,7 +76,7 @@ def _forecasts(
     batch = Batch(sequence=data.sequence_length, micro_batch=data.micro_batch, accumulate=data.accumulate)
     if not search:
         loss = ObjectiveLoss(build.objective_of(recipe)) if recipe.training.objective == "causal_lm" else summed_token_loss
-        depth: Any = "all" if full else "probes"
+        depth: Literal["all", "probes"] = "all" if full else "probes"
         plan = build.plan_of(recipe)
         plain = Plan(plan.mesh, [each for each in plan.passes if each.name != "ActivationCheckpoint"])
         made = [
@@ -89,7 +93,7 @@ def _forecasts(
     return ranking.best, ranking, None
 
 
-def _recomputation(made: Any, without: Any) -> str:
+def _recomputation(made: Forecast, without: Forecast) -> str:
     """Return what recomputation saves and costs."""
     saved, more = without.memory.peak - made.memory.peak, made.cost.seconds - without.cost.seconds
     fits = "" if without.fits else ", and without it the step does not fit"

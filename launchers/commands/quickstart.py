@@ -6,9 +6,9 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import nn
 
 from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager
@@ -86,7 +86,7 @@ def _tell_losses(path: Path) -> None:
         raise LaunchError(f"the loss did not fall: {losses}; please report this")
 
 
-def _tell_difference(recipe: Recipe, exported: Any) -> None:
+def _tell_difference(recipe: Recipe, exported: nn.Module) -> None:
     """Print how far the exported model's logits are from the trained one's; raise LaunchError where that is more than rounding."""
     trained, theirs = _logits(recipe, exported)
     difference, largest = float((trained - theirs).abs().max()), float(trained.abs().max())
@@ -95,7 +95,7 @@ def _tell_difference(recipe: Recipe, exported: Any) -> None:
         raise LaunchError(f"the exported model is not the trained one (the largest logit is {largest:.1f}); please report this")
 
 
-def _logits(recipe: Recipe, exported: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _logits(recipe: Recipe, exported: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits (1, L, V) of the last checkpoint, in one process, and of the exported model."""
     data = build.prepare_data(recipe)
     held_out = data.tokens.validation or data.tokens.train

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 from meshpar import runtime
 from meshpar.errors import LaunchError
@@ -16,6 +16,24 @@ from meshpar.launchers.commands.train import check, run_as_rank, show
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.worker import run_code
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+
+
+class _Options(TypedDict, total=False):
+    """What a :class:`Placement` takes as it was said."""
+
+    node_rank: int
+    head: str
+    restarts: int
+    rejoin_s: int
+    meeting_s: int
+    run_id: str
+
+
+class Given(_Options, total=False):
+    """What was said of where the ranks run; what was not said is absent."""
+
+    nproc: str
+    nodes: str
 
 
 def run(what: str, arguments: Sequence[str], placement: Mapping[str, object], *, module: bool = False, logs: Path | None = None) -> int:
@@ -38,7 +56,7 @@ def run(what: str, arguments: Sequence[str], placement: Mapping[str, object], *,
     kind = "module" if module else "script" if what.endswith(".py") else "recipe"
     if kind == "script" and not Path(what).is_file():
         raise LaunchError(f"no file {what}")
-    given = {**from_kubeflow(os.environ), **{name: value for name, value in placement.items() if value is not None}}
+    given: Given = {**from_kubeflow(os.environ), **said(placement)}
     if "nodes" not in given:
         slurm.adopt()
         if runtime.launched():
@@ -54,19 +72,26 @@ def run(what: str, arguments: Sequence[str], placement: Mapping[str, object], *,
     return launch([kind, what, *arguments], placed(given, None), logs or Path("runs") / name / "logs", sys.stdout)
 
 
-def from_kubeflow(environment: Mapping[str, str]) -> dict[str, object]:
+def said(placement: Mapping[str, object]) -> Given:
+    """Return what was said of a placement."""
+    return cast("Given", {name: value for name, value in placement.items() if value is not None})
+
+
+def from_kubeflow(environment: Mapping[str, str]) -> Given:
     """Return the placement that Kubeflow's trainer writes into its pods: torchrun's options as ``PET_`` variables."""
-    found: dict[str, object] = {}
-    for name, variable in (("nodes", "PET_NNODES"), ("nproc", "PET_NPROC_PER_NODE"), ("node_rank", "PET_NODE_RANK")):
-        if variable in environment:
-            value = environment[variable]
-            found[name] = int(value) if name == "node_rank" else value
+    found: Given = {}
+    if "PET_NNODES" in environment:
+        found["nodes"] = environment["PET_NNODES"]
+    if "PET_NPROC_PER_NODE" in environment:
+        found["nproc"] = environment["PET_NPROC_PER_NODE"]
+    if "PET_NODE_RANK" in environment:
+        found["node_rank"] = int(environment["PET_NODE_RANK"])
     if "PET_MASTER_ADDR" in environment:
         found["head"] = f"{environment['PET_MASTER_ADDR']}:{environment.get('PET_MASTER_PORT', '29500')}"
     return found
 
 
-def placed(given: Mapping[str, object], recipe: Recipe | None) -> Placement:
+def placed(given: Given, recipe: Recipe | None) -> Placement:
     """Return the placement: what was given, and what a recipe's mesh or this machine's accelerators say.
 
     Raises:
@@ -80,8 +105,8 @@ def placed(given: Mapping[str, object], recipe: Recipe | None) -> Placement:
         ranks = _ranks_here(recipe, most)
     else:
         raise LaunchError(f"--nproc is {nproc!r}; expected a number of ranks on each node, or auto")
-    names = ("restarts", "run_id") if most == 1 else ("node_rank", "head", "restarts", "rejoin_s", "meeting_s", "run_id")
-    more: Any = {name: given[name] for name in names if name in given}
+    names = {"restarts", "run_id"} if most == 1 else {"node_rank", "head", "restarts", "rejoin_s", "meeting_s", "run_id"}
+    more = cast("_Options", {name: value for name, value in given.items() if name in names})
     return Placement(ranks=ranks, nodes=most, least_nodes=least, **more)
 
 

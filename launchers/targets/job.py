@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 from meshpar.errors import LaunchError
 from meshpar.mesh import MeshSpec
@@ -74,7 +74,7 @@ class Target(Protocol):
         """Return the command that hands the job file over."""
 
 
-def make_target(name: str, cls: Any, options: Sequence[str]) -> Target:
+def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
     """Return the target with its options.
 
     Args:
@@ -87,7 +87,7 @@ def make_target(name: str, cls: Any, options: Sequence[str]) -> Target:
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     problems = []
     for text in options:
         key, equals, value = text.partition("=")
@@ -106,7 +106,7 @@ def make_target(name: str, cls: Any, options: Sequence[str]) -> Target:
     return made
 
 
-def _read(hint: Any, text: str) -> object:
+def _read(hint: object, text: str) -> object:
     if hint is bool:
         if text.lower() not in ("true", "false"):
             raise ValueError("expected true or false")

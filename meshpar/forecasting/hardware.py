@@ -8,9 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import final
 
-import yaml
-
 from meshpar.errors import MeshparError
+from meshpar.extras import need
 from meshpar.forecasting.operators import FLOAT8
 from meshpar.patterns import nearest
 from meshpar.training.peaks import PEAK_FLOPS
@@ -82,7 +81,7 @@ class Hardware:
         if not path.is_file():
             near = nearest(str(source), known) or sorted(known)
             raise MeshparError(f"no hardware profile {source}; nearest: {', '.join(near)}; or give a YAML file with the fields of Hardware")
-        data = yaml.safe_load(path.read_text())
+        data = need("yaml").safe_load(path.read_text())
         return cls.of(data, str(source))
 
     @classmethod

@@ -7,7 +7,7 @@ import time
 from datetime import timedelta
 from typing import Any, TextIO, final
 
-from meshpar.training.extras import need
+from meshpar.extras import need
 from meshpar.training.metrics import Metrics
 
 _SHOWN = (

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import torch
 
 from meshpar.errors import RecipeError
+from meshpar.extras import need
 from meshpar.loss import IGNORE_INDEX
-from meshpar.training.extras import need
 from meshpar.training.order import permuted
 from meshpar.training.tokens import TokenFile
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from meshpar.errors import RecipeError
-from meshpar.training.extras import need
+from meshpar.extras import need
 from meshpar.training.once import build_once
 from meshpar.training.records import RecordSource, TextPair
 from meshpar.training.tokenizer import TextTokenizer

@@ -16,7 +16,7 @@ from typing import Protocol, final
 import torch
 from torch import nn
 
-from meshpar.training.extras import need
+from meshpar.extras import need
 from meshpar.training.peaks import peak_flops
 
 Metrics = Mapping[str, float]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshpar.training.extras import need
+from meshpar.extras import need
 
 if TYPE_CHECKING:
     import numpy as np

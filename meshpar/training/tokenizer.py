@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from meshpar.errors import RecipeError
-from meshpar.training.extras import need
+from meshpar.extras import need
 
 if TYPE_CHECKING:
     import tokenizers

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, final
 
 from meshpar.errors import RecipeError
-from meshpar.training.extras import need
+from meshpar.extras import need
 from meshpar.training.once import build_once
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe

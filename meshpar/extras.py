@@ -1,4 +1,4 @@
-"""Import what only training needs, and say which extra holds it when it is missing."""
+"""Import packages that only an extra installs; name the extra where one is missing."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ def need(module: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
             raise
-        raise MeshparError(f"training needs {module.partition('.')[0]!r}, which is not installed: pip install 'meshpar[train]'") from error
+        raise MeshparError(f"this needs {module.partition('.')[0]!r}, which is not installed: pip install 'meshpar[train]'") from error
