@@ -136,7 +136,7 @@ def loss_sum(model: Any, batch: dict[str, Any], rows: list[int]) -> tuple[Any, i
     """Return the summed cross entropy of the model's logits for those ``rows``, against labels that a row's number decides."""
     import torch
 
-    from meshpar.loss import token_loss
+    from meshpar import token_loss
 
     output = model(**{name: value[rows] for name, value in batch.items()})
     logits = output.logits if hasattr(output, "logits") else output.prediction_logits
@@ -158,7 +158,7 @@ def _under_plan(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any
 
     import torch.distributed as dist
 
-    from meshpar.errors import MeshparError, PlanError
+    from meshpar import MeshparError, PlanError
 
     ranks = command["ranks"]
     store = dist.FileStore(command["store"], ranks)
@@ -188,7 +188,7 @@ def _plan(name: str, styles: dict[str, Any]) -> Any:
 def _compare(state: dict[str, Any], par: Any) -> dict[str, Any]:
     import torch
 
-    from meshpar.testing.parity import whole
+    from meshpar.testing import whole
 
     rows = [row for row in range(len(state["batch"]["input_ids"])) if row % par.data_size == par.data_rank]
     total, count = loss_sum(par.module, state["batch"], rows)

@@ -305,8 +305,8 @@ def in_cache(path: Path) -> None:
 def export(folder: str, dtype: str, verify: str) -> dict[str, float]:
     import torch
 
+    from meshpar import WeightMap
     from meshpar.checkpoints import export_safetensors
-    from meshpar.weights import WeightMap
 
     target = Path(folder) / "hf"
     base = prepared(Path(folder))

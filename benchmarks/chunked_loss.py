@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshpar.chunked import CHUNK, chunked_token_loss
+from meshpar import chunked_token_loss, token_loss
+from meshpar.chunked import CHUNK
 from meshpar.forecasting.recorder import Recorder
-from meshpar.loss import token_loss
 
 Loss = Callable[["Head", Tensor], Tensor]
 

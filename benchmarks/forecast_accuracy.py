@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 
-from meshpar import ActivationCheckpoint, Compile, FullyShard, Plan, TensorParallel
+from meshpar import ActivationCheckpoint, Compile, FullyShard, MeshSpec, Plan, TensorParallel
 from meshpar.forecasting import Batch, Hardware, Trace, cost
 from meshpar.forecasting.api import probes
 from meshpar.forecasting.extrapolate import deepened
 from meshpar.forecasting.simulate import Job, simulate
-from meshpar.mesh import MeshSpec
 from meshpar.models import Transformer, TransformerConfig
 
 FITTED = {

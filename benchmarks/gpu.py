@@ -78,7 +78,7 @@ class Watch:
     def __iter__(self) -> Iterator[Any]:
         from torch.profiler import ProfilerActivity, profile
 
-        from meshpar.training.metrics import peak_memory
+        from meshpar.training import peak_memory
         from meshpar.training.profile_summary import times_of
 
         batches = iter(self.data)
@@ -124,8 +124,7 @@ def batches_of(case: Case, model: Any, folder: Path, device: Any) -> Any:
     """Return batches of random tokens, read as a job reads them."""
     import numpy as np
 
-    from meshpar.training.data import Batches, LoaderSettings, PackedTokens
-    from meshpar.training.tokens import write_tokens
+    from meshpar.training import Batches, LoaderSettings, PackedTokens, write_tokens
 
     size = (WARM + case.steps + PROFILED + 2) * case.micro_batch * case.length + 1
     vocabulary = model.config.vocab_size
@@ -147,11 +146,7 @@ def plan_of(case: Case, backend: str) -> Any:
 
 def with_meshpar(case: Case, folder: Path, backend: str) -> tuple[Watch, Any]:
     import meshpar
-    from meshpar.training.loop import Trainer
-    from meshpar.training.objectives import CausalLM
-    from meshpar.training.optimizer import AdamWSettings, build_adamw
-    from meshpar.training.schedule import Schedule
-    from meshpar.training.settings import TrainSettings
+    from meshpar.training import AdamWSettings, CausalLM, Schedule, Trainer, TrainSettings, build_adamw
 
     with meshpar.distributed() as device:
         par = plan_of(case, backend).apply(build(case)).materialize(seed=0)
@@ -243,8 +238,9 @@ def flops_per_token(case: Case, model: Any) -> float:
 def forecast_of(case: Case, backend: str, hardware: str | None) -> dict[str, float]:
     """Return meshpar's forecast of the same step, empty for hardware without a profile."""
     import meshpar
-    from meshpar.forecasting.step import Batch, ObjectiveLoss
-    from meshpar.training.objectives import CausalLM
+    from meshpar.forecasting import Batch
+    from meshpar.forecasting.step import ObjectiveLoss
+    from meshpar.training import CausalLM
 
     if hardware is None:
         return {}
@@ -258,7 +254,7 @@ def measure(name: str, who: str, smoke: bool) -> dict[str, Any]:
     import torch
 
     from meshpar.launchers.jobs.feedback import profile_of
-    from meshpar.training.peaks import peak_flops
+    from meshpar.training import peak_flops
 
     case = (SMOKE if smoke else CASES)[name]
     backend = "eager" if smoke else "inductor"

@@ -17,12 +17,9 @@ from typing import Any
 
 import torch
 
-from meshpar.launchers.commands.train import train_recipe
-from meshpar.launchers.export.run import export_run
+from meshpar.launchers import Recipe, export_run, load_recipe, train_recipe
 from meshpar.launchers.jobs import build
-from meshpar.launchers.recipes.recipe import Recipe, load_recipe
-from meshpar.training.data import PackedTokens
-from meshpar.training.examples import ExampleFile, ExampleSplit
+from meshpar.training import ExampleFile, ExampleSplit, PackedTokens
 
 SUMMARIES = 200
 """Held-out functions to summarise."""
@@ -145,7 +142,7 @@ def build_steps(recipe: Recipe) -> int:
 def accuracy(export: Path, held_out: ExampleFile, recipe: Recipe, labels: list[int]) -> float:
     import transformers
 
-    from meshpar.training.padding import LabelledExamples
+    from meshpar.training import LabelledExamples
 
     model = transformers.AutoModelForSequenceClassification.from_pretrained(export).eval()
     samples, right = LabelledExamples(held_out, length=recipe.data.sequence_length), 0

@@ -236,12 +236,7 @@ def with_meshpar(session: Session) -> None:
     import meshpar
     from meshpar.checkpoints import Safetensors
     from meshpar.models.huggingface import from_config
-    from meshpar.training.data import Batches, PackedTokens
-    from meshpar.training.loop import Trainer
-    from meshpar.training.optimizer import AdamWSettings, build_adamw
-    from meshpar.training.schedule import Schedule
-    from meshpar.training.settings import TrainSettings
-    from meshpar.training.tokens import TokenFile
+    from meshpar.training import AdamWSettings, Batches, PackedTokens, Schedule, TokenFile, Trainer, TrainSettings, build_adamw
 
     passes: list[Any] = [meshpar.TensorParallel()] if "tp" in session.plan else []
     passes.append(meshpar.HybridShard() if "dp_replicate" in session.plan else meshpar.FullyShard())
@@ -275,7 +270,7 @@ class Kept:
     """meshpar's causal objective, whose loss the session keeps to compare."""
 
     def __init__(self, session: Session) -> None:
-        from meshpar.training.objectives import CausalLM
+        from meshpar.training import CausalLM
 
         self._session, self._inner = session, CausalLM()
         self.tokens = self._inner.tokens
@@ -397,7 +392,7 @@ def prepare(folder: Path) -> None:
     import numpy as np
     import transformers
 
-    from meshpar.training.tokens import write_tokens
+    from meshpar.training import write_tokens
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

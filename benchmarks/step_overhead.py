@@ -30,13 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 import meshpar
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import launch
-from meshpar.training.data import Batches, PackedTokens
-from meshpar.training.loop import Trainer
-from meshpar.training.objectives import CausalLM
-from meshpar.training.optimizer import AdamWSettings, build_adamw
-from meshpar.training.schedule import Schedule
-from meshpar.training.settings import TrainSettings
-from meshpar.training.tokens import write_tokens
+from meshpar.training import AdamWSettings, Batches, CausalLM, PackedTokens, Schedule, Trainer, TrainSettings, build_adamw, write_tokens
 
 CONFIG = TransformerConfig(vocab_size=4096, dim=256, layers=4, heads=8, kv_heads=4, hidden=768, max_positions=256)
 LENGTH, MICRO_BATCH, WARMUP = 256, 4, 5

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshpar.lazy import lazily
 
 if TYPE_CHECKING:
     from meshpar.checkpoints.dcp import DistributedCheckpoint
@@ -58,15 +59,5 @@ _HOMES = {
     "verify_step": "inspecting",
 }
 
-
-def __getattr__(name: str) -> Any:
-    # Loaded when first used (PEP 562): an export needs torch's tensors, and must not wait for torch.distributed.
-    if name not in _HOMES:
-        raise AttributeError(f"module 'meshpar.checkpoints' has no attribute {name!r}")
-    value = getattr(import_module(f"meshpar.checkpoints.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# An export needs torch's tensors, and must not wait for torch.distributed.
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -1,1 +1,29 @@
 """Recipes, the command line, and where jobs run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshpar.lazy import lazily
+
+if TYPE_CHECKING:
+    from meshpar.launchers.commands.train import train_recipe
+    from meshpar.launchers.export.run import export_run
+    from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+
+__all__ = [
+    "Recipe",
+    "export_run",
+    "load_recipe",
+    "train_recipe",
+]
+
+_HOMES = {
+    "Recipe": "recipes.recipe",
+    "export_run": "export.run",
+    "load_recipe": "recipes.recipe",
+    "train_recipe": "commands.train",
+}
+
+# Recipes and the command line load what they use, and no more.
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -5,8 +5,9 @@ A plain module, a mesh and a list of passes; the same module comes back, trainin
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshpar.lazy import lazily
 
 if TYPE_CHECKING:
     from meshpar.chunked import chunked_token_loss
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from meshpar.mesh import MeshSpec
     from meshpar.parallelized import Parallelized
     from meshpar.passes import ActivationCheckpoint, Compile, Float8, FullyShard, HybridShard, Pass, Replicate, Role, Stage, TensorParallel
+    from meshpar.patterns import matches
     from meshpar.plan import Plan
     from meshpar.runtime import distributed
     from meshpar.weights import WeightMap, WeightSource
@@ -63,6 +65,7 @@ __all__ = [
     "chunked_token_loss",
     "distributed",
     "forecast",
+    "matches",
     "token_loss",
 ]
 
@@ -71,6 +74,7 @@ _HOMES = {
     "chunked_token_loss": "chunked",
     "forecast": "forecasting.api",
     "ModelLayout": "layout",
+    "matches": "patterns",
     "token_loss": "loss",
     "MeshSpec": "mesh",
     "Parallelized": "parallelized",
@@ -82,15 +86,5 @@ _HOMES = {
     **{name: "errors" for name in __all__ if name.endswith("Error")},
 }
 
-
-def __getattr__(name: str) -> Any:
-    # Loaded when first used (PEP 562): the command line's help must not wait for torch.
-    if name not in _HOMES:
-        raise AttributeError(f"module 'meshpar' has no attribute {name!r}")
-    value = getattr(import_module(f"meshpar.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# The command line's help must not wait for torch.
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"meshpar": "meshpar", "models": "meshpar.models", "checkpoints": "meshpar.checkpoints", "launchers": "meshpar.launchers"}
 FLOORS = [
-    {"errors", "extras", "patterns", "views", "stacking"},
+    {"errors", "extras", "lazy", "patterns", "views", "stacking"},
     {"mesh", "drawing", "rules", "weights", "loss", "_torch", "placements", "norms", "replicas"},
     {"layout"},
     {"passes"},
@@ -28,6 +31,24 @@ FLOORS = [
 STAIRS = ["recipes", "converters", "agent", "doctor", "jobs", "export", "targets", "commands", "cli", "__main__"]
 """The floors inside launchers, lowest first."""
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
+PUBLIC = ("meshpar", "meshpar.passes", "meshpar.models", "meshpar.checkpoints", "meshpar.training", "meshpar.forecasting", "meshpar.testing", "meshpar.launchers")
+"""What users import from; public is what `__all__` names there."""
+MEASURED = {
+    "architectures.py": {"meshpar.models.huggingface_structure"},
+    "checkpoint.py": {"meshpar.checkpoints.files", "meshpar.placements"},
+    "chunked_loss.py": {"meshpar.chunked", "meshpar.forecasting.recorder"},
+    "forecast_accuracy.py": {"meshpar.forecasting.api", "meshpar.forecasting.extrapolate", "meshpar.forecasting.simulate"},
+    "gpu.py": {
+        "meshpar._torch",
+        "meshpar.forecasting.step",
+        "meshpar.launchers.jobs.feedback",
+        "meshpar.passes.recompute",
+        "meshpar.training.profile_summary",
+    },
+    "jobs.py": {"meshpar.launchers.jobs.build"},
+    "peer_ranks.py": {"meshpar.models.huggingface"},
+}
+"""What benchmarks import although it is not public: parts that they measure alone. The list only gets shorter."""
 EXTRAS = {"accelerate", "numpy", "peft", "pydantic", "yaml", "rich", "typer", "tensorboard", "tokenizers", "torchdata", "safetensors", "transformers"}
 
 
@@ -140,6 +161,44 @@ def test_torchs_private_parts_are_named_in_one_place():
     assert users <= {"meshpar.runtime"}
     composable = {name for path, name in sources() for target in imports(path, name) if "torch.distributed._composable" in target}
     assert composable == {"meshpar._torch"}
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_public_name_imports(package):
+    module = importlib.import_module(package)
+    assert len(module.__all__) == len(set(module.__all__))
+    missing = [name for name in module.__all__ if not hasattr(module, name)]
+    assert not missing
+    assert set(module.__all__) <= set(dir(module))
+
+
+def private_imports(code):
+    """The modules of ours that ``code`` imports from, or names, although they are not public."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("meshpar") and alias.name not in PUBLIC)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "meshpar":
+            if node.module not in PUBLIC:
+                yield node.module
+                continue
+            public = importlib.import_module(node.module).__all__
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if alias.name not in public)
+
+
+def test_examples_and_docs_use_public_names_alone():
+    files = [*(ROOT / "examples").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    found = {str(path): set(private_imports(path.read_text())) for path in files}
+    for page in pages:
+        blocks = re.findall(r"(?ms)^```python\n(.*?)^```", page.read_text())
+        found[str(page)] = {name for block in blocks for name in private_imports(textwrap.dedent(block))}
+    assert len(files) > 5 and any("import" in path.read_text() for path in files)
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_benchmarks_use_public_names_but_for_what_they_measure_alone():
+    found = {path.name: set(private_imports(path.read_text())) for path in (ROOT / "benchmarks").rglob("*.py")}
+    assert {name: modules for name, modules in found.items() if modules} == MEASURED
 
 
 @pytest.mark.parametrize("statement", ["import meshpar", "import meshpar.models", "import meshpar.checkpoints"])

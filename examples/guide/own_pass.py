@@ -6,7 +6,7 @@ from model import Model
 from torch import nn
 
 import meshpar
-from meshpar.patterns import matches
+from meshpar import matches
 
 
 class Freeze(meshpar.Pass):
