@@ -1,17 +1,30 @@
 # Everything a fresh machine needs is Python 3.11 or newer and make.
 PYTHON ?= python3
-VENV ?= .venv
+# A version, as in `make test TORCH=2.11.0`: the target runs in an environment of its own with that torch, not with the pinned one.
+TORCH ?=
+VENV ?= .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-
-.PHONY: quickstart test lint bench clean lab
-
-quickstart: $(READY)
-	$(BIN)/meshpar quickstart
+QUICKSTART := $(VENV)/.quickstart
+PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 # A file of tests at a time on each of two workers: half of what they do is waiting for processes of their own.
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: quickstart test coverage lint format bench clean lab
+
+quickstart: $(QUICKSTART)
+	$(BIN)/meshpar quickstart
+
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python $(PYTEST)
+
+# Ranks and commands are processes of their own: each writes its own data file, and `combine` joins them.
+coverage: $(READY)
+	$(BIN)/coverage erase
+	$(BIN)/coverage run $(PYTEST) || failed=$$?; \
+	$(BIN)/coverage combine --quiet && $(BIN)/coverage html --quiet && $(BIN)/coverage report; \
+	exit $${failed:-0}
 
 # A real SLURM and network namespaces for the tests that want them: Debian's packages, where they may be installed.
 lab:
@@ -24,18 +37,29 @@ lab:
 
 lint: $(READY)
 	$(BIN)/ruff check .
-	$(BIN)/mypy -p meshpar
+	.ci/types $(BIN)
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
 
 bench: $(READY)
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/import_time.py
 
-$(READY): pyproject.toml constraints.txt
+$(QUICKSTART): EXTRAS := train,transformers
+$(READY): EXTRAS := train,transformers,test,lint
+$(QUICKSTART) $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,transformers,test,lint]'
-	touch $(READY)
+	$(BIN)/python -m pip install -qq --upgrade pip
+ifneq ($(TORCH),)
+	sed '/^torch==/d' constraints.txt > $(PINS)
+	echo 'torch==$(TORCH)' >> $(PINS)
+endif
+	$(BIN)/python -m pip install -qq --constraint $(PINS) torch
+	$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[$(EXTRAS)]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
