@@ -1,6 +1,6 @@
 # Everything a fresh machine needs is Python 3.11 or newer and make.
 PYTHON ?= python3
-# A version, as in `make test TORCH=2.11.0`: the target runs in an environment of its own with that torch, not with the pinned one.
+# A version, as in `make test TORCH=2.11.0`, or newest: the target runs in an environment of its own with that torch, not with the pinned one.
 TORCH ?=
 VENV ?= .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
@@ -55,7 +55,7 @@ $(QUICKSTART) $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -qq --upgrade pip
 ifneq ($(TORCH),)
 	sed '/^torch==/d' constraints.txt > $(PINS)
-	echo 'torch==$(TORCH)' >> $(PINS)
+	echo 'torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))' >> $(PINS)
 endif
 	$(BIN)/python -m pip install -qq --constraint $(PINS) torch
 	$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[$(EXTRAS)]'
