@@ -40,6 +40,7 @@ class StoredSource(TypedSource, Protocol):
 
     def pieces(self, name: str) -> Sequence[Piece]:
         """Return the pieces of a tensor, which cover it exactly once; none where it is not stored as it is."""
+        ...
 
 
 def lies_in_one_run(piece: Piece, shape: tuple[int, ...]) -> bool:

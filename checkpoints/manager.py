@@ -64,7 +64,8 @@ class CheckpointManager:
             raise CheckpointError(f"checksum must be 'crc32' or 'sha256', got {checksum!r}")
         self._steps = Steps(local(root))
         self._keep, self._every, self._best, self._timeout_s = keep, every, best, timeout_s
-        self._checksum, self._threads = checksum, threads
+        self._checksum: Checksum = checksum
+        self._threads = threads
         self._stager = Stager(threads) if async_ else None
         self._background = Background()
         self._made_ranks: Ranks | None = None
@@ -106,7 +107,7 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         *,
-        rank_extra: Any = None,
+        rank_extra: object = None,
         replace: bool = False,
     ) -> Path:
         """Save one step; on return it is whole and on the disk, or on its way there (``async_``).

@@ -11,11 +11,13 @@ import math
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 
 from meshpar.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 @final
@@ -74,7 +76,7 @@ class _Reader(pickle.Unpickler):
         super().__init__(stream)
         self._known = known
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) in self._known:
             return self._known[module, name]
         if (dtype := _dtype(module, name)) is not None:
@@ -84,7 +86,7 @@ class _Reader(pickle.Unpickler):
 
 @final
 class _ItemReader(_Reader):
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: tuple[object, ...]) -> tuple[object, str]:
         kind, storage, key, _device, _count = pid
         if kind != "storage":
             raise CheckpointError(f"it refers to {kind!r} instead of a storage")
@@ -172,7 +174,7 @@ def _rebuild_v3(
     return SavedTensor(dtype, storage[1], offset, tuple(size), tuple(stride))
 
 
-def _guarded(load: Callable[[], Any], path: object) -> Any:
+def _guarded(load: Callable[[], T], path: object) -> T:
     try:
         return load()
     except Exception as error:  # a damaged pickle can raise anything

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 import torch.distributed as dist
 
@@ -99,7 +99,8 @@ class Ranks:
         """Bring all outcomes to rank 0, and what failed to everyone."""
         if self._group is None:
             return [outcome]
-        outcomes: list[_Outcome] | None = [(None, None)] * self.size if self.rank == 0 else None
+        nothing: _Outcome = (None, None)
+        outcomes = [nothing] * self.size if self.rank == 0 else None
         dist.gather_object(outcome, outcomes, dst=0, group=self._group)
         failures: list[_Outcome] = self._broadcast([(failure, None) for failure, _ in outcomes or () if failure is not None])
         return failures or outcomes or []
@@ -128,7 +129,7 @@ def _make_group(timeout: timedelta) -> dist.ProcessGroup:
 
     def make() -> None:
         try:
-            made.set_result(dist.new_group(backend="gloo", timeout=timeout))
+            made.set_result(cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout)))
         except BaseException as error:  # noqa: BLE001 - raised again by the caller
             made.set_exception(error)
 

@@ -84,7 +84,8 @@ class Saving:
         on_write: Callable[[], None] = lambda: None,
     ) -> None:
         self._ranks, self._folder, self._noted = ranks, folder, noted
-        self._threads, self._checksum, self._on_write = threads, checksum, on_write
+        self._threads, self._on_write = threads, on_write
+        self._checksum: Checksum = checksum
         self._tensors: dict[str, Tensor] = {}
         self._stage_error: Exception | None = None
 

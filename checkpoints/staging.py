@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Stager:
         self._threads = threads
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
-    def stage(self, parts: Sequence[Part], device: torch.device, ready: Any = None) -> list[Part]:
+    def stage(self, parts: Sequence[Part], device: torch.device, ready: torch.Event | None = None) -> list[Part]:
         """Copy parts to the host; on return all is copied.
 
         Args:
@@ -76,7 +76,7 @@ def _pieces(out: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(out.split(rows), tensor.split(rows))
 
 
-def ready_event(device: torch.device) -> Any:
+def ready_event(device: torch.device) -> torch.Event | None:
     """Return an event after all work given to ``device`` so far; None on the CPU, where work is done when it is given."""
     if device.type in ("cpu", "meta"):
         return None

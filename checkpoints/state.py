@@ -127,7 +127,8 @@ def _check_plain(tensors: Mapping[str, Tensor]) -> None:
 
 def _no_array(tensor: Tensor) -> str | None:
     """Return what a tensor is other than a dense array; None for an array."""
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # a wrapper around other tensors, which has no memory of its own
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue] - torch has no types for it
+        # A wrapper around other tensors, which has no memory of its own.
         return type(tensor).__name__
     if tensor.layout != torch.strided:
         return f"layout {str(tensor.layout).removeprefix('torch.')}"
@@ -142,13 +143,13 @@ def _check_whole(name: str, key: str, value: Tensor, parameter: Tensor) -> None:
         )
 
 
-def _option(key: str, value: object) -> Any:
+def _option(key: str, value: object) -> Any:  # noqa: ANN401 - plain data
     if isinstance(value, Tensor):
         return plain(value.item(), f"the optimizer's option {key!r}")
     return plain(value, f"the optimizer's option {key!r}")
 
 
-def plain(value: object, what: str) -> Any:
+def plain(value: object, what: str) -> Any:  # noqa: ANN401 - plain data
     """Return ``value`` as JSON will give it back (tuples become lists); raises CheckpointError where JSON cannot hold it."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import MethodType
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,14 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def eager(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep ``torch.compile`` out of ``function``: ``torch.compiler.disable`` with the function's type."""
+    return cast("Callable[P, R]", torch.compiler.disable(function))
 
 
 def ignore_profiler_marks() -> None:
@@ -219,7 +227,7 @@ def _groups(module: Any) -> list[Any]:
     return [each for each in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if each is not None]
 
 
-def gather_before_backward(unit: nn.Module, output: Any, tensors: Iterable[Any]) -> None:
+def gather_before_backward(unit: nn.Module, output: object, tensors: Iterable[Any]) -> None:
     """Let FSDP2 know of outputs that it does not find itself, in objects of classes of their own."""
     if isinstance(output, torch.Tensor):
         return
@@ -234,7 +242,7 @@ def enter_by(module: Any, call: Callable[..., Any]) -> None:
     """Let every call of ``module``, with its hooks, go through ``call``, which is not compiled where somebody compiles the module."""
 
     @torch.compiler.disable(recursive=False)
-    def entered(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def entered(self: object, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
     module._call_impl = MethodType(entered, module)
@@ -275,7 +283,7 @@ def set_recomputed(module: nn.Module, recomputed: bool) -> None:
 
 def in_checkpoint() -> bool:
     """Tell whether the code that runs is inside of ``torch.utils.checkpoint(use_reentrant=False)``, and not yet recomputed."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue] - torch has no types for it
     return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
 
 
@@ -384,7 +392,7 @@ def last_collectives() -> dict[str, tuple[int, str]]:
     counts = collective_counts()
     names = {group.group_name: group_title(group) for group in list(dist.distributed_c10d._world.pg_map)} if counts else {}
     last = {name: (number, "a collective") for name, number in counts.items()}
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)  # pyright: ignore[reportAttributeAccessIssue] - torch has no types for it
     for entry in json.loads(dump()).get("entries", []) if dump is not None else []:
         name = names.get(entry["process_group"][0])
         if name is not None and not entry.get("is_p2p") and entry["collective_seq_id"] == counts[name]:

@@ -46,7 +46,7 @@ class Agreement:
         self._marks: tuple[int, ...] = ()
         self._sent = torch.empty(0)
 
-    def batch(self, inputs: Any) -> None:
+    def batch(self, inputs: object) -> None:
         """Compare what the ranks of ``same_axes`` hand to a forward, in the first ones.
 
         Raises:
@@ -237,7 +237,7 @@ def _norm(parameter: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(local_tensor(parameter.grad).float())
 
 
-def digest_of(values: Any, device: torch.device) -> Tensor:
+def digest_of(values: object, device: torch.device) -> Tensor:
     """Return a 64-bit digest of the tensors and plain values in ``values``, nested as they may be; DTensors are left out."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for each in leaves(values):
@@ -251,7 +251,7 @@ def digest_of(values: Any, device: torch.device) -> Tensor:
     return total
 
 
-def leaves(values: Any, *, objects: bool = False, around: tuple[int, ...] = ()) -> Iterator[Any]:
+def leaves(values: object, *, objects: bool = False, around: tuple[int, ...] = ()) -> Iterator[Any]:
     """Yield what is in lists, tuples, mappings and dataclasses, in order; with ``objects``, in attributes of other objects, too.
 
     What refers back to something ``around`` it (numbers of objects) is not entered again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -75,7 +75,7 @@ def head_of(model: nn.Module) -> nn.Module:
     Raises:
         MeshparError: neither names one.
     """
-    ask = getattr(model, "get_output_embeddings", None)
+    ask: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     found = ask() if callable(ask) else None
     if found is None:
         named = [pattern for pattern, style in layout_for(model).tensor.items() if style == "head"]
@@ -151,11 +151,12 @@ def around_the_product(head: nn.Module) -> tuple[Step, Step]:
     raise MeshparError(f"the head is a {class_name(head)} with a forward of its own, expected a linear layer; use chunk=0")
 
 
-def _computed_with(x: Any) -> Any:
+def _computed_with(x: Any) -> Any:  # noqa: ANN401 - a tensor, or None where there is none
     """Return what a product takes of ``x``: this rank's part, in autocast's dtype where that is on."""
     x = x.to_local() if isinstance(x, DTensor) else x
-    autocast = x is not None and torch.is_autocast_enabled(x.device.type)
-    return x.to(torch.get_autocast_dtype(x.device.type)) if autocast else x
+    if x is None or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _nothing(x: Tensor) -> Tensor:

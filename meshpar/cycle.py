@@ -39,7 +39,7 @@ PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
 class Comparisons(Protocol):
     """What ranks compare; see :class:`meshpar.agreement.Agreement`."""
 
-    def batch(self, inputs: Any) -> None:
+    def batch(self, inputs: object) -> None:
         """Before a forward."""
 
     def unit(self, name: str, trained: str) -> None:
@@ -130,12 +130,12 @@ class Cycle:
             why: the end of the message.
         """
 
-        def check(name: str, block: nn.Module, args: Any) -> None:
+        def check(name: str, block: nn.Module, args: object) -> None:
             if not self._depth and not _torch.in_backward():
                 raise MeshparError(f"{name} ({type(block).__name__}) is called from outside of the module, where {why}")
 
         for name, part in parts.items():
-            part.register_forward_pre_hook(torch.compiler.disable(functools.partial(check, name)), prepend=True)
+            part.register_forward_pre_hook(_torch.eager(functools.partial(check, name)), prepend=True)
 
     def explain_calls(self, parts: Iterable[nn.Module]) -> None:
         """Explain errors of parts that are called from outside of the module, as the module's own calls are explained."""
@@ -212,7 +212,7 @@ class Cycle:
                 if buffer is not None:
                     yield child, name, buffer, buffer._version
 
-    @torch.compiler.disable
+    @_torch.eager
     def _first_run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the first forward whose gradients are wanted, and try the split on what its blocks got."""
         if not torch.is_grad_enabled() or self.split_test is None:
@@ -226,7 +226,7 @@ class Cycle:
         verified(test.run())
         return output
 
-    @torch.compiler.disable
+    @_torch.eager
     def _before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._ending = False  # an earlier backward may have been left by an error
         if not self._ready:
@@ -247,8 +247,8 @@ class Cycle:
         if self.agreement is not None and torch.is_grad_enabled():
             self.agreement.batch((args, kwargs))
 
-    @torch.compiler.disable
-    def _before_unit(self, unit: nn.Module, args: Any) -> None:
+    @_torch.eager
+    def _before_unit(self, unit: nn.Module, args: object) -> None:
         if torch.is_inference_mode_enabled():  # a method of the module's own may have entered it
             stack = ExitStack()
             stack.enter_context(_outside_inference_mode())
@@ -270,8 +270,8 @@ class Cycle:
             self._without_grad.discard(unit)
             self._units.runs(unit)
 
-    @torch.compiler.disable
-    def _after_unit(self, unit: nn.Module, args: Any, output: Any) -> None:
+    @_torch.eager
+    def _after_unit(self, unit: nn.Module, args: object, output: object) -> None:
         if torch.is_grad_enabled() and not isinstance(output, Tensor):
             _torch.gather_before_backward(unit, output, _trained(output))
         if (stack := self._outside.pop(unit, None)) is not None:
@@ -279,8 +279,8 @@ class Cycle:
         if unit is not self.module:
             self._units.hide(unit)  # outside of it nobody sees that its weights are used, and they may be freed before
 
-    @torch.compiler.disable
-    def _after_forward(self, output: Any) -> None:
+    @_torch.eager
+    def _after_forward(self, output: object) -> None:
         tensors = _trained(output)
         if not tensors:
             return
@@ -448,7 +448,7 @@ def _is_of_a_library(kind: type, name: str) -> bool:
     return owner.__module__.startswith(("torch.", "transformers."))
 
 
-def _trained(output: Any) -> list[Tensor]:
+def _trained(output: object) -> list[Tensor]:
     return [each for each in leaves(output, objects=True) if isinstance(each, Tensor) and each.requires_grad]
 
 

@@ -20,7 +20,7 @@ from meshpar.placements import held_by_this_rank, local_tensor
 class ShardedState(OrderedDict[str, Any]):
     """``state_dict()`` of a parallel module or of its optimizer: DTensors, which ``torch.save`` would write as this rank's part of them."""
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise MeshparError(
             "state_dict() of a parallel module or its optimizer holds this rank's shards, and pickling it (torch.save) would lose the "
             "others'; use meshpar.checkpoints.CheckpointManager, or save par.state_dict(full=True) of the module from rank 0"
@@ -43,11 +43,11 @@ def guard_optimizer(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_state_dict_post_hook(guarded)
 
 
-def guard_state(module: Any) -> None:
+def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
     """Let ``state_dict()`` return what cannot be pickled by mistake, and ``load_state_dict`` take whole plain tensors, too."""
     inner = module.state_dict
 
-    def state_dict(*args: Any, **kwargs: Any) -> Any:
+    def state_dict(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the module's
         state = inner(*args, **kwargs)
         if args or kwargs.get("destination") is not None or not any(isinstance(each, DTensor) for each in state.values()):
             return state

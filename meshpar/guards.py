@@ -13,7 +13,7 @@ from meshpar.errors import MeshparError
 from meshpar.full_state import guard_state
 
 
-def refuse_copies(module: Any) -> None:
+def refuse_copies(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
     """Refuse what would copy or write this rank's part as if it were the model."""
     module.__deepcopy__ = functools.partial(
         _refuse,

@@ -17,7 +17,7 @@ from meshpar.layout import ModelLayout
 from meshpar.passes import random
 from meshpar.patterns import class_name, matches, nearest
 from meshpar.placements import held_by_this_rank, local_tensor
-from meshpar.weights import Mapped, WeightSource
+from meshpar.weights import Mapped, WeightSource, dtypes_of
 
 _TILE_BYTES = 4 << 20  # of tied tensors that are compared: nothing more than that is held beside a rank's part
 
@@ -153,7 +153,7 @@ def _covers(pattern: str, name: str) -> bool:
 def _misfits(wanted: Mapping[str, Tensor], held: Mapping[str, list[str]], source: WeightSource, *, cast: bool) -> list[str]:
     """Return what is missing, and what has another shape, or a dtype that the model's cannot stand for."""
     shapes, problems = source.shapes(), []
-    dtypes: Mapping[str, torch.dtype] = source.dtypes() if hasattr(source, "dtypes") else {}
+    dtypes = dtypes_of(source)
     for name, tensor in wanted.items():
         if not held[name]:
             problems.append(f"missing: {name} {tuple(tensor.shape)}")

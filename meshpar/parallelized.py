@@ -273,7 +273,7 @@ class Parallelized:
 
         return SplitTest(self.module, split, [name for name, _ in find_blocks(self.module, self.layout)], whole)
 
-    def verify(self, batch: Any) -> Verification:
+    def verify(self, batch: object) -> Verification:
         """Try on a batch whether split blocks compute what they compute whole, one of each kind; the first forward does so by itself.
 
         A block runs twice on the same input in float32 or wider, as its author wrote it with whole weights, and split; outputs and

@@ -20,7 +20,7 @@ Install = Callable[[nn.Module, Any, Any, int], Context | None]
 """``(module, mesh, group, rank) -> context``: splits ``module`` as one rank of the axis holds it."""
 
 
-def prove(module: nn.Module, install: Install, axis: str, size: int, blocks: Sequence[str], batch: Any) -> Verification:
+def prove(module: nn.Module, install: Install, axis: str, size: int, blocks: Sequence[str], batch: object) -> Verification:
     """Split copies of ``module`` for ``size`` ranks of ``axis`` and try one block of each kind on ``batch``.
 
     Args:

@@ -38,7 +38,7 @@ def names(group: str) -> list[str]:
     return list(_found(group))
 
 
-def plugin(group: str, name: str) -> Any:
+def plugin(group: str, name: str) -> Any:  # noqa: ANN401 - what the package offers
     """Import and return one plugin.
 
     Raises:

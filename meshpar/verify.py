@@ -135,7 +135,7 @@ class SplitTest:
                     stack.callback(handle.remove)
             yield
 
-    def returned(self, output: Any) -> None:
+    def returned(self, output: object) -> None:
         """Remember which trained tensors of the module's output are a rank's part, and are not said to be one by being a DTensor.
 
         Collective over the tensor axis.
@@ -151,7 +151,7 @@ class SplitTest:
                     self._returned.append(Difference(module="", what=f"returns other values on each rank (output {place})", size=size))
 
     def _remember(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(module: nn.Module, args: object, kwargs: object) -> None:
             if name not in self._seen:
                 self._seen[name] = _Seen(tree_map(_copy, args), tree_map(_copy, kwargs))
 
@@ -264,7 +264,7 @@ class SplitTest:
     def _parameter(self, name: str) -> Any:
         return self._module.get_parameter(name)
 
-    def _part(self, parameter: Any, whole: Tensor) -> Tensor:
+    def _part(self, parameter: object, whole: Tensor) -> Tensor:
         """Return the parameter as the tensor axis splits it, of the whole value ``whole``."""
         if not isinstance(parameter, DTensor):
             return whole.clone()
@@ -316,7 +316,7 @@ class _Run:
         self.inputs: list[Tensor] = []
         self._args, self._kwargs = tree_map(self._leaf, inputs)
 
-    def _leaf(self, value: Any) -> Any:
+    def _leaf(self, value: object) -> Any:
         if not isinstance(value, Tensor):
             return value
         fresh = _wide(value.detach()).clone()
@@ -395,7 +395,7 @@ def _draws(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0.0 and module.training
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> Any:
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
@@ -520,7 +520,7 @@ def _plain_products(unit: nn.Module) -> Iterator[None]:
             known.product = product
 
 
-def call(module: nn.Module, batch: Any) -> Any:
+def call(module: nn.Module, batch: object) -> Any:
     """Return ``module`` called with a batch: keywords of a mapping, arguments of a list or tuple, or the one value."""
     if isinstance(batch, Mapping):
         return module(**batch)

@@ -24,6 +24,7 @@ class WeightSource(Protocol):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return every tensor's name and shape, without reading any."""
+        ...
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""
@@ -34,6 +35,7 @@ class TypedSource(WeightSource, Protocol):
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Return every tensor's dtype, without reading any."""
+        ...
 
 
 @final
@@ -138,8 +140,14 @@ def _stage(
     return dict(made)
 
 
+def dtypes_of(source: WeightSource) -> Mapping[str, torch.dtype]:
+    """Return the dtypes that a source knows, by name; none where it is no :class:`TypedSource`."""
+    known: Callable[[], Mapping[str, torch.dtype]] | None = getattr(source, "dtypes", None)
+    return {} if known is None else known()
+
+
 def _leaves(source: WeightSource) -> dict[str, View]:
-    dtypes: Mapping[str, torch.dtype] = source.dtypes() if hasattr(source, "dtypes") else {}
+    dtypes = dtypes_of(source)
     return {name: _leaf(source, name, tuple(shape), dtypes.get(name)) for name, shape in source.shapes().items()}
 
 

@@ -211,7 +211,7 @@ def _as_constructed(module: nn.Module, names: list[str]) -> None:
 def _with_owners(model: Any) -> Iterator[tuple[nn.Module, Any]]:
     """Yield every module with the innermost pretrained model around it, whose ``_init_weights`` knows it."""
 
-    def walk(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
+    def walk(module: nn.Module, owner: object) -> Iterator[tuple[nn.Module, Any]]:
         owner = module if hasattr(module, "_init_weights") else owner
         yield module, owner
         for child in module.children():

@@ -94,7 +94,7 @@ def _keeps_ratio(model: nn.Module, name: str) -> bool:
     return HEAD_RATIO in vars(model.get_submodule(name.rpartition(".")[0]))
 
 
-def _heads_of(config: Any, attention: nn.Module, child: str) -> int | None:
+def _heads_of(config: object, attention: nn.Module, child: str) -> int | None:
     """Return the number of heads in a projection, from the attention's own attributes where it has them, else from the config."""
     if child in ("k_proj", "v_proj"):
         return _key_heads(attention) or _first(config, attention, ("num_key_value_heads", "num_kv_heads", "num_attention_heads"))
@@ -120,7 +120,7 @@ def _first(config: Any, attention: nn.Module, names: tuple[str, ...]) -> int | N
     return None
 
 
-def _read(source: Any, name: str) -> Any:
+def _read(source: object, name: str) -> Any:
     try:
         return getattr(source, name, None)
     except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
@@ -203,7 +203,7 @@ def _takes_whole_experts(module: nn.Module) -> bool:
     return alike and {"num_experts", "_is_expert_parallel"} <= vars(module).keys()
 
 
-def _whole_experts(model: Any, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+def _whole_experts(model: object, modules: Mapping[str, nn.Module]) -> Iterator[str]:
     """Yield the experts that transformers spreads whole over ranks, by its expert-parallel plan."""
     for pattern, style in (getattr(model, "ep_plan", None) or {}).items():
         if style == "ep_dispatch_experts" and pattern in modules and _takes_whole_experts(modules[pattern]):

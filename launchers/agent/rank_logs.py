@@ -59,7 +59,7 @@ class _Both:
             self._file.write(text)
         return self._terminal.write(text)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as the terminal's
         return getattr(self._terminal, name)
 
 

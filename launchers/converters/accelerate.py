@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from meshpar.launchers.converters import trainer_values as values
 from meshpar.launchers.converters.keys import Keys, Translated, whole
@@ -13,7 +12,7 @@ DEEPSPEED = "DeepSpeed is another engine; its stages 2 and 3 are FullyShard(resh
 _TPU = "TPUs are not supported"
 
 
-def _distributed(value: Any, result: Translated) -> str | None:
+def _distributed(value: object, result: Translated) -> str | None:
     kinds = {"FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "MULTI_XPU": "ddp", "MULTI_HPU": "ddp", "NO": "no"}
     if str(value) not in kinds:
         raise ValueError(f"{value} is refused: there are {', '.join(kinds)}")
@@ -24,7 +23,7 @@ def _distributed(value: Any, result: Translated) -> str | None:
     return f"{value} became {became[result.known['kind']]}"
 
 
-def _precision(value: Any, result: Translated) -> str:
+def _precision(value: object, result: Translated) -> str:
     if str(value) == "fp8":
         raise ValueError("fp8 is refused: computing in 8 bits is a pass of its own, which is not there yet; use bf16")
     if str(value).lower() in ("no", "false", "none"):
@@ -33,17 +32,17 @@ def _precision(value: Any, result: Translated) -> str:
     return f"became mixed_precision: {value} of the data-parallel pass"
 
 
-def _processes(value: Any, result: Translated) -> str:
+def _processes(value: object, result: Translated) -> str:
     result.known["ranks"] = whole(value)
     return f"{value} became the mesh's size"
 
 
-def _machines(value: Any, result: Translated) -> str:
+def _machines(value: object, result: Translated) -> str:
     result.known["nodes"] = whole(value)
     return f"{value} became the mesh's nodes: replicas across them, where sharding is hybrid"
 
 
-def _compile(value: Any, result: Translated) -> str:
+def _compile(value: object, result: Translated) -> str:
     backend = str((value or {}).get("dynamo_backend", "NO")).upper() if isinstance(value, Mapping) else str(value or "NO").upper()
     if backend == "NO":
         return "has no effect: it is the default"
@@ -53,7 +52,7 @@ def _compile(value: Any, result: Translated) -> str:
     return "became the pass Compile"
 
 
-def _parallelism(value: Any, result: Translated) -> str:
+def _parallelism(value: object, result: Translated) -> str:
     if not isinstance(value, Mapping):
         raise ValueError(f"expected dp_replicate_size, dp_shard_size and tp_size, got {value!r}")
     sizes = {str(key).removeprefix("parallelism_config_"): size for key, size in value.items()}

@@ -38,7 +38,7 @@ class Translated:
     key: str = ""
     written: set[str] = field(default_factory=set)
 
-    def put(self, path: str, value: Any) -> None:
+    def put(self, path: str, value: object) -> None:
         """Set a field of the recipe (``optimizer.lr``) because of the present key; a field that the recipe writes itself is a conflict."""
         *sections, name = path.split(".")
         target = self.data
@@ -95,7 +95,7 @@ class Keys:
     def __contains__(self, key: object) -> bool:
         return key in self.handlers or key in self.no_effect or key in self.refused
 
-    def take(self, key: str, value: Any, result: Translated, place: Place = ()) -> None:
+    def take(self, key: str, value: object, result: Translated, place: Place = ()) -> None:
         """Do with one key what the table says."""
         result.key = key
         if key in self.no_effect:
@@ -123,7 +123,7 @@ class Keys:
 def to(path: str, check: Callable[[Any], Any] = lambda value: value) -> Handler:
     """Return the handler that writes a key's value to one field."""
 
-    def handler(value: Any, result: Translated) -> str | None:
+    def handler(value: object, result: Translated) -> str | None:
         wanted = check(value)
         result.put(path, wanted)
         return f"{value} became {path}: {_plain(wanted)}"
@@ -131,14 +131,14 @@ def to(path: str, check: Callable[[Any], Any] = lambda value: value) -> Handler:
     return handler
 
 
-def whole(value: Any) -> int:
+def whole(value: object) -> int:
     """Return a whole number from 1; raises ValueError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
         raise ValueError(f"expected a whole number from 1, got {value!r}")
     return int(value)
 
 
-def truth(value: Any) -> bool:
+def truth(value: object) -> bool:
     """Return true or false, also from text; raises ValueError for anything else."""
     if isinstance(value, str) and value.lower() in ("true", "yes"):
         return True
@@ -149,5 +149,5 @@ def truth(value: Any) -> bool:
     raise ValueError(f"expected true or false, got {value!r}")
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -80,12 +80,12 @@ def trainer_options(words: Any, config: Any) -> dict[str, Any]:
     return options
 
 
-def _strategy_name(value: Any) -> str:
+def _strategy_name(value: object) -> str:
     number = value if isinstance(value, int) else int(value) if isinstance(value, str) and value.isdigit() else None
     return _NUMBERED.get(number, "") if number is not None else str(value).upper().rpartition(".")[2].lstrip("_")
 
 
-def _strategy(result: Translation, value: Any) -> None:
+def _strategy(result: Translation, value: object) -> None:
     text = _strategy_name(value)
     if text not in _STRATEGIES:
         result.problems["sharding_strategy"] = f"expected one of {', '.join(_STRATEGIES)}, got {value!r}"
@@ -95,7 +95,7 @@ def _strategy(result: Translation, value: Any) -> None:
     result.notes.append(f"sharding_strategy: {value} became {_written(result.name, options)}")
 
 
-def _apply(result: Translation, key: str, value: Any) -> None:
+def _apply(result: Translation, key: str, value: object) -> None:
     try:
         options, note = _KNOBS[key](value) if key in _KNOBS else ({key: value}, "")
     except ValueError as error:
@@ -137,7 +137,7 @@ _REFUSED = {
 }
 
 
-def _prefetch_backward(value: Any) -> tuple[dict[str, Any], str]:
+def _prefetch_backward(value: object) -> tuple[dict[str, Any], str]:
     name = str(value).upper().rpartition(".")[2].removeprefix("BACKWARD_")
     depths = {"PRE": 1, "POST": 0, "NONE": 0, "NO_PREFETCH": 0}
     if name not in depths:
@@ -145,16 +145,16 @@ def _prefetch_backward(value: Any) -> tuple[dict[str, Any], str]:
     return {"prefetch_backward": depths[name]}, ""
 
 
-def _prefetch_forward(value: Any) -> tuple[dict[str, Any], str]:
+def _prefetch_forward(value: object) -> tuple[dict[str, Any], str]:
     return {"prefetch_forward": int(_truth(value))}, ""
 
 
-def _offload(value: Any) -> tuple[dict[str, Any], str]:
+def _offload(value: object) -> tuple[dict[str, Any], str]:
     wanted = value.get("offload_params", False) if isinstance(value, Mapping) else value
     return ({"offload": "cpu"}, "") if _truth(wanted) else ({}, "is the default")
 
 
-def _precision(value: Any) -> tuple[dict[str, Any], str]:
+def _precision(value: object) -> tuple[dict[str, Any], str]:
     if isinstance(value, Mapping):
         unknown = [key for key in value if key not in (*_PRECISION, "cast_root_forward_inputs", "keep_low_precision_grads")]
         if unknown:
@@ -169,7 +169,7 @@ def _precision(value: Any) -> tuple[dict[str, Any], str]:
     return {"param_dtype": dtype, "reduce_dtype": dtype}, ""
 
 
-def _wrap_policy(value: Any) -> tuple[dict[str, Any], str]:
+def _wrap_policy(value: object) -> tuple[dict[str, Any], str]:
     if str(value).upper() == "NO_WRAP":
         return {"blocks": []}, "became blocks=[]: the whole model is one unit"
     if str(value).upper() not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
@@ -177,7 +177,7 @@ def _wrap_policy(value: Any) -> tuple[dict[str, Any], str]:
     return {}, "is the default: units are the model's blocks (blocks and min_params change them)"
 
 
-def _classes(value: Any) -> tuple[dict[str, Any], str]:
+def _classes(value: object) -> tuple[dict[str, Any], str]:
     names = [each.strip() for each in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(each, str) and each for each in names):
         raise ValueError(f"expected class names, got {value!r}")
@@ -188,7 +188,7 @@ def _min_params(value: Any) -> tuple[dict[str, Any], str]:
     return {"min_params": int(value)}, ""
 
 
-def _state_dict_type(value: Any) -> tuple[dict[str, Any], str]:
+def _state_dict_type(value: object) -> tuple[dict[str, Any], str]:
     name = str(value).upper().rpartition(".")[2]
     if name == "SHARDED_STATE_DICT":
         return {}, "is the default"
@@ -197,11 +197,11 @@ def _state_dict_type(value: Any) -> tuple[dict[str, Any], str]:
     raise ValueError(f"{value} is refused: a local state dict can be read on the same mesh only; checkpoints are sharded ones")
 
 
-def _recompute(value: Any) -> tuple[dict[str, Any], str]:
+def _recompute(value: object) -> tuple[dict[str, Any], str]:
     return ({"before": "ActivationCheckpoint"}, "became the pass ActivationCheckpoint") if _truth(value) else ({}, "is the default")
 
 
-def _truth(value: Any) -> bool:
+def _truth(value: object) -> bool:
     if value in (True, "true", "True"):
         return True
     if value in (False, None, "false", "False"):

@@ -55,15 +55,15 @@ def beta(place: int) -> Any:
     return handler
 
 
-def scheduler(value: Any, result: Translated) -> str:
+def scheduler(value: object, result: Translated) -> str:
     """Take ``lr_scheduler_type``."""
     if value not in _SCHEDULES:
         raise ValueError(f"{value!r} is refused: there are {', '.join(_SCHEDULES)}, and schedule.name: step")
-    result.put("schedule.name", _SCHEDULES[value])
-    return f"{value} became schedule.name: {_SCHEDULES[value]}"
+    result.put("schedule.name", _SCHEDULES[str(value)])
+    return f"{value} became schedule.name: {_SCHEDULES[str(value)]}"
 
 
-def scheduler_options(value: Any, result: Translated) -> str:
+def scheduler_options(value: object, result: Translated) -> str:
     """Take ``lr_scheduler_kwargs``."""
     if not value:
         return "has no effect: it is empty"
@@ -97,18 +97,18 @@ def warmup_ratio(value: Any, result: Translated) -> str:
     return f"{value} became schedule.warmup_ratio: {float(value):g}"
 
 
-def optim(value: Any, result: Translated) -> str:
+def optim(value: object, result: Translated) -> str:
     """Take ``optim``."""
     if value not in _OPTIMIZERS:
         raise ValueError(f"{value!r} is refused: the optimizer is AdamW (adamw_torch, adamw_torch_fused)")
-    result.put("optimizer.fused", _OPTIMIZERS[value])
-    return f"{value} became optimizer.fused: {str(_OPTIMIZERS[value]).lower()}"
+    result.put("optimizer.fused", _OPTIMIZERS[str(value)])
+    return f"{value} became optimizer.fused: {str(_OPTIMIZERS[str(value)]).lower()}"
 
 
 def every(kind: str, path: str) -> Any:
     """Return the handler of ``eval_strategy`` or ``save_strategy``."""
 
-    def handler(value: Any, result: Translated) -> str:
+    def handler(value: object, result: Translated) -> str:
         text = {False: "no", True: "steps"}.get(value, str(value)) if isinstance(value, bool) else str(value)
         if text == "no":
             result.put(path, None)
@@ -127,7 +127,7 @@ def every(kind: str, path: str) -> Any:
 def steps_of(kind: str, path: str) -> Any:
     """Return the handler of ``eval_steps`` or ``save_steps``."""
 
-    def handler(value: Any, result: Translated) -> str:
+    def handler(value: object, result: Translated) -> str:
         strategy = result.known.get(f"{kind}_strategy", "no" if kind == "eval" else "steps")
         if value is None or str(strategy) != "steps":
             return f"has no effect: {kind}_strategy is {strategy}"
@@ -137,14 +137,14 @@ def steps_of(kind: str, path: str) -> Any:
     return handler
 
 
-def count(value: Any) -> int:
+def count(value: object) -> int:
     """Return a number of steps; a part of the run is refused."""
     if isinstance(value, float) and 0 < value < 1:
         raise ValueError(f"{value} is refused: a part of the run; write the number of steps")
     return whole(value)
 
 
-def best(value: Any, result: Translated) -> str:
+def best(value: object, result: Translated) -> str:
     """Take ``load_best_model_at_end`` with its metric."""
     if not truth(value):
         return "has no effect: it is the default"
@@ -158,7 +158,7 @@ def best(value: Any, result: Translated) -> str:
 def precision(name: str) -> Any:
     """Return the handler of ``bf16`` or ``fp16``."""
 
-    def handler(value: Any, result: Translated) -> str:
+    def handler(value: object, result: Translated) -> str:
         if not truth(value):
             return "has no effect: it is the default"
         result.fsdp["mixed_precision"] = name
@@ -167,7 +167,7 @@ def precision(name: str) -> Any:
     return handler
 
 
-def recompute(value: Any, result: Translated) -> str:
+def recompute(value: object, result: Translated) -> str:
     """Take ``gradient_checkpointing``."""
     if not truth(value):
         return "has no effect: it is the default"
@@ -176,7 +176,7 @@ def recompute(value: Any, result: Translated) -> str:
     return "became the pass ActivationCheckpoint"
 
 
-def compile(value: Any, result: Translated) -> str:
+def compile(value: object, result: Translated) -> str:
     """Take ``torch_compile``."""
     if not truth(value):
         return "has no effect: it is the default"
@@ -184,7 +184,7 @@ def compile(value: Any, result: Translated) -> str:
     return "became the pass Compile"
 
 
-def cpu(value: Any, result: Translated) -> str:
+def cpu(value: object, result: Translated) -> str:
     """Take ``no_cuda``, ``use_cpu``."""
     if not truth(value):
         return "has no effect: it is the default"
@@ -201,7 +201,7 @@ def report_to(value: Any, result: Translated) -> str:
     return f"became training.tensorboard: {str(result.data['training']['tensorboard']).lower()}{more}"
 
 
-def resume(value: Any, result: Translated) -> str:
+def resume(value: object, result: Translated) -> str:
     """Take ``resume_from_checkpoint``."""
     wanted = "auto" if value in (True, "true", "True") else str(value)
     if value in (None, False, "false"):
@@ -210,7 +210,7 @@ def resume(value: Any, result: Translated) -> str:
     return f"became checkpoint.resume: {wanted}"
 
 
-def run_name(value: Any, result: Translated) -> str:
+def run_name(value: object, result: Translated) -> str:
     """Take ``run_name``."""
     if value is None or result.has("name"):
         return "has no effect: the recipe has a name"
@@ -218,7 +218,7 @@ def run_name(value: Any, result: Translated) -> str:
     return f"became name: {value}"
 
 
-def sampling(value: Any, result: Translated) -> str:
+def sampling(value: object, result: Translated) -> str:
     """Take ``train_sampling_strategy``."""
     if value not in ("random", "sequential"):
         raise ValueError(f"{value!r} is refused: an epoch's order is random or that of the data (data.shuffle)")

@@ -54,7 +54,7 @@ def _fill_defaults(result: Translated) -> None:
         result.note("Trainer's defaults", ", ".join(filled))
 
 
-def _put_passes(result: Translated, words: Any, config: Any, at: Place) -> None:
+def _put_passes(result: Translated, words: object, config: object, at: Place) -> None:
     """Write the passes and the mesh that the keys mean."""
     try:
         options = trainer_options(words, config)

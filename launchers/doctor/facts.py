@@ -59,7 +59,9 @@ def _versions(device: torch.device) -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__, "meshpar": meshpar.__version__}
     if device.type == "cuda":
         found["cuda"] = str(torch.version.cuda)
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        from torch.cuda import nccl
+
+        found["nccl"] = ".".join(map(str, nccl.version()))
         driver = Path("/proc/driver/nvidia/version")
         found["driver"] = driver.read_text(encoding="utf-8").splitlines()[0] if driver.exists() else "unknown"
     return found

@@ -41,7 +41,7 @@ class Meeting:
                 f"its node runs, whether its name means the same address here, and whether the port is open ({_first_line(error)})"
             ) from error
 
-    def gather(self, name: str, value: Any) -> list[Any]:
+    def gather(self, name: str, value: object) -> list[Any]:
         """Return every rank's value, in the order of ranks.
 
         Raises:

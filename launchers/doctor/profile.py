@@ -47,7 +47,7 @@ def measured_profile(report: Report, device: torch.device) -> str:
     return to_yaml({name: _rounded(value) for name, value in (asdict(hardware) | {"peak": dict(hardware.peak)}).items()})
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> object:
     """Return numbers with the digits that a measurement has."""
     if isinstance(value, dict):
         return {name: _rounded(each) for name, each in value.items()}

@@ -97,7 +97,7 @@ def export_adapters(src: Path, dst: Path, settings: LoRA, base: Path, *, overwri
     layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
     config = peft.LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,
+        lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType] - peft takes any number
         lora_dropout=settings.dropout,
         target_modules=layers,
         base_model_name_or_path=str(base),
@@ -107,7 +107,7 @@ def export_adapters(src: Path, dst: Path, settings: LoRA, base: Path, *, overwri
     with made_whole(target) as folder:
         save_file({f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}, folder / _ADAPTERS)
         fsync(folder / _ADAPTERS)
-        config.save_pretrained(folder)
+        config.save_pretrained(str(folder))
     return dst
 
 

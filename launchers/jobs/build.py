@@ -16,6 +16,7 @@ from meshpar.launchers.jobs.transformers_models import HEAD_OF, DataFacts, build
 from meshpar.launchers.recipes.objective import OBJECTIVES, make_objective
 from meshpar.launchers.recipes.recipe import Recipe, folder_problems, model_config
 from meshpar.launchers.recipes.schema import build
+from meshpar.launchers.recipes.sections import Model
 from meshpar.launchers.recipes.techniques import make_passes
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type, is_auto
@@ -25,6 +26,7 @@ from meshpar.plan import Plan
 from meshpar.training.data import Batches
 from meshpar.training.distillation import freeze, teacher_problems
 from meshpar.training.lora import add_adapters
+from meshpar.training.objectives import Objective
 from meshpar.training.optimizer import AdamWSettings
 from meshpar.training.profile_summary import LEAST as PROFILED
 from meshpar.training.schedule import Schedule, scaled_rate
@@ -86,7 +88,7 @@ def build_teacher(recipe: Recipe, vocab_size: int, facts: DataFacts | None = Non
     return freeze(_model(recipe, recipe.teacher.model, vocab_size, facts or DataFacts()), recipe.teacher.dtype)
 
 
-def _model(recipe: Recipe, section: Any, vocab_size: int, facts: DataFacts) -> nn.Module:
+def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) -> nn.Module:
     if section.kind == "huggingface":
         examples = examples_of(recipe)
         model = build_transformers(section.config, section.head or HEAD_OF[examples], facts)
@@ -123,7 +125,7 @@ def adamw_of(recipe: Recipe) -> AdamWSettings:
     return build(AdamWSettings, recipe.optimizer)
 
 
-def objective_of(recipe: Recipe, teacher: nn.Module | None = None) -> Any:
+def objective_of(recipe: Recipe, teacher: nn.Module | None = None) -> Objective:
     """Return the objective, found by entry point."""
     return make_objective(recipe.training.objective, recipe.training.objective_options, teacher)
 

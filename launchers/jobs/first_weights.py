@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 import torch
 
 from meshpar import initialize
 from meshpar.checkpoints import Safetensors
 from meshpar.errors import RecipeError
+from meshpar.launchers.recipes.sections import Model
 from meshpar.parallelized import Parallelized
 from meshpar.patterns import matches, nearest
 from meshpar.weights import TypedSource
 
 
-def with_weights(par: Parallelized, section: Any, seed: int) -> Parallelized:
+def with_weights(par: Parallelized, section: Model, seed: int) -> Parallelized:
     """Give a parallel model the first weights that its section of the recipe says, and return it.
 
     Raises:

@@ -14,6 +14,7 @@ from torch import nn
 
 from meshpar import registry, runtime
 from meshpar.checkpoints import CheckpointManager, Safetensors, open_step, read_manifest
+from meshpar.checkpoints.checkpointable import Checkpointable as Saved
 from meshpar.checkpoints.manifest import step_name, step_of
 from meshpar.checkpoints.published import stored_model
 from meshpar.errors import CheckpointError, RecipeError
@@ -62,7 +63,7 @@ def run_job(recipe: Recipe) -> Outcome:
             recipe.folder / CHECKPOINTS, keep=saving.keep, best=saving.best, async_=saving.background, timeout_s=patience_s(recipe)
         )
         objective = build.objective_of(recipe, _teacher(recipe, data, kind))
-        saved: Any = par if recipe.lora is None else Adapters(par)
+        saved: Saved = par if recipe.lora is None else Adapters(par)
         trainer = Trainer(
             par,
             objective,
@@ -93,7 +94,7 @@ def run_job(recipe: Recipe) -> Outcome:
                 return trainer.run()
 
 
-def _profiled(data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
+def _profiled(data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer, folder: Path) -> Any:  # noqa: ANN401 - stands in for Batches
     from meshpar.training.profile import Profiled  # loads the profiler and the forecast's recorder, which other jobs do without
 
     return Profiled(data, par, optimizer, folder)
@@ -103,7 +104,7 @@ def _profiled(data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer
 class Saver:
     """The trainer's checkpointer: the manager, told the last metrics, so that it can keep the best step."""
 
-    def __init__(self, manager: CheckpointManager, saved: Any, best: str | None = None) -> None:
+    def __init__(self, manager: CheckpointManager, saved: Saved, best: str | None = None) -> None:
         """``saved``: what is kept of the model: all of it, or its adapters; ``best``: the metric whose best step is kept."""
         self._manager, self._saved, self._best = manager, saved, (best or "").removeprefix("+")
 
@@ -137,7 +138,7 @@ def _teacher(recipe: Recipe, data: build.Data, kind: str) -> nn.Module | None:
     return with_weights(par, recipe.teacher.model, recipe.seed).module
 
 
-def _resume(recipe: Recipe, manager: CheckpointManager, par: Any, optimizer: torch.optim.Optimizer, trainer: Trainer) -> str:
+def _resume(recipe: Recipe, manager: CheckpointManager, par: Saved, optimizer: torch.optim.Optimizer, trainer: Trainer) -> str:
     """Restore what the recipe says, and return what it was; empty for a run from the beginning."""
     wanted, own = recipe.checkpoint.resume, manager.latest()
     if wanted == "never" and own is not None:

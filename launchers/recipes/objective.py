@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -12,16 +12,19 @@ from meshpar import registry
 from meshpar.launchers.recipes.schema import Section, build, section_of, validate
 from meshpar.launchers.recipes.yamlfile import Document
 
+if TYPE_CHECKING:
+    from meshpar.training.objectives import Objective
+
 OBJECTIVES = "meshpar.objectives"
 _TEACHER = "teacher"
 
 
-def wants_teacher(factory: Any) -> bool:
+def wants_teacher(factory: object) -> bool:
     """Tell whether an objective is made with a teacher."""
     return dataclasses.is_dataclass(factory) and any(each.name == _TEACHER for each in dataclasses.fields(factory))
 
 
-def option_problems(factory: Any, options: Mapping[str, Any]) -> Iterator[str]:
+def option_problems(factory: object, options: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with an objective's options, one line each."""
     if not dataclasses.is_dataclass(factory) or not isinstance(factory, type):
         if options:
@@ -32,7 +35,7 @@ def option_problems(factory: Any, options: Mapping[str, Any]) -> Iterator[str]:
         yield from (text.removeprefix(": ") for text in found)
 
 
-def make_objective(name: str, options: Mapping[str, Any], teacher: nn.Module | None = None) -> Any:
+def make_objective(name: str, options: Mapping[str, Any], teacher: nn.Module | None = None) -> Objective:
     """Return the objective called ``name``.
 
     Raises:

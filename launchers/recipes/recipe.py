@@ -190,7 +190,7 @@ def _read_plan(data: dict[str, Any], document: Document, problems: list[str], at
     return [*notes, *more]
 
 
-def _read_mesh(text: Any, document: Document, problems: list[str], at: Place) -> MeshSpec | str | None:
+def _read_mesh(text: object, document: Document, problems: list[str], at: Place) -> MeshSpec | str | None:
     if not isinstance(text, str):
         return None  # the section's own type says what is wrong
     if is_auto(text):

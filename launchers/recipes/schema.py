@@ -84,7 +84,7 @@ def build(cls: Callable[..., Any], section: Section, **given: Any) -> Any:
     return cls(**(values | given))
 
 
-def validate(model: type[Section], data: Any, document: Document, place: Place = ()) -> Section | list[str]:
+def validate(model: type[Section], data: object, document: Document, place: Place = ()) -> Section | list[str]:
     """Return the section of ``data``, or every problem in it, one line each with file, line and dotted path."""
     try:
         # By way of JSON, whose strict mode takes a list for a tuple and a text for a path, and nothing else.
@@ -96,13 +96,13 @@ def validate(model: type[Section], data: Any, document: Document, place: Place =
         return [f"{document.where((*place, *where))}: {_message(where, errors, data, model)}" for where, errors in by_place.items()]
 
 
-def describe_type(hint: Any) -> str:
+def describe_type(hint: object) -> str:
     """Return what a field takes, in words: ``a whole number, 'epoch' or nothing``."""
     parts = list(dict.fromkeys(_words(hint)))
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
 
 
-def _words(hint: Any) -> Iterator[str]:
+def _words(hint: object) -> Iterator[str]:
     origin = get_origin(hint)
     if origin is Annotated:
         yield from _words(get_args(hint)[0])
@@ -121,11 +121,11 @@ def _words(hint: Any) -> Iterator[str]:
         yield _TYPES.get(hint, str(hint))
 
 
-def _takes_functions(hint: Any) -> bool:
+def _takes_functions(hint: object) -> bool:
     return get_origin(hint) is Callable or hint is nn.Module or any(_takes_functions(each) for each in get_args(hint))
 
 
-def _adapted(hint: Any) -> Any:
+def _adapted(hint: object) -> Any:
     """Put dtypes and nested dataclasses in a form that a recipe can write."""
     if hint is torch.dtype:
         return Dtype
@@ -136,7 +136,7 @@ def _adapted(hint: Any) -> Any:
     return hint
 
 
-def _in_data(error: ErrorDetails, data: Any) -> Place:
+def _in_data(error: ErrorDetails, data: object) -> Place:
     """Return the place in the data of pydantic's location, which also names branches of unions."""
     place: list[str | int] = []
     for part in error["loc"]:
@@ -146,10 +146,10 @@ def _in_data(error: ErrorDetails, data: Any) -> Place:
     return (*place, error["loc"][-1]) if error["type"] == "missing" and isinstance(data, dict) else tuple(place)
 
 
-def _message(place: Place, errors: list[ErrorDetails], data: Any, model: type[BaseModel]) -> str:
+def _message(place: Place, errors: list[ErrorDetails], data: object, model: type[BaseModel]) -> str:
     error = errors[0]
     owner, hint = _field(model, error["loc"])
-    value = _value(data, place)
+    value, context = _value(data, place), error.get("ctx", {})
     match error["type"]:
         case "extra_forbidden":
             near = nearest(str(place[-1]), owner.model_fields)
@@ -157,7 +157,7 @@ def _message(place: Place, errors: list[ErrorDetails], data: Any, model: type[Ba
         case "missing" if isinstance(place[-1], str) and place[-1] == error["loc"][-1]:
             return f"missing; expected {describe_type(hint)}"
         case "value_error":
-            return str(error["ctx"]["error"])
+            return str(context["error"])
         case "union_tag_invalid":
             return f"kind must be one of {error['ctx']['expected_tags']}, got {error['ctx']['tag']!r}"
         case kind if kind.startswith(("greater", "less")):

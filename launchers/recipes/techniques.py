@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from meshpar import registry
 from meshpar.errors import MeshparError
@@ -23,7 +23,7 @@ Written = dict[str, dict[str, Any]]
 
 
 def read_passes(
-    raw: Any, mesh: MeshSpec | str | None, document: Document, problems: list[str], at: Place = ()
+    raw: object, mesh: MeshSpec | str | None, document: Document, problems: list[str], at: Place = ()
 ) -> tuple[list[Written], list[str]]:
     """Return the passes of a recipe, resolved, and what is to be told about old names; what is wrong goes to ``problems``.
 
@@ -110,13 +110,13 @@ def _made(name: str, options: Mapping[str, Any], document: Document, place: Plac
         if dataclasses.is_dataclass(factory) and isinstance(factory, type):
             section = _validated(factory, options, document, place, problems)
             if section is not None:
-                yield build(factory, section)
+                yield cast("Pass", build(factory, section))
         elif callable(factory):
             yield factory(**options)
         elif options:
             problems.append(f"{document.where(place)}: {name} takes no options")
         else:
-            yield factory
+            yield cast("Pass", factory)
     except (TypeError, ValueError) as error:
         problems.append(f"{document.where(place)}: {error}")
 

@@ -168,7 +168,7 @@ def _note_lines(node: yaml.Node | None, place: Place, lines: dict[Place, int]) -
             yield from _note_lines(value, (*place, number), lines)
 
 
-def _set(data: Any, place: Place, value: Any) -> None:
+def _set(data: object, place: Place, value: object) -> None:
     for done, part in enumerate(place[:-1]):
         data = _enter(data, part, place[:done])
     last = place[-1]
@@ -180,7 +180,7 @@ def _set(data: Any, place: Place, value: Any) -> None:
         raise TypeError(f"{dotted(place[:-1])} is {data!r}, which has no field {last!r}")
 
 
-def _enter(data: Any, part: str | int, place: Place) -> Any:
+def _enter(data: object, part: str | int, place: Place) -> Any:
     """Return what lies under ``part``; a part of a list may be its number, or the name of a pass in it."""
     if isinstance(data, list) and isinstance(part, str):
         places = [number for number, item in enumerate(data) if item == part or (isinstance(item, dict) and part in item)]

@@ -69,9 +69,11 @@ class Target(Protocol):
 
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the files, name -> text; the first is the job file."""
+        ...
 
     def submit(self, path: Path) -> Sequence[str]:
         """Return the command that hands the job file over."""
+        ...
 
 
 def make_target(name: str, cls: type, options: Sequence[str]) -> Target:

@@ -161,7 +161,7 @@ def install() -> None:
     module.kernels = kernels.define()  # they live as long as the device
 
 
-def begin(recorder: Any) -> None:
+def begin(recorder: object) -> None:
     """Start a step whose events ``recorder`` takes; None: leave waits unheard. What earlier steps issued is done."""
     Stream.recorder, Stream.current = recorder, _COMPUTE
     for stream in Stream.everyone:

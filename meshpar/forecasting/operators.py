@@ -76,7 +76,7 @@ def matrix_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     return ()
 
 
-def computing_dtype(func: Any, outputs: Sequence[Tensor]) -> str:
+def computing_dtype(func: object, outputs: Sequence[Tensor]) -> str:
     """Return the dtype at whose speed the operator computes: its result's, or float8 whatever its products are handed out in."""
     if func is aten._scaled_mm.default:
         return FLOAT8
@@ -122,7 +122,7 @@ def stored_bytes(tensor: Tensor) -> int:
     return count
 
 
-def sent(func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[int, torch.dtype | None]:
+def sent(func: object, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[int, torch.dtype | None]:
     """Return bytes and dtype of a collective, counted as :class:`meshpar.forecasting.trace.Collective` says."""
     kind = COLLECTIVES[func]
     if kind == "barrier":

@@ -30,7 +30,7 @@ from meshpar.passes.applied import applied
 __all__ = ["FakeTensor", "Settled", "fake_mode", "hidden_propagation", "register_device", "settle"]
 
 
-def register_device(name: str, module: Any) -> None:
+def register_device(name: str, module: object) -> None:
     """Let torch know the simulated device ``name``, driven by ``module``, and the fake process group serve it; once a process."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -72,7 +72,7 @@ class Settled:
     def __init__(self, par: Parallelized, *, on_cpu: bool) -> None:
         self._par, self._on_cpu = par, on_cpu
 
-    def batch(self, inputs: Any) -> None:
+    def batch(self, inputs: object) -> None:
         """Only the first steps compare batches."""
 
     def unit(self, name: str, trained: str) -> None:

@@ -7,7 +7,7 @@ what crosses the network, on which stream. It costs a real step some time on the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -38,7 +38,7 @@ class Recorder(TorchDispatchMode):
         rounding: bytes to which an allocator rounds every storage.
     """
 
-    def __init__(self, axes: Mapping[str, str], *, current_stream: Any = None, rounding: int = 1) -> None:
+    def __init__(self, axes: Mapping[str, str], *, current_stream: Callable[[], Any] | None = None, rounding: int = 1) -> None:
         super().__init__()
         self.axes, self.current_stream, self.rounding = dict(axes), current_stream, rounding
         self.events: list[Event] = []
@@ -290,4 +290,4 @@ def _with(event: Event, **changes: Any) -> Event:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+    return getattr(tensor, "_local_tensor", tensor)

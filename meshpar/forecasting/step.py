@@ -208,7 +208,7 @@ class _Enter:
     recorder: Recorder
     name: str
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, kwargs: object) -> None:
         recorder, name = self.recorder, self.name
         if recorder.phases[-1][0] == "backward":
             recorder.recomputing = True
@@ -228,7 +228,7 @@ class _Leave:
     recorder: Recorder
     name: str
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         recorder, name = self.recorder, self.name
         if recorder.phases[-1][0] == "backward":
             recorder.recomputing = False

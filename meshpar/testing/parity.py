@@ -94,7 +94,7 @@ def train_steps(
     return record
 
 
-def _count(batch: Any) -> int:
+def _count(batch: object) -> int:
     return int((batch["labels"] != IGNORE_INDEX).sum()) if isinstance(batch, Mapping) and "labels" in batch else 1
 
 

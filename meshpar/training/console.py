@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from datetime import timedelta
-from typing import Any, TextIO, final
+from typing import TYPE_CHECKING, TextIO, final
 
 from meshpar.extras import need
 from meshpar.training.metrics import Metrics
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _SHOWN = (
     ("train/loss", "loss {:.4f}"),
@@ -40,7 +43,7 @@ class Console:
         self._file, self._unit = file or sys.stderr, unit
         self._steps, self._first = steps, step
         self._start = time.monotonic()
-        self._progress: Any = None
+        self._progress: Progress | None = None
         if self._file.isatty():
             self._progress = _progress(self._file)
             self._task = self._progress.add_task("", total=steps, completed=step)
@@ -83,7 +86,7 @@ class Console:
         self._file.flush()
 
 
-def _progress(file: TextIO) -> Any:
+def _progress(file: TextIO) -> Progress:
     rich, console = need("rich.progress"), need("rich.console")
     return rich.Progress(
         rich.MofNCompleteColumn(),

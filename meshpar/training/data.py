@@ -36,9 +36,11 @@ class Samples(Protocol):
 
     def __len__(self) -> int:
         """Return how many samples an epoch has."""
+        ...
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
         """Return the batch of these samples; the index ``FILLER`` stands for one without any counted label."""
+        ...
 
 
 @final
@@ -240,7 +242,7 @@ class Batches:
             self._epoch, self._consumed = self._epoch + 1, 0
 
 
-def _loader(samples: Samples, sampler: OrderedBatches, settings: LoaderSettings) -> Any:
+def _loader(samples: Samples, sampler: OrderedBatches, settings: LoaderSettings) -> Any:  # noqa: ANN401 - torchdata has no types
     ahead: dict[str, Any] = {}
     if settings.workers:
         # forkserver: a fork of a process with tokenizer, gloo or CUDA threads may hang

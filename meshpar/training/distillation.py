@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, final
+from typing import Annotated, ClassVar, final
 
 import torch
 from torch import nn
@@ -124,7 +124,7 @@ def _together(spec: MeshSpec, data_axes: tuple[str, ...]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _hidden(model: nn.Module, output: Any) -> torch.Tensor:
+def _hidden(model: nn.Module, output: object) -> torch.Tensor:
     states = getattr(output, "hidden_states", None)
     if not states:
         raise MeshparError(

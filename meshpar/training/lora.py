@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -23,7 +24,7 @@ from meshpar.passes.context import Context
 from meshpar.passes.local import sum_gradients
 from meshpar.patterns import find_modules
 from meshpar.registry import layout_for
-from meshpar.weights import WeightSource
+from meshpar.weights import WeightSource, dtypes_of
 
 NAME = "default"
 """The adapter's name in peft, which stands in the names of its parameters."""
@@ -104,7 +105,7 @@ class WithAdapters:
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Return the dtypes that the published weights tell of."""
-        known = dict(self._source.dtypes()) if hasattr(self._source, "dtypes") else {}
+        known = dict(dtypes_of(self._source))
         return known | {name: known.pop(base) for name, base in self._renamed.items() if base in known}
 
     def read(self, name: str, index: tuple[slice, ...], out: Tensor) -> None:
@@ -194,7 +195,7 @@ def _moved(name: str, adapted: Mapping[str, Any]) -> str:
     return f"{owner}.base_layer.{leaf}" if owner in adapted else name
 
 
-def _styles(name: str, style: Any) -> dict[str, Any]:
+def _styles(name: str, style: object) -> dict[str, Any]:
     """Return the styles of an adapted layer's parts.
 
     Beside a layer split by outputs, A is whole; beside one split by inputs, A is split and reduced as the layer is, and B runs on what
@@ -255,7 +256,7 @@ def _own_init(module: nn.Module) -> Iterator[Callable[[], Any]]:
     yield lambda: None
 
 
-def _peft() -> Any:
+def _peft() -> ModuleType:
     try:
         import peft
     except ImportError as error:

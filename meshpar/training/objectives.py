@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, final
+from typing import ClassVar, Protocol, final
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +31,14 @@ class Objective(Protocol):
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Return how many tokens (or examples) of this batch the loss counts; it may be on the CPU, and nothing is computed."""
+        ...
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the loss summed over what counts (a scalar), its number, and more sums to report by name.
 
         Every reported sum is divided by the number of all ranks and micro-batches.
         """
+        ...
 
 
 @final
@@ -119,7 +121,7 @@ def counted(batch: Mapping[str, torch.Tensor]) -> int:
     return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
-def logits_of(objective: object, model: nn.Module, output: Any, shape: str) -> torch.Tensor:
+def logits_of(objective: object, model: nn.Module, output: object, shape: str) -> torch.Tensor:
     """Return ``output.logits``; raises MeshparError for a model that gives none."""
     logits = getattr(output, "logits", None)
     if logits is None:

@@ -39,7 +39,7 @@ class Profiled:
         self._data, self._par, self._optimizer, self._folder = data, par, optimizer, folder
         self._waited = 0.0
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as the data's
         return getattr(self._data, name)
 
     def __iter__(self) -> Iterator[list[TensorBatch]]:
@@ -118,7 +118,7 @@ class Profiled:
             mark.remove()
         holders |= at_the_peak(held, phases)
 
-    def _write(self, tracer: Any, threads: Mapping[int, str], ranks: list[Any], holders: Mapping[str, int]) -> None:
+    def _write(self, tracer: profile, threads: Mapping[int, str], ranks: list[Any], holders: Mapping[str, int]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         tracer.export_chrome_trace(str(self._folder / TRACE))
         times = times_of(json.loads((self._folder / TRACE).read_text(encoding="utf-8")), threads)

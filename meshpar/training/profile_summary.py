@@ -182,8 +182,8 @@ def _by_axis(pairs: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, list[I
     return found
 
 
-def _busiest(events: Sequence[Mapping[str, Any]]) -> Any:
-    counts: dict[Any, int] = {}
+def _busiest(events: Sequence[Mapping[str, Any]]) -> object:
+    counts: dict[object, int] = {}
     for each in events:
         if each["name"].startswith("aten::"):
             counts[each["tid"]] = counts.get(each["tid"], 0) + 1

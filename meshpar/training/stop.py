@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
+            self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
             share_timeout([self._group])
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
