@@ -1,4 +1,4 @@
-"""The command line. Nothing heavy is imported before a command runs: ``meshpar --help`` does not load torch."""
+"""The command line. Heavy imports happen inside the commands, so that ``meshpar --help`` does not load torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ P = ParamSpec("P")
 
 app = typer.Typer(
     name="meshpar", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-    help="Train the same model on any mesh of devices, save it, load it on another, export it.",
+    help="Train a model on any mesh of devices, resume it on another mesh, export it.",
 )  # fmt: skip
 
 RecipeArgument = Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that comes with meshpar.")]
@@ -31,11 +31,11 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set: training.steps=50 mesh=dp_shard=2", show_default=False)
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-WorldSize = Annotated[int | None, typer.Option("--world-size", help="Number of ranks; default: what the mesh says.", min=1)]
+WorldSize = Annotated[int | None, typer.Option("--world-size", help="Number of ranks; default: the size of the mesh.", min=1)]
 
 
 def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
-    """Turn an error of meshpar into one message and exit code 1, and the command's result into the exit code."""
+    """Print an error of meshpar as one message and exit with 1; otherwise exit with the command's result."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -61,16 +61,16 @@ def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
 def train(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine; default: what the mesh says.", min=1)] = None,
+    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine; default: the size of the mesh.", min=1)] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not print the recipe.")] = False,
-    nodes: Annotated[int, typer.Option(help="Try it as so many nodes, all on this machine, with --nproc ranks each.", min=1)] = 1,
-    find_batch_size: Annotated[bool, typer.Option("--find-batch-size", help="First try the largest micro-batch that fits.")] = False,
-    memory: Annotated[str | None, typer.Option(help="What a rank may use while that is tried: 4GiB; on a CPU it must be said.")] = None,
+    nodes: Annotated[int, typer.Option(help="Simulate this number of nodes on this machine, with --nproc ranks each.", min=1)] = 1,
+    find_batch_size: Annotated[bool, typer.Option("--find-batch-size", help="First find the largest micro-batch that fits.")] = False,
+    memory: Annotated[str | None, typer.Option(help="Memory limit of a rank for --find-batch-size: 4GiB. Required on a CPU.")] = None,
     debug: Debug = False,
 ) -> int:
     """Train a recipe.
 
-    Starts its own ranks on this machine; inside torchrun or srun it is one of theirs.
+    Starts its own ranks on this machine. Inside torchrun or srun it runs as one of their ranks.
     """
     with quick_imports():
         from meshpar.launchers.commands.train import train_recipe
@@ -84,19 +84,19 @@ def train(
 @_reported
 def export(
     src: Annotated[Path, typer.Argument(help="A run's folder, its checkpoints, or one step.")],
-    dst: Annotated[Path, typer.Argument(help="The folder to make.")],
-    dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat16, float16; default: as saved.")] = None,
-    best: Annotated[str | None, typer.Option(help="Export the step where this metric is lowest: val/loss; +name: highest.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of one file: 500MB, 5GB, 2GiB.")] = "5GB",
-    verify: Annotated[str, typer.Option(help="none, size, or full: every byte is what was saved, seen while it is read.")] = "size",
-    config: Annotated[Path | None, typer.Option(help="A folder whose config.json, tokenizer, ... go with it, not the run's.")] = None,
-    layout: Annotated[str | None, typer.Option(help="Names: own, llama, qwen3, gpt2, or rules.json; default: as saved.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    dst: Annotated[Path, typer.Argument(help="The folder to write.")],
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the weights: float32, bfloat16, float16; default: as saved.")] = None,
+    best: Annotated[str | None, typer.Option(help="Export the step with the lowest val/loss, or other metric; +name: highest.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of one file: 500MB, 5GB, 2GiB.")] = "5GB",
+    verify: Annotated[str, typer.Option(help="Checks before the export: none, size (of files), full (of every byte).")] = "size",
+    config: Annotated[Path | None, typer.Option(help="Folder whose config.json, tokenizer, ... replace the run's.")] = None,
+    layout: Annotated[str | None, typer.Option(help="Weights' names: own, llama, qwen3, gpt2, or rules.json; default: as saved.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file or folder.")] = False,
     debug: Debug = False,
 ) -> None:
     """Export a checkpoint for transformers.
 
-    Safetensors with their index, config and tokenizer, streamed from file to file.
+    Writes safetensors with their index, config and tokenizer, without loading the whole model.
     """
     from meshpar.launchers.export.run import export_run
 
@@ -116,9 +116,9 @@ def describe(
     world_size: WorldSize = None,
     debug: Debug = False,
 ) -> None:
-    """Print what each rank would hold.
+    """Print the parameters that each rank would store.
 
-    Block by block, with bytes, on any number of ranks; no device is needed.
+    Lists placement and bytes of each block, for any number of ranks. Needs no device.
     """
     with quick_imports():
         from meshpar.launchers.commands.inspecting import describe_recipe
@@ -129,7 +129,7 @@ def describe(
 @app.command()
 @_reported
 def check(recipe: RecipeArgument, overrides: Overrides = None, world_size: WorldSize = None, debug: Debug = False) -> None:
-    """Find every problem before anything runs."""
+    """Check a recipe and list every problem, without running it."""
     with quick_imports():
         from meshpar.launchers.commands.inspecting import check_recipe
 
@@ -164,12 +164,12 @@ def quickstart(
     overrides: Overrides = None,
     mesh: Annotated[str, typer.Option(help="fsdp (dp_shard=2) or hsdp (dp_replicate=2,dp_shard=1).")] = "fsdp",
     out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("runs/quickstart"),
-    minutes: Annotated[float, typer.Option(help="About how long, on two CPU cores.")] = 3.0,
+    minutes: Annotated[float, typer.Option(help="Approximate duration on two CPU cores.")] = 3.0,
     debug: Debug = False,
 ) -> int:
-    """See it all work, in about three minutes.
+    """Try everything in about three minutes.
 
-    Trains a small model on Python's own source, resumes on another mesh, exports it and loads it with transformers.
+    Trains a small model on Python's own source, resumes it on another mesh, exports it and loads it with transformers.
     """
     with quick_imports():
         from meshpar.launchers.commands.quickstart import quickstart as run
@@ -180,10 +180,10 @@ def quickstart(
 @app.command()
 @_reported
 def generate(
-    model: Annotated[Path, typer.Argument(help="A folder that `meshpar export` made, or any of transformers'.")],
+    model: Annotated[Path, typer.Argument(help="A folder from `meshpar export`, or any folder that transformers loads.")],
     prompt: Annotated[str, typer.Argument(help="The beginning of the text.")],
-    tokens: Annotated[int, typer.Option(help="At most so many new tokens.", min=1)] = 64,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0.0)] = 0.0,
+    tokens: Annotated[int, typer.Option(help="Largest number of new tokens.", min=1)] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: always the most likely token.", min=0.0)] = 0.0,
     debug: Debug = False,
 ) -> None:
     """Complete a text with an exported model."""
@@ -195,7 +195,7 @@ def generate(
 @app.command()
 @_reported
 def plugins(debug: Debug = False) -> None:
-    """List installed passes, layouts, objectives."""
+    """List installed plugins: passes, layouts, objectives, launchers."""
     from meshpar.launchers.commands.inspecting import list_plugins
 
     print(list_plugins())

@@ -19,8 +19,8 @@ _CHECKPOINTS = "checkpoints"
 
 
 def register(app: typer.Typer, reported: Reported) -> None:
-    """Add the commands to ``app``; ``reported`` turns the errors of a command into a message and an exit code."""
-    group = typer.Typer(no_args_is_help=True, help="Look at checkpoints, verify them, choose which stay.")
+    """Add the commands to ``app``; ``reported`` converts a command's errors to a message and an exit code."""
+    group = typer.Typer(no_args_is_help=True, help="List, verify, compare and prune checkpoints.")
     for name, command in (("ls", ls), ("show", show), ("verify", verify), ("diff", diff), ("prune", prune), ("pin", pin)):
         group.command(name)(reported(command))
     app.add_typer(group, name="checkpoints")
@@ -28,28 +28,28 @@ def register(app: typer.Typer, reported: Reported) -> None:
 
 
 def ls(root: Root, debug: Debug = False) -> None:
-    """List the committed steps, and what else lies there."""
+    """List the committed steps, and unfinished folders beside them."""
     from meshpar.checkpoints import list_steps
 
     print(list_steps(_steps_in(root)))
 
 
 def show(step: Step, debug: Debug = False) -> None:
-    """Tell where a step comes from and what is in it, tensor by tensor."""
+    """Print the origin of a step and a table of its tensors."""
     from meshpar.checkpoints import show_step
 
     print(show_step(_steps_in(step)))
 
 
 def verify(step: Step, debug: Debug = False) -> None:
-    """Read every byte of a step and compare it with what was saved."""
+    """Verify every byte of a step against the saved checksums."""
     from meshpar.checkpoints import verify_step
 
     print(verify_step(_steps_in(step)))
 
 
 def diff(one: Step, other: Step, debug: Debug = False) -> None:
-    """Tell what differs between two steps."""
+    """Print the differences between two steps."""
     from meshpar.checkpoints import diff_steps
 
     print(diff_steps(_steps_in(one), _steps_in(other)))
@@ -57,20 +57,18 @@ def diff(one: Step, other: Step, debug: Debug = False) -> None:
 
 def prune(
     root: Root,
-    keep: Annotated[int, typer.Option(help="How many of the newest steps stay; pinned ones stay as well.", min=1)],
-    best: Annotated[str | None, typer.Option(help="Keep the step where this metric is lowest, too; +name: highest.")] = None,
+    keep: Annotated[int, typer.Option(help="Number of newest steps to keep. Pinned steps are always kept.", min=1)],
+    best: Annotated[str | None, typer.Option(help="Also keep the step with the lowest value of this metric; +name: highest.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Remove old steps, and what dead processes left."""
+    """Delete old steps and the leftovers of dead processes."""
     from meshpar.checkpoints import prune_steps
 
     print(prune_steps(_steps_in(root), keep, best=best))
 
 
-def pin(
-    step: Step, unpin: Annotated[bool, typer.Option("--unpin", help="Let retention have it again.")] = False, debug: Debug = False
-) -> None:
-    """Keep a step, whatever retention removes."""
+def pin(step: Step, unpin: Annotated[bool, typer.Option("--unpin", help="Remove the step's pin.")] = False, debug: Debug = False) -> None:
+    """Protect a step from being deleted by retention or prune."""
     from meshpar.checkpoints import pin_step
 
     print(pin_step(_steps_in(step), pinned=not unpin))
@@ -78,13 +76,13 @@ def pin(
 
 def import_model(
     src: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors, as transformers saves it.")],
-    dst: Annotated[Path, typer.Argument(help="The folder of checkpoints to add a step to.")],
-    model: Annotated[str, typer.Option(help="Who will restore it: ours (Transformer, GPT2) or transformers.")] = "ours",
-    dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat16, float16; default: as they are.")] = None,
+    dst: Annotated[Path, typer.Argument(help="The folder of checkpoints in which to write the step.")],
+    model: Annotated[str, typer.Option(help="The model that will restore it: ours (Transformer, GPT2) or transformers.")] = "ours",
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the weights: float32, bfloat16, float16; default: unchanged.")] = None,
     step: Annotated[int, typer.Option(help="The step's number.", min=0)] = 0,
     debug: Debug = False,
 ) -> None:
-    """Make a checkpoint of a published model, which any mesh restores."""
+    """Convert a published model to a checkpoint that any mesh restores."""
     from meshpar.checkpoints import import_safetensors
     from meshpar.errors import CheckpointError
     from meshpar.launchers.recipes.schema import parse_dtype
@@ -101,7 +99,7 @@ def _steps_in(path: Path) -> Path:
 
 
 def _rules(src: Path, model: str) -> WeightMap:
-    """Return the names of the model that will restore the step -> those in ``src``."""
+    """Return the rules from the names of the model that will restore the step to the names in ``src``."""
     from meshpar.checkpoints.importing import config_beside
     from meshpar.errors import CheckpointError
     from meshpar.launchers.export.beside import names_of_ours

@@ -18,7 +18,7 @@ _PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 
 def register(app: typer.Typer, reported: Reported) -> None:
-    """Add the commands to ``app``; ``reported`` turns the errors of a command into a message and an exit code."""
+    """Add the commands to ``app``; ``reported`` converts a command's errors to a message and an exit code."""
     app.command("run", context_settings=_PASS_ON)(reported(run))
     app.command("launch")(reported(launch))
     app.command("doctor")(reported(doctor))
@@ -30,20 +30,20 @@ def run(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's arguments, or the recipe's KEY=VALUE.", show_default=False)
     ] = None,
-    nproc: Annotated[str | None, typer.Option(help="Ranks on this node; default: the recipe's mesh, or one an accelerator.")] = None,
-    nodes: Annotated[str | None, typer.Option(help="Nodes of the job; MIN:MAX goes on with fewer when some are lost.")] = None,
-    node_rank: Annotated[int | None, typer.Option(help="This node's place, from 0: ranks are numbered in this order.", min=0)] = None,
-    head: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, where the nodes meet.")] = None,
-    restarts: Annotated[int | None, typer.Option(help="Start failed ranks again so many times.", min=0)] = None,
-    rejoin_s: Annotated[int | None, typer.Option(help="With MIN:MAX: seconds until a silent node is lost.", min=1)] = None,
-    run_id: Annotated[str | None, typer.Option(help="Equal on all nodes, another for every start.")] = None,
-    logs: Annotated[Path | None, typer.Option(help="Folder of logs, a file a rank; default: runs/NAME/logs.")] = None,
+    nproc: Annotated[str | None, typer.Option(help="Ranks on this node; default: the recipe's mesh, or one per accelerator.")] = None,
+    nodes: Annotated[str | None, typer.Option(help="Number of nodes; MIN:MAX: continue with fewer nodes when some are lost.")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="Number of this node, from 0. Ranks are numbered in this order.", min=0)] = None,
+    head: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, to which all nodes connect.")] = None,
+    restarts: Annotated[int | None, typer.Option(help="How many times to restart failed ranks.", min=0)] = None,
+    rejoin_s: Annotated[int | None, typer.Option(help="With MIN:MAX: seconds without an answer after which a node is lost.", min=1)] = None,
+    run_id: Annotated[str | None, typer.Option(help="Id of this start: equal on all nodes, different for each start.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Folder of logs, one file per rank; default: runs/NAME/logs.")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT_OR_RECIPE is a module's name.")] = False,
     debug: Debug = False,
 ) -> int:
     """Run a script or a recipe on ranks of this node.
 
-    Starts the ranks with torch's elastic agent; inside torchrun or srun it is one of theirs.
+    Starts the ranks with torch's elastic agent. Inside torchrun or srun it runs as one of their ranks.
     """
     with quick_imports():
         from meshpar.errors import MeshparError
@@ -73,20 +73,20 @@ def launch(
     recipe: Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that comes with meshpar.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set.", show_default=False)] = None,
     nodes: Annotated[int, typer.Option(help="Number of nodes.", min=1)] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="Accelerators in a node; 0: CPUs, with --nproc.", min=0)] = 8,
-    nproc: Annotated[int | None, typer.Option(help="Ranks on a node; default: one an accelerator.", min=1)] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="Accelerators per node; 0: run on CPUs, with --nproc.", min=0)] = 8,
+    nproc: Annotated[int | None, typer.Option(help="Ranks per node; default: one per accelerator.", min=1)] = None,
     mesh: Annotated[
-        str | None, typer.Option(help="Instead of the recipe's. auto (auto,tp=8): shards inside a node, replicas across.")
+        str | None, typer.Option(help="Mesh, instead of the recipe's. auto (or auto,tp=8): shards inside a node, replicas across nodes.")
     ] = None,
-    elastic: Annotated[bool, typer.Option("--elastic", help="Go on with fewer nodes when some are lost.")] = False,
-    preflight: Annotated[str | None, typer.Option(help="What the doctor's findings do at the start: warn, fail, off.")] = None,
-    option: Annotated[list[str] | None, typer.Option("-o", "--option", help="Of the target: -o partition=gpu -o time=24:00:00")] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Hand it to the engine.")] = False,
+    elastic: Annotated[bool, typer.Option("--elastic", help="Continue with fewer nodes when some are lost.")] = False,
+    preflight: Annotated[str | None, typer.Option(help="Effect of the doctor's findings before training: warn, fail, off.")] = None,
+    option: Annotated[list[str] | None, typer.Option("-o", "--option", help="An option of the target: -o partition=gpu")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the job.")] = False,
     debug: Debug = False,
 ) -> None:
     """Render a recipe as a job of SLURM, Kubernetes, ...
 
-    A job file to read and edit, the mesh, the resolved recipe and the command, in the run's folder.
+    Writes the job file, the mesh, the resolved recipe and the command to the run's folder.
     """
     with quick_imports():
         from meshpar.launchers.targets.launching import launch_job
@@ -99,21 +99,21 @@ def launch(
 
 
 def doctor(
-    mesh: Annotated[str, typer.Option(help="The mesh to look at; auto: shards in a node, replicas across.")] = "auto",
-    folder: Annotated[Path | None, typer.Option(help="Of checkpoints: shared? writable?")] = None,
+    mesh: Annotated[str, typer.Option(help="The mesh to check; auto: shards inside a node, replicas across nodes.")] = "auto",
+    folder: Annotated[Path | None, typer.Option(help="Checkpoint folder to check: shared by all hosts, and writable.")] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Measure a hardware profile for `meshpar plan --hardware` and write it here.")
+        Path | None, typer.Option(help="Measure a hardware profile for `meshpar plan --hardware` and write it to this file.")
     ] = None,
-    wait: Annotated[float, typer.Option(help="Seconds in which all ranks must come.", min=1)] = 60.0,
-    nproc: Annotated[str | None, typer.Option(help="Ranks on this node; default: one an accelerator.")] = None,
+    wait: Annotated[float, typer.Option(help="Seconds within which all ranks must connect.", min=1)] = 60.0,
+    nproc: Annotated[str | None, typer.Option(help="Ranks on this node; default: one per accelerator.")] = None,
     nodes: Annotated[str | None, typer.Option(help="Number of nodes.")] = None,
-    node_rank: Annotated[int | None, typer.Option(help="This node's place, from 0.", min=0)] = None,
+    node_rank: Annotated[int | None, typer.Option(help="Number of this node, from 0.", min=0)] = None,
     head: Annotated[str | None, typer.Option(help="HOST:PORT of node 0.")] = None,
     debug: Debug = False,
 ) -> int:
-    """Find what is wrong with the machines, before training does.
+    """Check the machines and the network before training.
 
-    Under torchrun or srun it is one of their ranks; elsewhere it starts its own, as meshpar run does.
+    Under torchrun or srun it runs as one of their ranks. Elsewhere it starts its own ranks, as meshpar run does.
     """
     with quick_imports():
         from meshpar.launchers.commands.doctor import run_doctor
@@ -125,10 +125,10 @@ def doctor(
 def mesh(
     text: Annotated[str, typer.Argument(metavar="MESH", help="dp_replicate=2,dp_shard=4,tp=2")],
     nodes: Annotated[int, typer.Option(help="Number of nodes.", min=1)] = 1,
-    svg: Annotated[Path | None, typer.Option(help="Write the drawing here, too.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this SVG file.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Draw a mesh: which rank sits where, the groups of each axis, and the links that each crosses."""
+    """Draw a mesh: the node of each rank, the groups of each axis, and the axes that cross nodes."""
     from meshpar.launchers.commands.mesh import draw_mesh
 
     print(draw_mesh(text, nodes, svg))

@@ -1,4 +1,4 @@
-"""``meshpar plan``: what a recipe would hold, send and take on hardware that is not here."""
+"""``meshpar plan``: forecast memory, collectives and step time of a recipe on any hardware."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def plan(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set: mesh=dp_shard=-1,tp=8", show_default=False)
     ] = None,
     nodes: Annotated[int, typer.Option(help="Number of nodes.", min=1)] = 1,
-    gpus_per_node: Annotated[int | None, typer.Option(help="Accelerators in a node; default: the profile's.", min=1)] = None,
-    hardware: Annotated[str, typer.Option(help="h100, h200, a100, b200, or a profile's YAML file.")] = "h100",
+    gpus_per_node: Annotated[int | None, typer.Option(help="Accelerators per node; default: the profile's.", min=1)] = None,
+    hardware: Annotated[str, typer.Option(help="h100, h200, a100, b200, or the YAML file of a profile.")] = "h100",
     search: Annotated[bool, typer.Option("--search", help="Rank every legal mesh and setting instead.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Replay every block instead of telling them from a few.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Replay every block instead of extrapolating from a few.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write the report as one HTML file.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the forecast as JSON.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Forecast memory, collectives and step time of a recipe on any number of accelerators; none is needed."""
+    """Forecast memory, collectives and step time of a recipe, without any accelerator."""
     from dataclasses import replace
 
     from meshpar.forecasting.hardware import Hardware
@@ -89,12 +89,12 @@ def _forecasts(
     ranking = search_plans(model, layout_for(model), batch, profile, ranks, compiled=compiled)
     if not ranking.best:
         nearest = min(ranking.out, key=lambda each: each.peak or float("inf"))
-        raise MeshparError(f"nothing fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; take more nodes")
+        raise MeshparError(f"nothing fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; use more nodes")
     return ranking.best, ranking, None
 
 
 def _recomputation(made: Forecast, without: Forecast) -> str:
-    """Return what recomputation saves and costs."""
+    """Return a line on the memory that recomputation saves and the time that it costs."""
     saved, more = without.memory.peak - made.memory.peak, made.cost.seconds - without.cost.seconds
     fits = "" if without.fits else ", and without it the step does not fit"
     return (
