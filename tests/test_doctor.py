@@ -92,18 +92,18 @@ SLOW = [{"port": "mlx5_0/1", "state": "4: ACTIVE", "rate": "100 Gb/sec"}]
         (on_second_host("versions", {**healthy()[0]["versions"], "torch": "2.11"}), "versions of torch differ", "2.13 on ranks 0, 1 (n1)", "install the same"),
         (on_second_host("device", H200), "devices differ", "H200 on ranks 2, 3 (n2)", "one kind"),
         (lambda facts: facts[1]["device"].update(id="GPU-0"), "2 ranks share one device of n1", "ranks 0, 1 (n1)", "--nproc"),
-        (setting("NCCL_DEBUG", "INFO", slice(2, 4)), "NCCL_DEBUG differs", "unset on ranks 0, 1 (n1); INFO on ranks 2, 3 (n2)", "set it alike"),
-        (setting("GLOO_SOCKET_IFNAME", "ib9"), "GLOO_SOCKET_IFNAME=ib9 names no interface", "n1, which has eth0, lo", "name one of these"),
-        (setting("NCCL_SOCKET_IFNAME", "lo"), "is the loopback interface", "n1", "name one that does: eth0"),
+        (setting("NCCL_DEBUG", "INFO", slice(2, 4)), "NCCL_DEBUG differs", "unset on ranks 0, 1 (n1); INFO on ranks 2, 3 (n2)", "set the same value"),
+        (setting("GLOO_SOCKET_IFNAME", "ib9"), "GLOO_SOCKET_IFNAME=ib9 names no interface", "n1, which has eth0, lo", "set it to one of these"),
+        (setting("NCCL_SOCKET_IFNAME", "lo"), "is the loopback interface", "n1", "set it to one that does: eth0"),
         (setting("NCCL_SOCKET_IFNAME", "^eth"), "is the loopback interface", "n1", "eth0"),
         (lambda facts: facts[0]["interfaces"]["eth0"].update(up=False), "NCCL_SOCKET_IFNAME=eth is down", "n1", "bring it up"),
-        (on_second_host("address", "127.0.1.1"), "the host's own name means 127.0.1.1", "n2", "GLOO_SOCKET_IFNAME"),
+        (on_second_host("address", "127.0.1.1"), "the host's own name resolves to 127.0.1.1", "n2", "GLOO_SOCKET_IFNAME"),
         (on_second_host("address", None), "the host's own name has no address", "n2", "/etc/hosts"),
         (on_second_host("infiniband", DOWN), "not active: mlx5_0/1", "n2", "ibstat"),
-        (on_second_host("infiniband", SLOW), "InfiniBand ports differ", "mlx5_0/1 100 Gb/sec on rank 2 (n2)", "wired alike"),
+        (on_second_host("infiniband", SLOW), "InfiniBand ports differ", "mlx5_0/1 100 Gb/sec on rank 2 (n2)", "with the same links"),
         (on_second_host("clock", 1009.0), "clocks are 9.0 s apart", "n", "chrony"),
-        (on_second_host("locked_memory", 65536), "locked memory is bounded", "n2: 0.00 GiB", "ulimit -l unlimited"),
-        (on_second_host("shm", {"total": 2**26, "free": 2**26}), "little room in /dev/shm", "n2: 0.06 GiB free", "--shm-size"),
+        (on_second_host("locked_memory", 65536), "locked memory is limited", "n2: 0.00 GiB", "ulimit -l unlimited"),
+        (on_second_host("shm", {"total": 2**26, "free": 2**26}), "little free space in /dev/shm", "n2: 0.06 GiB free", "--shm-size"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_found_with_where_and_what_to_do(change: Any, what: str, where: str, do: str) -> None:
@@ -138,7 +138,7 @@ def test_tensor_parallel_ranks_that_cannot_be_inside_a_host_are_found() -> None:
 def test_shards_over_all_ranks_are_a_choice_with_a_price() -> None:
     assert list(placement_findings(MeshSpec("dp_shard=4"), ORDER)) == []
     note = price_of_sharding(MeshSpec("dp_shard=4"), ORDER)
-    assert note is not None and "dp_replicate=2,dp_shard=2 keeps gathers inside a host" in note
+    assert note is not None and "dp_replicate=2,dp_shard=2 keeps all-gathers inside a host" in note
     assert price_of_sharding(MeshSpec("dp_replicate=2,dp_shard=2"), ORDER) is None
 
 
@@ -176,7 +176,7 @@ def test_an_axis_inside_a_host_that_is_slower_than_the_network_is_found(inside: 
         for axis, bus in (("dp_replicate", across), ("dp_shard", inside))
     )
     findings = list(_speed_findings(Report(facts=tuple(healthy()), findings=(), speeds=speeds), spec))
-    assert [each.what for each in findings] == ["axis dp_shard, inside hosts, reaches 1 GB/s, and between hosts there are 2.1 GB/s"] * found
+    assert [each.what for each in findings] == ["axis dp_shard, inside hosts, reaches 1 GB/s; one between hosts reaches 2.1 GB/s"] * found
 
 
 def test_a_checkpoint_folder_that_is_not_shared_or_not_writable_or_full_is_found(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.Mo
     for rank in (1, 2):
         server.set(f"facts/{rank}", json.dumps(facts[rank]))
     began = time.monotonic()
-    with pytest.raises(PreflightError, match=r"did not come within 1 s: 3 \(on n2\)"):
+    with pytest.raises(PreflightError, match=r"did not connect within 1 s: 3 \(on n2\)"):
         Meeting(1.0).gather("facts", facts[0])
     assert time.monotonic() - began < 20
 

@@ -60,7 +60,7 @@ def test_the_command_draws_and_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "nodes", "told"), [("dp_shard=-1", 1, "leaves a size open"), ("dp_shard=6", 4, "cannot be shared evenly")]
+    ("text", "nodes", "told"), [("dp_shard=-1", 1, "has an axis of size -1"), ("dp_shard=6", 4, "do not divide evenly")]
 )
 def test_what_cannot_be_drawn_is_told(text: str, nodes: int, told: str) -> None:
     done = CliRunner().invoke(app, ["mesh", text, "--nodes", str(nodes)])

@@ -183,10 +183,10 @@ def test_placements() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"nodes": "2"}, "2 nodes need a place to meet: --head HOST:PORT"),
+        ({"nodes": "2"}, "2 nodes require --head HOST:PORT"),
         ({"nodes": "2", "head": "n1"}, "--head is 'n1'; expected HOST:PORT"),
-        ({"nodes": "2", "head": "n1:5", "node_rank": 2}, "each of 2 nodes needs its own, --node-rank from 0 to 1"),
-        ({"nodes": "2", "head": "n1:5", "node_rank": 0, "restarts": 1}, "need --nodes MIN:MAX"),
+        ({"nodes": "2", "head": "n1:5", "node_rank": 2}, "each of 2 nodes requires its own: --node-rank from 0 to 1"),
+        ({"nodes": "2", "head": "n1:5", "node_rank": 0, "restarts": 1}, "requires --nodes MIN:MAX"),
         ({"nodes": "3:2"}, "--nodes is '3:2'; expected a number, or MIN:MAX"),
         ({"nproc": "many"}, "--nproc is 'many'"),
     ],

@@ -1,4 +1,4 @@
-"""Nodes that come together before their agents do, with a bound: who does not come is named."""
+"""Connect all nodes within a time limit before their agents start, and name the nodes that are missing."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _TOLD_S = 10.0  # in which node 0's word reaches the others
 
 @contextmanager
 def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float) -> Iterator[str]:
-    """Wait until all nodes are there. Node 0 serves the store at ``head``, which the agents share while this is open.
+    """Wait until all nodes have connected. Node 0 serves the store at ``head``, which the agents share while this is open.
 
     Yields:
-        The start's id: ``run_id``, or where that is empty one that node 0 chose.
+        The start's id: ``run_id``, or an id chosen by node 0 if that is empty.
 
     Raises:
-        LaunchError: naming the nodes that did not come within ``wait_s`` seconds, or two that have one number.
+        LaunchError: nodes did not connect within ``wait_s`` seconds, or two nodes have the same number; the message names them.
     """
     host, _, port = head.rpartition(":")
     try:
@@ -34,11 +34,13 @@ def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float
     except dist.DistError as error:
         place = "cannot listen" if node_rank == 0 else "node 0 does not answer"
         why = str(error).splitlines()[0]
-        raise LaunchError(f"{place} at {head} within {wait_s:.0f} s; see whether it runs, its name and its port ({why})") from error
+        raise LaunchError(f"{place} at {head} within {wait_s:.0f} s; check that node 0 runs, its host name and its port ({why})") from error
     space = dist.PrefixStore(f"check-in/{run_id}", store)
     if space.add(f"count/{node_rank}", 1) > 1:
         other = space.get(f"host/{node_rank}").decode()
-        raise LaunchError(f"node rank {node_rank} is taken by {other}; each node needs its own (--node-rank), and each start its --run-id")
+        raise LaunchError(
+            f"node rank {node_rank} is already used by {other}; give each node its own --node-rank, and each start its own --run-id"
+        )
     space.set(f"host/{node_rank}", socket.gethostname())
     if node_rank == 0:
         space.set("id", run_id or start_id())
@@ -61,7 +63,7 @@ def _missing(store: dist.Store, nodes: int, wait_s: float) -> list[int]:
 
 
 def _let_read(store: dist.Store, node_rank: int, came: list[int]) -> None:
-    """Keep the store, which is node 0's, until the others have read what it says."""
+    """Keep node 0's store open until the other nodes have read the result."""
     store.set(f"read/{node_rank}", "")
     deadline = time.monotonic() + _TOLD_S
     while node_rank == 0 and time.monotonic() < deadline and not all(store.check([f"read/{node}"]) for node in came):
@@ -72,6 +74,6 @@ def _told(store: dist.Store, wait_s: float) -> list[str]:
     deadline = time.monotonic() + wait_s + _TOLD_S
     while not store.check(["missing"]):
         if time.monotonic() > deadline:
-            raise LaunchError(f"node 0 came and has gone: it said nothing for {wait_s:.0f} s")
+            raise LaunchError(f"node 0 connected and then did not answer for {wait_s:.0f} s; see its log")
         time.sleep(0.05)
     return list(filter(None, store.get("missing").decode().split(",")))

@@ -1,4 +1,4 @@
-"""What ranks leave behind when they fail, and which of them failed first."""
+"""Error files of failed ranks, and which rank failed first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshpar import errors
 from meshpar.errors import LaunchError, LayoutError, MeshError, MeshparError, PlanError, PreflightError, RecipeError
 
 NO_USE = 78
-"""The exit code of what another start would not heal (sysexits.h: EX_CONFIG): a recipe, a plan, a machine that fails preflight."""
+"""Exit code when another start would fail as well (sysexits.h: EX_CONFIG): problems of a recipe or plan, a failed preflight."""
 
 
 @final
@@ -26,12 +26,12 @@ class Failure:
     """One rank's error.
 
     Attributes:
-        rank, host: where.
-        kind: the exception's class.
-        message: its text.
-        trace: its traceback; empty where the message says it all.
-        problems: of a PlanError.
-        seconds: when, since the epoch; clocks of hosts may differ.
+        rank, host: rank and host that failed.
+        kind: name of the exception's class.
+        message: text of the exception.
+        trace: traceback; empty for errors of meshpar, whose message is enough.
+        problems: problems of a PlanError.
+        seconds: time of the failure since the epoch; clocks of hosts may differ.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class Failure:
 
 
 def record(logs: Path, rank: int, error: BaseException, *, hide: str = "") -> None:
-    """Write a rank's error to the folder of logs; outermost frames in the file ``hide`` are left out of the traceback."""
+    """Write a rank's error to the log folder, without the outermost frames of the file ``hide``."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == hide:
         trace = trace.tb_next
@@ -65,9 +65,10 @@ def record(logs: Path, rank: int, error: BaseException, *, hide: str = "") -> No
 
 
 def record_stall(logs: Path, rank: int, message: str, *, cause: bool = True) -> None:
-    """Write that the watchdog ended a rank, and why.
+    """Write the watchdog's reason for ending a rank.
 
-    As the cause it stands before a rank that was killed, for the watchdog did that, too; otherwise after what came before it.
+    With ``cause`` the reason is ordered before all other errors, because the watchdog may also have killed ranks. Otherwise it is ordered
+    by its time.
     """
     seconds = -1.0 if cause else time.time()
     _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message, seconds=seconds))
@@ -81,7 +82,7 @@ def _write(logs: Path, failure: Failure) -> None:
 
 
 def record_kills(logs: Path, exit_codes: Mapping[int, int]) -> None:
-    """Write which ranks were ended by a signal: what the others say comes of it, so that it stands before them."""
+    """Write which ranks a signal ended, ordered before the errors of other ranks, which follow from it."""
     for rank, code in exit_codes.items():
         if code < 0 and code != -signal.SIGTERM:
             out_of_memory = "; the kernel does this to a process when memory runs out" if code == -signal.SIGKILL else ""
@@ -90,12 +91,12 @@ def record_kills(logs: Path, exit_codes: Mapping[int, int]) -> None:
 
 
 def error_file(logs: Path, rank: int) -> Path:
-    """Return where a rank's error is."""
+    """Return the path of a rank's error file."""
     return logs / f"rank-{rank}.error.json"
 
 
 def recorded(logs: Path) -> list[Failure]:
-    """Return what ranks wrote, the earliest first."""
+    """Return the recorded failures, the earliest first."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank-*.error.json")]
     return sorted(
         (Failure(**{**each, "problems": tuple(each["problems"])}) for each in found), key=lambda failure: (failure.seconds, failure.rank)
@@ -103,26 +104,26 @@ def recorded(logs: Path) -> list[Failure]:
 
 
 def first_error(logs: Path, exit_codes: Mapping[int, int]) -> MeshparError:
-    """Return what ended the job: a rank that was killed, or the error that a rank wrote first; the others' come of it.
+    """Return the error that ended the job: a killed rank, or the error that a rank wrote first.
 
-    Where that was on another host, the error only says so, and is told there.
+    If the first failing rank is on another host, the error names that rank and its error file.
 
     Args:
         logs: the folder of the ranks' logs, which hosts may share.
-        exit_codes: of this host's failed ranks.
+        exit_codes: exit codes of this host's failed ranks.
     """
     found = recorded(logs)
     if not found:
-        return LaunchError(f"ranks ended without a word, exit codes {dict(exit_codes)}; their logs in {logs} may say why")
+        return LaunchError(f"ranks ended without an error message, exit codes {dict(exit_codes)}; see their logs in {logs}")
     first = found[0]
     if first.host != socket.gethostname() and exit_codes:
         there = error_file(logs, first.rank)
-        return LaunchError(f"rank {first.rank} on {first.host} failed first; its error is told there, and in {there}")
+        return LaunchError(f"rank {first.rank} on {first.host} failed first; see its error there, or in {there}")
     return _as_raised(first)
 
 
 def exit_code(error: MeshparError) -> int:
-    """Return what a launcher's process ends with after an error."""
+    """Return the exit code of a launcher's process after an error."""
     return NO_USE if isinstance(error, RecipeError | PlanError | MeshError | LayoutError | PreflightError) else 1
 
 

@@ -1,4 +1,4 @@
-"""Start the ranks of this machine with torch's elastic agent, in this process, and tell how they ended."""
+"""Start the ranks of this machine with torch's elastic agent in this process, and report how they ended."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from meshpar.launchers.agent.rank_logs import Shown, log_file, start_id
 from meshpar.launchers.recipes.recipe import Recipe
 
 SHUTDOWN_S = 600
-"""Seconds that ranks have to write a checkpoint after a signal, before they are killed."""
+"""Seconds between a signal, after which ranks write a checkpoint, and SIGKILL."""
 
 COMPLETE, NO_RESTART = "complete", "no-restart"
-"""Files in a start's folder of logs: the job is done; another start would fail as this one."""
+"""Marker files in a start's log folder: the job is complete; another start would fail like this one."""
 
 MEETING_S = 900
 """Seconds that agents of different nodes wait for each other."""
@@ -43,19 +43,19 @@ _STOPPED = {128 + each for each in _SIGNALS}  # what ranks end with that one of 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """How many ranks run here, and with which other nodes.
+    """Describe the ranks of this node and the other nodes of the job.
 
     Attributes:
-        ranks: on this node.
-        nodes: of the job, at most.
-        least_nodes: of an elastic job, which goes on with what is left of its nodes; otherwise the same as ``nodes``.
-        node_rank: this node's place, from 0: ranks are numbered in this order. None in an elastic job, where they are not.
-        head: ``host:port`` on node 0 where the nodes meet; empty for one node.
-        restarts: how often the ranks are started again after a failure. Nodes that are no elastic job have no common restart: there
-            it is 0, and the engine starts the whole job again.
-        run_id: equal on all nodes, another for every start of the job.
-        meeting_s: seconds in which the nodes of a job must come.
-        rejoin_s: of an elastic job: seconds after which a silent node is lost, and so many again in which others may join.
+        ranks: number of ranks on this node.
+        nodes: largest number of nodes of the job.
+        least_nodes: smallest number of nodes of an elastic job; equal to ``nodes`` in any other job.
+        node_rank: number of this node, from 0. Ranks are numbered in this order. None in an elastic job, which has no such order.
+        head: ``host:port`` on node 0, to which all nodes connect; empty for one node.
+        restarts: how many times the ranks restart after a failure. It is 0 in a job of several fixed nodes, which cannot restart
+            together: there the scheduler restarts the whole job.
+        run_id: id of this start, equal on all nodes and different for each start of the job.
+        meeting_s: seconds within which all nodes must connect.
+        rejoin_s: for an elastic job: seconds without an answer after which a node is lost, and then seconds in which others may join.
     """
 
     ranks: int
@@ -72,22 +72,22 @@ class Placement:
         if self.nodes == 1:
             return
         if not self.head:
-            raise LaunchError(f"{self.nodes} nodes need a place to meet: --head HOST:PORT, a port of node 0 that is free")
+            raise LaunchError(f"{self.nodes} nodes require --head HOST:PORT, a free port of node 0")
         if ":" not in self.head or not self.head.rpartition(":")[2].isdigit():
-            raise LaunchError(f"--head is {self.head!r}; expected HOST:PORT, a port of node 0 that is free")
+            raise LaunchError(f"--head is {self.head!r}; expected HOST:PORT, a free port of node 0")
         if self.elastic:
             return
         if self.node_rank is None or not 0 <= self.node_rank < self.nodes:
             wanted = f"--node-rank from 0 to {self.nodes - 1}"
-            raise LaunchError(f"node rank is {self.node_rank}; each of {self.nodes} nodes needs its own, {wanted}")
+            raise LaunchError(f"node rank is {self.node_rank}; each of {self.nodes} nodes requires its own: {wanted}")
         if self.restarts:
             raise LaunchError(
-                "restarts inside a job of several nodes need --nodes MIN:MAX (elastic); without it the engine starts the job again"
+                "--restarts in a job of several nodes requires --nodes MIN:MAX (elastic); otherwise the scheduler restarts the job"
             )
 
     @property
     def elastic(self) -> bool:
-        """Whether the job goes on with fewer nodes."""
+        """Whether the job continues with fewer nodes when some are lost."""
         return self.least_nodes < self.nodes
 
 
@@ -125,20 +125,20 @@ def launch_recipe(recipe: Recipe, placement: Placement, logs: Path | None = None
 def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextIO) -> int:
     """Run this node's ranks until they end.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 are passed on to the ranks, which write a checkpoint and stop; nothing is left running.
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 are passed on to the ranks, which write a checkpoint and stop. No process is left running.
 
     Args:
-        work: what :mod:`meshpar.launchers.jobs.worker` takes.
-        placement: how many, and where.
-        logs: every start of the job has a folder in it, with one file a rank.
-        console: is shown what rank 0 writes.
+        work: arguments of :mod:`meshpar.launchers.jobs.worker`.
+        placement: number and place of the ranks.
+        logs: folder of logs. Each start of the job has a subfolder with one file per rank.
+        console: stream that receives rank 0's output.
 
     Returns:
         The exit code: 0, or 128 + the signal that stopped it.
 
     Raises:
-        MeshparError: the first failing rank's error, as it was raised there.
-        LaunchError: a rank failed otherwise; with its traceback.
+        MeshparError: the error that the first failing rank raised.
+        LaunchError: a rank failed with another kind of error; the message has its traceback.
     """
     with tempfile.TemporaryDirectory(prefix="meshpar-") as folder, _signals_restored(), ExitStack() as stack:
         placement = stack.enter_context(_identified(placement))
@@ -173,7 +173,7 @@ def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextI
 
 @contextmanager
 def _identified(placement: Placement) -> Iterator[Placement]:
-    """Give a start its id, the same on all nodes; those of a job with fixed nodes come together for it."""
+    """Yield the placement with the start's id, equal on all nodes; fixed nodes first connect to agree on one."""
     if placement.nodes == 1 or placement.elastic:
         yield replace(placement, run_id=placement.run_id or ("elastic" if placement.elastic else start_id()))
         return
@@ -183,14 +183,14 @@ def _identified(placement: Placement) -> Iterator[Placement]:
 
 
 def _noted(error: MeshparError, logs: Path) -> MeshparError:
-    """Leave a file for the engine where another start is of no use: of several nodes' exit codes it may see another one."""
+    """Write a marker file for the scheduler if another start is useless: it may see another node's exit code."""
     if exit_code(error) == NO_USE:
         (logs / NO_RESTART).touch()
     return error
 
 
 def _config(placement: Placement, folder: str) -> LaunchConfig:
-    """Return the agent's settings; ``folder`` is for its own files."""
+    """Return the agent's settings; ``folder`` receives the agent's own files."""
     meeting: dict[str, Any]
     if placement.nodes == 1:
         meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
@@ -221,16 +221,16 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
 
 
 def _set_environment(placement: Placement, terminal: bool) -> None:
-    """Set what the ranks inherit."""
-    # "Gloo connectFullMesh failed": with torch 2.13's default, a restart meets in the store of the ranks that failed, finds their
-    # addresses there and dies of it, every time. With this, each start makes a store of its own.
+    """Set the environment that the ranks inherit."""
+    # "Gloo connectFullMesh failed": with torch 2.13's default, restarted ranks reuse the failed ranks' TCPStore, read stale addresses
+    # there and fail every time. With this setting each start makes a new store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // placement.ranks)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     os.environ["MESHPAR_TERMINAL"] = str(int(terminal))
     os.environ["MESHPAR_ELASTIC"] = str(placement.nodes * placement.ranks if placement.elastic else 0)
-    # The launcher's own reports of a failure; what a rank raised is told once, by whoever called.
+    # torch's own reports of a failure would repeat the rank's error, which the caller prints once.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -247,16 +247,16 @@ def _signals_restored() -> Iterator[None]:
 
 
 def _ignore_signals() -> None:
-    """The ranks are gone; an engine that ends the job now must not cut off what is told about it."""
+    """Ignore signals after the ranks ended, so that a scheduler which ends the job now does not cut off the report."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _end_ranks(mark: Path) -> None:
-    """End ranks that are left: the user was not willing to wait for them, or they did not stop in time.
+    """Kill remaining ranks: the user sent a second signal, or the ranks did not stop in time.
 
     Args:
-        mark: a path that stands in their command line and no other's.
+        mark: a path that only the command lines of these ranks contain.
     """
     for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         for child in map(int, path.read_text(encoding="ascii").split()):

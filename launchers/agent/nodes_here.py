@@ -1,4 +1,4 @@
-"""Several nodes on this one machine: an agent each, to try what a job of several nodes does before there are any."""
+"""Simulate several nodes on one machine, with one agent each, to test a job of several nodes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def launch_nodes_here(recipe: Recipe, nodes: int, nproc: int) -> int:
     """Run a recipe on ``nodes`` agents of this machine with ``nproc`` ranks each, and return the exit code.
 
-    To the ranks it is a job of several nodes: ``mesh: auto`` puts replicas across them and shards inside one.
+    The ranks see a job of several nodes: ``mesh: auto`` puts replicas across the nodes and shards inside each.
 
     Raises:
-        LaunchError: a node failed; its own message was shown.
+        LaunchError: a node failed; its own message was printed before.
     """
     with tempfile.TemporaryDirectory(prefix="meshpar-") as folder:
         path = Path(folder) / f"{recipe.name}.yaml"
@@ -42,12 +42,12 @@ def launch_nodes_here(recipe: Recipe, nodes: int, nproc: int) -> int:
                 signal.signal(number, handler)
     failed = [node for node, code in enumerate(codes) if code not in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)]
     if failed:
-        raise LaunchError(f"node {failed[0]} of {nodes} ended with exit code {codes[failed[0]]}; its message stands above")
+        raise LaunchError(f"node {failed[0]} of {nodes} ended with exit code {codes[failed[0]]}; see its message above")
     return max(codes)
 
 
 def _await(running: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait for all; where one fails, the others are asked to stop."""
+    """Wait for all nodes; if one fails, ask the others to stop."""
     asked = False
     while any(process.poll() is None for process in running):
         if not asked and any(process.poll() not in (None, 0) for process in running):
@@ -64,9 +64,9 @@ def _pass_on(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def free_port() -> int:
-    """Return a port to listen at some seconds from now: none of those that the kernel gives to whoever asks for any (32768 and up)."""
+    """Return a free port outside the kernel's ephemeral range (32768 and up), so that it stays free for some seconds."""
     for port in range(20000 + os.getpid() % 10000, 32768):
         with socket.socket() as server, suppress(OSError):  # taken
             server.bind(("", port))
             return port
-    raise LaunchError("no free port from 20000 to 32767")
+    raise LaunchError("all ports from 20000 to 32767 are in use; free one of them")

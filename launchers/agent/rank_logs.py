@@ -1,4 +1,4 @@
-"""One log file a rank, with what it writes to standard output and error; rank 0's is shown as it grows.
+"""One log file per rank with its standard output and error; rank 0's is printed as it grows.
 
 torch's elastic agent has logs of its own (DefaultLogsSpecs, ``tee``, TailLog), which this module does not use:
 
@@ -23,12 +23,12 @@ _EVERY_S = 0.1
 
 
 def log_file(logs: Path, rank: int) -> Path:
-    """Return where a rank's log is."""
+    """Return the path of a rank's log."""
     return logs / f"rank-{rank}.log"
 
 
 def redirect(logs: Path, rank: int) -> None:
-    """Send what this process writes, down to C's own writes, to its log; several starts of a rank follow each other in it."""
+    """Redirect this process's output, including C's writes, to its log; later starts append to it."""
     logs.mkdir(parents=True, exist_ok=True)
     with log_file(logs, rank).open("ab") as file:
         sys.stdout.flush()
@@ -40,7 +40,7 @@ def redirect(logs: Path, rank: int) -> None:
 
 
 def copy_output(logs: Path, rank: int) -> None:
-    """Keep the terminal, and copy what is written there to the log, but for what only moves the cursor (a progress bar)."""
+    """Write to the terminal and to the log, except control sequences (a progress bar), which go to the terminal alone."""
     logs.mkdir(parents=True, exist_ok=True)
     file = log_file(logs, rank).open("a", encoding="utf-8", buffering=1)
     sys.stdout, sys.stderr = _Both(sys.stdout, file), _Both(sys.stderr, file)  # type: ignore[assignment]
@@ -48,7 +48,7 @@ def copy_output(logs: Path, rank: int) -> None:
 
 @final
 class _Both:
-    """A terminal's stream, and a file."""
+    """Write to a terminal's stream and to a file."""
 
     def __init__(self, terminal: TextIO, file: TextIO) -> None:
         self._terminal, self._file = terminal, file
@@ -65,7 +65,7 @@ class _Both:
 
 @final
 class Shown:
-    """Copy a file to a stream as it grows; a context manager, whose end copies the rest."""
+    """Copy a file to a stream as it grows. A context manager; its exit copies the rest."""
 
     def __init__(self, path: Path, to: TextIO) -> None:
         self._path, self._to = path, to
@@ -99,5 +99,5 @@ class Shown:
 
 
 def start_id() -> str:
-    """Return a name for a start of a job, by its time."""
+    """Return a name for a start of a job, made of time and PID."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""A task of a SLURM step as a rank: srun's variables in torchrun's terms."""
+"""Run a task of a SLURM step as a rank: convert srun's variables to torchrun's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PORTS, _FIRST_PORT = 10_000, 20_000
 
 
 def adopt() -> None:
-    """Set RANK, WORLD_SIZE and the rest from srun's variables; does nothing outside a step of several tasks, or under torchrun.
+    """Set RANK, WORLD_SIZE and the others from srun's variables; does nothing outside a step of several tasks, or under torchrun.
 
     Raises:
         LaunchError: a variable is missing or the node list cannot be read.

@@ -1,4 +1,4 @@
-"""The watchdog of a job."""
+"""Start the watchdog of a job."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _CONNECT_S = 60.0
 
 @contextmanager
 def watched(stall_s: float | None, progress: Callable[[], object], moves: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Let a watchdog look after what runs inside; nothing where ``stall_s`` is None or there is one rank.
+    """Watch the code inside the ``with`` block; does nothing if ``stall_s`` is None or there is one rank.
 
     Args:
-        stall_s: seconds without progress that are too many.
-        progress: returns another value when the job has moved, such as the step.
+        stall_s: seconds without progress after which the watchdog ends the job.
+        progress: returns a new value when the job has made progress, such as the step.
         moves: returns another value when work moves in which there is neither step nor collective: validation, writing.
     """
     if stall_s is None or runtime.world_size() == 1 or not runtime.launched():

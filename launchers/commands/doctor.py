@@ -19,17 +19,17 @@ _RANK = "meshpar.launchers.doctor.rank"
 
 
 def run_doctor(mesh: str, placement: Mapping[str, object], *, folder: Path | None, profile: Path | None, wait_s: float) -> int:
-    """Examine, and return the exit code: 0 nothing is wrong, 1 there are findings.
+    """Run the doctor and return the exit code: 0 without findings, 1 with findings.
 
     Args:
-        mesh: to look at.
-        placement: what was given of ``nproc``, ``nodes``, ``node_rank`` and ``head``.
-        folder: of checkpoints.
-        profile: where a measured hardware profile goes.
-        wait_s: seconds in which all ranks must come.
+        mesh: the mesh to check.
+        placement: the given options of ``nproc``, ``nodes``, ``node_rank`` and ``head``.
+        folder: the folder of checkpoints to check; None: none.
+        profile: the file for a measured hardware profile; None: measure none.
+        wait_s: seconds within which all ranks must connect.
 
     Raises:
-        LaunchError: a rank failed, or ranks did not come.
+        LaunchError: a rank failed, or ranks did not connect.
     """
     arguments = [f"mesh={mesh}", f"wait={wait_s}"]
     arguments += [f"folder={folder.absolute()}"] if folder is not None else []

@@ -1,4 +1,4 @@
-"""Text from an exported model, by transformers."""
+"""``meshpar generate``: complete text with an exported model, by transformers."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from meshpar.errors import MeshparError
 
 
 def need_transformers() -> None:
-    """Raise MeshparError where transformers is not installed."""
+    """Raise MeshparError if transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
-        raise MeshparError("this needs transformers, which is not installed: pip install 'meshpar[transformers]'")
+        raise MeshparError("transformers is not installed; this command needs it: pip install 'meshpar[transformers]'")
 
 
 @final
 class Completer:
-    """A causal language model and its tokenizer, loaded by transformers alone.
+    """Complete text with a causal language model and its tokenizer, loaded by transformers alone.
 
     Attributes:
-        model: in evaluation mode.
-        tokenizer: of the same folder.
+        model: the model, in evaluation mode.
+        tokenizer: the tokenizer of the same folder.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Load a folder; raises MeshparError where it holds no model with a tokenizer."""
+        """Load a folder; raises MeshparError if it has no model with a tokenizer."""
         need_transformers()
         import transformers
 
         for name in ("config.json", "tokenizer.json"):
             if not (folder / name).is_file():
-                raise MeshparError(f"{folder} has no {name}; expected a folder that `meshpar export` made")
+                raise MeshparError(f"{folder} has no {name}; expected a folder written by `meshpar export`")
         transformers.utils.logging.disable_progress_bar()
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
 
     def complete(self, prompt: str, *, tokens: int = 64, temperature: float = 0.0) -> str:
-        """Return what comes after ``prompt``: at most ``tokens`` tokens, the likeliest where ``temperature`` is 0."""
+        """Return the text after ``prompt``: at most ``tokens`` tokens, always the most likely ones if ``temperature`` is 0."""
         ids = self.tokenizer(prompt, return_tensors="pt")
         choice: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""``meshpar describe``, ``check``, ``convert`` and ``plugins``: look without running."""
+"""``meshpar describe``, ``check``, ``convert`` and ``plugins``: inspect without running."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from meshpar.models.transformer_config import PRESETS
 
 
 def describe_recipe(source: str, overrides: Sequence[str] = (), *, mesh: str | None = None, world_size: int | None = None) -> str:
-    """Return the table of what a rank holds.
+    """Return a table of the parameters that a rank stores.
 
     Args:
         source: a recipe, or the name of a shape (``llama-70b``, ``gpt2``).
-        overrides: of the recipe.
-        mesh: instead of the recipe's.
-        world_size: number of ranks; None: what the mesh says.
+        overrides: fields of the recipe to set.
+        mesh: replaces the recipe's mesh.
+        world_size: number of ranks; None: the size of the mesh.
 
     Raises:
-        MeshparError: what does not fit.
+        MeshparError: the recipe or the plan has problems.
     """
     recipe = recipe_or_shape(source, [*overrides, *([] if mesh is None else [f"mesh={mesh}"])])
     model = build.build_shape(recipe)
@@ -32,10 +32,10 @@ def describe_recipe(source: str, overrides: Sequence[str] = (), *, mesh: str | N
 
 
 def check_recipe(source: str, overrides: Sequence[str] = (), *, world_size: int | None = None) -> str:
-    """Return a line that says that all is well.
+    """Check a recipe and return a line that says that it fits.
 
     Raises:
-        RecipeError, PlanError: with everything that is not.
+        RecipeError, PlanError: listing every problem.
     """
     recipe = load_recipe(source, overrides)
     ranks = build.world_size_of(recipe) if world_size is None else world_size
@@ -57,7 +57,7 @@ def convert_recipe(source: str, overrides: Sequence[str] = ()) -> str:
 
 
 def list_plugins() -> str:
-    """Return the installed plugins, group by group, with the packages they come from."""
+    """Return the installed plugins by group, with their packages."""
     lines = []
     for group in registry.GROUPS:
         lines.append(group)
@@ -67,10 +67,10 @@ def list_plugins() -> str:
 
 
 def recipe_or_shape(source: str, overrides: Sequence[str]) -> Recipe:
-    """Return the recipe, or one of a shape by its name.
+    """Return the recipe called ``source``, or a recipe of the shape with that name.
 
     Raises:
-        RecipeError: it is neither, or has faults.
+        RecipeError: there is neither, or the recipe has problems.
     """
     if source in PRESETS or (source == "gpt2" and source not in shipped()):
         model = {"kind": "gpt2"} if source == "gpt2" else {"preset": source}

@@ -24,26 +24,26 @@ from meshpar.training.data import PackedTokens
 MESHES = {"fsdp": "dp_shard=2", "hsdp": "dp_replicate=2,dp_shard=1"}
 RANKS = 2
 OTHER_MESH, OTHER_BATCH = "tp=2", 8
-"""Where it resumes: both ranks see the same data there, so a micro-batch twice as large keeps the steps what they were."""
+"""The mesh that resumes. Both ranks get the same data there, so a micro-batch of twice the size keeps the global batch."""
 
 STEPS_A_MINUTE = 180
 TOLERANCE = 1e-4
-"""Of the largest logit: two implementations of one model differ by rounding only."""
+"""Relative to the largest logit: two implementations of one model differ by rounding only."""
 
 _PROMPTS = ("import os\nimport", "    def __init__(self", "        if not isinstance", "        raise")
 
 
 def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides: Sequence[str] = ()) -> int:
-    """Run the whole way and return the exit code.
+    """Train, resume on another mesh, export and generate; return the exit code.
 
     Args:
         out: the run's folder.
         mesh: ``fsdp`` or ``hsdp``.
-        minutes: about how long, on two CPU cores.
-        overrides: of the recipe ``quickstart``.
+        minutes: approximate duration on two CPU cores.
+        overrides: fields of the recipe ``quickstart`` to set.
 
     Raises:
-        MeshparError: a step failed, or did not do what it says.
+        MeshparError: a step failed, or its result is wrong.
     """
     if mesh not in MESHES:
         raise RecipeError(f"--mesh is {' or '.join(MESHES)}, got {mesh!r}")
@@ -78,7 +78,7 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
 
 
 def _tell_losses(path: Path) -> None:
-    """Print how far the loss fell; raise LaunchError where it did not."""
+    """Print how far the loss fell; raise LaunchError if it did not fall."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     losses = [record["train/loss"] for record in records if record.get("train/loss") is not None]
     print(f"the training loss fell from {losses[0]:.2f} to {losses[-1]:.2f}")
@@ -87,7 +87,7 @@ def _tell_losses(path: Path) -> None:
 
 
 def _tell_difference(recipe: Recipe, exported: nn.Module) -> None:
-    """Print how far the exported model's logits are from the trained one's; raise LaunchError where that is more than rounding."""
+    """Print the difference between the exported model's logits and the trained one's; raise LaunchError if it exceeds rounding."""
     trained, theirs = _logits(recipe, exported)
     difference, largest = float((trained - theirs).abs().max()), float(trained.abs().max())
     print(f"loaded as {type(exported).__name__}; its logits on held-out text differ from the trained model's by at most {difference:.1e}")

@@ -39,15 +39,15 @@ class Given(_Options, total=False):
 def run(what: str, arguments: Sequence[str], placement: Mapping[str, object], *, module: bool = False, logs: Path | None = None) -> int:
     """Run a script, a module or a recipe, and return the exit code.
 
-    Where this process is a rank already (of torchrun, or of an srun with a task a rank), it just runs. Otherwise torch's elastic agent
-    starts the ranks from here.
+    If this process is already a rank (of torchrun, or of an srun with one task per rank), it runs as that rank. Otherwise torch's elastic
+    agent starts the ranks in this process.
 
     Args:
         what: a file ending in ``.py``, a module's name, or a recipe.
         arguments: of the script; overrides of the recipe.
-        placement: what was given of ``nproc``, ``nodes``, ``node_rank``, ``head``, ``restarts`` and ``run_id``; Kubeflow's variables
-            (``PET_*``) stand in for what was not.
-        module: ``what`` is a module's name.
+        placement: the given options of ``nproc``, ``nodes``, ``node_rank``, ``head``, ``restarts`` and ``run_id``. Kubeflow's variables
+            (``PET_*``) set the others.
+        module: whether ``what`` is a module's name.
         logs: the folder of logs; None: ``logs`` in the recipe's output folder, or ``runs/<script>/logs``.
 
     Raises:
@@ -55,7 +55,7 @@ def run(what: str, arguments: Sequence[str], placement: Mapping[str, object], *,
     """
     kind = "module" if module else "script" if what.endswith(".py") else "recipe"
     if kind == "script" and not Path(what).is_file():
-        raise LaunchError(f"no file {what}")
+        raise LaunchError(f"there is no file {what}; give the path of a script, -m MODULE, or a recipe")
     given: Given = {**from_kubeflow(os.environ), **said(placement)}
     if "nodes" not in given:
         slurm.adopt()
@@ -78,7 +78,7 @@ def said(placement: Mapping[str, object]) -> Given:
 
 
 def from_kubeflow(environment: Mapping[str, str]) -> Given:
-    """Return the placement that Kubeflow's trainer writes into its pods: torchrun's options as ``PET_`` variables."""
+    """Return the placement from Kubeflow's ``PET_`` variables, which have torchrun's options."""
     found: Given = {}
     if "PET_NNODES" in environment:
         found["nodes"] = environment["PET_NNODES"]
@@ -92,7 +92,7 @@ def from_kubeflow(environment: Mapping[str, str]) -> Given:
 
 
 def placed(given: Given, recipe: Recipe | None) -> Placement:
-    """Return the placement: what was given, and what a recipe's mesh or this machine's accelerators say.
+    """Return the placement from the given options, a recipe's mesh and this machine's accelerators.
 
     Raises:
         LaunchError: a number cannot be read.
@@ -113,7 +113,7 @@ def placed(given: Given, recipe: Recipe | None) -> Placement:
 def _nodes(text: str) -> tuple[int, int]:
     least, _, most = text.partition(":")
     if not least.isdigit() or not (most or least).isdigit() or not 1 <= int(least) <= int(most or least):
-        raise LaunchError(f"--nodes is {text!r}; expected a number, or MIN:MAX for a job that goes on with fewer")
+        raise LaunchError(f"--nodes is {text!r}; expected a number, or MIN:MAX for a job that continues with fewer nodes")
     return int(least), int(most or least)
 
 

@@ -1,4 +1,4 @@
-"""``meshpar train``: read the recipe, check it, and run it here or on ranks of this machine."""
+"""``meshpar train``: read a recipe, check it, and run it in this process or on ranks of this machine."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def train_recipe(
 
     Args:
         source: a file, or the name of a recipe that comes with meshpar.
-        overrides: of its fields.
-        nproc: ranks on this machine, or on each of ``nodes``.
+        overrides: fields to set, ``training.steps=50``.
+        nproc: number of ranks on this machine, or on each of ``nodes``.
         quiet: do not print the recipe.
-        nodes: try the recipe as a job of so many nodes, all of them on this machine.
-        find_batch: look for the largest micro-batch first.
-        memory: bytes that a rank may use, for that.
+        nodes: number of nodes to simulate on this machine.
+        find_batch: find the largest micro-batch first.
+        memory: memory limit of a rank in bytes for ``find_batch``.
 
     Raises:
-        MeshparError: what is wrong with the recipe, or went wrong.
+        MeshparError: the recipe has problems, or the run failed.
     """
     recipe = load_recipe(source, overrides)
     slurm.adopt()
     if runtime.launched():
         if nproc is not None:
-            raise RecipeError("--nproc starts ranks, but this process is a rank already; give the number to torchrun or srun")
+            raise RecipeError("--nproc starts ranks, but this process is already a rank; give the number to torchrun or srun")
         if runtime.is_main() and not quiet:
             show(recipe)
         return run_as_rank(recipe) or 0
@@ -61,11 +61,11 @@ def train_recipe(
 
 
 def launch(recipe: Recipe, ranks: int, *, quiet: bool = False) -> int:
-    """Check a recipe on ``ranks`` ranks, then run it: in this process where it is one rank, else on processes of this machine.
+    """Check a recipe on ``ranks`` ranks, then run it: in this process for one rank, otherwise on processes of this machine.
 
     Raises:
-        PlanError, RecipeError: everything that does not fit, before any rank starts.
-        MeshparError: what went wrong.
+        PlanError, RecipeError: the recipe or the plan has problems; raised before any rank starts.
+        MeshparError: the run failed.
     """
     check(recipe, ranks, build.machine_problems(recipe, ranks))
     if not quiet:
@@ -81,14 +81,14 @@ def run_as_rank(recipe: Recipe) -> int:
 
 
 def check(recipe: Recipe, ranks: int, found: Sequence[str]) -> None:
-    """Raise PlanError with ``found`` and with what is wrong with a recipe on ``ranks`` ranks."""
+    """Raise PlanError with the problems ``found`` and with those of a recipe on ``ranks`` ranks."""
     problems = [*found, *build.check_job(recipe, ranks)]
     if problems:
         raise PlanError(problems)
 
 
 def show(recipe: Recipe) -> None:
-    """Print what is about to run, as resolved."""
+    """Print the resolved recipe and its notes."""
     print(recipe.to_yaml(), file=sys.stderr)
     for note in recipe.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""What is wrong with the machines, found before training does."""
+"""``meshpar doctor``: check machines and network before training."""

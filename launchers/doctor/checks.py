@@ -1,4 +1,4 @@
-"""What the facts of all ranks say: findings, each with what, where and what to do."""
+"""Checks of all ranks' facts: findings, each with what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OPEN_FILES = 4096
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that is wrong.
+    """A fault of the machines or of the placement.
 
     Attributes:
-        what: is wrong.
-        where: on which ranks and hosts.
-        do: what helps.
+        what: the fault.
+        where: the ranks and hosts that have it.
+        do: the remedy.
         severs: ranks cannot talk to each other until it is mended.
     """
 
@@ -39,7 +39,7 @@ class Finding:
 
 
 def all_findings(found: Found) -> list[Finding]:
-    """Return what is wrong with the machines themselves; ``found`` has each rank's facts, in the order of ranks."""
+    """Return the findings on the machines; ``found`` has each rank's facts, in the order of ranks."""
     checks: tuple[Callable[[Found], Iterator[Finding]], ...] = (
         _versions, _devices, _settings, _interfaces, _names, _infiniband, _clocks, _limits, _shm,
     )  # fmt: skip
@@ -47,12 +47,12 @@ def all_findings(found: Found) -> list[Finding]:
 
 
 def hosts_of(found: Found) -> list[str]:
-    """Return the hosts, in the order of their first ranks."""
+    """Return the host names, in the order of their first ranks."""
     return list(dict.fromkeys(each["host"] for each in found))
 
 
 def ranks_text(found: Found) -> str:
-    """Return ``ranks 0, 1 (n1), 2 (n2)``, shortened where there are many."""
+    """Return ``ranks 0, 1 (n1), 2 (n2)``, shortened if there are many."""
     by_host: dict[str, list[int]] = {}
     for each in found:
         by_host.setdefault(each["host"], []).append(each["rank"])
@@ -73,13 +73,13 @@ def _groups(found: Found, of: Callable[[Facts], Any]) -> dict[Any, list[Facts]]:
 
 
 def _differ(found: Found, of: Callable[[Facts], Any]) -> str:
-    """Return ``X on ranks ...; Y on ranks ...``; empty where all are equal."""
+    """Return ``X on ranks ...; Y on ranks ...``; empty if all are equal."""
     groups = _groups(found, of)
     return "" if len(groups) < 2 else "; ".join(f"{value} on {ranks_text(members)}" for value, members in groups.items())
 
 
 def _of(kind: str, name: str, missing: str) -> Callable[[Facts], Any]:
-    """Return what reads one named fact of a rank."""
+    """Return a function that reads one named fact of a rank."""
     return lambda each: each[kind].get(name, missing)
 
 
@@ -97,13 +97,13 @@ def _versions(found: Found) -> Iterator[Finding]:
 def _devices(found: Found) -> Iterator[Finding]:
     where = _differ(found, lambda each: each["device"]["kind"])
     if where:
-        yield Finding(what="devices differ", where=where, do="use nodes of one kind: the slowest device sets the pace")
+        yield Finding(what="devices differ", where=where, do="use nodes of one kind: every step waits for the slowest device")
     for (host, device), members in _groups(found, lambda each: (each["host"], each["device"]["id"])).items():
         if device is not None and len(members) > 1:
             yield Finding(
                 what=f"{len(members)} ranks share one device of {host}",
                 where=ranks_text(members),
-                do="give each rank its own: as many ranks as devices (--nproc), and no CUDA_VISIBLE_DEVICES that hides some",
+                do="start at most one rank per device (--nproc), and check that CUDA_VISIBLE_DEVICES hides none",
             )
 
 
@@ -111,7 +111,7 @@ def _settings(found: Found) -> Iterator[Finding]:
     for name in sorted({name for each in found for name in each["settings"]}):
         where = _differ(found, _of("settings", name, "unset"))
         if where:
-            yield Finding(what=f"{name} differs between ranks", where=where, do="set it alike on every node, or on none")
+            yield Finding(what=f"{name} differs between ranks", where=where, do="set the same value on every node, or unset it on all")
 
 
 def _interfaces(found: Found) -> Iterator[Finding]:
@@ -125,18 +125,18 @@ def _interfaces(found: Found) -> Iterator[Finding]:
             known = ", ".join(sorted(there))
             outward = ", ".join(sorted(each for each, fact in there.items() if not fact["loopback"])) or "none here"
             if not chosen:
-                what, where, do = "names no interface", f"{host}, which has {known}", "name one of these"
+                what, where, do = "names no interface", f"{host}, which has {known}", "set it to one of these"
             elif several and all(fact["loopback"] for fact in chosen.values()):
-                what, where, do = "is the loopback interface, which reaches no other host", host, f"name one that does: {outward}"
+                what, where, do = "is the loopback interface, which reaches no other host", host, f"set it to one that does: {outward}"
             elif not any(fact["up"] and fact["address"] for fact in chosen.values()):
-                what, where, do = "is down or has no address", host, f"bring it up, or name another of {known}"
+                what, where, do = "is down or has no address", host, f"bring it up, or choose another of {known}"
             else:
                 continue
             yield Finding(what=f"{name}={value} {what}", where=where, do=do, severs=True)
 
 
 def _chosen(value: str, interface: str) -> bool:
-    """Tell whether NCCL (and, for a plain name, gloo) means an interface: ``eth`` is a prefix, ``=eth0`` exact, ``^lo`` all but."""
+    """Return whether NCCL (for a plain name also gloo) selects an interface: ``eth`` is a prefix, ``=eth0`` exact, ``^lo`` excludes."""
     names = value.lstrip("^=").split(",")
     if value.startswith("^"):
         return not any(interface.startswith(name) for name in names)
@@ -154,9 +154,9 @@ def _names(found: Found) -> Iterator[Finding]:
             )
         elif (first["address"] or "").startswith("127.") and "GLOO_SOCKET_IFNAME" not in first["settings"]:
             yield Finding(
-                what=f"the host's own name means {first['address']}, which gloo would tell the others",
+                what=f"the host's own name resolves to {first['address']}, which gloo would send to the other hosts",
                 where=host,
-                do="set GLOO_SOCKET_IFNAME to the interface of the network, or take the name off 127.x in /etc/hosts",
+                do="set GLOO_SOCKET_IFNAME to the interface of the network, or remove the name's 127.x entry from /etc/hosts",
             )
 
 
@@ -164,14 +164,18 @@ def _infiniband(found: Found) -> Iterator[Finding]:
     first = [members[0] for members in _groups(found, lambda each: each["host"]).values()]
     where = _differ(first, lambda each: ", ".join(f"{port['port']} {port['rate']}" for port in each["infiniband"]) or "no port")
     if where:
-        yield Finding(what="InfiniBand ports differ between hosts", where=where, do="use nodes wired alike; the slowest link sets the pace")
+        yield Finding(
+            what="InfiniBand ports differ between hosts",
+            where=where,
+            do="use nodes with the same links: collectives wait for the slowest",
+        )
     for each in first:
         down = [port["port"] for port in each["infiniband"] if "ACTIVE" not in port["state"]]
         if down:
             yield Finding(
                 what=f"InfiniBand ports that are not active: {', '.join(down)}",
                 where=each["host"],
-                do="see to cables and subnet manager (ibstat), or leave them out with NCCL_IB_HCA",
+                do="check cables and subnet manager (ibstat), or exclude the ports with NCCL_IB_HCA",
             )
 
 
@@ -183,7 +187,7 @@ def _clocks(found: Found) -> Iterator[Finding]:
         yield Finding(
             what=f"clocks are {times[-1] - times[0]:.1f} s apart",
             where="; ".join(f"{each['host']} {each['clock'] - middle:+.1f} s" for each in _one_a_host(off)),
-            do="let chrony or ntpd run: logs of different hosts cannot be put in order, and locks on shared file systems go wrong",
+            do="run chrony or ntpd: otherwise logs of different hosts cannot be ordered, and locks on shared file systems fail",
         )
 
 
@@ -195,16 +199,16 @@ def _limits(found: Found) -> Iterator[Finding]:
     low = [each for each in _one_a_host(found) if each["infiniband"] and each["locked_memory"] not in (-1, 2**64 - 1)]
     if low:
         yield Finding(
-            what="locked memory is bounded, which InfiniBand's registrations exceed",
+            what="locked memory is limited, and InfiniBand registers more",
             where="; ".join(f"{each['host']}: {each['locked_memory'] / GIB:.2f} GiB" for each in low),
             do="set it unlimited: ulimit -l unlimited (limits.conf, or LimitMEMLOCK of slurmd's unit)",
         )
     few = [each for each in _one_a_host(found) if 0 < each["open_files"] < OPEN_FILES and len(found) > 16]
     if few:
         yield Finding(
-            what="few open files are allowed; each peer needs some",
+            what="the limit of open files is low; each peer uses some",
             where="; ".join(f"{each['host']}: {each['open_files']}" for each in few),
-            do=f"ulimit -n {16 * OPEN_FILES}",
+            do=f"raise it: ulimit -n {16 * OPEN_FILES}",
         )
 
 
@@ -213,7 +217,7 @@ def _shm(found: Found) -> Iterator[Finding]:
     if low:
         sizes = [f"{each['host']}: {0 if each['shm'] is None else each['shm']['free'] / GIB:.2f} GiB free" for each in low]
         yield Finding(
-            what="little room in /dev/shm, which NCCL and data workers use",
+            what="little free space in /dev/shm, which NCCL and data workers use",
             where="; ".join(sizes),
-            do="give the container more (docker --shm-size=16g; Kubernetes: an emptyDir of medium Memory), or clean it",
+            do="enlarge it (docker --shm-size=16g; Kubernetes: an emptyDir of medium Memory), or delete files there",
         )

@@ -1,4 +1,4 @@
-"""The examination: facts of all ranks, clocks, connections between hosts, the checkpoint folder; then the mesh's speed."""
+"""Examine the machines: facts of all ranks, clocks, connections between hosts, the checkpoint folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NEIGHBOURS = 8  # hosts that each host connects to, at most
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """Where checkpoints go, and how many bytes of room they want (0: not known)."""
+    """The folder of checkpoints, and the bytes that they require (0: unknown)."""
 
     path: Path
     bytes: int = 0
@@ -36,13 +36,13 @@ class Folder:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was found.
+    """The result of an examination.
 
     Attributes:
-        facts: of each rank.
-        findings: what is wrong.
-        notes: what is no fault and worth knowing.
-        speeds, pairs: of the mesh's axes; empty where nothing was measured.
+        facts: the facts of each rank.
+        findings: the faults.
+        notes: remarks that are not faults.
+        speeds, pairs: measured speeds of the mesh's axes; empty if nothing was measured.
     """
 
     facts: tuple[Facts, ...]
@@ -53,10 +53,10 @@ class Report:
 
 
 def examine(meeting: Meeting, device: torch.device, folder: Folder | None) -> Report:
-    """Look at all machines, without a collective: every wait is bounded. Every rank calls it.
+    """Examine all machines without a collective, so that every wait is bounded. Every rank calls it.
 
     Raises:
-        PreflightError: ranks that did not come.
+        PreflightError: ranks did not connect.
     """
     facts = meeting.gather("facts", collect(device))
     firsts = {each["host"]: each["rank"] for each in reversed(facts)}
@@ -83,7 +83,7 @@ def examine(meeting: Meeting, device: torch.device, folder: Folder | None) -> Re
 
 
 def _listen(stack: ExitStack) -> list[Any]:
-    """Open a port for the others to try, at the address by which this host reaches rank 0's."""
+    """Open a port for other hosts to connect to, at the address from which this host reaches rank 0's."""
     server = stack.enter_context(socket.create_server(("", 0), backlog=64))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         head = runtime.settings("MASTER_")
@@ -114,13 +114,13 @@ def _connection_findings(facts: Sequence[Facts], seen: Sequence[dict[str, Any]])
         yield Finding(
             what="hosts that cannot connect to each other",
             where="; ".join(f"{here} to {there} at {address}: {why}" for here, there, address, why in failed[:8]),
-            do="open all ports between the nodes (collectives use ones that the system chooses), and see to routes and names",
+            do="open all ports between the nodes (the system chooses those of collectives), and check routes and host names",
             severs=True,
         )
 
 
 def _leave_token(path: Path) -> dict[str, str]:
-    """Write a file that the other hosts look for; an error is told instead."""
+    """Write a file that the other hosts look for; return its name, and an error if there is one."""
     name = f".doctor-{uuid.uuid4().hex[:12]}"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -152,25 +152,25 @@ def _folder_findings(
         yield Finding(
             what=f"the checkpoint folder {folder.path} cannot be written",
             where="; ".join(f"{host}: {error}" for host, error in failed),
-            do="mount it there, or give its owner and mode, or choose another output",
+            do="mount it there, correct its owner and mode, or choose another output",
         )
     apart = [host for host, look in looked if not look["shared"] and not look["error"]]
     if apart and "error" not in token:
         yield Finding(
-            what=f"the checkpoint folder {folder.path} is not shared: a file of {facts[0]['host']} is not there",
+            what=f"the checkpoint folder {folder.path} is not shared: a file written by {facts[0]['host']} is missing",
             where=", ".join(apart),
-            do="put the output on a file system that all nodes mount; otherwise no checkpoint can be restored",
+            do="put the output on a file system that all nodes mount; otherwise checkpoints cannot be restored",
         )
     low = [(host, look["free"]) for host, look in looked if look["free"] is not None and look["free"] < folder.bytes]
     if low:
         yield Finding(
-            what=f"no room for the checkpoints, which take about {folder.bytes / GIB:.1f} GiB",
+            what=f"too little free space for the checkpoints, which take about {folder.bytes / GIB:.1f} GiB",
             where="; ".join(f"{host}: {free / GIB:.1f} GiB free in {folder.path}" for host, free in low),
-            do="make room, keep fewer (checkpoint.keep), or choose another output",
+            do="free some space, keep fewer checkpoints (checkpoint.keep), or choose another output",
         )
 
 
 def summary(facts: Sequence[Facts]) -> str:
-    """Return one line on who is there."""
+    """Return one line that lists ranks and hosts."""
     hosts = hosts_of(facts)
     return f"{len(facts)} ranks on {len(hosts)} host{'s' if len(hosts) > 1 else ''}: {ranks_text(facts)}"

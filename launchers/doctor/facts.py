@@ -1,4 +1,4 @@
-"""What a rank knows about its machine, as plain data."""
+"""Facts of a rank's machine, as plain data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UP, _LOOPBACK = 0x1, 0x8
 
 
 def collect(device: torch.device) -> dict[str, Any]:
-    """Return the facts of this rank's machine; nothing is asked of other ranks."""
+    """Return the facts of this rank's machine, without communication."""
     host = socket.gethostname()
     return {
         "rank": runtime.rank(),
@@ -68,7 +68,7 @@ def _versions(device: torch.device) -> dict[str, str]:
 
 
 def _interfaces() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the network interfaces; asked of the kernel and not of /sys, which a container may have from its host."""
+    """Yield the network interfaces, as the kernel reports them: a container's /sys may be its host's."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])

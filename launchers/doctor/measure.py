@@ -1,4 +1,4 @@
-"""What collectives reach on each axis of a mesh, and the slowest pair of ranks."""
+"""Measure collectives on each axis of a mesh, and the slowest pair of ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MOST_BYTES = 1 << 28  # on an accelerator
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisSpeed:
-    """What one collective reaches on an axis, all its groups at the same time as in training; the slowest group's.
+    """Speed of one collective on an axis, with all its groups running at once as in training; the slowest group counts.
 
     Attributes:
-        axis, operation: what ran.
-        ranks: of a group.
-        bytes: of the whole tensor.
-        seconds: of one call.
-        bus: bytes a second over the slowest wire: the part that every rank sends, by the time (as nccl-tests count it).
+        axis, operation: the measured axis and collective.
+        ranks: number of ranks in a group.
+        bytes: size of the whole tensor.
+        seconds: duration of one call.
+        bus: bus bandwidth in bytes a second: the bytes that every rank sends, divided by the time (as in nccl-tests).
     """
 
     axis: str
@@ -40,7 +40,7 @@ class AxisSpeed:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSpeed:
-    """What one rank sends to its neighbour on an axis: ``first`` to ``second``, in bytes a second."""
+    """Rate at which rank ``first`` sends to its neighbour ``second`` on an axis, in bytes a second."""
 
     axis: str
     first: int
@@ -49,7 +49,7 @@ class PairSpeed:
 
 
 def measure(mesh: DeviceMesh, device: torch.device) -> tuple[list[AxisSpeed], list[PairSpeed]]:
-    """Return, for each axis of size > 1, the speed of all-reduce and all-gather, and the slowest pair of neighbours.
+    """Measure all-reduce, all-gather and the slowest pair of neighbours on each axis of size > 1.
 
     Collective: every rank of the mesh calls it.
     """
@@ -69,7 +69,7 @@ def _collective(axis: str, operation: str, group: dist.ProcessGroup, size: int, 
     most = MOST_BYTES.get(device.type, _MOST_BYTES)
     while True:
         run = _prepared(operation, count, group, size, device)
-        # A call may be held up by what else the machine does: that none of several is quick makes a tensor large enough.
+        # Other work may delay one call: a tensor is large enough when none of several calls is quick.
         if count * 8 * 4 > most or all(_slowest(_timed(run, device), device) >= ENOUGH_S for _ in range(REPEATS)):
             break
         count *= 8
@@ -87,7 +87,7 @@ def _prepared(operation: str, count: int, group: dist.ProcessGroup, size: int, d
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call that all ranks begin together."""
+    """Return the seconds of one call that all ranks start together."""
     dist.barrier()
     _wait(device)
     start = time.perf_counter()
@@ -109,7 +109,7 @@ def _slowest(seconds: float, device: torch.device) -> float:
 
 
 def _slowest_pair(axis: str, group: dist.ProcessGroup, size: int, device: torch.device) -> PairSpeed:
-    """Time neighbours, the even ones first, then the odd, then the ring's end: every rank is in one pair at a time."""
+    """Time pairs of neighbours: even pairs, odd pairs, then the ring's end, so that a rank is in one pair at a time."""
     ranks = dist.get_process_group_ranks(group)
     mine = ranks.index(dist.get_rank())
     data = torch.zeros((1 << 20) // 4, device=device)

@@ -1,4 +1,4 @@
-"""Ranks that meet through the launcher's store, with a bound: who does not come is named."""
+"""Exchange data between ranks through the launcher's store, within a time limit, and name missing ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _TOLD_S = 10.0  # in which rank 0's word reaches the others
 
 @final
 class Meeting:
-    """Exchanges plain data between all ranks; every call is made by every rank, in the same order."""
+    """Exchange plain data between all ranks. Every rank makes every call, in the same order."""
 
     def __init__(self, wait_s: float, name: str = "doctor") -> None:
         """Connect.
 
         Args:
-            wait_s: seconds in which every rank must come.
-            name: of what the ranks meet for.
+            wait_s: seconds within which every rank must connect.
+            name: purpose of the exchange; keys of different names are separate.
 
         Raises:
             PreflightError: rank 0 does not answer.
@@ -37,15 +37,15 @@ class Meeting:
         except dist.DistError as error:
             where = runtime.settings("MASTER_")
             raise PreflightError(
-                f"rank 0 does not answer at {where.get('MASTER_ADDR')}:{where.get('MASTER_PORT')} within {wait_s:.0f} s; see whether "
-                f"its node runs, whether its name means the same address here, and whether the port is open ({_first_line(error)})"
+                f"rank 0 does not answer at {where.get('MASTER_ADDR')}:{where.get('MASTER_PORT')} within {wait_s:.0f} s; check that its "
+                f"node runs, that its name resolves to the same address here, and that the port is open ({_first_line(error)})"
             ) from error
 
     def gather(self, name: str, value: object) -> list[Any]:
         """Return every rank's value, in the order of ranks.
 
         Raises:
-            PreflightError: naming the ranks that did not come; on every rank that did.
+            PreflightError: on every rank that connected; the message names the ranks that did not.
         """
         self._store.set(f"{name}/{self.rank}", json.dumps(value))
         if self.rank == 0:
@@ -59,11 +59,11 @@ class Meeting:
         return list(told["found"])
 
     def part(self) -> None:
-        """Leave together, within a bound: rank 0, whose store it may be, goes when all have read."""
+        """Wait, within a time limit, until all ranks have read: the store may be rank 0's own."""
         self._let_read("part", set(range(self.world)))
 
     def _let_read(self, name: str, came: set[int]) -> None:
-        """Keep the store, which may be rank 0's, until the others have read what it says."""
+        """Keep the store, which may be rank 0's, open until the other ranks have read from it."""
         self._store.set(f"{name}/read/{self.rank}", "")
         deadline = time.monotonic() + _READ_S
         while self.rank == 0 and time.monotonic() < deadline and not all(self._store.check([f"{name}/read/{rank}"]) for rank in came):
@@ -88,23 +88,23 @@ class Meeting:
             except dist.DistError as error:
                 if time.monotonic() > deadline:
                     raise PreflightError(
-                        f"rank 0 came and has gone: it said nothing for {self._wait_s:.0f} s ({_first_line(error)})"
+                        f"rank 0 connected and then did not answer for {self._wait_s:.0f} s; see its log ({_first_line(error)})"
                     ) from error
 
 
 def missing_text(missing: Sequence[int], found: Sequence[Mapping[str, Any] | None], wait_s: float) -> str:
-    """Return which ranks did not come, on which nodes they should be, and what to look at."""
+    """Return a message with the ranks that did not connect, their nodes, and what to check."""
     came = [each for each in found if isinstance(each, Mapping)]
     per_node = next((each["ranks_per_node"] for each in came if each.get("ranks_per_node")), None)
     hosts = {each["rank"] // per_node: each["host"] for each in came} if per_node and came and "host" in came[0] else {}
     places = []
     for rank in missing:
         node = rank // per_node if per_node else None
-        where = "" if node is None else f" (on {hosts[node]})" if node in hosts else f" (on node {node}, of which no rank came)"
+        where = "" if node is None else f" (on {hosts[node]})" if node in hosts else f" (on node {node}, of which no rank connected)"
         places.append(f"{rank}{where}")
     return (
-        f"ranks that did not come within {wait_s:.0f} s: {', '.join(places)}; see whether their nodes run, what their logs say, "
-        "and whether they reach rank 0's port"
+        f"ranks did not connect within {wait_s:.0f} s: {', '.join(places)}; check that their nodes run, read their logs, and check that "
+        "they reach rank 0's port"
     )
 
 

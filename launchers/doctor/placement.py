@@ -1,4 +1,4 @@
-"""Where a mesh's axes lie: which hosts each group spans, and which axis should be inside a host and is not."""
+"""The hosts that each axis of a mesh spans, and findings on axes that should be inside one host."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class AxisSpan:
     """One axis of a mesh on hosts.
 
     Attributes:
-        axis, size: of the mesh.
-        groups: each group's ranks.
-        hosts: for each group, the hosts it spans.
+        axis, size: name and size of the axis.
+        groups: the ranks of each group.
+        hosts: the hosts of each group.
     """
 
     axis: str
@@ -29,12 +29,12 @@ class AxisSpan:
 
     @property
     def most(self) -> int:
-        """How many hosts the widest group spans."""
+        """The number of hosts that the widest group spans."""
         return max(len(each) for each in self.hosts)
 
 
 def spans(spec: MeshSpec, hosts: Sequence[str]) -> list[AxisSpan]:
-    """Return where each axis of size > 1 lies; ``hosts`` has each rank's host."""
+    """Return the hosts of each axis of size > 1; ``hosts`` has each rank's host."""
     found = []
     for axis, size in spec.axes.items():
         if size > 1:
@@ -45,7 +45,7 @@ def spans(spec: MeshSpec, hosts: Sequence[str]) -> list[AxisSpan]:
 
 
 def placement_findings(spec: MeshSpec, hosts: Sequence[str]) -> Iterator[Finding]:
-    """Yield axes that should be inside a host and are not: tp and cp always, shards where replicas span the hosts instead."""
+    """Yield a finding for each axis that spans hosts and should not: tp and cp always, dp_shard beside dp_replicate."""
     names = list(dict.fromkeys(hosts))
     if len(names) < 2:
         return
@@ -73,7 +73,7 @@ def placement_findings(spec: MeshSpec, hosts: Sequence[str]) -> Iterator[Finding
 
 
 def price_of_sharding(spec: MeshSpec, hosts: Sequence[str]) -> str | None:
-    """Return a note where shards span hosts by choice and hybrid sharding would keep their gathers inside."""
+    """Return a note if shards span hosts and hybrid sharding would keep their all-gathers inside a host; None otherwise."""
     names = list(dict.fromkeys(hosts))
     shard = spec.axes.get("dp_shard", 1)
     if len(names) < 2 or shard == 1 or spec.axes.get("dp_replicate", 1) > 1 or shard % len(names):
@@ -81,4 +81,4 @@ def price_of_sharding(spec: MeshSpec, hosts: Sequence[str]) -> str | None:
     if all(len(each) == 1 for span in spans(spec, hosts) if span.axis == "dp_shard" for each in span.hosts):
         return None
     better = MeshSpec({**spec.axes, "dp_replicate": len(names), "dp_shard": shard // len(names)})
-    return f"shards span {len(names)} hosts, and every gather crosses them; where the model fits, {better} keeps gathers inside a host"
+    return f"shards span {len(names)} hosts, so every all-gather crosses them; if the model fits, {better} keeps all-gathers inside a host"

@@ -1,4 +1,4 @@
-"""A hardware profile measured on this machine: the YAML that :mod:`meshpar.forecasting.hardware` reads."""
+"""Measure a hardware profile of this machine: YAML for :mod:`meshpar.forecasting.hardware`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def measured_profile(report: Report, device: torch.device) -> str:
-    """Return the profile as YAML, with every number measured now; where nothing could be, the ``sources`` say so.
+    """Measure the profile and return it as YAML. Its ``sources`` name the values that could not be measured.
 
     Collective: every rank calls it. All ranks compute at the same time, as in training, and the slowest counts.
     """
@@ -48,14 +48,14 @@ def measured_profile(report: Report, device: torch.device) -> str:
 
 
 def _rounded(value: object) -> object:
-    """Return numbers with the digits that a measurement has."""
+    """Return numbers rounded to four digits."""
     if isinstance(value, dict):
         return {name: _rounded(each) for name, each in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _computing(device: torch.device) -> dict[str, Any]:
-    """Measure matrix products by dtype and size, attention, and what an operator costs besides."""
+    """Measure matrix products by dtype and size, attention, and the overhead of an operator."""
     sizes = (256, 512, 1024, 2048) if device.type == "cpu" else (256, 1024, 4096, 8192)
     rates: dict[str, dict[int, float]] = {}
     for dtype in _DTYPES:
@@ -111,7 +111,7 @@ def _attention(dtype: str, device: torch.device) -> tuple[float, float]:
 
 
 def _memory(device: torch.device, per_host: int) -> dict[str, float]:
-    """Measure memory: its size, what of it is taken, and how fast it is copied and added."""
+    """Measure memory: its size, the part in use, and the bandwidth of copying and adding."""
     size = (1 << 26) if device.type == "cpu" else (1 << 29)
     a, b = (torch.ones(size // 4, device=device) for _ in range(2))
     copied = 2 * size / _slowest(_seconds(lambda: a.copy_(b), device, _SHORT_S))
@@ -126,7 +126,7 @@ def _memory(device: torch.device, per_host: int) -> dict[str, float]:
 
 
 def _links(hosts: int, per_host: int, device: torch.device, inside_a_rank: float) -> dict[str, Any]:
-    """Measure what ranks of a host, and hosts, send each other."""
+    """Measure the bandwidth and latency inside a host and between hosts."""
     mesh = MeshSpec.auto(hosts * per_host, per_host).build(device.type)
     speeds = {(each.axis, each.operation): each for each in measure(mesh, device)[0]}
     inside, across = speeds.get(("dp_shard", "all_gather")), speeds.get(("dp_replicate", "all_gather"))
@@ -152,7 +152,7 @@ def _links(hosts: int, per_host: int, device: torch.device, inside_a_rank: float
 
 
 def _latency(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the seconds of a collective that sends next to nothing."""
+    """Return the seconds of a collective on one element."""
     one = torch.zeros(1, device=device)
     for _ in range(5):
         dist.all_reduce(one, group=group)
@@ -165,7 +165,7 @@ def _latency(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def _seconds(run: Callable[[], object], device: torch.device, least_s: float) -> float:
-    """Return the seconds of one call, of as many as take ``least_s``."""
+    """Return the mean seconds of a call, over as many calls as take ``least_s``."""
     run()
     _wait(device)
     calls, start = 0, time.perf_counter()

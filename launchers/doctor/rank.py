@@ -1,4 +1,4 @@
-"""One rank of an examination: ``python -m meshpar.launchers.doctor.rank mesh=auto folder=runs``."""
+"""Run one rank of the doctor: ``python -m meshpar.launchers.doctor.rank mesh=auto folder=runs``."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from meshpar.launchers.doctor.report import rate_text, report_text
 from meshpar.mesh import MeshSpec, default_device_type
 
 WAIT_S = 60.0
-"""Seconds in which all ranks must have come."""
+"""Seconds within which all ranks must connect."""
 
 MEASURE_S = 60.0
-"""Seconds without progress after which measuring is given up, and those that hold it up are named."""
+"""Seconds without progress after which the measurement ends with the names of the ranks that did not arrive."""
 
 UNEVEN = 2.0
-"""How many times faster ranks may reach each other between hosts than inside one, before that is a finding."""
+"""An axis between hosts that is faster than one inside hosts by this factor is a finding."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Examine and let rank 0 print the report; the exit code is 1 where there are findings, unless a launcher wants a file for them.
+    """Examine and print the report on rank 0; return 1 if there are findings, unless the launcher reads them from a file.
 
     Args:
         arguments: ``mesh=TEXT``, ``wait=SECONDS``, ``folder=PATH`` (checkpoints), ``profile=PATH`` (hardware profile to write).
@@ -53,43 +53,43 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def mesh_of(text: str) -> MeshSpec:
-    """Return the mesh that is meant on the launcher's ranks."""
+    """Return the mesh of ``text`` on the launcher's ranks."""
     world = runtime.world_size()
     return MeshSpec.placed(text, world, runtime.ranks_per_node() or world)
 
 
 def look(spec: MeshSpec, kind: str, folder: Folder | None, *, wait_s: float = WAIT_S, profile: bool = False) -> tuple[Report, str]:
-    """Examine the machines, measure the mesh where they can reach each other, and return the report and a hardware profile's text.
+    """Examine the machines, measure the mesh if the hosts can connect, and return the report and a hardware profile's text.
 
     Every rank calls it, outside a process group.
 
     Args:
-        spec: the mesh, resolved.
+        spec: the resolved mesh.
         kind: device type.
-        folder: of checkpoints.
-        wait_s: seconds in which all ranks must come.
-        profile: measure a profile, too.
+        folder: the folder of checkpoints to check; None: none.
+        wait_s: seconds within which all ranks must connect.
+        profile: also measure a hardware profile.
 
     Raises:
-        PreflightError: ranks that did not come.
+        PreflightError: ranks did not connect.
     """
     device = runtime.device(kind)
     meeting = Meeting(wait_s)
     report = examined(meeting, spec, device, folder)
     if any(each.severs for each in report.findings):
-        return replace(report, notes=(*report.notes, "nothing was measured: the ranks cannot talk to each other")), ""
+        return replace(report, notes=(*report.notes, "speeds were not measured, because the ranks cannot connect to each other")), ""
     with runtime.distributed(kind, timeout_s=MEASURE_S * 2):
         report = measured(report, spec, device)
         return report, measured_profile(report, device) if profile else ""
 
 
 def examined(meeting: Meeting, spec: MeshSpec, device: torch.device, folder: Folder | None) -> Report:
-    """Return what is wrong with the machines and with the mesh's place on them; nothing is measured.
+    """Examine the machines and the placement of the mesh, without measuring speeds.
 
     The meeting's store may be rank 0's own: keep ``meeting`` until the process group is closed.
 
     Raises:
-        PreflightError: ranks that did not come.
+        PreflightError: ranks did not connect.
     """
     report = examine(meeting, device, folder)
     hosts = [each["host"] for each in report.facts]
@@ -99,7 +99,7 @@ def examined(meeting: Meeting, spec: MeshSpec, device: torch.device, folder: Fol
 
 
 def measured(report: Report, spec: MeshSpec, device: torch.device) -> Report:
-    """Return the report with what the mesh's axes reach. Collective: every rank calls it."""
+    """Measure the mesh's axes and return the report with their speeds. Collective: every rank calls it."""
     with watched(MEASURE_S, lambda: 0):
         speeds, pairs = measure(spec.build(device.type), device)
     report = replace(report, speeds=tuple(speeds), pairs=tuple(pairs))
@@ -107,7 +107,7 @@ def measured(report: Report, spec: MeshSpec, device: torch.device) -> Report:
 
 
 def _speed_findings(report: Report, spec: MeshSpec) -> Iterator[Finding]:
-    """Yield an axis inside a host that is slower than one across hosts: it goes another way than it seems."""
+    """Yield a finding for each axis inside hosts that is slower than an axis between hosts."""
     hosts = [each["host"] for each in report.facts]
     gathers = {each.axis: each for each in report.speeds if each.operation == "all_gather"}
     across = {span.axis: span for span in spans(spec, hosts) if span.most > 1}
@@ -115,9 +115,9 @@ def _speed_findings(report: Report, spec: MeshSpec) -> Iterator[Finding]:
     for axis, speed in gathers.items():
         if axis not in across and fastest_across > UNEVEN * speed.bus:
             yield Finding(
-                what=f"axis {axis}, inside hosts, reaches {rate_text(speed.bus)}, and between hosts there are {rate_text(fastest_across)}",
-                where=f"every group of {axis}; the slowest decides",
-                do="see whether peer access or shared memory is off (NCCL_P2P_DISABLE, NCCL_SHM_DISABLE), or a link is down "
+                what=f"axis {axis}, inside hosts, reaches {rate_text(speed.bus)}; one between hosts reaches {rate_text(fastest_across)}",
+                where=f"every group of {axis}; the slowest counts",
+                do="check whether peer access or shared memory is off (NCCL_P2P_DISABLE, NCCL_SHM_DISABLE), or a link is down "
                 "(nvidia-smi topo -m)",
             )
 

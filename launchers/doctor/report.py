@@ -1,4 +1,4 @@
-"""A report as text."""
+"""Format a report as text."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _ROWS = 64
 
 
 def report_text(report: Report, spec: MeshSpec) -> str:
-    """Return all of it: ranks, axes, speeds, findings."""
+    """Return the report as text: ranks, axes, speeds, findings."""
     parts = [summary(report.facts), *_versions(report.facts), "", *_ranks(report.facts, spec), *_axes(report, spec), ""]
     parts += [f"note: {note}" for note in report.notes]
     return "\n".join([*parts, findings_text(report.findings)])
 
 
 def findings_text(findings: Sequence[Finding]) -> str:
-    """Return the findings, numbered."""
+    """Return the findings as a numbered list."""
     if not findings:
         return "nothing is wrong"
     return "\n".join(f"{number:>2}. {finding}" for number, finding in enumerate(findings, 1))
@@ -79,7 +79,7 @@ def _axes(report: Report, spec: MeshSpec) -> Iterator[str]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield aligned lines."""
+    """Yield the lines of a table with aligned columns."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     for row in (head, *rows):
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
@@ -91,5 +91,5 @@ def rate_text(rate: float) -> str:
 
 
 def size_text(size: int) -> str:
-    """Return bytes in the largest unit that they fill."""
+    """Return a number of bytes in MiB or KiB."""
     return f"{size / 2**20:.0f} MiB" if size >= 2**20 else f"{size / 2**10:.0f} KiB"

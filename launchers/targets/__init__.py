@@ -1,1 +1,1 @@
-"""Where a job runs: each target renders a file that its engine takes, and knows how to hand it over."""
+"""Targets of ``meshpar launch``: each renders a scheduler's job file and has the command that submits it."""

@@ -1,4 +1,4 @@
-"""A job as data, and what a target makes of it."""
+"""A job as data, and the protocol of targets that render it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from meshpar.mesh import MeshSpec
 from meshpar.patterns import nearest
 
 RECIPE, MESH, COMMAND = "recipe.resolved.yaml", "mesh.json", "command.txt"
-"""What is written beside the job file."""
+"""Files that are written beside the job file."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to run, and on what.
+    """A job to render: a recipe, a mesh and nodes.
 
     Attributes:
-        name: of the run.
-        folder: the run's folder, absolute; everything is rendered into it.
-        recipe: the resolved recipe's text.
-        mesh: resolved, with ranks in the order of the nodes.
-        nodes: of the job.
-        gpus_per_node: accelerators of a node; 0: the job runs on CPUs.
-        ranks_per_node: of a node.
-        elastic: the job goes on with fewer nodes.
-        command: the ``meshpar launch`` that made it, and that makes it again.
+        name: the run's name.
+        folder: the run's folder, an absolute path; all files are written into it.
+        recipe: text of the resolved recipe.
+        mesh: the resolved mesh, with ranks in the order of the nodes.
+        nodes: number of nodes.
+        gpus_per_node: accelerators per node; 0: the job runs on CPUs.
+        ranks_per_node: ranks per node.
+        elastic: whether the job continues with fewer nodes when some are lost.
+        command: the ``meshpar launch`` command that renders this job.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Job:
     command: tuple[str, ...]
 
     def mesh_json(self) -> str:
-        """Return the mesh: its axes, and for each rank its node, its place there and its coordinates."""
+        """Return the mesh as JSON: its axes, and the node, local rank and coordinates of each rank."""
         ranks = [
             {"rank": rank, "node": rank // self.ranks_per_node, "local_rank": rank % self.ranks_per_node, **self.mesh.coordinates(rank)}
             for rank in range(self.mesh.size)
@@ -60,32 +60,32 @@ class Job:
         return f'{json.dumps(head)[:-1]}, "ranks": [\n  {rows}\n]}}\n'
 
     def files(self) -> dict[str, str]:
-        """Return what every target has beside its job file."""
+        """Return the files that every target writes beside its job file: name -> text."""
         return {RECIPE: self.recipe, MESH: self.mesh_json(), COMMAND: shlex.join(self.command) + "\n"}
 
 
 class Target(Protocol):
-    """A plugin of ``meshpar.launchers``: a dataclass whose fields are the target's options (text, whole numbers, true or false)."""
+    """A plugin of the group ``meshpar.launchers``: a dataclass whose fields are the target's options (``str``, ``int`` or ``bool``)."""
 
     def render(self, job: Job) -> Mapping[str, str]:
-        """Return the files, name -> text; the first is the job file."""
+        """Return the files to write, name -> text; the first is the job file."""
         ...
 
     def submit(self, path: Path) -> Sequence[str]:
-        """Return the command that hands the job file over."""
+        """Return the command that submits the job file."""
         ...
 
 
 def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
-    """Return the target with its options.
+    """Return the target with its options set.
 
     Args:
-        name: of the plugin.
+        name: the plugin's name.
         cls: the plugin, a dataclass.
-        options: ``partition=gpu``.
+        options: options as text, ``partition=gpu``.
 
     Raises:
-        LaunchError: with every option that does not fit.
+        LaunchError: listing every unknown or invalid option.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
@@ -96,14 +96,14 @@ def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
         key = key.strip().replace("-", "_")
         if not equals or key not in fields:
             near = nearest(key, fields) or sorted(fields)
-            problems.append(f"{text!r}: {name} has no such option; nearest: {', '.join(near)}, written KEY=VALUE")
+            problems.append(f"{text!r}: {name} has no such option; nearest: {', '.join(near)}; write KEY=VALUE")
             continue
         try:
             values[key] = _read(hints[key], value)
         except ValueError as error:
             problems.append(f"{text!r}: {error}")
     if problems:
-        raise LaunchError("\n  ".join(["options that do not fit:", *problems]))
+        raise LaunchError("\n  ".join(["unknown or invalid options:", *problems]))
     made: Target = cls(**values)
     return made
 
@@ -127,7 +127,7 @@ class _Template(string.Template):
 
 
 def fill(template: str, values: Mapping[str, object]) -> str:
-    """Return the text of a template of this package. Lines whose only content is an empty value are dropped."""
+    """Return the text of a template of this package, without lines whose only content is an empty value."""
     text = (resources.files("meshpar.launchers.targets") / template).read_text(encoding="utf-8")
     kept = [line for line in text.splitlines() if not _is_empty(line, values)]
     return _Template("\n".join(kept)).substitute({name: str(value) for name, value in values.items()}) + "\n"
@@ -144,6 +144,6 @@ def indented(text: str, spaces: int) -> str:
 
 
 def dns_label(name: str) -> str:
-    """Return a name that Kubernetes takes, a Service's too: lower case, digits and dashes, a letter first, at most 50 characters."""
+    """Return a valid Kubernetes name, also for a Service: lower case, digits and dashes, a letter first, at most 50 characters."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return (label if label[:1].isalpha() else f"job-{label}")[:50].rstrip("-")  # pods add an index

@@ -1,4 +1,4 @@
-"""Kubernetes: an Indexed Job, whose index is the node rank, and a headless Service that gives the pods names."""
+"""Kubernetes: an Indexed Job, whose index is the node rank, and a headless Service that names the pods."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from meshpar.launchers.targets.job import Job, dns_label, fill, indented
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kubernetes:
-    """An Indexed Job of ``batch/v1``.
+    """Render an Indexed Job of ``batch/v1``.
 
     Attributes:
-        image: with meshpar installed.
-        namespace: empty: kubectl's own.
-        claim: the PersistentVolumeClaim mounted at ``workdir``; empty: an empty folder that goes with the pod.
-        workdir: where the job runs; relative paths of the recipe begin here.
-        restarts: how often a node's pod is started again.
-        port: where node 0 is met.
-        cpu, memory: requested for a node; empty: not said.
-        shm: of /dev/shm; NCCL and data workers need more than the 64 MiB that a container has.
-        grace_s: seconds between SIGTERM, at which a checkpoint is written, and the end.
+        image: container image with meshpar installed.
+        namespace: the namespace; empty: kubectl's default.
+        claim: the PersistentVolumeClaim mounted at ``workdir``; empty: an empty folder that is deleted with the pod.
+        workdir: working directory of the job; relative paths of the recipe start here.
+        restarts: how many times a node's pod is restarted.
+        port: the port of node 0 to which the nodes connect.
+        cpu, memory: limits of a node; empty: none.
+        shm: size of /dev/shm; NCCL and data workers need more than the 64 MiB of a container.
+        grace_s: seconds between SIGTERM, after which a checkpoint is written, and SIGKILL.
     """
 
     image: str = "meshpar:latest"
@@ -40,7 +40,7 @@ class Kubernetes:
     grace_s: int = 300
 
     def render(self, job: Job) -> Mapping[str, str]:
-        """Return the file for ``kubectl apply`` and what lies beside it."""
+        """Return the file for ``kubectl apply`` and the files beside it."""
         name = dns_label(job.name)
         limits = {"nvidia.com/gpu": str(job.gpus_per_node)} if job.gpus_per_node else {}
         limits |= {key: value for key, value in (("cpu", self.cpu), ("memory", self.memory)) if value}
@@ -68,5 +68,5 @@ class Kubernetes:
         return {"job.yaml": fill("kubernetes.yaml", values), **job.files()}
 
     def submit(self, path: Path) -> Sequence[str]:
-        """Return kubectl's command."""
+        """Return the kubectl command that submits the job."""
         return ["kubectl", "apply", "-f", str(path)]

@@ -1,4 +1,4 @@
-"""``meshpar launch``: render a job for an engine, check it first, and hand it over where asked."""
+"""``meshpar launch``: check a job, render it for a scheduler, and submit it on request."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def launch_job(
     options: Sequence[str] = (),
     submit: bool = False,
 ) -> str:
-    """Render a job into the run's folder and return what to tell.
+    """Render a job into the run's folder and return a summary as text.
 
     Args:
-        target: a plugin of ``meshpar.launchers``.
-        source: the recipe.
-        overrides: of the recipe.
-        nodes: of the job.
-        gpus_per_node: accelerators of a node; 0: CPUs.
-        nproc: ranks of a node; None: one an accelerator.
-        mesh: instead of the recipe's. ``auto`` (``auto,tp=8``): shards and tp inside a node, replicas across.
-        elastic: go on with fewer nodes when some are lost.
-        preflight: what the doctor's findings do at the start; None: the recipe's, and where that is off, warn.
-        options: of the target, ``partition=gpu``.
-        submit: hand it over.
+        target: name of a plugin of ``meshpar.launchers``.
+        source: the recipe: a file, or a name.
+        overrides: fields of the recipe to set.
+        nodes: number of nodes.
+        gpus_per_node: accelerators per node; 0: run on CPUs.
+        nproc: ranks per node; None: one per accelerator.
+        mesh: replaces the recipe's mesh. ``auto`` (or ``auto,tp=8``): shards and tp inside a node, replicas across nodes.
+        elastic: continue with fewer nodes when some are lost.
+        preflight: ``warn``, ``fail`` or ``off``; None: the recipe's value, or ``warn`` if that is ``off``.
+        options: options of the target, ``partition=gpu``.
+        submit: whether to submit the job.
 
     Raises:
-        MeshparError: everything that does not fit.
+        MeshparError: listing every problem.
     """
     ranks = nproc or gpus_per_node
     if not ranks:
-        raise LaunchError("say what a node has: --gpus-per-node, or --nproc for ranks on CPUs (--gpus-per-node 0)")
+        raise LaunchError("the number of ranks per node is 0; pass --gpus-per-node, or for CPUs --gpus-per-node 0 --nproc RANKS")
     plugin = make_target(target, registry.plugin("meshpar.launchers", target), options)
     wants = overrides if mesh is None else [*overrides, f"mesh={MeshSpec.placed(mesh, nodes * ranks, ranks)}"]
     wants = wants if preflight is None else [*wants, f"preflight='{preflight}'"]
@@ -84,7 +84,7 @@ def launch_job(
 
 
 def _hybrid(recipe: Recipe) -> Recipe:
-    """Return the recipe with HybridShard for FullyShard: a mesh by topology has replicas across the nodes."""
+    """Return the recipe with HybridShard instead of FullyShard, because ``mesh: auto`` puts replicas across nodes."""
     passes = tuple({"HybridShard" if name == "FullyShard" else name: given for name, given in each.items()} for each in recipe.passes)
     note = "mesh auto: FullyShard became HybridShard, with the same options" if passes != recipe.passes else None
     return recipe.model_copy(update={"passes": passes}).noting([*recipe.notes, *([note] if note else [])])
@@ -93,11 +93,11 @@ def _hybrid(recipe: Recipe) -> Recipe:
 def _refuse_problems(recipe: Recipe, spec: MeshSpec, gpus_per_node: int, *, elastic: bool, target: str) -> None:
     problems = build.check_job(recipe, spec.size)
     if gpus_per_node and recipe.device == "cpu":
-        problems.append(f"the recipe says device: cpu and the job has {gpus_per_node} GPUs a node; drop one of the two")
+        problems.append(f"the recipe has device: cpu and the job has {gpus_per_node} GPUs per node; remove one of the two")
     if not gpus_per_node and recipe.device not in ("auto", "cpu"):
-        problems.append(f"the recipe says device: {recipe.device} and the job has no GPUs; give --gpus-per-node")
+        problems.append(f"the recipe has device: {recipe.device} and the job has no GPUs; pass --gpus-per-node")
     if elastic and target != "slurm":
-        problems.append(f"--elastic is for slurm; {target} starts the whole job again after a failure")
+        problems.append(f"--elastic requires the target slurm; {target} restarts the whole job after a failure")
     if problems:
         raise PlanError(problems)
 
@@ -106,7 +106,7 @@ def _submitted(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise LaunchError(f"{command[0]} is not on this machine; submit where it is: {' '.join(command)}") from error
+        raise LaunchError(f"{command[0]} is not installed here; submit from a machine that has it: {' '.join(command)}") from error
     if done.returncode:
         raise LaunchError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""SkyPilot: a task that it runs on any cloud or cluster it knows."""
+"""SkyPilot: a managed job on any cloud or cluster that SkyPilot supports."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshpar.launchers.targets.job import Job, dns_label, fill, indented
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkyPilot:
-    """A task file.
+    """Render a task file.
 
     Attributes:
-        accelerators: SkyPilot's name of the GPU, such as H100; needed where the job has GPUs.
-        setup: a line of shell that makes a node ready.
-        bucket: where the run's folder is kept, such as ``s3://runs``; empty: on the nodes' disks, and lost with them.
-        port: where node 0 is met.
-        restarts: how often a managed job is started again after a failure.
+        accelerators: SkyPilot's name of the GPU, such as H100; required for a job with GPUs.
+        setup: a line of shell that prepares a node.
+        bucket: storage of the run's folder, such as ``s3://runs``; empty: the nodes' disks, whose content is lost with the nodes.
+        port: the port of node 0 to which the nodes connect.
+        restarts: how many times a managed job is restarted after a failure.
     """
 
     accelerators: str = ""
@@ -31,13 +31,13 @@ class SkyPilot:
     restarts: int = 10
 
     def render(self, job: Job) -> Mapping[str, str]:
-        """Return the task file and what lies beside it.
+        """Return the task file and the files beside it.
 
         Raises:
-            LaunchError: the job has GPUs and nobody says which.
+            LaunchError: the job has GPUs and ``accelerators`` is empty.
         """
         if job.gpus_per_node and not self.accelerators:
-            raise LaunchError("skypilot needs the GPUs' name: -o accelerators=H100")
+            raise LaunchError("skypilot requires the name of the GPUs; add -o accelerators=H100, or another name")
         mounts = f"file_mounts:\n  ~/sky_workdir/{_relative(job)}:\n    source: {self.bucket}\n    mode: MOUNT" if self.bucket else ""
         values = {
             "name": dns_label(job.name),
@@ -55,7 +55,7 @@ class SkyPilot:
         return {"job.yaml": fill("skypilot.yaml", values), **job.files()}
 
     def submit(self, path: Path) -> Sequence[str]:
-        """Return SkyPilot's command: a managed job, which is recovered when its machines are lost."""
+        """Return the SkyPilot command that submits a managed job, which SkyPilot recovers when its machines are lost."""
         return ["sky", "jobs", "launch", "--yes", str(path)]
 
 

@@ -1,4 +1,4 @@
-"""sbatch: one task a node, each an elastic agent; restarts by requeue."""
+"""SLURM: a batch script with one task per node, each an elastic agent; failed jobs are requeued."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from meshpar.launchers.targets.job import RECIPE, Job, fill
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slurm:
-    """A batch script.
+    """Render a batch script.
 
     Attributes:
-        time: the limit, as SLURM writes it; empty: the partition's.
-        partition, account, qos, constraint, reservation: as sbatch's; empty: the cluster's own.
-        gres: of a node, instead of ``--gpus-per-node``.
-        cpus_per_task: CPUs of a node for the job; 0: all of a node taken for it alone (``--exclusive``).
-        signal_s: seconds before the limit at which the job writes a checkpoint and is queued again.
-        max_requeues: how often a job that failed or ran out of time is queued again.
-        restarts: of an elastic job's ranks, inside one start.
-        rejoin_s: of an elastic job: seconds after which a silent node is lost, and so many again in which others may join.
-        meshpar: the command on the nodes; empty: this environment's.
-        setup: a line of shell before anything else, such as ``module load cuda``.
+        time: the time limit in SLURM's format; empty: the partition's.
+        partition, account, qos, constraint, reservation: options of sbatch; empty: the cluster's defaults.
+        gres: generic resources of a node, instead of ``--gpus-per-node``.
+        cpus_per_task: CPUs of a node for the job; 0: the whole node (``--exclusive``).
+        signal_s: seconds before the time limit at which the job writes a checkpoint and is requeued.
+        max_requeues: how many times a job that failed or reached its time limit is requeued.
+        restarts: how many times the ranks of an elastic job restart within one start of the job.
+        rejoin_s: for an elastic job: seconds without an answer after which a node is lost, and then seconds in which others may join.
+        meshpar: path of the command on the nodes; empty: this environment's.
+        setup: a line of shell that runs first, such as ``module load cuda``.
     """
 
     time: str = ""
@@ -48,7 +48,7 @@ class Slurm:
     setup: str = ""
 
     def render(self, job: Job) -> Mapping[str, str]:
-        """Return the batch script and what lies beside it."""
+        """Return the batch script and the files beside it."""
         names = ("time", "partition", "account", "qos", "constraint", "reservation", "gres")
         given = {name: getattr(self, name) for name in names if getattr(self, name)}
         if self.cpus_per_task:
@@ -86,5 +86,5 @@ class Slurm:
         return f"--nodes={nodes} --nproc={job.ranks_per_node}"
 
     def submit(self, path: Path) -> Sequence[str]:
-        """Return sbatch's command."""
+        """Return the sbatch command that submits the job."""
         return ["sbatch", str(path)]

@@ -1,4 +1,4 @@
-"""Kubeflow Trainer v2: a TrainJob, whose operator makes the pods and tells each its place."""
+"""Kubeflow Trainer v2: a TrainJob, whose operator creates the pods and sets their ``PET_`` variables."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from meshpar.launchers.targets.job import Job, dns_label, fill, indented
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
-    """A TrainJob of ``trainer.kubeflow.org/v1alpha1``.
+    """Render a TrainJob of ``trainer.kubeflow.org/v1alpha1``.
 
     Attributes:
-        image: with meshpar installed.
-        namespace: empty: kubectl's own.
-        runtime: the ClusterTrainingRuntime; it says where the checkpoints' volume is mounted.
-        workdir: where the job runs; empty: the image's.
-        cpu, memory: requested for a node; empty: not said.
+        image: container image with meshpar installed.
+        namespace: the namespace; empty: kubectl's default.
+        runtime: the ClusterTrainingRuntime, which defines the mount of the checkpoints' volume.
+        workdir: working directory of the job; empty: the image's.
+        cpu, memory: limits of a node; empty: none.
     """
 
     image: str = "meshpar:latest"
@@ -31,7 +31,7 @@ class TrainJob:
     memory: str = ""
 
     def render(self, job: Job) -> Mapping[str, str]:
-        """Return the file for ``kubectl apply`` and what lies beside it."""
+        """Return the file for ``kubectl apply`` and the files beside it."""
         limits = {"nvidia.com/gpu": str(job.gpus_per_node)} if job.gpus_per_node else {}
         limits |= {key: value for key, value in (("cpu", self.cpu), ("memory", self.memory)) if value}
         lines = ["    resourcesPerNode:", "      limits:", *(f'        {key}: "{value}"' for key, value in limits.items())]
@@ -51,5 +51,5 @@ class TrainJob:
         return {"job.yaml": fill("trainjob.yaml", values), **job.files()}
 
     def submit(self, path: Path) -> Sequence[str]:
-        """Return kubectl's command."""
+        """Return the kubectl command that submits the job."""
         return ["kubectl", "apply", "-f", str(path)]
