@@ -132,12 +132,12 @@ def find_tensor(file: ReadFile, position: int, length: int, shape: tuple[int, ..
     """
     try:
         if position < 0 or position + length > file.size:
-            raise CheckpointError(f"it ends at byte {position + length} and the file at {file.size}")
+            raise CheckpointError(f"it ends at byte {position + length}, and the file ends at {file.size}")
         members = dict(_members(file, position, length))
         start, size, checksum = members["data.pkl"]
         text = file.bytes(start, size)
         if crc32(text) != checksum:
-            raise CheckpointError("the description of the tensor does not fit its checksum")
+            raise CheckpointError("the description of the tensor does not match its checksum")
         if "byteorder" in members and file.bytes(*members["byteorder"][:2]) != b"little":
             raise CheckpointError("it was written on a big-endian machine, which this version does not read")
         saved = read_tensor_pickle(text, "data.pkl")
@@ -145,9 +145,9 @@ def find_tensor(file: ReadFile, position: int, length: int, shape: tuple[int, ..
         if saved.shape != shape or not _contiguous(saved.shape, saved.stride):
             raise CheckpointError(f"expected a contiguous tensor of shape {shape}, found {saved.shape} with strides {saved.stride}")
         if saved.offset or math.prod(shape) * saved.dtype.itemsize != size:
-            raise CheckpointError(f"its storage holds {size} bytes, from which the tensor begins at element {saved.offset}")
+            raise CheckpointError(f"its storage has {size} bytes, and the tensor begins at element {saved.offset} of them")
         if payload + size > position + length:
-            raise CheckpointError("its payload reaches out of it")
+            raise CheckpointError("its payload exceeds the archive")
     except (CheckpointError, KeyError, struct.error, UnicodeDecodeError, IndexError) as error:
         raise CheckpointError(str(error) if isinstance(error, CheckpointError) else repr(error)) from error
     return Box(file, payload, saved.shape, saved.dtype), checksum
@@ -168,13 +168,13 @@ def _members(file: ReadFile, base: int, length: int) -> Iterator[tuple[str, tupl
         (count,) = struct.unpack_from("<Q", tail, end + 32)
         size, start = struct.unpack_from("<QQ", tail, end + 40)
     if start + size > length:
-        raise CheckpointError("its directory reaches out of it")
+        raise CheckpointError("its directory exceeds the archive")
     directory = file.bytes(base + start, size)
     cursor = 0
     for _ in range(count):
         name, (position, size, checksum), cursor = _member(directory, cursor)
         if position + 30 > length:
-            raise CheckpointError("a member lies outside of it")
+            raise CheckpointError("a member is outside of the archive")
         skip = sum(struct.unpack_from("<HH", file.bytes(base + position, 30), 26))
         yield name.partition("/")[2], (base + position + 30 + skip, size, checksum)
 

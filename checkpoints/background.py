@@ -1,4 +1,4 @@
-"""A save that goes on beside training: one at a time, its errors raised where the next step, save or close begins."""
+"""A save that runs in the background: one at a time; the next step, save or close raises its errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Background:
         self._hook: Any = None
 
     def start(self, stage: Callable[[], None], finish: Callable[[], object], optimizer: torch.optim.Optimizer | None) -> None:
-        """Run ``stage``, then ``finish``; the optimizer's next step waits for the first, and without an optimizer this call does."""
+        """Run ``stage``, then ``finish``. The optimizer's next step waits for ``stage``; without an optimizer this call waits."""
         self.wait()
         self._staged.clear()
         self._watch(optimizer)
@@ -44,7 +44,7 @@ class Background:
             self._staged.wait()
 
     def before_step(self) -> None:
-        """Wait until nothing of the save in flight lies in the optimizer's tensors any more; raise what a finished save has failed with."""
+        """Wait until the save in flight has copied the optimizer's tensors; raise the error of a save that has failed."""
         if self._thread is None:
             return
         self._staged.wait()
@@ -52,7 +52,7 @@ class Background:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save in flight, and raise what it failed with."""
+        """Wait for the save in flight, and raise its error if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -61,7 +61,7 @@ class Background:
             raise CheckpointError(f"a save in the background failed: {failure}") from failure
 
     def close(self) -> None:
-        """Wait, and let go of the optimizer."""
+        """Wait for the save in flight, and remove the optimizer's hook."""
         try:
             self.wait()
         finally:

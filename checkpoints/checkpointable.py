@@ -1,4 +1,4 @@
-"""What is saved and restored, as the checkpoints see it."""
+"""The protocol of a parallel module that is saved and restored."""
 
 from __future__ import annotations
 

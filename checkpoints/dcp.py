@@ -1,7 +1,7 @@
-"""The tensors of a distributed checkpoint (torch.distributed.checkpoint's format), read piece by piece, without a process group.
+"""Read the tensors of a distributed checkpoint (torch.distributed.checkpoint's format), without a process group.
 
-``.metadata`` says which file holds which part of which tensor, each in an archive of its own. Only the bytes asked for are read,
-straight into place.
+``.metadata`` has the file and position of each part of each tensor; every part is an archive. Only the requested bytes are read, directly
+into the destination.
 """
 
 from __future__ import annotations
@@ -48,10 +48,15 @@ class Stored:
 
 @final
 class DistributedCheckpoint:
-    """The tensors of a DCP folder as a WeightSource, under the names they were saved with.
+    """Read the tensors of a DCP folder as a WeightSource, under their saved names.
+
+    >>> par.materialize(weights=DistributedCheckpoint("run/dcp"))  # doctest: +SKIP
+
+    Args:
+        folder: the checkpoint's folder.
 
     Raises:
-        CheckpointError: the folder holds no whole distributed checkpoint, or its metadata leaves a part of a tensor out.
+        CheckpointError: the folder has no complete distributed checkpoint, or its metadata lacks a part of a tensor.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -72,7 +77,7 @@ class DistributedCheckpoint:
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""
         if name not in self.tensors:
-            raise CheckpointError(f"{self.folder} holds no tensor {name!r}; the nearest are {nearest(name, self.tensors)}")
+            raise CheckpointError(f"{self.folder} has no tensor {name!r}; nearest: {nearest(name, self.tensors)}")
         stored = self.tensors[name]
         spans = spans_of(index, stored.shape)
         for chunk in stored.chunks:
@@ -82,12 +87,12 @@ class DistributedCheckpoint:
                 self.box(name, chunk).read(tuple((a - o, b - o) for (a, b), o in zip(here, chunk.offsets)), target)
 
     def place(self, name: str) -> tuple[str, int]:
-        """Return the file in which a tensor begins, and at which byte: whoever reads many reads them in this order."""
+        """Return the file and the byte at which a tensor begins; read many tensors in this order."""
         first = min(self.tensors[name].chunks, key=lambda each: each.offsets, default=None)
         return ("", 0) if first is None else (first.file, first.position)
 
     def locate(self, name: str, index: tuple[slice, ...]) -> None:
-        """Find the archives that ``read`` will read from; raises CheckpointError, naming file and tensor, where one is damaged."""
+        """Find the archives that ``read`` will need; raises CheckpointError that names file and tensor if one is damaged."""
         stored = self.tensors[name]
         spans = spans_of(index, stored.shape)
         for chunk in stored.chunks:
@@ -95,7 +100,7 @@ class DistributedCheckpoint:
                 self.box(name, chunk)
 
     def box(self, name: str, chunk: Chunk) -> Box:
-        """Return where the bytes of one part of the tensor ``name`` lie; raises CheckpointError where its archive is damaged."""
+        """Return the position of one part of the tensor ``name``; raises CheckpointError if its archive is damaged."""
         if chunk not in self._boxes:
             if chunk.file not in self._files:
                 self._files[chunk.file] = ReadFile(self.folder / chunk.file)
@@ -103,7 +108,7 @@ class DistributedCheckpoint:
             try:
                 box, _ = find_tensor(file, chunk.position, chunk.length, chunk.shape)
                 if box.dtype != self.tensors[name].dtype:
-                    raise CheckpointError(f"it holds {box.dtype}, and {METADATA_NAME} says {self.tensors[name].dtype}")
+                    raise CheckpointError(f"its dtype is {box.dtype}; expected {self.tensors[name].dtype} from {METADATA_NAME}")
             except CheckpointError as error:
                 raise CheckpointError(f"{file.path}: the part of {name!r} at byte {chunk.position} is damaged: {error}") from error
             file.forget(chunk.position, box.position)
@@ -126,7 +131,7 @@ def _tensors(metadata: PickledObject, path: Path) -> dict[str, Stored]:
         entries = metadata.state_dict_metadata.items()  # type: ignore[attr-defined]
         return {name: _stored(name, entry, places) for name, entry in entries if "chunks" in entry.__dict__}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} does not hold the metadata of a whole distributed checkpoint: {brief(error)}") from error
+        raise CheckpointError(f"{path} is not the metadata of a complete distributed checkpoint: {brief(error)}") from error
 
 
 def _stored(name: str, entry: PickledObject, places: Mapping[tuple[str, tuple[int, ...] | None], PickledObject]) -> Stored:
@@ -138,13 +143,13 @@ def _stored(name: str, entry: PickledObject, places: Mapping[tuple[str, tuple[in
             continue
         place = places.get((name, offsets))
         if place is None:
-            raise CheckpointError(f"no file is named for the part of {name!r} at {offsets}")
+            raise CheckpointError(f"the metadata names no file for the part of {name!r} at {offsets}")
         if place.__dict__.get("transform_descriptors"):
             raise CheckpointError(f"{name!r} was saved through a stream transform, which this version does not read")
         try:
             file = inside(place.relative_path)  # type: ignore[attr-defined]
         except CheckpointError as error:
-            raise CheckpointError(f"{name!r} lies outside of the checkpoint's folder; refused: {error}") from error
+            raise CheckpointError(f"the file of {name!r} is outside of the checkpoint's folder, which is not allowed: {error}") from error
         chunks.append(Chunk(offsets, sizes, file, place.offset, place.length))  # type: ignore[attr-defined]
     _check_cover(name, shape, chunks)
     return Stored(shape, entry.properties.state[0], tuple(chunks))  # type: ignore[attr-defined]
@@ -152,11 +157,11 @@ def _stored(name: str, entry: PickledObject, places: Mapping[tuple[str, tuple[in
 
 def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
     if any(o < 0 or o + n > size for chunk in chunks for o, n, size in zip(chunk.offsets, chunk.shape, shape)):
-        raise CheckpointError(f"a part of {name!r} reaches out of its shape {shape}")
+        raise CheckpointError(f"a part of {name!r} exceeds its shape {shape}")
     volume = sum(math.prod(chunk.shape) for chunk in chunks)
     twice = not _is_grid(shape, chunks) and _any_overlap(chunks)
     if volume != math.prod(shape) or twice:
-        raise CheckpointError(f"the parts of {name!r} hold {volume} elements of {math.prod(shape)}{', some twice' if twice else ''}")
+        raise CheckpointError(f"the parts of {name!r} have {volume} elements of {math.prod(shape)}{', some twice' if twice else ''}")
 
 
 def _is_grid(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:

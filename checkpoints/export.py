@@ -1,6 +1,6 @@
-"""Export: a checkpoint's model as safetensors under its published names, streamed from file to file.
+"""Export: write a checkpoint's model as safetensors under its published names, streamed from file to file.
 
-Offline: one process, no process group, no model built. Memory stays at a few tiles, whatever the model's size.
+An export runs in one process, without a process group and without building the model. Memory stays at a few MiB for any model size.
 """
 
 from __future__ import annotations
@@ -46,35 +46,36 @@ def export_safetensors(
     verify: Verify = "size",
     overwrite: bool = False,
 ) -> Path:
-    """Export the model of a checkpoint to ``dst``: safetensors, their index where there are several, config and tokenizer.
+    """Export the model of a checkpoint to ``dst``: safetensors (with an index for several files), config and tokenizer.
+
+    >>> export_safetensors("run/checkpoints/latest", "run/hf", dtype=torch.bfloat16)  # doctest: +SKIP
 
     Args:
-        src: a step's folder, ``run/checkpoints/latest``, or the folder of all steps (the newest is taken); or a source of weights.
-        dst: the folder to make; it appears when it is whole.
-        dtype: of the floating-point tensors; None: as they were saved.
-        max_shard_size: bytes of tensors in one file, unless one tensor alone is larger.
-        tokenizer: a folder whose files (but for weights and ``config.json``) are copied beside the model.
-        progress: told after each tile.
-        config: contents of ``config.json``; None: the stored layout's, where ``src`` is a checkpoint.
-        beside: files to copy beside the model, over the tokenizer's: ``generation_config.json``.
-        weights: our names -> the published ones; None: the stored layout's; a source of weights has its own names already.
-        verify: of a checkpoint: ``"size"``: every file is there in its size; ``"full"``: and each part of the model is, byte for byte,
-            what was saved. A part that is copied is summed while it is, so that it is read once; what rules rebuild is read to be
-            checked first. ``"none"``.
-        overwrite: whether to replace a folder that is there.
+        src: a step's folder, ``run/checkpoints/latest``, or the folder of all steps (exports the newest); or a source of weights.
+        dst: the folder to write; it appears once it is complete.
+        dtype: dtype of the floating-point tensors; None: as saved.
+        max_shard_size: largest size of one file in bytes, unless one tensor alone is larger.
+        tokenizer: a folder whose files (except weights and ``config.json``) are copied beside the model.
+        progress: called after each tile with the bytes written so far and the bytes to write.
+        config: contents of ``config.json``; None: the config that was saved with the checkpoint.
+        beside: files to copy beside the model, such as ``generation_config.json``; they replace the tokenizer's.
+        weights: rules from our names to the published ones; None: those saved with the checkpoint. A source of weights has its own names.
+        verify: checks of a checkpoint: ``"none"``; ``"size"``: the size of every file; ``"full"``: also the checksum of each part of the
+            model. Parts that are copied are read once; parts that rules rebuild are read twice.
+        overwrite: whether to replace an existing file or folder.
 
     Returns:
         ``dst``.
 
     Raises:
-        CheckpointError: no committed checkpoint, damage, tied tensors that differ, a folder that is there already, or a full disk.
-        LayoutError: the weight map does not fit the tensors, or makes two of one name.
+        CheckpointError: no committed checkpoint, a damaged file, different values of tied tensors, an existing folder, or a full disk.
+        LayoutError: the weight map does not fit the tensors, or gives two tensors the same name.
     """
     target = free_target(dst, overwrite=overwrite)
     if isinstance(src, str | Path):
         apart(target, open_step(src))
     if dtype is not None and not dtype.is_floating_point:
-        raise CheckpointError(f"expected a floating-point dtype to export to, got {dtype}")
+        raise CheckpointError(f"dtype is {dtype}; expected a floating-point dtype, such as torch.bfloat16")
     source, config = _opened(Path(src), weights, verify, config) if isinstance(src, (str, Path)) else (_named(src, weights), config)
     dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
     with made_whole(target) as folder:
@@ -124,7 +125,7 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 def _shards(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], limit: int) -> dict[str, list[str]]:
     """Divide the tensors among files, in their order."""
     if limit < 1:
-        raise CheckpointError(f"max_shard_size must be at least 1 byte, got {limit}")
+        raise CheckpointError(f"max_shard_size is {limit}; expected at least 1 byte")
     groups: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():
@@ -186,25 +187,25 @@ def _one_thread() -> Iterator[None]:
 
 
 def apart(target: Path, *sources: Path) -> None:
-    """See that an export to ``target`` does not replace what it reads.
+    """Check that an export to ``target`` does not replace its own sources.
 
     Raises:
-        CheckpointError: a source is ``target``, lies in it, or holds it.
+        CheckpointError: a source is ``target``, is inside it, or contains it.
     """
     for source in sources:
         if source.resolve().is_relative_to(target) or target.is_relative_to(source.resolve()):
-            raise CheckpointError(f"{target} holds, or lies in, what is exported ({source}); choose a folder beside it")
+            raise CheckpointError(f"{target} contains, or is inside, the source of the export ({source}); choose a folder beside it")
 
 
 def free_target(dst: str | Path, *, overwrite: bool) -> Path:
-    """Return the folder that ``dst`` means, for :func:`made_whole`; what dead exports to it left is removed, or comes back to its place.
+    """Return the absolute path of ``dst`` for :func:`made_whole`, and delete or restore leftovers of dead exports to it.
 
     Raises:
-        CheckpointError: it is there already and not empty, unless ``overwrite``.
+        CheckpointError: it exists and is not empty, unless ``overwrite``.
     """
     target = local(dst).resolve()
     if not target.name:
-        raise CheckpointError(f"{target} cannot be replaced by an export; choose a folder in it")
+        raise CheckpointError(f"an export cannot replace {target}; choose a folder inside it")
     with failing_as(f"exporting to {target}"):
         for each in target.parent.glob(".*") if target.parent.is_dir() else ():
             found = leftover(each)
@@ -215,16 +216,16 @@ def free_target(dst: str | Path, *, overwrite: bool) -> Path:
             else:
                 remove(each)
         if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
-            raise CheckpointError(f"{target} is there already and not empty; remove it, choose another folder, or pass overwrite=True")
+            raise CheckpointError(f"{target} already exists and is not empty; delete it, choose another folder, or pass overwrite=True")
     return target
 
 
 @contextmanager
 def made_whole(target: Path) -> Iterator[Path]:
-    """Make a folder beside ``target`` that takes its place, old content and all, when the block ends well, and goes when it does not.
+    """Yield a new folder that replaces ``target`` if the ``with`` block succeeds, and is deleted if it fails.
 
     Raises:
-        CheckpointError: in the place of an OSError, of the block's too.
+        CheckpointError: instead of any OSError, including those of the block.
     """
     hidden = target.with_name(f".{target.name}")
     folder, replaced = on_the_way(hidden, "tmp"), on_the_way(hidden, "old")
@@ -252,7 +253,7 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def _dtype_entry(config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
-    """Return the config's entry that tells the weights' dtype, where all floating-point tensors have one."""
+    """Return the config's entry of the weights' dtype, if all floating-point tensors have the same."""
     kinds = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return {key: str(kinds.pop()).removeprefix("torch.")} if len(kinds) == 1 else {}
@@ -261,6 +262,6 @@ def _dtype_entry(config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -
 def files_beside_weights(folder: str | Path) -> list[Path]:
     """Return the files of a published model's folder that are neither weights nor ``config.json``: tokenizer, generation config, ..."""
     if not Path(folder).is_dir():
-        raise CheckpointError(f"expected a folder with tokenizer files, got {folder}")
+        raise CheckpointError(f"there is no folder {folder}; expected a folder with tokenizer files")
     files = [each for each in sorted(Path(folder).iterdir()) if each.is_file() and not each.name.endswith(_NOT_TOKENIZER)]
     return [each for each in files if each.name != "config.json"]

@@ -1,4 +1,4 @@
-"""Stored tensors: boxes of bytes in files, read piece by piece straight into place, in bounded memory."""
+"""Read stored tensors piece by piece from files directly into place, in bounded memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ReadFile:
     """A file open for ranged reads.
 
     Raises:
-        CheckpointError: the file is absent or cannot be opened.
+        CheckpointError: the file does not exist or cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,10 +64,10 @@ class ReadFile:
             done += count
 
     def forget(self, start: int, stop: int) -> None:
-        """Let the kernel drop the pages that were cached to read bytes ``start`` to ``stop``, and one on either side.
+        """Drop the cached pages of bytes ``start`` to ``stop``, and one page on either side.
 
-        Whoever looks here and there before reading all of a file calls this between: Linux 6.18 was measured to take 1.15 times as long
-        where single pages in the cache keep it from reading ahead in large folios.
+        Call this between reading single pages and reading all of a file: on Linux 6.18 reading took 1.15 times as long when single pages in
+        the cache kept the kernel from reading ahead in large folios.
         """
         if hasattr(os, "posix_fadvise"):
             first, end = start // PAGE_BYTES - 1, -(-stop // PAGE_BYTES) + 1
@@ -96,7 +96,7 @@ class Box:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, spans: Spans, out: torch.Tensor) -> None:
@@ -114,7 +114,7 @@ class Box:
             self._read_rows(prefix, spans, target)
 
     def _read_rows(self, prefix: tuple[int, ...], spans: Spans, out: torch.Tensor) -> None:
-        """Read below ``prefix``: rows of the next dim, each whole, of which ``out`` may want a part of the dim after it."""
+        """Read below ``prefix``: whole rows of the next dim; ``out`` may need only a part of the dim after it."""
         dim = len(prefix)
         if dim == len(self.shape):
             self._read_run(prefix, out)
@@ -154,7 +154,7 @@ class Box:
 
 @contextmanager
 def failing_as(what: str) -> Iterator[None]:
-    """Raise CheckpointError, beginning with ``what``, in the place of what the system refuses, with the remedy where a disk is full."""
+    """Raise CheckpointError that begins with ``what`` instead of an OSError, with the remedy if a disk is full."""
     try:
         yield
     except OSError as error:
@@ -166,21 +166,21 @@ def failing_as(what: str) -> Iterator[None]:
 def inside(file: str) -> str:
     """Return a file name that stays in its folder; raises CheckpointError for any other."""
     if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-        raise CheckpointError(f"expected the name of a file in the same folder, got {file!r}")
+        raise CheckpointError(f"the file name is {file!r}; expected the name of a file in the same folder")
     return file
 
 
 def lies_in_memory(tensor: torch.Tensor) -> bool:
     """Return whether the bytes at a tensor's address are its values in row-major order.
 
-    They are not for views that torch conjugates or negates when they are read, nor for zeros that have no memory.
+    They are not for views that torch conjugates or negates on reading, and for zeros without memory.
     """
     lazy = tensor.is_conj() or tensor.is_neg() or (tensor.numel() > 0 and tensor.data_ptr() == 0)
     return tensor.is_cpu and tensor.is_contiguous() and not lazy
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor that :func:`lies_in_memory`, to be read or written while the tensor lives."""
+    """Return the bytes of a tensor for which :func:`lies_in_memory` is true; valid while the tensor exists."""
     assert lies_in_memory(tensor)
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
@@ -229,11 +229,11 @@ def tiles(shape: tuple[int, ...], itemsize: int, limit_bytes: int) -> Iterator[S
 
 
 def local(path: str | Path) -> Path:
-    """Return a path of this machine's file systems.
+    """Return ``path`` as a Path of this machine's file systems.
 
     Raises:
-        CheckpointError: a URL, which would become a folder of that name here.
+        CheckpointError: ``path`` is a URL.
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
-        raise CheckpointError(f"{path} is a URL, and only folders of a file system are read and written; mount it, or copy a folder there")
+        raise CheckpointError(f"{path} is a URL; expected a folder of a file system: mount the storage, or copy the folder")
     return Path(path)

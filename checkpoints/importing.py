@@ -1,4 +1,4 @@
-"""Import: published safetensors as a committed step that any mesh restores, streamed from file to file."""
+"""Import: convert published safetensors to a committed step that any mesh restores, streamed from file to file."""
 
 from __future__ import annotations
 
@@ -34,23 +34,25 @@ def import_safetensors(
     checksum: Checksum = "crc32",
     progress: Progress | None = None,
 ) -> Path:
-    """Make a step of a model's safetensors, with nothing but the model in it; no process group, no model built.
+    """Convert a model's safetensors to a committed step that contains the model alone.
+
+    An import runs without a process group and without building the model.
 
     Args:
         src: a safetensors file, an index, or a folder of these.
-        root: the folder of steps to add to.
-        weights: our names -> those in ``src``; None: they are the same.
-        dtype: of the floating-point tensors; None: as they are.
-        step: the step's number.
-        config: the published ``config.json``; None: the one beside ``src``, where there is one.
+        root: the folder of steps in which to write the step.
+        weights: rules from our names to those in ``src``; None: they are the same.
+        dtype: dtype of the floating-point tensors; None: unchanged.
+        step: number of the step.
+        config: the published ``config.json``; None: the one beside ``src``, if there is one.
         checksum: see :class:`CheckpointManager`.
-        progress: told the bytes written so far and the bytes to write.
+        progress: called with the bytes written so far and the bytes to write.
 
     Returns:
         The step's folder; ``CheckpointManager(root).restore(par)`` reads it on any mesh.
 
     Raises:
-        CheckpointError: files that are damaged or do not fit their index, a step that is there already, too little space.
+        CheckpointError: damaged files, files that do not fit their index, an existing step, or too little space.
         LayoutError: the weight map does not fit the tensors.
     """
     rules = weights if weights is not None else WeightMap()
@@ -65,7 +67,7 @@ def import_safetensors(
         folder = steps.begin(step, replace=False)
         try:
             if (free := shutil.disk_usage(folder).free) < total:
-                raise CheckpointError(f"{root} has {free / 1e9:.2f} GB free; this import needs {total / 1e9:.2f} GB")
+                raise CheckpointError(f"{root} has {free / 1e9:.2f} GB free; this import needs {total / 1e9:.2f} GB: free some space")
             file = write_file(folder / "__0_0.distcp", _items(source, stored, dtypes, ByteCount(total, progress).add), checksum)
             _, metadata = divide([SavePlan([write_item(MODEL + n, (0,) * len(s), s, s, dtypes[n]) for n, s in source.shapes().items()])])
             told = {"step": step, "mesh": {}, "world_size": 1, "device": "cpu", "plan": f"imported from {src}"}
@@ -75,7 +77,7 @@ def import_safetensors(
 
 
 def _items(source: Mapped, stored: Safetensors, dtypes: Mapping[str, torch.dtype], told: Callable[[int], None]) -> Iterator[Item]:
-    """Yield the tensors in the order in which they lie in their files."""
+    """Yield the tensors in the order of their files."""
     space = torch.empty(TILE_BYTES, dtype=torch.uint8)
     for name, shape in source.shapes().items():
         origin = source.origin(name)
@@ -106,7 +108,7 @@ def _built(
 
 
 def config_beside(src: str | Path) -> dict[str, Any]:
-    """Return the contents of the ``config.json`` beside published weights, or {}; raises CheckpointError for one that is damaged."""
+    """Return the contents of the ``config.json`` beside published weights, or {}; raises CheckpointError if it is damaged."""
     src = Path(src)
     path = (src if src.is_dir() else src.parent) / "config.json"
     try:
@@ -114,5 +116,5 @@ def config_beside(src: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} does not hold a model's config: expected an object, got {type(found).__name__}")
+        raise CheckpointError(f"{path} is not a model's config: expected a JSON object, got {type(found).__name__}")
     return found

@@ -1,4 +1,4 @@
-"""What a folder of checkpoints holds, as text for people: the commands ``meshpar checkpoints ls, show, verify, diff, prune, pin``."""
+"""List, show, verify, compare, prune and pin checkpoints, as text: the commands ``meshpar checkpoints ...``."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from meshpar.errors import CheckpointError
 
 
 def list_steps(root: str | Path) -> str:
-    """Return a table of the committed steps, and below it what else lies there and why it does not count."""
+    """Return a table of the committed steps, followed by other folders and the reason why they are not steps."""
     steps = Steps(Path(root))
     committed, pinned = steps.committed(), steps.pinned()
     if not committed and not steps.ignored():
-        raise CheckpointError(f"{root} holds no checkpoints")
+        raise CheckpointError(f"{root} has no checkpoints; give a run's folder, or its folder of checkpoints")
     rows = [("step", "saved at (UTC)", "size", "mesh", "metrics", "")]
     for step in committed:
         try:
             found = read_manifest(steps.folder(step))
             metrics = ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items())
             marks = ", ".join([*(["latest"] if step == committed[-1] else []), *(["pinned"] if step in pinned else [])])
-            marks += "" if steps.path(step).exists() else f" (in {steps.folder(step).name}: its replacement goes on or did not finish)"
+            marks += "" if steps.path(step).exists() else f" (in {steps.folder(step).name}: its replacement is running or did not finish)"
             rows.append((str(step), found.saved_at[:19].replace("T", " "), _size(_bytes(found)), _mesh(found), metrics, marks))
         except CheckpointError as error:
             rows.append((str(step), "damaged", "", "", "", str(error)))
@@ -36,7 +36,7 @@ def list_steps(root: str | Path) -> str:
 
 
 def show_step(path: str | Path) -> str:
-    """Return what one step holds: where it comes from, its files, its tensors."""
+    """Return a description of one step: its origin, size and tensors."""
     folder = open_step(path)
     found = read_manifest(folder)
     model = {name: entry for name, entry in found.tensors.items() if name.startswith(MODEL)}
@@ -62,7 +62,7 @@ def show_step(path: str | Path) -> str:
 
 
 def verify_step(path: str | Path) -> str:
-    """Read every byte of a step and return a line that tells that it is as it was saved; raises CheckpointError, naming what is not."""
+    """Verify every byte of a step and return a line of text; raises CheckpointError that names every damaged part."""
     folder = open_step(path)
     found = read_manifest(folder)
     began = time.monotonic()
@@ -72,7 +72,7 @@ def verify_step(path: str | Path) -> str:
 
 
 def diff_steps(one: str | Path, other: str | Path) -> str:
-    """Return what differs between two steps: tensors that only one has, shapes, dtypes, values (by how much), and plain data."""
+    """Return the differences between two steps: tensors that only one has, shapes, dtypes, values (by how much), plain data."""
     folders = open_step(one), open_step(other)
     left, right = (read_manifest(folder) for folder in folders)
     lines = [f"only in {folders[0]}: {name}" for name in left.tensors if name not in right.tensors]
@@ -92,18 +92,18 @@ def diff_steps(one: str | Path, other: str | Path) -> str:
 
 
 def prune_steps(root: str | Path, keep: int, *, best: str | None = None) -> str:
-    """Remove all but the newest ``keep`` steps, the pinned ones and the ``best``, and what dead processes left; return what went.
+    """Delete all steps except the newest ``keep``, the pinned ones and the ``best``, and leftovers of dead processes; return a summary.
 
     Args:
         root: the folder of steps.
-        keep: how many of the newest stay.
-        best: as for :class:`CheckpointManager`; None: the best step is not told from others.
+        keep: number of newest steps to keep.
+        best: as for :class:`CheckpointManager`; None: do not keep a best step.
     """
     if keep < 1:
-        raise CheckpointError(f"expected to keep at least 1 step, got {keep}")
+        raise CheckpointError(f"keep is {keep}; expected at least 1")
     steps = Steps(Path(root))
     if not steps.committed():
-        raise CheckpointError(f"{root} holds no committed step")
+        raise CheckpointError(f"{root} holds no committed step; give a folder of checkpoints")
     leftovers = len(steps.ignored())
     steps.reap()
     gone = steps.retain(keep, steps.best_or_unknown(best) if best else ())
@@ -112,7 +112,7 @@ def prune_steps(root: str | Path, keep: int, *, best: str | None = None) -> str:
 
 
 def pin_step(path: str | Path, *, pinned: bool = True) -> str:
-    """Protect a step from retention, or no more."""
+    """Protect a step from deletion, or end the protection; return a line of text."""
     folder = open_step(path)
     step = read_manifest(folder).step
     Steps(folder.parent).pin(step, pinned=pinned)

@@ -1,4 +1,4 @@
-"""Folders on their way to a name or from it: called after the process at work on them, so that what a dead one left can be told."""
+"""Temporary and replaced folders. Their names carry host and PID, so that leftovers of dead processes can be recognised."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Leftover:
         return self.host == socket.gethostname() and self.process == os.getpid() and self.id.startswith(_ID)
 
     def abandoned(self, *, sole_writer: bool = False) -> bool:
-        """Tell whether nobody works on it any more.
+        """Return whether no live process uses this folder.
 
         Args:
-            sole_writer: whether only one process at a time makes such folders here, and it is this one: then another host's are dead.
+            sole_writer: whether this process is the only writer here, so that folders of other hosts are dead.
         """
         if self.host != socket.gethostname():
             return sole_writer or _untouched_s(self.path) > ABANDONED_S
@@ -55,7 +55,7 @@ class Leftover:
 
 
 def leftover(path: Path) -> Leftover | None:
-    """Return what a folder's name tells; None where it is another kind of name."""
+    """Parse a folder's name; return None for a name of another kind."""
     found = _NAME.fullmatch(path.name)
     return Leftover(path, found[1], found[2], found[3], int(found[4]), found[5]) if found else None
 
@@ -83,7 +83,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def told_only(what: str) -> Iterator[None]:
-    """Make a warning, which begins with ``what``, of an error that must not fail what is done already."""
+    """Log an error as a warning that begins with ``what``, because it must not fail work that is already done."""
     try:
         yield
     except (CheckpointError, OSError) as error:
@@ -101,7 +101,7 @@ def _runs(process: int) -> bool:
 
 
 def _untouched_s(path: Path) -> float:
-    """Return how many seconds ago a file, or anything in a folder, last changed; 0 where it is changing now."""
+    """Return the seconds since a file, or anything in a folder, last changed; 0 if it is changing now."""
     try:
         return time.time() - max(each.stat().st_mtime for each in (path, *(path.iterdir() if path.is_dir() else ())))
     except FileNotFoundError:

@@ -31,18 +31,21 @@ _log = logging.getLogger("meshpar.checkpoints")
 
 @final
 class CheckpointManager:
-    """The checkpoints of one run, in one folder that all ranks share.
+    """Save and restore the checkpoints of one run, in one folder that all ranks share.
+
+    >>> with CheckpointManager("run/checkpoints", keep=2) as checkpoints:  # doctest: +SKIP
+    ...     checkpoints.save(step, par, optimizer)                         # doctest: +SKIP
 
     Args:
-        root: the folder; made at the first save.
-        keep: how many of the newest committed steps to keep; None: all.
-        every: how many steps lie between two saves, for :meth:`due`; None: never due.
-        best: a metric's name; the step where it is lowest is kept as well. A leading ``+`` means highest (``"+accuracy"``).
-        async_: write beside training. ``save`` then returns once the ranks have agreed on what to write; the optimizer's next step
-            waits until it is copied to the host; the step is committed some time later. Use the manager as a context, or ``close`` it.
-        checksum: ``"sha256"`` adds a SHA-256 of every file to the CRC-32 of every tensor's every part.
-        threads: how many write on each rank, each a file of its own.
-        timeout_s: how long a rank waits for the others within one step of a save, in seconds.
+        root: the folder of checkpoints; the first save creates it.
+        keep: number of newest committed steps to keep; None: all.
+        every: number of steps between two saves, for :meth:`due`; None: never due.
+        best: name of a metric. The step with its lowest value is kept, too. A leading ``+`` means highest (``"+accuracy"``).
+        async_: write in the background. ``save`` then returns once the ranks have agreed on a plan. The optimizer's next step waits until
+            the values are copied to the host. The step is committed later. Use the manager as a context, or ``close`` it.
+        checksum: ``"crc32"``: a CRC-32 of every part of every tensor; ``"sha256"``: also a SHA-256 of every file.
+        threads: number of files that each rank writes at once.
+        timeout_s: seconds that a rank waits for the others within one step of a save.
     """
 
     def __init__(
@@ -74,11 +77,11 @@ class CheckpointManager:
 
     @property
     def root(self) -> Path:
-        """The folder."""
+        """The folder of checkpoints."""
         return self._steps.root
 
     def due(self, step: int) -> bool:
-        """Tell whether ``step`` is one to save, by ``every``."""
+        """Return whether ``step`` is due to be saved, according to ``every``."""
         return self._every is not None and step % self._every == 0
 
     def steps(self) -> list[int]:
@@ -86,7 +89,7 @@ class CheckpointManager:
         return self._steps.committed()
 
     def latest(self) -> int | None:
-        """Return the newest committed step; None where there is none."""
+        """Return the newest committed step; None if there is none."""
         return next(reversed(self.steps()), None)
 
     def ignored(self) -> dict[Path, str]:
@@ -94,9 +97,9 @@ class CheckpointManager:
         return self._steps.ignored()
 
     def best(self) -> int | None:
-        """Return the step with the best metric; None where no step has it."""
+        """Return the step with the best value of the metric ``best``; None if no step has that metric."""
         if self._best is None:
-            raise CheckpointError("this manager was given no metric; pass best='validation_loss', or another name given to save(metrics=)")
+            raise CheckpointError("this manager has no metric; pass best='validation_loss', or another name that save(metrics=) receives")
         return self._steps.best(self._best)
 
     def save(
@@ -110,24 +113,24 @@ class CheckpointManager:
         rank_extra: object = None,
         replace: bool = False,
     ) -> Path:
-        """Save one step; on return it is whole and on the disk, or on its way there (``async_``).
+        """Save one step. On return it is committed to the disk, or is being written in the background (``async_``).
 
         Collective: every rank calls it.
 
         Args:
-            step: its number.
-            par: the module and its mesh.
-            optimizer: built from ``par.module.parameters()``.
+            step: number of the step.
+            par: the parallel module.
+            optimizer: the optimizer to save, built from ``par.module.parameters()``; None: save none.
             extra: plain data, the same on every rank (rank 0's is stored): the schedule's state, the data position.
-            metrics: values by which the best step is told.
-            rank_extra: plain data of this rank's own, given back to the same rank of the same mesh.
-            replace: whether to save over a step that is there.
+            metrics: values from which the best step is chosen.
+            rank_extra: plain data of this rank, returned to the same rank of the same mesh.
+            replace: whether to replace an existing step.
 
         Returns:
-            The step's folder; under ``async_`` it is not there yet.
+            The step's folder; with ``async_`` it may not exist yet.
 
         Raises:
-            CheckpointError: on every rank, when any of them fails; what was committed before is untouched. Also for an earlier save
+            CheckpointError: on every rank, if any rank fails. Steps committed before stay untouched. Also raised for an earlier save
                 that failed in the background.
         """
         self._background.wait()
@@ -145,15 +148,15 @@ class CheckpointManager:
         return self._steps.path(step)
 
     def before_step(self) -> None:
-        """Wait until the save in flight has copied what it needs; an optimizer that was given to ``save`` does this by itself."""
+        """Wait until the save in flight has copied its values; an optimizer that ``save`` received does this in its ``step``."""
         self._background.before_step()
 
     def wait(self) -> None:
-        """Wait until the save in flight is committed; raises CheckpointError where it failed."""
+        """Wait until the save in flight is committed; raises CheckpointError if it failed."""
         self._background.wait()
 
     def close(self) -> None:
-        """Wait for the save in flight and end what the manager holds open; raises CheckpointError where the save failed."""
+        """Wait for the save in flight and close the manager's process group; raises CheckpointError if the save failed."""
         try:
             self._background.close()
         finally:
@@ -170,7 +173,7 @@ class CheckpointManager:
         except CheckpointError as failure:
             if error is None:
                 raise
-            _log.error("%s", failure)  # the error that is on its way tells more
+            _log.error("%s", failure)  # the error being raised has the cause
 
     def restore(
         self,
@@ -184,25 +187,26 @@ class CheckpointManager:
         random: bool = True,
         fallback: bool = False,
     ) -> RestoredState:
-        """Read a committed step into a module and its optimizer, on any mesh, whatever the mesh that saved it.
+        """Restore a committed step into a module and its optimizer, on any mesh.
 
-        Collective: every rank calls it. Each rank reads its own bytes only, into place.
+        Collective: every rank calls it. Each rank reads only its own bytes, directly into its tensors.
 
         Args:
-            par: the module and its mesh; its parameters have memory (``materialize`` was called).
-            optimizer: whose state and options are replaced by the checkpoint's; None: leave the checkpoint's aside.
-            step: which step; None: the newest committed one.
-            verify: ``"size"``: every file is there in its size; ``"full"``: and every byte is what was saved (read twice); ``"none"``.
+            par: the parallel module; its parameters have memory (``materialize`` was called).
+            optimizer: the optimizer whose state and options are replaced; None: do not restore an optimizer.
+            step: the step to restore; None: the newest committed one.
+            verify: ``"size"``: check the size of every file; ``"full"``: check every byte (reads them twice); ``"none"``.
             cast: accept tensors of another dtype, and convert them.
-            partial: accept missing and unexpected tensors and parameter groups that differ; what is missing stays as it is.
-            random: restore the generators too.
-            fallback: where the step is damaged, log that as an error and take the one before it; the result tells.
+            partial: accept missing and unexpected tensors and different parameter groups. Missing tensors keep their values.
+            random: restore the random generators, too.
+            fallback: if the step is damaged, log an error and restore the step before it. The result lists damaged steps in
+                ``passed_over``.
 
         Returns:
-            What was saved beside the tensors.
+            The plain data that was saved beside the tensors.
 
         Raises:
-            CheckpointError: on every rank, before anything is changed: no such step, a damaged file, or a list of every missing,
+            CheckpointError: on every rank, before any tensor changes: no such step, a damaged file, or a list of every missing,
                 unexpected, wrong-shape and wrong-dtype tensor.
         """
         self._background.wait()
@@ -235,7 +239,7 @@ class CheckpointManager:
 
     def _begin(self, noted: Noted, replace: bool) -> Path:
         if not isinstance(noted.step, int) or noted.step < 0:
-            raise CheckpointError(f"expected a step of 0 or more, got {noted.step!r}")
+            raise CheckpointError(f"step is {noted.step!r}; expected a whole number of 0 or more")
         plain(noted.extra, "extra")
         plain(noted.metrics, "metrics")
         self._steps.reap(sole_writer=True)
@@ -248,7 +252,7 @@ class CheckpointManager:
 
     def _commit(self, folder: Path, manifest: Manifest) -> Path:
         path = self._steps.commit(folder, manifest)
-        with told_only(f"step {manifest.step} is committed, but older steps were not removed"):
+        with told_only(f"step {manifest.step} is committed, but older steps could not be deleted"):
             self._steps.retain(self._keep, self._steps.best_or_unknown(self._best) if self._best else (), saved=manifest.step)
         return path
 

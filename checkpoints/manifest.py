@@ -1,4 +1,4 @@
-"""``meshpar.json``: what is in a committed checkpoint beside the tensors. A folder without it is not a checkpoint."""
+"""``meshpar.json``: the plain data of a committed checkpoint. A folder without this file is not a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class Manifest:
     """The plain data of one checkpoint.
 
     Attributes:
-        step: the optimizer steps taken.
-        saved_at: when, UTC, ISO 8601.
-        files: file name -> {"size": bytes, "crc32": checksum} and "sha256" where it was asked for.
+        step: number of the step.
+        saved_at: time of the save, UTC, ISO 8601.
+        files: file name -> {"size": bytes, "crc32": checksum}, and "sha256" if that was requested.
         mesh: axis name -> size.
-        world_size: how many ranks saved it.
-        device: type of the device that it was saved from.
+        world_size: number of ranks that saved it.
+        device: type of the device from which it was saved.
         plan: the plan as text.
         tensors: checkpoint name -> {"dtype", "shape", "chunks"}; a chunk is [offsets, shape, file, position, length, crc32].
-        tied: groups of the model's names that are one tensor.
+        tied: groups of names in the model that are one tensor.
         weights: the rules from our names to the published ones, see :meth:`meshpar.weights.WeightMap.to_json`.
         config: the published model's ``config.json``.
-        optimizer: groups, options and each parameter's keys; None where no optimizer was saved.
+        optimizer: groups, options and each parameter's keys; None if no optimizer was saved.
         seed: rank 0's seed.
-        extra: what the caller added.
-        rank_extra: what each rank added.
-        metrics: name -> value, by which the best step is told.
-        versions: "torch" and "meshpar".
+        extra: ``save(extra=)`` of rank 0.
+        rank_extra: ``save(rank_extra=)`` of each rank.
+        metrics: name -> value, from which the best step is chosen.
+        versions: versions of "torch" and "meshpar".
     """
 
     step: int
@@ -65,14 +65,14 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return the file's text, an entry a line; the last one is the CRC-32 of all before it."""
+        """Return the file's text, one entry per line; the last entry is the CRC-32 of all lines before it."""
         entries = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
         text = "{\n" + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in entries.items())
         return f'{text}"crc32": "{crc32(text.encode()):08x}"\n}}\n'
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest; raises CheckpointError where the folder holds none that is whole and that this version can read."""
+    """Read a checkpoint's manifest; raises CheckpointError if it is missing, damaged, or of a newer version."""
     path = folder / MANIFEST_NAME
     try:
         text = path.read_bytes()
@@ -84,10 +84,12 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path} has the format {kind!r}, version {version}; this meshpar reads {FORMAT!r} up to version {VERSION}"
             )
         if seal is None or seal.end() != len(text) or crc32(text[: seal.start()]) != int(data.pop("crc32"), 16):
-            raise CheckpointError(f"{path} is damaged: it does not fit the checksum at its end")
+            raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
         found = Manifest(**data)
         if (named := step_of(folder.name.partition(".")[0])) not in (None, found.step):
-            raise CheckpointError(f"{folder} is called step {named} and holds step {found.step}: somebody renamed or exchanged it")
+            raise CheckpointError(
+                f"{folder} is named step {named} and contains step {found.step}: it was renamed or replaced; rename it back"
+            )
         return found
     except FileNotFoundError as error:
         reason = "no such folder" if not folder.is_dir() else f"it has no {MANIFEST_NAME}, so it was never committed"
@@ -111,7 +113,7 @@ def step_of(name: str) -> int | None:
 
 
 def fsync(path: Path) -> None:
-    """Bring a file or a folder to the disk."""
+    """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -120,7 +122,7 @@ def fsync(path: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file so that it has either its old contents or the new, and is on the disk when this returns."""
+    """Write a small file atomically, and flush it to the disk."""
     temporary = path.with_name(f".{path.name}.new")
     with temporary.open("w") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""Export of a live model: a checkpoint beside the target, exported and removed."""
+"""Export of a live model, through a temporary checkpoint beside the target."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def export_module(
     overwrite: bool = False,
     timeout_s: float = 1800.0,
 ) -> Path:
-    """Export a module that lives on a mesh, without gathering it in memory; needs twice the model's size on the disk for a while.
+    """Export a parallel module without gathering it in memory. Temporarily uses twice the model's size on the disk.
 
     Collective: every rank calls it, with the same ``dst`` on a file system that all share.
 
     Args:
-        par: the module and its mesh.
+        par: the parallel module.
         dst, dtype, max_shard_size, tokenizer, progress, overwrite: as for :func:`export_safetensors`.
-        timeout_s: how long a rank waits for the others within one step, in seconds.
+        timeout_s: seconds that a rank waits for the others within one step.
 
     Returns:
         ``dst``.
 
     Raises:
-        CheckpointError: on every rank, when any of them fails.
+        CheckpointError: on every rank, if any rank fails.
     """
     ranks = Ranks(timeout_s)
     target = Path(dst).resolve()
@@ -54,11 +54,11 @@ def export_module(
         return Path(dst)
     finally:
         if ranks.rank == 0:
-            remove(root)
+            delete(root)
 
 
 def _make_beside(target: Path, *, overwrite: bool) -> Path:
-    """Make a folder for the checkpoint; a later export removes one whose process was killed."""
+    """Create a folder for the temporary checkpoint; a later export deletes leftovers of killed processes."""
     free_target(target, overwrite=overwrite)
     root = on_the_way(target.with_name(f".{target.name}"), "tmp")
     root.mkdir(parents=True)

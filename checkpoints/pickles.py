@@ -1,4 +1,4 @@
-"""Torch's pickles, read without running what they say: every global is looked up in an allow-list of plain stand-ins.
+"""Read torch's pickles without running code: every global is looked up in an allow-list of plain stand-ins.
 
 DCP's ``.metadata`` and the ``data.pkl`` of each saved tensor are pickles, and a pickle can name any function to be called. These
 readers build inert records instead; a name that is not listed raises.
@@ -81,7 +81,7 @@ class _Reader(pickle.Unpickler):
             return self._known[module, name]
         if (dtype := _dtype(module, name)) is not None:
             return dtype
-        raise CheckpointError(f"it names {module}.{name}, which no checkpoint needs; it may be an attack and was not run")
+        raise CheckpointError(f"it refers to {module}.{name}, which no checkpoint needs; it may be an attack and was not run")
 
 
 @final
@@ -100,7 +100,7 @@ def read_metadata(data: bytes, path: object) -> PickledObject:
     known["collections", "OrderedDict"] = dict
     loaded = _guarded(lambda: _Reader(io.BytesIO(data), known).load(), path)
     if not isinstance(loaded, PickledObject):
-        raise CheckpointError(f"{path} does not hold the metadata of a distributed checkpoint, but a {type(loaded).__name__}")
+        raise CheckpointError(f"{path} is not the metadata of a distributed checkpoint, but a {type(loaded).__name__}")
     return loaded
 
 
@@ -116,7 +116,7 @@ def read_tensor_pickle(data: bytes, path: object) -> SavedTensor:
     }
     loaded = _guarded(lambda: _ItemReader(io.BytesIO(data), known).load(), path)
     if not isinstance(loaded, SavedTensor):
-        raise CheckpointError(f"{path} does not hold a tensor, but a {type(loaded).__name__}")
+        raise CheckpointError(f"{path} is not a tensor, but a {type(loaded).__name__}")
     return loaded
 
 

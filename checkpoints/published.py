@@ -30,9 +30,9 @@ class StoredModel:
         self._names = {clean_name(name.removeprefix(MODEL)): name for name in source.tensors if name.startswith(MODEL)}
         saved = [name for name in source.tensors if name.startswith(MODEL)]
         if len(self._names) != len(saved):
-            raise CheckpointError(f"{len(saved)} tensors have only {len(self._names)} names once wrappers' parts are taken out of them")
+            raise CheckpointError(f"{len(saved)} tensors have only {len(self._names)} names without the parts of wrappers")
         if not saved:
-            raise CheckpointError(f"{source.folder} holds no tensor of a model (none begins with {MODEL!r})")
+            raise CheckpointError(f"{source.folder} has no tensors of a model (no name begins with {MODEL!r})")
         self._drop_tied(tied)
 
     def _drop_tied(self, tied: Sequence[Sequence[str]]) -> None:
@@ -41,7 +41,7 @@ class StoredModel:
             owner = held[0] if held else ""
             for other in held[1:]:
                 if not same_tensor(self, owner, other):
-                    raise CheckpointError(f"{owner} and {other} are tied, yet differ in the checkpoint; the export would lose one of them")
+                    raise CheckpointError(f"{owner} and {other} are tied but differ in the checkpoint; the export would lose one")
                 del self._names[other]
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -69,7 +69,7 @@ def stored_model(path: str | Path) -> StoredModel:
         path: a step, ``.../latest``, or a folder of steps (its newest).
 
     Raises:
-        CheckpointError: there is no committed step, or a file of it is missing or has another size.
+        CheckpointError: there is no committed step, or one of its files is missing or has the wrong size.
     """
     folder = open_step(path)
     manifest = read_manifest(folder)
@@ -86,7 +86,7 @@ class PublishedModel:
         self.shapes, self.dtypes, self.read = mapped.shapes, mapped.dtypes, mapped.read
 
     def check_what_is_rebuilt(self) -> None:
-        """Check the stored tensors that are not carried over as they are; those are checked while they are copied."""
+        """Check the stored tensors that rules rebuild; the others are checked while they are copied."""
         carried = {self._mapped.origin(name) for name in self._mapped.shapes()}
         for name in self._model.shapes():
             for piece in self._model.pieces(name) if name not in carried else ():
@@ -103,7 +103,7 @@ def clean_name(name: str) -> str:
 
 
 def same_tensor(source: TypedSource, one: str, other: str) -> bool:
-    """Tell whether two tensors of a source have the same shape, dtype and bits."""
+    """Return whether two tensors of a source have the same shape, dtype and bits."""
     shape, dtype = source.shapes()[one], source.dtypes()[one]
     if (shape, dtype) != (source.shapes()[other], source.dtypes()[other]):
         return False

@@ -1,4 +1,4 @@
-"""Steps that all ranks take together: one fails, all fail, with the same error and within a bounded time."""
+"""Steps that all ranks run together: if one fails, all fail with the same error within a bounded time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Ranks:
     Collective: every rank constructs it and takes each step, in the same order.
 
     Args:
-        timeout_s: how long a rank waits for the others in one step, in seconds; the first is to make the group.
+        timeout_s: seconds that a rank waits for the others in one step; creating the group is the first.
 
     Raises:
-        CheckpointError: the group was not made in that time, or a rank ended meanwhile.
+        CheckpointError: the group was not created in that time, or a rank ended.
 
     Attributes:
-        broken: whether a step was lost between the ranks; the next one needs new Ranks.
+        broken: whether communication failed in a step; the next step needs new Ranks.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -77,7 +77,7 @@ class Ranks:
         return self.share(step, lambda: results)
 
     def close(self) -> None:
-        """End the group."""
+        """Destroy the group."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
@@ -90,13 +90,15 @@ class Ranks:
         except RuntimeError as error:
             self.broken = True
             reason = str(error).partition("\n")[0]
-            raise CheckpointError(f"{step} failed: rank {self.rank} lost the others, or waited over {self._timeout}: {reason}") from error
+            raise CheckpointError(
+                f"{step} failed: rank {self.rank} lost the others, or waited longer than {self._timeout}: {reason}"
+            ) from error
         if failures := [failure for failure, _ in outcomes if failure is not None]:
             raise CheckpointError("\n  ".join([f"{step} failed on {len(failures)} of {self.size} ranks:", *failures]))
         return outcomes
 
     def _gather(self, outcome: _Outcome) -> list[_Outcome]:
-        """Bring all outcomes to rank 0, and what failed to everyone."""
+        """Gather all outcomes on rank 0, and send failures to every rank."""
         if self._group is None:
             return [outcome]
         nothing: _Outcome = (None, None)
@@ -139,8 +141,8 @@ def _make_group(timeout: timedelta) -> dist.ProcessGroup:
     except (TimeoutError, RuntimeError) as error:
         reason = str(error).partition("\n")[0] or "no answer"
         raise CheckpointError(
-            f"rank {dist.get_rank()} could not connect to the {dist.get_world_size() - 1} others within {timeout}: one has ended, or does "
-            f"not save or restore as they do ({reason})"
+            f"rank {dist.get_rank()} could not connect to the {dist.get_world_size() - 1} others within {timeout}: one has ended, or did "
+            f"not call save or restore; call it on every rank ({reason})"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The course of one restore: verify, compare, and only then read."""
+"""One restore: verify, compare, and only then read."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from meshpar.placements import held_by_this_rank, local_tensor
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredState:
-    """What :meth:`CheckpointManager.restore` found beside the tensors.
+    """The result of :meth:`CheckpointManager.restore`: plain data that was saved beside the tensors.
 
     Attributes:
-        step: the optimizer steps taken.
-        extra: what was given to ``save``.
-        rank_extra: what this rank gave to ``save``; None on another mesh, where ranks are not the same.
-        metrics: what was given to ``save``.
-        same_mesh: whether mesh, world size and device type are those that saved.
-        random: ``"restored"``: every generator is as it was, bit for bit; ``"derived"``: seeded anew by ``par.manual_seed`` from the
-            saved seed and the step; ``"kept"``: left alone.
-        skipped: what ``partial=True`` let pass, line by line.
+        step: number of the step.
+        extra: the ``extra`` that ``save`` received.
+        rank_extra: the ``rank_extra`` of this rank; None on another mesh, where ranks differ.
+        metrics: the ``metrics`` that ``save`` received.
+        same_mesh: whether mesh, world size and device type equal those of the save.
+        random: ``"restored"``: every generator has its saved state; ``"derived"``: ``par.manual_seed`` seeded from the saved seed and the
+            step; ``"kept"``: unchanged.
+        skipped: differences that ``partial=True`` accepted, line by line.
         folder: the step's folder.
-        passed_over: the newer steps that were damaged, with what is wrong with each; only where ``fallback`` allowed it.
+        passed_over: newer steps that were damaged, with the damage of each; only with ``fallback``.
     """
 
     step: int
@@ -53,7 +53,7 @@ class RestoredState:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Differences:
-    """What does not fit on one rank, line by line, the model's tensors that it does not know, and its optimizer's groups."""
+    """Differences on one rank, line by line, the unexpected tensors, and the optimizer's groups."""
 
     wrong: list[str]
     missing: list[str]
@@ -63,17 +63,17 @@ class _Differences:
 
 @final
 class Restoring:
-    """One restore on its way."""
+    """One restore."""
 
     def __init__(self, ranks: Ranks, folder: Path, par: Checkpointable, optimizer: torch.optim.Optimizer | None) -> None:
         self._ranks, self._folder, self._par, self._optimizer = ranks, folder, par, optimizer
 
     def open(self, verify: Verify) -> None:
-        """Look whether the step is whole; collective. Raises CheckpointError on every rank where it is damaged."""
+        """Verify the step; collective. Raises CheckpointError on every rank if it is damaged."""
         self._ranks.everyone("opening the checkpoint", lambda: self._open(verify))
 
     def run(self, *, cast: bool, partial: bool, random: bool, passed_over: tuple[str, ...] = ()) -> RestoredState:
-        """Restore; collective. Raises CheckpointError on every rank, before anything is changed, for all that does not fit."""
+        """Restore; collective. Raises CheckpointError on every rank, before any tensor changes, listing all differences."""
         skipped = self._compare(cast, partial)
         self._ranks.everyone("reading (the state is partly restored)", self._read)
         manifest, par = self._manifest, self._par
@@ -96,7 +96,7 @@ class Restoring:
         self._source = DistributedCheckpoint(self._folder)
 
     def _compare(self, cast: bool, partial: bool) -> list[str]:
-        """Raise one error for all that does not fit on any rank, or return what ``partial`` lets pass."""
+        """Raise one error that lists the differences on all ranks, or return those that ``partial`` accepts."""
         found = self._ranks.everyone("comparing", lambda: self._differences(cast))
         wrong = list(dict.fromkeys(line for each in found for line in each.wrong))
         lenient = list(dict.fromkeys(line for each in found for line in each.missing))
@@ -131,7 +131,7 @@ class Restoring:
         )
 
     def _renamings(self) -> dict[str, str]:
-        """Return our name -> the checkpoint's, where a tied tensor was saved under another of its names."""
+        """Return our name -> the checkpoint's, for tied tensors that were saved under another of their names."""
         saved_as = {name: group[0] for group in self._manifest.tied for name in group}
         renamed = {}
         for name, aliases in self._model.names.items():

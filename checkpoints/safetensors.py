@@ -1,4 +1,4 @@
-"""Safetensors files: read piece by piece as a WeightSource, and the header of one to be written.
+"""Read safetensors files piece by piece as a WeightSource, and make the header of a new file.
 
 The format (huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON header, the tensors' bytes.
 """
@@ -45,13 +45,15 @@ _LONGEST_HEADER = 100_000_000  # the bound of the reference implementation
 
 @final
 class Safetensors:
-    """The tensors of one safetensors file, or of all in a folder, as a WeightSource; nothing is read before it is asked for.
+    """Read the tensors of a safetensors file, or of all in a folder, as a WeightSource. Tensors are read on request.
+
+    >>> par.materialize(weights=Safetensors("llama"))  # doctest: +SKIP
 
     Args:
-        path: a ``.safetensors`` file, an index (``*.safetensors.index.json``), or a folder that holds either.
+        path: a ``.safetensors`` file, an index (``*.safetensors.index.json``), or a folder with either.
 
     Raises:
-        CheckpointError: a file is missing, truncated or damaged, or one name is in two files.
+        CheckpointError: a file is missing, truncated or damaged, or two files have a tensor of the same name.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -60,9 +62,11 @@ class Safetensors:
         for file, expected in _files(self._path).items():
             boxes = read_header(ReadFile(file))
             if absent := [name for name in expected if name not in boxes]:
-                raise CheckpointError(f"{file} lacks {len(absent)} tensors that the index places in it: {', '.join(absent[:5])}")
+                raise CheckpointError(f"{file} lacks {len(absent)} tensors of the index: {', '.join(absent[:5])}")
             if twice := [name for name in boxes if name in self._boxes]:
-                raise CheckpointError(f"{self._boxes[twice[0]].file.path} and {file} both hold {', '.join(twice[:5])}")
+                raise CheckpointError(
+                    f"{self._boxes[twice[0]].file.path} and {file} both have {', '.join(twice[:5])}; remove one of the files"
+                )
             self._boxes.update(boxes)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -74,14 +78,14 @@ class Safetensors:
         return {name: box.dtype for name, box in self._boxes.items()}
 
     def pieces(self, name: str) -> Sequence[Piece]:
-        """Return the tensor as the one piece that it is."""
+        """Return the tensor as a single piece."""
         box = self._boxes[name]
         return [Piece((0,) * len(box.shape), box)]
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""
         if name not in self._boxes:
-            raise CheckpointError(f"{self._path} holds no tensor {name!r}; the nearest are {nearest(name, self._boxes)}")
+            raise CheckpointError(f"{self._path} has no tensor {name!r}; nearest: {nearest(name, self._boxes)}")
         box = self._boxes[name]
         box.read(spans_of(index, box.shape), out)
 
@@ -97,7 +101,7 @@ def _files(path: Path) -> dict[Path, list[str]]:
             raise CheckpointError(f"expected one safetensors index or some .safetensors files in {path}, found {len(indices)} indices")
         return {file: [] for file in files}
     if not path.exists():
-        raise CheckpointError(f"no such file or folder: {path}")
+        raise CheckpointError(f"there is no file or folder {path}")
     if path.name.endswith(".json"):
         return _indexed(path)
     return {path: []}
@@ -115,43 +119,43 @@ def _indexed(path: Path) -> dict[Path, list[str]]:
 
 
 def read_header(file: ReadFile) -> dict[str, Box]:
-    """Return where each tensor of a safetensors file lies; raises CheckpointError for a truncated or damaged file."""
+    """Return the position of each tensor of a safetensors file; raises CheckpointError for a truncated or damaged file."""
     try:
         length = struct.unpack("<Q", file.bytes(0, 8))[0]
         if length > min(_LONGEST_HEADER, file.size - 8):
-            raise CheckpointError(f"its header claims {length} bytes of a file of {file.size}")
+            raise CheckpointError(f"its header has a length of {length} bytes in a file of {file.size}")
         header = json.loads(file.bytes(8, length))
         boxes = {name: _box(file, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
         end = 8 + length
         for name, box in sorted(boxes.items(), key=lambda each: (each[1].position, each[1].nbytes)):
             if box.position != end:
-                raise CheckpointError(f"{name!r} begins at byte {box.position}, and what is before it ends at {end}")
+                raise CheckpointError(f"{name!r} begins at byte {box.position}; expected {end}, where the tensor before it ends")
             end += box.nbytes
         if end != file.size:
-            raise CheckpointError(f"its tensors end at byte {end} and the file at {file.size}")
+            raise CheckpointError(f"its tensors end at byte {end}, and the file ends at {file.size}")
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file.path} is not a whole safetensors file: {error}") from error
+        raise CheckpointError(f"{file.path} is not a complete safetensors file: {error}") from error
     return boxes
 
 
 def _box(file: ReadFile, base: int, entry: Mapping[str, Any]) -> Box:
     start, stop = entry["data_offsets"]
     if entry["dtype"] not in DTYPES:
-        raise CheckpointError(f"it holds the dtype {entry['dtype']!r}; this version reads {', '.join(DTYPES)}")
+        raise CheckpointError(f"it has the dtype {entry['dtype']!r}; this version reads {', '.join(DTYPES)}")
     box = Box(file, base + start, tuple(entry["shape"]), DTYPES[entry["dtype"]])
     if start < 0 or any(size < 0 for size in box.shape) or stop - start != math.prod(box.shape) * box.dtype.itemsize:
-        raise CheckpointError(f"a tensor of shape {box.shape} and dtype {entry['dtype']} cannot lie in bytes {start} to {stop}")
+        raise CheckpointError(f"a tensor of shape {box.shape} and dtype {entry['dtype']} does not fit bytes {start} to {stop}")
     return box
 
 
 def write_header(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a file that holds these tensors in this order, and each tensor's position in the file, in bytes."""
+    """Return the header of a file of these tensors in this order, and each tensor's position in the file, in bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     offsets: dict[str, int] = {}
     for name, shape in shapes.items():
         if dtypes[name] not in _NAMES:
-            raise CheckpointError(f"safetensors has no name for {dtypes[name]} ({name!r}); export with another dtype")
+            raise CheckpointError(f"safetensors does not support {dtypes[name]} ({name!r}); export with another dtype")
         offsets[name] = offset
         end = offset + math.prod(shape) * dtypes[name].itemsize
         entries[name] = {"dtype": _NAMES[dtypes[name]], "shape": list(shape), "data_offsets": [offset, end]}

@@ -1,4 +1,4 @@
-"""The course of one save: plan, stage, write, commit; every rank at every step, or none."""
+"""One save: plan, stage, write, commit. All ranks complete each of these, or none does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SPARE_BYTES = 64 << 20  # archives' headers, metadata, the manifest
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
-    """What the caller adds to a step, as plain data."""
+    """Plain data that the caller adds to a step."""
 
     step: int
     extra: Mapping[str, Any]
@@ -52,7 +52,7 @@ class Noted:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planned:
-    """What one rank tells rank 0 before anything is written."""
+    """Data that each rank sends to rank 0 before the write."""
 
     plan: SavePlan
     tied: Sequence[Sequence[str]]
@@ -62,14 +62,14 @@ class _Planned:
 
 @final
 class Saving:
-    """One save on its way: :meth:`plan`, :meth:`stage` where training shall go on meanwhile, :meth:`finish`.
+    """One save: call :meth:`plan`, then :meth:`stage` for a save in the background, then :meth:`finish`.
 
     Args:
-        ranks: who saves together.
+        ranks: the ranks that save together.
         folder: the temporary folder.
-        noted: what the caller adds; rank 0's counts, but for ``rank_extra``.
-        threads: how many write, each a file.
-        checksum: of the files, beside the CRC-32.
+        noted: plain data that the caller adds; rank 0's is saved, except ``rank_extra``.
+        threads: number of files that each rank writes at once.
+        checksum: checksum of the files, in addition to the CRC-32 of the parts.
         on_write: called after every block, by the threads that write.
     """
 
@@ -90,11 +90,11 @@ class Saving:
         self._stage_error: Exception | None = None
 
     def plan(self, par: Checkpointable, optimizer: torch.optim.Optimizer | None, *, later: bool = False) -> None:
-        """Agree on who writes what; collective.
+        """Agree on the parts that each rank writes; collective.
 
         Args:
-            par, optimizer: what is saved.
-            later: what a forward pass may change is copied now; the rest must stay as it is until :meth:`stage` has ended.
+            par, optimizer: the module and the optimizer to save.
+            later: copy buffers, which a forward may change, now; other tensors must not change until :meth:`stage` has ended.
         """
         step = self._noted.step
         planned = self._ranks.collect(f"planning step {step}", lambda: self._describe(par, optimizer, later))
@@ -104,14 +104,14 @@ class Saving:
         self._tensors = {}
 
     def stage(self, stager: Stager) -> None:
-        """Copy what this rank writes; on return the module and the optimizer may change. An error is kept for :meth:`finish`."""
+        """Copy the parts that this rank writes. On return the module and the optimizer may change. :meth:`finish` raises an error."""
         try:
             self._parts = stager.stage(self._parts, self._device, self._ready)
         except Exception as error:  # noqa: BLE001 - the other ranks, which go on to finish(), must hear of it there
             self._stage_error = error
 
     def finish(self, commit: Callable[[Manifest], Path]) -> Path:
-        """Write, check and commit; return the step's folder. Collective; raises CheckpointError on every rank when any of them fails."""
+        """Write, check and commit; return the step's folder. Collective. Raises CheckpointError on every rank if any rank fails."""
         step = self._noted.step
         written = self._ranks.collect(f"writing step {step}", self._write)
         return self._ranks.share(f"committing step {step}", lambda: commit(self._check([file for each in written for file in each])))
@@ -128,9 +128,9 @@ class Saving:
         if unmade := [name for name, tensor in tensors.items() if tensor.is_meta]:
             raise CheckpointError(f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before save")
         if (began := step_of(self._folder.name.partition(".")[0])) not in (None, self._noted.step):
-            raise CheckpointError(f"this rank saves step {self._noted.step}, and rank 0 step {began}; give every rank the same number")
+            raise CheckpointError(f"this rank saves step {self._noted.step}, rank 0 step {began}; pass the same step on every rank")
         if not self._folder.is_dir():
-            raise CheckpointError(f"{self._folder}, made by rank 0, is not here; the ranks must share that folder")
+            raise CheckpointError(f"{self._folder}, created by rank 0, does not exist here; use a file system that all ranks share")
         self._tensors = tensors
         return _Planned(
             plan=local_plan(tensors),
@@ -178,7 +178,7 @@ class Saving:
 
 
 def make_manifest(folder: Path, metadata: Metadata, files: Sequence[WrittenFile], told: Mapping[str, Any]) -> Manifest:
-    """Write torch's metadata into the folder and return what ``meshpar.json`` shall say of it; raises where parts do not add up."""
+    """Write torch's metadata into the folder and return the manifest; raises CheckpointError if parts are missing."""
     described = [*files, write_metadata(folder, metadata, files)]
     tensors = DistributedCheckpoint(folder).tensors  # as a reader will see them
     chunks: dict[str, list[Any]] = {name: [] for name in tensors}

@@ -1,4 +1,4 @@
-"""Host memory into which an asynchronous save copies what it will write, so that training may go on."""
+"""Host memory to which an asynchronous save copies its parts, so that training can continue."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PIECE_BYTES = 16 << 20
 
 @final
 class Stager:
-    """Buffers that are kept from one save to the next: memory is allocated, and pinned, once.
+    """Buffers that are reused from save to save, so that memory is allocated and pinned once.
 
-    One save at a time: the parts of a save are overwritten by the next :meth:`stage`.
+    One save at a time: the next :meth:`stage` overwrites the parts of a save.
 
     Args:
-        threads: how many copy what lies in host memory; one core alone does not use all that memory can do.
+        threads: number of threads that copy from host memory; one core does not reach the memory's bandwidth.
     """
 
     def __init__(self, threads: int = 2) -> None:
@@ -29,12 +29,12 @@ class Stager:
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def stage(self, parts: Sequence[Part], device: torch.device, ready: torch.Event | None = None) -> list[Part]:
-        """Copy parts to the host; on return all is copied.
+        """Copy parts to the host; on return all parts are copied.
 
         Args:
-            parts: what to copy.
-            device: where they lie.
-            ready: an event of ``device``, after which they hold what is to be saved; None on the CPU.
+            parts: the parts to copy.
+            device: the device of the parts.
+            ready: an event of ``device``, after which the parts have their final values; None on the CPU.
         """
         buffers = {part.key: self._buffer(part) for part in parts}
         self._buffers = buffers  # those of tensors that are gone are let go
@@ -68,7 +68,7 @@ class Stager:
 
 
 def _pieces(out: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut a large tensor, so that the threads have about the same to do."""
+    """Split a large tensor, so that the threads have equal work."""
     rows = max(1, _PIECE_BYTES // max(1, tensor[:1].nbytes)) if tensor.ndim else 1
     if tensor.nbytes <= _PIECE_BYTES or len(tensor) <= rows:
         yield out, tensor

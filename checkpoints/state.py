@@ -1,4 +1,4 @@
-"""What a checkpoint holds: tensors under flat names, and plain data.
+"""The content of a checkpoint: tensors under flat names, and plain data.
 
 ``model.<name>`` for parameters and persistent buffers, ``optimizer.<parameter>.<key>`` for the optimizer's tensors,
 ``random.rank-<n>.<generator>`` for random state. Tied tensors are saved once. Written here, because torch's ``get_optimizer_state_dict``
@@ -46,11 +46,11 @@ def model_state(module: nn.Module, owners: Collection[str] = ()) -> ModelState:
     """Collect parameters and persistent buffers, a tied one by its name in ``owners`` or else its first.
 
     Raises:
-        CheckpointError: the module has state that is no tensor, or a tensor whose values are not one plain array.
+        CheckpointError: the module has state that is not a tensor, or a tensor that is not a dense array.
     """
     state = module.state_dict(keep_vars=True)
     if odd := [name for name, value in state.items() if not isinstance(value, Tensor)]:
-        raise CheckpointError(f"a checkpoint holds tensors only; these entries of the state_dict are something else: {', '.join(odd)}")
+        raise CheckpointError(f"these entries of the state_dict are not tensors: {', '.join(odd)}; pass them to save(extra=) instead")
     _check_plain(state)
     groups: dict[int, list[str]] = {}
     for name, value in state.items():
@@ -72,8 +72,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: ModelState) -> Opti
     """Collect an optimizer's state by parameter name.
 
     Raises:
-        CheckpointError: it trains a parameter that the module does not have, keeps a shard as a plain tensor, or has an option
-            that is not plain data.
+        CheckpointError: the optimizer trains a parameter that the module does not have, keeps a shard as a plain tensor, or has an
+            option that is not plain data.
     """
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     tensors: dict[str, Tensor] = {}
@@ -110,7 +110,7 @@ def parameters_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) ->
     strange = [tuple(each.shape) for each in parameters if id(each) not in names]
     if strange:
         raise CheckpointError(
-            f"the optimizer trains {len(strange)} of {len(parameters)} parameters that the module does not hold (shapes {strange[:5]}); "
+            f"the optimizer trains {len(strange)} of {len(parameters)} parameters that the module does not have (shapes {strange[:5]}); "
             "build it after plan.apply, from par.module.parameters()"
         )
     return parameters
@@ -120,8 +120,8 @@ def _check_plain(tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError for tensors whose bytes alone are not their values: their type, layout or scales would be lost."""
     if odd := [f"{name} ({kind})" for name, tensor in tensors.items() if (kind := _no_array(local_tensor(tensor))) is not None]:
         raise CheckpointError(
-            f"a checkpoint stores dense arrays; expected plain tensors, got {', '.join(odd)}; dequantize these tensors (or make them "
-            "dense) before the plan is applied, or keep them out of what is saved: register_buffer(..., persistent=False)"
+            f"a checkpoint stores dense tensors; got {', '.join(odd)}; dequantize these tensors (or make them dense) before the plan "
+            "is applied, or exclude them from checkpoints: register_buffer(..., persistent=False)"
         )
 
 
@@ -139,7 +139,7 @@ def _check_whole(name: str, key: str, value: Tensor, parameter: Tensor) -> None:
     if value.numel() > 1 and not isinstance(value, DTensor) and sharded_axes(parameter):
         raise CheckpointError(
             f"the optimizer keeps {key!r} of {name} as a plain tensor of shape {tuple(value.shape)}, although the parameter is sharded "
-            f"over {sharded_axes(parameter)}: no rank holds all of it; expected a DTensor"
+            f"over {sharded_axes(parameter)}, so no rank has all of it; expected a DTensor"
         )
 
 
@@ -150,7 +150,7 @@ def _option(key: str, value: object) -> Any:  # noqa: ANN401 - plain data
 
 
 def plain(value: object, what: str) -> Any:  # noqa: ANN401 - plain data
-    """Return ``value`` as JSON will give it back (tuples become lists); raises CheckpointError where JSON cannot hold it."""
+    """Return ``value`` as JSON returns it (tuples become lists); raises CheckpointError if JSON cannot store it."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: which steps are committed, how one becomes so, and which go.
+"""The folder of a run's checkpoints: commit, find, retain and delete steps.
 
-A step is written in ``step-00000012.tmp-<host>-<pid>-<id>`` and renamed to ``step-00000012`` when it is whole and on the disk, so that
-at every instant each ``step-N`` is a whole checkpoint. A step that is replaced lies in ``step-00000012.old-...`` until the new one has its
-name, and is found there. ``LATEST`` names the newest; ``latest`` is a link to it.
+A step is written to ``step-00000012.tmp-<host>-<pid>-<id>`` and renamed to ``step-00000012`` once it is complete and on the disk, so
+that every ``step-N`` is a complete checkpoint at all times. A step that is being replaced is called ``step-00000012.old-...`` until the new
+one has its name, and is read from there. ``LATEST`` names the newest step; ``latest`` is a link to it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ PIN_FILE = "PINNED"
 
 @final
 class Steps:
-    """The committed steps in ``root``, and the only code that adds and removes any."""
+    """The committed steps in ``root``. Only this class adds and deletes steps."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, step: int) -> Path:
-        """Return the place of a step, which it may be about to take."""
+        """Return the path of a step, which may not exist yet."""
         return self.root / step_name(step)
 
     def folder(self, step: int) -> Path:
-        """Return where a committed step is read: in its place, or aside where whoever replaces it has not come to its end."""
+        """Return the folder of a committed step: its path, or its ``.old-`` folder if a replacement did not finish."""
         return self._found().get(step, self.path(step))
 
     def committed(self) -> list[int]:
@@ -41,10 +41,10 @@ class Steps:
         return sorted(self._found())
 
     def ignored(self) -> dict[Path, str]:
-        """Return the folders that look like steps but are none, and why."""
+        """Return the folders that look like steps but are not committed, and why."""
         found = set(self._found().values())
         reasons = {
-            each.path: "of a save or a removal that goes on or did not finish" for _, each in self._leftovers() if each.path not in found
+            each.path: "of a save or a removal that is running or did not finish" for _, each in self._leftovers() if each.path not in found
         }
         for each in self._folders():
             if step_of(each.name) is not None and not (each / MANIFEST_NAME).is_file():
@@ -52,9 +52,9 @@ class Steps:
         return reasons
 
     def begin(self, step: int, *, replace: bool) -> Path:
-        """Make the temporary folder of a new step; raises CheckpointError where the step is saved already, unless ``replace``."""
+        """Create the temporary folder of a new step; raises CheckpointError if the step exists, unless ``replace``."""
         if (self.path(step).exists() or step in self.committed()) and not replace:
-            what = "is saved already" if step in self.committed() else "cannot be saved: something that is no checkpoint is"
+            what = "is already saved" if step in self.committed() else "cannot be saved: something that is not a checkpoint is"
             raise CheckpointError(f"step {step} {what} in {self.folder(step)}; save another step, or pass replace=True")
         self.root.mkdir(parents=True, exist_ok=True)
         temporary = on_the_way(self.path(step), "tmp")
@@ -62,7 +62,7 @@ class Steps:
         return temporary
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
-        """Make a whole step out of a temporary folder whose files are on the disk; what fails after the step is there is only told."""
+        """Commit a temporary folder whose files are on the disk. Errors after the commit are logged as warnings only."""
         write_durably(temporary / MANIFEST_NAME, manifest.to_json())
         final = self.path(manifest.step)
         replaced = on_the_way(final, "old") if final.exists() else None
@@ -76,7 +76,7 @@ class Steps:
             if replaced:
                 replaced.rename(final)
             raise
-        with told_only(f"step {manifest.step} is committed, but the folder around it is not in order"):
+        with told_only(f"step {manifest.step} is committed, but cleaning its folder up failed"):
             fsync(self.root)
             if replaced:
                 remove(replaced)
@@ -84,12 +84,12 @@ class Steps:
         return final
 
     def abandon(self, temporary: Path) -> None:
-        """Remove a temporary folder after a failed save."""
+        """Delete a temporary folder after a failed save."""
         if temporary.exists():
             remove(temporary)
 
     def pin(self, step: int, *, pinned: bool = True) -> None:
-        """Protect a step from retention, or no more; raises CheckpointError where it is not committed."""
+        """Protect a step from deletion, or end the protection; raises CheckpointError if it is not committed."""
         if step not in self.committed():
             raise CheckpointError(f"{self.root} holds no committed step {step}; it holds {self.committed()}")
         if pinned:
@@ -98,19 +98,19 @@ class Steps:
             (self.folder(step) / PIN_FILE).unlink(missing_ok=True)
 
     def pinned(self) -> set[int]:
-        """Return the steps that are protected from retention."""
+        """Return the steps that are protected from deletion."""
         return {step for step, folder in self._found().items() if (folder / PIN_FILE).exists()}
 
     def retain(self, keep: int | None, protected: Collection[int] = (), *, saved: int | None = None) -> list[int]:
-        """Remove all committed steps but the newest ``keep``, the pinned and the protected ones; return those removed.
+        """Delete all committed steps except the newest ``keep``, the pinned and the protected ones; return the deleted steps.
 
-        Steps after the one that was ``saved`` just now, from which somebody went back, neither count nor go, and those that cannot be
-        read do not count.
+        Steps later than the one just ``saved`` exist after a resume from an earlier step: they are neither counted nor deleted. Steps that
+        cannot be read are not counted.
         """
         steps, kept = self.committed(), self.pinned() | set(protected)
         steps = [step for step in steps if saved is None or step <= saved]
         if self.root.is_dir():
-            fsync(self.root)  # or, after a crash, an older step might be gone and a newer one not be there yet
+            fsync(self.root)  # otherwise a crash might lose an older step before a newer one is on the disk
         if keep is None or len(steps) <= keep:
             return []
         kept |= set(islice(filter(self._is_readable, reversed(steps)), keep))
@@ -129,11 +129,11 @@ class Steps:
         return True
 
     def reap(self, *, sole_writer: bool = False) -> None:
-        """Remove what dead processes left; a step that was being replaced when its process died comes back.
+        """Delete leftovers of dead processes. A step whose process died while replacing it gets its name back.
 
         Args:
-            sole_writer: whether this is the run's one writer, rank 0, so that what another host left is dead; otherwise that is left alone
-                until it has not changed for hours.
+            sole_writer: whether this process is the run's only writer, rank 0, so that leftovers of other hosts are dead. Otherwise they
+                stay until they have not changed for six hours.
         """
         for step, each in self._leftovers():
             if not each.abandoned(sole_writer=sole_writer):
@@ -144,14 +144,14 @@ class Steps:
                 remove(each.path)
 
     def best(self, best: str) -> int | None:
-        """Return the committed step with the least ``metric``, or the largest of ``+metric``; None where none has it.
+        """Return the committed step with the lowest ``metric``, or the highest of ``+metric``; None if no step has it.
 
-        A damaged manifest is told and passed over.
+        A step with a damaged manifest is skipped with a warning.
         """
         return _best(self._scores(best.removeprefix("+")), largest=best.startswith("+"))
 
     def best_or_unknown(self, best: str) -> set[int]:
-        """Return the best step, and those whose manifest cannot be read, since one of them may be the best."""
+        """Return the best step and the steps whose manifest cannot be read, because one of these may be the best."""
         scores = self._scores(best.removeprefix("+"))
         found = _best(scores, largest=best.startswith("+"))
         return set(self.committed()) - set(scores) | (set() if found is None else {found})
@@ -159,7 +159,7 @@ class Steps:
     def _scores(self, metric: str) -> dict[int, float | None]:
         scores: dict[int, float | None] = {}
         for step in self.committed():
-            with told_only(f"step {step} is not compared by {metric}"):
+            with told_only(f"step {step} is left out of the comparison by {metric}"):
                 scores[step] = read_manifest(self.folder(step)).metrics.get(metric)
         return scores
 
@@ -169,13 +169,13 @@ class Steps:
         return sorted(each for each in self.root.iterdir() if each.is_dir() and not each.is_symlink())
 
     def _found(self) -> dict[int, Path]:
-        """Return the committed steps and where each is read."""
+        """Return the committed steps and the folder of each."""
         aside = {step: each.path for step, each in self._leftovers() if each.kind == "old"}
         placed = {step: each for each in self._folders() if (step := step_of(each.name)) is not None}
         return {step: each for step, each in {**aside, **placed}.items() if (each / MANIFEST_NAME).is_file()}
 
     def _leftovers(self) -> list[tuple[int, Leftover]]:
-        """Return the folders that are on their way to a step, or were one, with its number."""
+        """Return temporary and replaced folders, with the number of their step."""
         found = [each for folder in self._folders() if (each := leftover(folder))]
         return [(step, each) for each in found if (step := step_of(each.of)) is not None]
 
@@ -197,7 +197,7 @@ def _best(scores: Mapping[int, float | None], *, largest: bool) -> int | None:
 
 
 def open_step(path: str | Path) -> Path:
-    """Return the folder of the step that ``path`` means: a step, ``.../latest``, or a folder of steps (its newest).
+    """Return the folder of a step. ``path`` is a step, ``.../latest``, or a folder of steps (its newest step).
 
     Raises:
         CheckpointError: there is no committed step.
@@ -211,4 +211,4 @@ def open_step(path: str | Path) -> Path:
     if (step := step_of(path.name)) is not None and step in (around := Steps(path.parent)).committed():
         return around.folder(step)
     read_manifest(path)
-    raise CheckpointError(f"{path} holds no committed step")
+    raise CheckpointError(f"{path} holds no committed step; give a step's folder, or a folder with steps")

@@ -1,4 +1,4 @@
-"""Comparing a checkpoint's files with its manifest, down to the tensor in which a byte differs."""
+"""Compare a checkpoint's files with its manifest, and name the tensors in which bytes differ."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def verify_files(folder: Path, manifest: Manifest, level: Verify, names: Iterabl
     Args:
         folder: the checkpoint.
         manifest: its manifest.
-        level: ``"size"``: every file is there and has its size; ``"full"``: and every byte is what was written; ``"none"``.
-        names: the files to look at; None: all, and that torch's metadata says of each part what the manifest says.
+        level: ``"none"``; ``"size"``: compare the size of every file; ``"full"``: also every byte.
+        names: the files to compare; None: all files, and with ``"full"`` also torch's metadata with the manifest.
 
     Raises:
-        CheckpointError: naming every file that differs and the tensors in it that do.
+        CheckpointError: names every file that differs, and the tensors in it that differ.
     """
     if level not in ("none", "size", "full"):
-        raise CheckpointError(f"verify must be 'none', 'size' or 'full', got {level!r}")
+        raise CheckpointError(f"verify is {level!r}; expected 'none', 'size' or 'full'")
     if level == "none":
         return
     parts = _parts_by_file(manifest) if level == "full" else {}
@@ -67,7 +67,7 @@ def _problems(path: Path, expected: Mapping[str, Any], parts: Iterable[tuple[str
         size = path.stat().st_size
         if size != expected["size"]:
             within = [f"{name} at {chunk.offsets}" for name, chunk, _ in parts if chunk.position + chunk.length > size]
-            yield f"expected {expected['size']} bytes, found {size}" + (f"; lost are (parts of) {', '.join(within[:10])}" if within else "")
+            yield f"expected {expected['size']} bytes, found {size}" + (f"; lost: (parts of) {', '.join(within[:10])}" if within else "")
         elif full:
             yield from _differing(ReadFile(path), expected, sorted(parts, key=lambda each: each[1].position))
     except OSError as error:
@@ -75,7 +75,7 @@ def _problems(path: Path, expected: Mapping[str, Any], parts: Iterable[tuple[str
 
 
 def _differing(file: ReadFile, expected: Mapping[str, Any], parts: list[tuple[str, Chunk, int]]) -> Iterator[str]:
-    """Yield what differs in one file, which is read once."""
+    """Yield the differences in one file, which is read once."""
     reader = _Summing(file, with_sha256="sha256" in expected)
     told = False
     for name, chunk, checksum in parts:
@@ -96,7 +96,7 @@ def _sums(expected: int, found: int) -> str:
 
 @final
 class _Summing:
-    """Reads a file from begin to end, summing the whole and, on the way, its parts."""
+    """Read a file from start to end, and compute the checksums of the whole and of its parts."""
 
     def __init__(self, file: ReadFile, *, with_sha256: bool) -> None:
         self._file, self._at = file, 0
@@ -123,7 +123,7 @@ class _Summing:
 
 
 def _disagreements(source: DistributedCheckpoint, manifest: Manifest) -> Iterator[str]:
-    """Yield where torch's metadata and the manifest say different things of a tensor."""
+    """Yield the parts on which torch's metadata and the manifest disagree."""
     known = {(name, chunk) for name, chunk, _ in _chunks(manifest) if 0 not in chunk.shape}
     found = {(name, chunk) for name, stored in source.tensors.items() for chunk in stored.chunks}
     for name, chunk in sorted(known ^ found, key=str):

@@ -1,4 +1,4 @@
-"""Writing parts of tensors in torch.distributed.checkpoint's format: its planner divides them, threads write and sum them."""
+"""Write parts of tensors in torch.distributed.checkpoint's format: its planner divides them, threads write them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Checksum = Literal["crc32", "sha256"]
 @final
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank holds of one tensor: ``tensor`` is the box at ``offsets``."""
+    """One rank's part of one tensor: ``tensor`` is the box at ``offsets``."""
 
     name: str
     offsets: tuple[int, ...]
@@ -47,7 +47,7 @@ class Part:
 @final
 @dataclass(frozen=True, slots=True)
 class WrittenPart:
-    """Where a part was written: position and length in bytes, CRC-32 of these bytes."""
+    """Position, length in bytes and CRC-32 of a written part."""
 
     name: str
     offsets: tuple[int, ...]
@@ -60,7 +60,7 @@ class WrittenPart:
 @final
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A file that is on the disk, and the parts in it, one after another."""
+    """A file on the disk, and its parts, one after another."""
 
     name: str
     size: int
@@ -70,27 +70,27 @@ class WrittenFile:
 
 
 def local_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
-    """Return what this rank could write."""
+    """Return the parts that this rank could write."""
     return SavePlan([item for name, tensor in tensors.items() for item in _items(name, tensor)])
 
 
 def divide(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Return what each rank shall write, so that everything is written once; raises where the plans leave a part out."""
+    """Return the parts that each rank writes, so that each part is written once; raises if the plans lack a part."""
     return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False).create_global_plan(plans)
 
 
 def parts_of(plan: SavePlan, tensors: Mapping[str, Tensor]) -> list[Part]:
-    """Return the parts of ``tensors`` that the plan wants written."""
+    """Return the parts of ``tensors`` that the plan assigns to this rank."""
     return [Part(item.index.fqn, tuple(item.index.offset or ()), local_tensor(tensors[item.index.fqn])) for item in plan.items]
 
 
 def planned_bytes(plans: list[SavePlan]) -> int:
-    """Return how many bytes of tensors the plans write."""
+    """Return the number of bytes of tensors in the plans."""
     return sum(_payload_bytes(item) for plan in plans for item in plan.items)
 
 
 def _payload_bytes(item: WriteItem) -> int:
-    # WriteItem.tensor_storage_size tells the whole tensor's bytes, not the part's.
+    # WriteItem.tensor_storage_size is the size of the whole tensor, not of the part.
     assert item.tensor_data is not None
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
@@ -98,7 +98,7 @@ def _payload_bytes(item: WriteItem) -> int:
 def write_parts(
     folder: Path, rank: int, parts: Sequence[Part], *, threads: int, checksum: Checksum, on_write: Callable[[], None] = lambda: None
 ) -> list[WrittenFile]:
-    """Write and fsync one file a thread; raises what the first failing thread raised. Threads call ``on_write`` after every block."""
+    """Write and fsync one file per thread; raises the error of the first failing thread. Threads call ``on_write`` after every block."""
     shares: list[list[Part]] = [[] for _ in range(threads)]
     sizes = [0] * threads
     for part in sorted(parts, key=lambda each: -each.tensor.nbytes):
@@ -129,7 +129,7 @@ def write_metadata(folder: Path, metadata: Metadata, files: Sequence[WrittenFile
 
 
 def check_written(plans: Sequence[SavePlan], files: Sequence[WrittenFile]) -> None:
-    """Raise CheckpointError unless every planned part was written, once, in its shape and with all its bytes."""
+    """Raise CheckpointError unless every planned part was written once, with its shape and all its bytes."""
     planned = {
         (item.index.fqn, tuple(item.index.offset or ())): (tuple(item.tensor_data.chunk.sizes), _payload_bytes(item))
         for plan in plans
@@ -145,7 +145,7 @@ def check_written(plans: Sequence[SavePlan], files: Sequence[WrittenFile]) -> No
         if shape != part.shape or part.length < size:
             problems.append(f"{part.name} at {part.offsets}: {part.shape} in {part.length} bytes were written, planned {shape} in {size}")
     if problems:
-        raise CheckpointError("\n  ".join(["what was written is not what was planned:", *problems[:20]]))
+        raise CheckpointError("\n  ".join(["the written parts differ from the plan; save again:", *problems[:20]]))
 
 
 def write_item(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype) -> WriteItem:
@@ -159,7 +159,7 @@ def _items(name: str, tensor: Tensor) -> list[WriteItem]:
     local, held = local_tensor(tensor), held_by_this_rank(tensor)
     sizes = torch.Size(each.stop - each.start for each in held)
     if sizes != local.shape:
-        raise CheckpointError(f"{name}: this rank should hold {tuple(sizes)} of {tuple(tensor.shape)}, but holds {tuple(local.shape)}")
+        raise CheckpointError(f"{name}: this rank has a shard of {tuple(local.shape)}; expected {tuple(sizes)} of {tuple(tensor.shape)}")
     if local.numel() == 0 and tensor.numel() > 0:
         return []
     return [write_item(name, tuple(each.start for each in held), tuple(sizes), tuple(tensor.shape), local.dtype)]
@@ -178,7 +178,7 @@ class Item:
 
 
 def write_file(path: Path, items: Iterable[Item], checksum: Checksum, on_write: Callable[[], None] = lambda: None) -> WrittenFile:
-    """Write parts one after another and bring the file to the disk; ``on_write`` is called after every block."""
+    """Write parts one after another and flush the file to the disk; ``on_write`` is called after every block."""
     written: list[WrittenPart] = []
     position = whole = 0
     digest = hashlib.sha256() if checksum == "sha256" else None
@@ -206,7 +206,7 @@ def _items_of(parts: Sequence[Part]) -> Iterator[Item]:
 
 @final
 class _Room:
-    """A tile of host memory, through which goes what does not lie there in one piece already."""
+    """A tile of host memory, through which tensors are copied that are not contiguous in host memory."""
 
     def __init__(self) -> None:
         self._tile: Tensor | None = None

@@ -123,7 +123,7 @@ def one_process():
 @pytest.mark.parametrize("message", ODD)
 def test_what_is_no_array_is_refused_by_name(tmp_path, one_process, message):
     job = Job(ODD[message]())
-    with pytest.raises(CheckpointError, match=f"a checkpoint stores dense arrays; expected plain tensors, got {message}; dequantize"):
+    with pytest.raises(CheckpointError, match=f"a checkpoint stores dense tensors; got {message}; dequantize"):
         CheckpointManager(tmp_path).save(1, job)
     assert CheckpointManager(tmp_path).steps() == []
 

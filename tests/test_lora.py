@@ -114,7 +114,7 @@ def compare_exports(folder: Path, trained: dict[str, torch.Tensor]) -> None:
     held = {name.removeprefix("base_model.model."): value for name, value in theirs.state_dict().items()}
     assert all(torch.equal(held[name], value) for name, value in trained.items())
     merged = theirs.merge_and_unload()
-    with pytest.raises(CheckpointError, match="is there already and not empty"):
+    with pytest.raises(CheckpointError, match="already exists and is not empty"):
         export_adapters(folder / "checkpoints", folder / "adapters", SETTINGS, folder / "base")
     export_merged(folder / "checkpoints", folder / "merged", SETTINGS, folder / "base", max_shard_size=20_000)
     assert len(list((folder / "merged").glob("*.safetensors"))) > 1
