@@ -139,7 +139,7 @@ def test_export_names_what_is_missing(tmp_path: Path) -> None:
 
 def test_sizes_are_read_with_their_units() -> None:
     assert [bytes_of(text) for text in ("5GB", "2GiB", "500 mb", "1000", "1.5K")] == [5 * 10**9, 2 << 30, 5 * 10**8, 1000, 1500]
-    with pytest.raises(CheckpointError, match="cannot read the size '5 apples'"):
+    with pytest.raises(CheckpointError, match="the size is '5 apples'"):
         bytes_of("5 apples")
 
 

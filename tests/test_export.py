@@ -375,11 +375,11 @@ def test_the_command_takes_names_config_and_files_that_it_is_given(runs, tmp_pat
     ("options", "message"),
     [
         (("--layout", "falcon"), "--layout must be own, llama, qwen3, gpt2 or a file"),
-        (("--layout", "absent.json"), "absent.json holds no rules"),
+        (("--layout", "absent.json"), "absent.json has no rules"),
         (("--config", "absent"), "--config: expected a folder with config.json"),
         (("--verify", "some"), "expected 'none', 'size' or 'full'"),
-        (("--max-shard-size", "1.2.3GB"), "cannot read the size '1.2.3GB'"),
-        (("--max-shard-size", "."), "cannot read the size '.'"),
+        (("--max-shard-size", "1.2.3GB"), "the size is '1.2.3GB'"),
+        (("--max-shard-size", "."), "the size is '.'"),
     ],
 )
 def test_the_command_says_what_an_option_takes(runs, tmp_path, options, message):

@@ -329,7 +329,7 @@ def test_an_imported_model_is_a_beginning_in_the_runs_folder_and_elsewhere(folde
         assert len(losses(recipe)) == 3, "from step 0"
         got = weights(folder, name)
         assert all(float((got[name] - expected[name].bfloat16().float()).abs().max()) < 1e-6 for name in expected)
-    with pytest.raises(RecipeError, match=r"import it as step 0, or into another folder, which checkpoint\.resume names"):
+    with pytest.raises(RecipeError, match=r"import it as step 0, or into another folder and set checkpoint\.resume"):
         launch(small(folder, f"output={folder / 'imported'}", paths), 1, quiet=True)
 
 

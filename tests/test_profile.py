@@ -49,7 +49,7 @@ def test_a_job_profiles_itself_and_trains_as_without(tmp_path: Path) -> None:
         losses[name] = [record["train/loss"] for record in records if "train/loss" in record]
     few = [*more, f"output={tmp_path / 'with'}", "profile=on", "training.steps=10"]  # of which 9 are done
     done = subprocess.run([*command[:4], str(tmp_path / "job.yaml"), *few], capture_output=True, text=True, timeout=150, check=True)
-    assert "no profile: it takes 8 steps, and 1 are left" in done.stderr
+    assert "no profile: it requires 8 steps, and 1 are left" in done.stderr
     assert losses["with"] == losses["without"] and len(losses["with"]) == 9
     assert not (tmp_path / "without" / "profile").exists()
     trace = json.loads((tmp_path / "with" / "profile" / "trace.json").read_text())

@@ -223,7 +223,7 @@ def test_a_pretrained_encoder_gets_a_new_head(tmp_path: Path) -> None:
         par = with_weights(Plan().apply(model), section, 0)
         with torch.device("meta"):
             other = transformers.BertForSequenceClassification(config)
-        with pytest.raises(RecipeError, match=r"model.new: 'clasifier.\*' fits no parameter"):
+        with pytest.raises(RecipeError, match=r"model.new: 'clasifier.\*' matches no parameter"):
             with_weights(Plan().apply(other), SimpleNamespace(weights=tmp_path / "pretrained", new=("clasifier.*",), ignore=()), 0)
     held = par.module.state_dict()
     assert all(torch.equal(held[name], source[name]) for name in held if not name.startswith(("classifier", "bert.pooler")))

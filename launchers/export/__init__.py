@@ -1,1 +1,1 @@
-"""What a run gives away: a folder that transformers or peft loads."""
+"""``meshpar export``: write a run's model as a folder that transformers or peft loads."""

@@ -1,4 +1,4 @@
-"""What goes with an exported model: its config, its generation config, its tokenizer, and the names of its weights."""
+"""The files of an exported model beside its weights: config, generation config, tokenizer; and the weights' names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GENERATION = "generation_config.json"
 @final
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What to write beside a model's weights: the contents of ``config.json``, a tokenizer's folder, and more files."""
+    """Files to write beside a model's weights: the contents of ``config.json``, a tokenizer's folder, and other files."""
 
     config: Mapping[str, Any]
     tokenizer: Path | None
@@ -32,15 +32,15 @@ class Beside:
 
 
 def beside(step: Path, given: Path | None = None) -> Beside:
-    """Find what goes with the model of a step.
+    """Find the files beside the model of a step.
 
     Args:
         step: the step's folder, in the folder of checkpoints of a run's folder.
-        given: a folder whose ``config.json`` and other files count before the run's; None: the config that was saved with the step, the
-            run's tokenizer, and the generation config of the weights that the run began with.
+        given: a folder whose ``config.json`` and other files take precedence; None: the config that was saved with the step, the run's
+            tokenizer, and the generation config of the weights that the run started from.
 
     Raises:
-        CheckpointError: ``given`` is no folder, or its ``config.json`` cannot be read.
+        CheckpointError: ``given`` is not a folder, or its ``config.json`` cannot be read.
     """
     run = step.parent.parent
     tokenizer = run / TOKENIZER if (run / TOKENIZER).is_dir() else None
@@ -56,8 +56,8 @@ def weight_names(layout: str | None) -> WeightMap | None:
     """Return the rules from the saved names to the published ones.
 
     Args:
-        layout: ``own``: the names stay; ``llama``, ``qwen3``, ``gpt2``: those of meshpar's models; the path of a JSON file:
-            ``WeightMap.to_json``'s rules; None: those that were saved with the step, which this returns as None.
+        layout: ``own``: keep the names; ``llama``, ``qwen3``, ``gpt2``: the rules of meshpar's models; the path of a JSON file: the rules
+            of ``WeightMap.to_json``; None: the rules that were saved with the step, for which this function returns None.
     """
     if layout is None:
         return None
@@ -67,7 +67,7 @@ def weight_names(layout: str | None) -> WeightMap | None:
         try:
             return WeightMap.from_json(json.loads(Path(layout).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, AttributeError, LayoutError) as error:
-            raise CheckpointError(f"--layout: {layout} holds no rules of a weight map: {error}") from error
+            raise CheckpointError(f"--layout: {layout} has no rules of a weight map: {error}") from error
     found = names_of_ours(layout)
     if found is None:
         raise CheckpointError(f"--layout must be own, llama, qwen3, gpt2 or a file ending in .json, got {layout!r}")
@@ -75,7 +75,7 @@ def weight_names(layout: str | None) -> WeightMap | None:
 
 
 def names_of_ours(kind: object) -> WeightMap | None:
-    """Return the rules of meshpar's model that is published as ``kind``; None where there is none."""
+    """Return the rules of meshpar's model that is published as ``kind``; None if there is none."""
     from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 
     with torch.device("meta"):
@@ -95,7 +95,7 @@ def _config_in(folder: Path) -> dict[str, Any]:
 
 
 def _generation_config(run: Path) -> tuple[Path, ...]:
-    """Return the generation config of the weights or the config that a run's model began with."""
+    """Return the generation config of the weights or of the config that a run's model started from."""
     if not (run / RECIPE).is_file():
         return ()
     model = load_recipe(run / RECIPE).model

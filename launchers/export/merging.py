@@ -1,4 +1,4 @@
-"""Export of trained adapters: merged into the weights that they adapt, or in peft's own form."""
+"""Export trained adapters: merged into the weights below them, or in peft's own format."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Merged:
         self.shapes, self.dtypes, self._base, self._scale = base.shapes, base.dtypes, base, scale
         layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
         if lost := [layer for layer in layers if f"{layer}.weight" not in base.shapes()]:
-            raise CheckpointError(f"the weights have no {lost[0]}.weight, which an adapter belongs to; give the folder that was adapted")
+            raise CheckpointError(
+                f"the weights have no {lost[0]}.weight, and an adapter belongs to it; give the folder of weights that was adapted"
+            )
         self._pairs = {f"{each}.weight": (adapters[f"{each}.lora_A.weight"], adapters[f"{each}.lora_B.weight"]) for each in layers}
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
@@ -66,16 +68,16 @@ def export_merged(
     *,
     overwrite: bool = False,
 ) -> Path:
-    """Write the adapted model as transformers loads it, tile by tile; what peft's ``merge_and_unload`` gives.
+    """Write the adapted model for transformers, tile by tile, with the result of peft's ``merge_and_unload``.
 
     Args:
-        src: a step of adapters, or the folder of all steps (the newest is taken).
-        dst: the folder to make.
-        settings: of the adapters.
-        base: the folder of the weights that they adapt, with its config and tokenizer.
-        dtype: of the weights; None: the base's.
-        max_shard_size, progress: as of :func:`meshpar.checkpoints.export_safetensors`.
-        overwrite: replace what is there.
+        src: a step of adapters, or the folder of all steps (exports the newest).
+        dst: the folder to write.
+        settings: settings of the adapters.
+        base: the folder of the adapted weights, with its config and tokenizer.
+        dtype: dtype of the weights; None: the base's.
+        max_shard_size, progress: as for :func:`meshpar.checkpoints.export_safetensors`.
+        overwrite: replace an existing folder.
     """
     apart(dst.resolve(), src, base)
     merged: Any = Merged(Safetensors(base), stored_adapters(src), settings.alpha / settings.rank)
@@ -84,9 +86,9 @@ def export_merged(
 
 
 def export_adapters(src: Path, dst: Path, settings: LoRA, base: Path, *, overwrite: bool = False) -> Path:
-    """Write the adapters as peft loads them (``PeftModel.from_pretrained``); arguments as :func:`export_merged`.
+    """Write the adapters in peft's format (``PeftModel.from_pretrained``); arguments as for :func:`export_merged`.
 
-    The folder appears, or takes the place of the old one, when it is whole.
+    The folder appears, or replaces the old one, once it is complete.
     """
     import peft
     from safetensors.torch import save_file
@@ -112,7 +114,7 @@ def export_adapters(src: Path, dst: Path, settings: LoRA, base: Path, *, overwri
 
 
 def stored_adapters(src: Path) -> dict[str, torch.Tensor]:
-    """Return the adapters of a step by the names that peft's files have: ``layer.lora_A.weight``."""
+    """Return the adapters of a step by peft's names: ``layer.lora_A.weight``."""
     checkpoint = DistributedCheckpoint(open_step(src))
     found = {}
     for name, stored in checkpoint.tensors.items():
@@ -121,12 +123,12 @@ def stored_adapters(src: Path) -> dict[str, torch.Tensor]:
             checkpoint.read(name, tuple(slice(0, size) for size in stored.shape), value)
             found[name.removeprefix(MODEL).replace(f".{NAME}.", ".")] = value
     if not found:
-        raise CheckpointError(f"{src} holds no adapters; it is exported with `meshpar export` as it is")
+        raise CheckpointError(f"{src} has no adapters; export it with `meshpar export`")
     return found
 
 
 def _transposed(adapters: Mapping[str, torch.Tensor], base: TypedSource) -> bool:
-    """Tell whether the adapted layers hold their weights transposed, as GPT-2's Conv1D."""
+    """Return whether the adapted layers store their weights transposed, as GPT-2's Conv1D does."""
     name, a = next((name, value) for name, value in adapters.items() if ".lora_A." in name)
     layer = name.rpartition(".lora_")[0]
     b = adapters[f"{layer}.lora_B.weight"]

@@ -1,4 +1,4 @@
-"""``meshpar export``: a run's model for transformers, with its tokenizer."""
+"""``meshpar export``: write a run's model for transformers, with its tokenizer."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ def export_run(
     layout: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Export a checkpoint, with the tokenizer that lies in its run's folder.
+    """Export a checkpoint with the tokenizer of its run.
 
     Trained adapters are merged into the weights below them.
 
     Args:
         src: a run's folder, its checkpoints, or one step.
-        dst: the folder to make.
-        dtype: of the weights, as text; None: as saved.
-        best: a metric: the step where it is lowest (``+name``: highest) of those that are there; None: the newest.
-        max_shard_size: of one file: ``5GB``, ``500MiB``, or bytes.
+        dst: the folder to write.
+        dtype: dtype of the weights, as text; None: as saved.
+        best: a metric: export the step with its lowest value (``+name``: highest); None: the newest step.
+        max_shard_size: largest size of one file: ``5GB``, ``500MiB``, or bytes.
         verify: see :func:`meshpar.checkpoints.export_safetensors`.
-        config: a folder whose ``config.json`` and other files count before the run's, see :func:`meshpar.launchers.export.beside.beside`.
-        layout: how the weights are called, see :func:`meshpar.launchers.export.beside.weight_names`; None: as the step says.
-        overwrite: replace what is there.
+        config: a folder whose ``config.json`` and other files take precedence, see :func:`meshpar.launchers.export.beside.beside`.
+        layout: names of the weights, see :func:`meshpar.launchers.export.beside.weight_names`; None: as saved with the step.
+        overwrite: replace an existing file or folder.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or an option cannot be read.
+        CheckpointError: there is no such checkpoint, or an option is invalid.
     """
     source = src / CHECKPOINTS if (src / CHECKPOINTS).is_dir() else src
     folder = open_step(source if best is None else _best(source, best))
     adapted = _adapted(folder.parent.parent)
     if adapted is not None:
         if config is not None or layout is not None:
-            raise CheckpointError("adapters are merged into the weights below them, under those weights' names and config; give neither")
+            raise CheckpointError("merged adapters keep the names and the config of the weights below them; drop --config and --layout")
         verify_files(folder, read_manifest(folder), verify)
         settings, base = adapted
         with _progress() as told:
@@ -84,7 +84,7 @@ def export_run(
 
 
 def _adapted(run: Path) -> tuple[LoRA, Path] | None:
-    """Return the adapters' settings and the weights below them, where a run trained adapters."""
+    """Return the adapters' settings and the weights below them if a run trained adapters; None otherwise."""
     if not (run / RECIPE).is_file():
         return None
     recipe = load_recipe(run / RECIPE)
@@ -103,22 +103,22 @@ def _best(root: Path, metric: str) -> Path:
     step = CheckpointManager(root, best=metric).best()
     if step is None:
         raise CheckpointError(
-            f"no step in {root} has the metric {metric.removeprefix('+')!r}; `meshpar checkpoints ls` shows what they have"
+            f"no step in {root} has the metric {metric.removeprefix('+')!r}; `meshpar checkpoints ls` lists the metrics of each step"
         )
     return Steps(root).folder(step)
 
 
 def bytes_of(text: str) -> int:
-    """Return how many bytes ``5GB``, ``1.5 GiB`` or ``1000`` are."""
+    """Return the number of bytes of ``5GB``, ``1.5 GiB`` or ``1000``."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]I?)?B?\s*", text.upper())
     if found is None:
-        raise CheckpointError(f"cannot read the size {text!r}; write it like 500MB, 5GB or 2GiB")
+        raise CheckpointError(f"the size is {text!r}; expected a size such as 500MB, 5GB or 2GiB")
     return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """Show a bar on a terminal, and nothing elsewhere."""
+    """Show a progress bar on a terminal, and nothing elsewhere."""
     if not sys.stderr.isatty():
         yield None
         return

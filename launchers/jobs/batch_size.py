@@ -1,4 +1,4 @@
-"""``meshpar train --find-batch-size``: the largest micro-batch that fits, tried with real steps."""
+"""``meshpar train --find-batch-size``: find the largest micro-batch that fits, with real steps."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "memory runs out", "can't
 @final
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A micro-batch, and the most memory that a rank used with it in bytes; None: it ran out."""
+    """A micro-batch and its peak memory of a rank in bytes; None: it ran out of memory."""
 
     micro_batch: int
     peak: int | None
 
 
 def find_batch_size(recipe: Recipe, run: Callable[[Recipe], int], memory: int | None) -> Recipe:
-    """Return the recipe with the largest micro-batch that fits; a step keeps its samples, in fewer micro-batches.
+    """Return the recipe with the largest micro-batch that fits. A step keeps its number of samples, in fewer micro-batches.
 
     Args:
-        recipe: whose ``data.micro_batch`` x ``data.accumulate`` samples of a data rank make a step.
+        recipe: the recipe; a step of a data rank has ``data.micro_batch`` x ``data.accumulate`` samples.
         run: runs a recipe to its end and returns the exit code.
-        memory: bytes that a rank may use; None: what the accelerator has.
+        memory: memory limit of a rank in bytes; None: the accelerator's memory.
 
     Raises:
-        RecipeError: on a CPU without ``memory``, or nothing fits.
+        RecipeError: ``memory`` is None on a CPU, or no micro-batch fits.
     """
     if memory is None and build.device_type(recipe) == "cpu":
-        raise RecipeError("--find-batch-size on a CPU needs --memory 4GiB, or as much as a rank may use: there is no device to run full")
+        raise RecipeError("--find-batch-size on a CPU needs --memory 4GiB, or another limit per rank: there is no device memory to fill")
     whole = recipe.data.micro_batch * recipe.data.accumulate
     sizes, best = [each for each in range(1, whole + 1) if whole % each == 0], 0
     low, high = 0, len(sizes) - 1
@@ -64,10 +64,10 @@ def find_batch_size(recipe: Recipe, run: Callable[[Recipe], int], memory: int | 
 
 
 def try_batch(recipe: Recipe, run: Callable[[Recipe], int], size: int) -> Trial:
-    """Train a few steps with a micro-batch of ``size``, in a folder that goes away.
+    """Train a few steps with a micro-batch of ``size`` in a temporary folder.
 
     Raises:
-        LaunchError: it fails for another reason than memory.
+        LaunchError: the run failed for another reason than memory.
     """
     with tempfile.TemporaryDirectory(prefix="meshpar-batch-") as folder:
         overrides = [

@@ -1,4 +1,4 @@
-"""The data of a recipe: found, prepared, and handed out as batches."""
+"""Find and prepare the data of a recipe, and make batches from it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, pr
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The data of a run, ready to read.
+    """The prepared data of a run.
 
     Attributes:
-        split: training and validation files: tokens, or examples where the objective learns from these.
-        tokenizer: None where only tokens are known.
+        split: training and validation files: tokens, or examples if the objective requires these.
+        tokenizer: the tokenizer; None if the data is a token file without one.
     """
 
     split: TokenSplit | ExampleSplit
@@ -43,12 +43,12 @@ class Data:
 
     @property
     def vocab_size(self) -> int:
-        """Ids lie below it."""
+        """Number of ids: every id is smaller."""
         return self.split.train.vocab_size
 
     @property
     def facts(self) -> DataFacts:
-        """What a model takes from the data."""
+        """Values of the data that a model's config needs."""
         file = self.split.train
         if isinstance(file, TokenFile):
             return DataFacts(eos_id=file.eos_id, pad_id=file.eos_id)
@@ -56,7 +56,7 @@ class Data:
 
 
 def examples_of(recipe: Recipe) -> str:
-    """Return what the recipe's objective learns from: ``tokens``, ``pairs`` or ``labels``."""
+    """Return the kind of examples of the recipe's objective: ``tokens``, ``pairs`` or ``labels``."""
     if recipe.training.objective not in registry.names(OBJECTIVES):
         return "tokens"
     return str(getattr(registry.plugin(OBJECTIVES, recipe.training.objective), "examples", "tokens"))
@@ -73,7 +73,7 @@ def vocab_size_of(recipe: Recipe) -> int:
 
 
 def prepare_data(recipe: Recipe) -> Data:
-    """Return the tokenizer and the data, prepared once by whichever process comes first and kept in ``data.cache``."""
+    """Return the tokenizer and the data. The first process prepares both and stores them in ``data.cache``."""
     data = recipe.data
     cache = Path(data.cache).expanduser()
     if data.source == "tokens":
@@ -111,12 +111,12 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
     )
     if data.split.validation is None:
         return train, None
-    # In an order drawn once, the same at every validation: its first part, where validate_steps bounds it, is then a fair sample.
+    # The order is drawn once and equal at every validation, so that its first validate_steps are a fair sample.
     return train, Batches(samples(recipe, data.split.validation, par), seed=recipe.seed, **place)
 
 
 def samples(recipe: Recipe, file: TokenFile | ExampleFile, par: Parallelized) -> Samples:
-    """Return what batches of one file are drawn from."""
+    """Return the samples of one file."""
     section = recipe.data
     if isinstance(file, TokenFile):
         return PackedTokens(file, section.sequence_length)
@@ -129,7 +129,7 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile, par: Parallelized) ->
 
 
 def data_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield what is wrong with the data's files, before anything is prepared."""
+    """Yield the problems of the data's files, before anything is prepared."""
     if recipe.data.source in ("files", "jsonl"):
         for path in (*recipe.data.paths, *recipe.data.validation_paths):
             try:

@@ -1,4 +1,4 @@
-"""A recipe on the ranks that an elastic job has left."""
+"""Fit a recipe to the remaining ranks of an elastic job."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from meshpar.launchers.recipes.sections import DataSection
 from meshpar.mesh import MeshSpec
 
 WHOLE = "MESHPAR_ELASTIC"
-"""The variable that tells an elastic job's ranks how many of them there are when no node is lost; 0 in another job."""
+"""Environment variable with the number of ranks of an elastic job without lost nodes; 0 in any other job."""
 
 
 def fitted(recipe: Recipe, world_size: int) -> Recipe:
-    """Return the recipe on the mesh that ``world_size`` ranks make, with the same global batch; as it is outside an elastic job.
+    """Return the recipe on a mesh of ``world_size`` ranks, with the same global batch; unchanged outside of an elastic job.
 
-    More, or smaller, micro-batches make up for data ranks that are lost; where these do not divide the batch, the nearest is taken and
-    the note says so.
+    More, or smaller, micro-batches compensate for lost data ranks. If the remaining data ranks do not divide the batch, the nearest batch
+    that they divide is used, and a note reports the change.
 
     Raises:
-        LaunchError: no legal mesh fits, with the reason.
+        LaunchError: no legal mesh fits; the message has the reason.
     """
     whole = int(os.environ.get(WHOLE, "0"))
     if whole in (0, world_size):
@@ -41,7 +41,7 @@ def fitted(recipe: Recipe, world_size: int) -> Recipe:
 
 
 def _meshes(text: str, whole: int, left: int) -> tuple[MeshSpec, MeshSpec]:
-    """Return what a mesh's text means on all ranks of the job, and on those that are left."""
+    """Return the mesh of ``text`` on all ranks of the job, and on the remaining ranks."""
     spec = MeshSpec.placed(text, whole, runtime.ranks_per_node() or left)
     try:
         return spec, spec.shrunk(left)
@@ -50,7 +50,7 @@ def _meshes(text: str, whole: int, left: int) -> tuple[MeshSpec, MeshSpec]:
 
 
 def _divided(data: DataSection, before: int, now: int) -> DataSection:
-    """Return the micro-batches of ``now`` data ranks that make the batch of ``before``, or come nearest; none is larger than they were."""
+    """Return the micro-batches of ``now`` data ranks whose batch equals that of ``before``, or is nearest; none is larger than before."""
     each = max(1, round(data.micro_batch * data.accumulate * before / now))
     micro_batch = max(size for size in range(1, data.micro_batch + 1) if each % size == 0)
     return data.model_copy(update={"micro_batch": micro_batch, "accumulate": each // micro_batch})

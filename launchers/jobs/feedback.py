@@ -1,4 +1,4 @@
-"""The forecast of a running job, held against its first steps."""
+"""Compare a running job's first steps with its forecast."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from meshpar.training.metrics import Metrics, Reporter
 log = logging.getLogger(__name__)
 
 _WARM = 2
-"""Reports before the one that counts: the first steps also allocate, compile and tune."""
+"""Reports to skip: the first steps also allocate, compile and tune."""
 
 _LONGEST = 300
-"""Characters of a failure that are told; the log has the rest."""
+"""Characters of a failure that are printed; the log has the rest."""
 
 
 def profile_of(device: torch.device) -> str | None:
-    """Return the hardware profile of a device, None where there is none."""
+    """Return the hardware profile of a device; None if there is none."""
     if device.type != "cuda":
         return None
     from meshpar.forecasting.hardware import profiles
@@ -34,13 +34,13 @@ def profile_of(device: torch.device) -> str | None:
 
 @final
 class ForecastFeedback:
-    """A reporter that makes the job's forecast beside its first steps, says once how the two compare, and then rests.
+    """A reporter that forecasts the job during its first steps and prints one comparison.
 
-    A forecast that fails, or comes late, is told in one line and stops nothing.
+    A forecast that fails, or is late, is one line of output and does not affect the job.
     """
 
     def __init__(self, recipe: Recipe, hardware: str, console: Reporter, counted: Literal["cuda", "cpu"] = "cuda") -> None:
-        """Begin to forecast, in a process of its own; ``counted``: whose kernels run, and whether the device counts its tensors' bytes."""
+        """Start the forecast in another process. ``counted``: device type; ``"cuda"`` also counts the bytes of its tensors."""
         self._recipe, self._hardware, self._console, self._counted = recipe, hardware, console, counted
         self._forecast: Any = None
         self._failure = ""
@@ -51,7 +51,7 @@ class ForecastFeedback:
         self._thread.start()
 
     def report(self, record: Metrics) -> None:
-        """Take a record; the first warm one after the forecast is there counts."""
+        """Compare the first record after the warm-up and after the forecast is complete."""
         if self._thread is None or "tokens_per_second" not in record:
             return
         self._reports += 1
@@ -74,10 +74,10 @@ class ForecastFeedback:
             self._console.note(f"warning: {line}")
 
     def note(self, text: str) -> None:
-        """Leave it out."""
+        """Ignore the text."""
 
     def close(self) -> None:
-        """Leave a forecast that is under way behind; it ends with the process."""
+        """Abandon a running forecast; it ends with the process."""
         self._thread = None
 
     def _run(self, ranks: int) -> None:
@@ -96,7 +96,7 @@ class ForecastFeedback:
 
 
 def forecast_feedback(recipe: Recipe, device: torch.device, console: Reporter) -> list[Reporter]:
-    """Return the reporter where a forecast is wanted and can be held against something: causal language models on known hardware."""
+    """Return the reporter if the recipe requests a forecast, for causal language models on hardware with a profile."""
     wanted = recipe.training.forecast
     hardware = wanted if isinstance(wanted, str) else profile_of(device) if wanted else None
     if hardware is None or recipe.training.objective != "causal_lm":

@@ -1,4 +1,4 @@
-"""The first weights of a model: drawn from a seed, read from a folder, or read but for a new head."""
+"""The first weights of a model: drawn from a seed, read from a folder, or read except for a new head."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from meshpar.weights import TypedSource
 
 
 def with_weights(par: Parallelized, section: Model, seed: int) -> Parallelized:
-    """Give a parallel model the first weights that its section of the recipe says, and return it.
+    """Give a parallel model the first weights of its recipe section, and return the model.
 
     Raises:
-        RecipeError: ``new`` fits no parameter.
-        MeshparError: weights that do not fit, all of them named.
+        RecipeError: ``new`` matches no parameter.
+        MeshparError: weights do not fit; the message names all of them.
     """
     if section.weights is None:
         return par.materialize(seed=seed)
@@ -32,7 +32,7 @@ def with_weights(par: Parallelized, section: Model, seed: int) -> Parallelized:
     shapes = {name: tuple(tensor.shape) for name, tensor in initialize.state(par.module)}
     for pattern in patterns:
         if not any(matches(pattern, name) for name in shapes):
-            raise RecipeError(f"model.new: {pattern!r} fits no parameter; nearest: {', '.join(nearest(pattern, shapes)) or 'none'}")
+            raise RecipeError(f"model.new: {pattern!r} matches no parameter; nearest: {', '.join(nearest(pattern, shapes)) or 'none'}")
     new = {name: shape for name, shape in shapes.items() if any(matches(pattern, name) for pattern in patterns)}
     par.materialize(weights=_Without(source, new), ignore=section.ignore)
     initialize.from_seed(par.module, par.layout, seed, par.device, set(new))
@@ -41,7 +41,7 @@ def with_weights(par: Parallelized, section: Model, seed: int) -> Parallelized:
 
 @final
 class _Without:
-    """A source that has zeros under some names."""
+    """A source of weights with zeros for some names."""
 
     def __init__(self, source: TypedSource, new: Mapping[str, tuple[int, ...]]) -> None:
         self._source, self._new = source, new

@@ -1,4 +1,4 @@
-"""A training job, inside one rank: everything built from a recipe, trained, saved."""
+"""Run a training job on one rank: build everything from a recipe, train, save."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from meshpar.training.settings import Outcome
 log = logging.getLogger(__name__)
 
 CHECKPOINTS, TOKENIZER, RECIPE, TENSORBOARD, METRICS = "checkpoints", "tokenizer", "recipe.yaml", "tensorboard", "metrics.jsonl"
-"""What lies in a run's folder."""
+"""Names of files and folders in a run's folder."""
 PROFILE = "profile"
-"""And a folder in it, where the recipe wants a profile."""
+"""The folder of a profile in a run's folder, with ``profile: true``."""
 
 
 def run_job(recipe: Recipe) -> Outcome:
-    """Train a recipe; every rank of the job calls it, or one process alone.
+    """Train a recipe. Every rank of the job calls it, or one process alone.
 
     Raises:
-        MeshparError: what is wrong with the recipe on this mesh, or went wrong in training.
+        MeshparError: the recipe has problems on this mesh, or training failed.
     """
     kind = build.device_type(recipe)
-    # Before the ranks meet: whoever comes first prepares, the others wait for its lock, without a time-out.
+    # Before the process group opens: one rank prepares, the others wait for its lock, without a time-out.
     data = build.prepare_data(recipe)
     with opened(recipe, data, kind):
         par = _parallelize(recipe, data, kind)
@@ -89,7 +89,7 @@ def run_job(recipe: Recipe) -> Outcome:
                     stack.callback(reporter.close)
                 _tell(recipe, par, trainer, come_from)
                 if recipe.profile and left < PROFILED:
-                    reporters[0].note(f"no profile: it takes {PROFILED} steps, and {left} are left")
+                    reporters[0].note(f"no profile: it requires {PROFILED} steps, and {left} are left")
             with watched(recipe.watchdog, lambda: trainer.step, lambda: (trainer.validated, manager.writes)):
                 return trainer.run()
 
@@ -102,10 +102,10 @@ def _profiled(data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer
 
 @final
 class Saver:
-    """The trainer's checkpointer: the manager, told the last metrics, so that it can keep the best step."""
+    """The trainer's checkpointer: saves with the last metrics, so that the manager can keep the best step."""
 
     def __init__(self, manager: CheckpointManager, saved: Saved, best: str | None = None) -> None:
-        """``saved``: what is kept of the model: all of it, or its adapters; ``best``: the metric whose best step is kept."""
+        """``saved``: the whole model, or its adapters; ``best``: the metric whose best step is kept."""
         self._manager, self._saved, self._best = manager, saved, (best or "").removeprefix("+")
 
     def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> object:
@@ -113,7 +113,7 @@ class Saver:
         metrics: Mapping[str, float] = {name: value for name, value in extra["metrics"].items() if math.isfinite(value)}
         if self._best and self._best not in metrics and runtime.is_main():
             log.warning("checkpoint.best: step %d has no %s and cannot be it; it has %s", step, self._best, ", ".join(metrics) or "none")
-        # A step that is there already is a damaged one, which the run went back behind.
+        # An existing step is a damaged one, before which the run resumed.
         return self._manager.save(step, self._saved, optimizer, extra, metrics, replace=True)
 
 
@@ -130,7 +130,7 @@ def _parallelize(recipe: Recipe, data: build.Data, kind: str) -> Parallelized:
 
 
 def _teacher(recipe: Recipe, data: build.Data, kind: str) -> nn.Module | None:
-    """Return the frozen teacher, sharded by its own plan over the same ranks; None where the recipe has none."""
+    """Return the frozen teacher, sharded by its own plan over the same ranks; None if the recipe has none."""
     if recipe.teacher is None:
         return None
     model = build.build_teacher(recipe, data.vocab_size, data.facts)
@@ -139,11 +139,11 @@ def _teacher(recipe: Recipe, data: build.Data, kind: str) -> nn.Module | None:
 
 
 def _resume(recipe: Recipe, manager: CheckpointManager, par: Saved, optimizer: torch.optim.Optimizer, trainer: Trainer) -> str:
-    """Restore what the recipe says, and return what it was; empty for a run from the beginning."""
+    """Restore the checkpoint that the recipe selects, and describe it; empty for a new run."""
     wanted, own = recipe.checkpoint.resume, manager.latest()
     if wanted == "never" and own is not None:
         raise RecipeError(
-            f"checkpoint.resume is never, but {manager.root} holds step {own}; choose another output, remove it, or write resume: auto"
+            f"checkpoint.resume is never, but {manager.root} holds step {own}; choose another output, delete it, or set resume: auto"
         )
     source, step = manager, own
     if own is None and wanted not in ("auto", "never"):
@@ -152,37 +152,37 @@ def _resume(recipe: Recipe, manager: CheckpointManager, par: Saved, optimizer: t
         return ""
     if (folder := _model_only(source, step)) is not None:
         return _begin_from(folder, recipe, trainer, own_step=None if own is None else step)
-    # Only what was found by itself may be another than the newest; a step that was asked for is that or an error.
+    # Only an automatic choice may fall back to an older step; a requested step is restored or is an error.
     restored = source.restore(par, optimizer, None if source is manager else step, fallback=source is manager)
     trainer.load_state_dict(restored.extra)
     return f"{restored.folder}{'' if restored.same_mesh else ', saved on another mesh'}"
 
 
 def _model_only(source: CheckpointManager, step: int) -> Path | None:
-    """Return the folder of a step that holds a model and nothing of a run, as ``meshpar import`` makes it; None for any other."""
+    """Return the folder of a step that contains a model alone, as ``meshpar import`` writes it; None for any other."""
     try:
         folder = open_step(source.root / step_name(step))
         manifest = read_manifest(folder)
     except CheckpointError:
-        return None  # restore tells, or takes the step before it
+        return None  # restore raises the error, or falls back to the step before
     return folder if manifest.optimizer is None and not manifest.extra else None
 
 
 def _begin_from(folder: Path, recipe: Recipe, trainer: Trainer, own_step: int | None) -> str:
-    """Read the first weights from a step that holds a model alone, and return where they are from."""
+    """Read the first weights from a step that contains a model alone, and describe their origin."""
     if recipe.lora is not None:
-        raise RecipeError(f"{folder} holds a model and no adapters; export it (`meshpar export`) and name the export in model.weights")
+        raise RecipeError(f"{folder} contains a model and no adapters; export it (`meshpar export`) and set model.weights to the export")
     if own_step:
         raise RecipeError(
-            f"{folder} holds a model and nothing of a run, which would begin at step 0 and leave {own_step} the newest; import it as step "
-            "0, or into another folder, which checkpoint.resume names"
+            f"{folder} contains a model alone, so the run would begin at step 0 and step {own_step} would stay the newest; import it as "
+            "step 0, or into another folder and set checkpoint.resume to that"
         )
     trainer.par.materialize(weights=stored_model(folder), ignore=recipe.model.ignore)
     return f"{folder}, which holds a model alone"
 
 
 def _elsewhere(path: Path) -> tuple[CheckpointManager, int]:
-    """Return the manager and the step that a path means: a step's folder, ``latest``, or a run's folder."""
+    """Return the manager and the step of a path: a step's folder, ``latest``, or a run's folder."""
     path = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     step = step_of(path.resolve().name)
     manager = CheckpointManager(path if step is None else path.resolve().parent)
@@ -193,7 +193,7 @@ def _elsewhere(path: Path) -> tuple[CheckpointManager, int]:
 
 
 def _begin_folder(recipe: Recipe, data: build.Data) -> None:
-    """Write what belongs to the run beside its checkpoints."""
+    """Write the recipe and the tokenizer to the run's folder."""
     recipe.folder.mkdir(parents=True, exist_ok=True)
     (recipe.folder / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
     if data.tokenizer is not None:
@@ -212,7 +212,7 @@ def _sequences(recipe: Recipe, batch: int) -> str:
 
 
 def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -> None:
-    """Say what is about to run."""
+    """Print a summary of the run."""
     data, schedule = trainer.data, trainer.schedule
     parameters = sum(parameter.numel() for parameter in par.module.parameters())
     batch = data.global_batch

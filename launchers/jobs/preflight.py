@@ -1,4 +1,4 @@
-"""What the doctor does before a job trains: ``preflight: warn | fail | off`` in its recipe."""
+"""Run the doctor before a job trains: ``preflight: warn | fail | off`` in its recipe."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from meshpar.launchers.doctor.report import findings_text, rate_text
 from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe
 
-_LATER_S = 120.0  # that collectives wait longer than the watchdog
+_LATER_S = 120.0  # by which the time-out of collectives exceeds the watchdog's
 _STATE = 3  # AdamW: a parameter and its two moments, in float32
 
 
 @contextmanager
 def opened(recipe: Recipe, data: build.Data, kind: str) -> Iterator[torch.device]:
-    """Open a job's process group as :func:`meshpar.runtime.distributed` does, after the doctor has looked at the machines.
+    """Run the doctor, then open a job's process group as :func:`meshpar.runtime.distributed` does.
 
-    ``warn`` tells what it finds, ``fail`` ends the job with it before training, ``off`` does not look; nor is there anything to see
-    where one process trains alone.
+    ``warn`` prints the findings, ``fail`` ends the job with them before training, ``off`` skips the doctor, and so does a single process.
 
     Raises:
-        PreflightError: with the findings, the same on every rank.
+        PreflightError: the findings, the same on every rank.
     """
     timeout_s = patience_s(recipe)
     if recipe.preflight == "off" or not runtime.launched() or runtime.world_size() == 1:
@@ -51,7 +50,7 @@ def opened(recipe: Recipe, data: build.Data, kind: str) -> Iterator[torch.device
 
 
 def patience_s(recipe: Recipe) -> float:
-    """Return how long ranks of a job wait for each other: the watchdog comes before that, since it names who did not arrive."""
+    """Return the time-out of collectives in seconds: longer than the watchdog's, which names the ranks that did not arrive."""
     return max(runtime.DEFAULT_TIMEOUT_S, (recipe.watchdog or 0.0) + _LATER_S)
 
 

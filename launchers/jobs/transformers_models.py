@@ -1,4 +1,4 @@
-"""transformers' models for an objective: the head that it needs, and the ids and classes that the data knows."""
+"""Build transformers' models for an objective: with its head, and with the ids and classes of the data."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _HEADS = {
     "sequence_classification": "AutoModelForSequenceClassification",
 }
 HEAD_OF = {"tokens": "causal_lm", "pairs": "seq2seq_lm", "labels": "sequence_classification"}
-"""What an objective's examples are -> the head that it needs."""
+"""Kind of an objective's examples -> head of the model."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """What a model takes from its data.
+    """Values of the data that a model's config needs.
 
     Attributes:
-        eos_id: the end of a text; None where it is not known yet.
-        pad_id: what fills short rows.
-        classes: the names of labels.
+        eos_id: id of the end of a text; None if unknown.
+        pad_id: id that fills short rows.
+        classes: names of the labels.
     """
 
     eos_id: int | None = None
@@ -41,9 +41,9 @@ def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFa
     """Build a model of transformers on the meta device, in float32, for training.
 
     Args:
-        source: the contents of a ``config.json``, or the folder that holds one; nothing is downloaded.
+        source: the contents of a ``config.json``, or a folder that contains one; nothing is downloaded.
         head: ``causal_lm``, ``seq2seq_lm`` or ``sequence_classification``.
-        facts: of the data. A config that is written out gets the ids that it does not name, and any config the classes.
+        facts: facts of the data. A config given as contents gets the ids that it lacks; every config gets the classes.
 
     Raises:
         RecipeError: transformers is not installed, or has no such head for this kind of model.
@@ -51,7 +51,9 @@ def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFa
     try:
         import transformers
     except ImportError as error:
-        raise RecipeError("a Hugging Face model needs transformers; install it with: pip install 'meshpar[transformers]'") from error
+        raise RecipeError(
+            "a Hugging Face model requires transformers, which is not installed: pip install 'meshpar[transformers]'"
+        ) from error
     if isinstance(source, Mapping):
         values = {**_ids(head, facts), **source}
         kind = values.pop("model_type")

@@ -1,4 +1,4 @@
-"""One rank that the agent started: ``python -m meshpar.launchers.jobs.worker LOGS recipe|script|module WHAT [ARGS]``."""
+"""Run one rank for the agent: ``python -m meshpar.launchers.jobs.worker LOGS recipe|script|module WHAT [ARGS]``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SET_DEATH_SIGNAL = 1  # linux/prctl.h: PR_SET_PDEATHSIG
 
 
 def main() -> int:
-    """Run the work; an error goes to the launcher, which shows the first one of all ranks and no other."""
+    """Run the work. An error is recorded for the launcher, which prints only the first error of all ranks."""
     logs, kind, what, *arguments = sys.argv[1:]
     folder, rank = Path(logs), int(os.environ["RANK"])
     on_terminal = rank == 0 and os.environ.get("MESHPAR_TERMINAL") == "1"
     (copy_output if on_terminal else redirect)(folder, rank)
     error_file(folder, rank).unlink(missing_ok=True)  # of the start before this one
-    os.environ["MESHPAR_LOGS"] = logs  # for the watchdog's word
+    os.environ["MESHPAR_LOGS"] = logs  # for the watchdog's report
     _end_with_launcher()
     try:
         return run_recipe(what) if kind == "recipe" else run_code(kind, what, arguments)
@@ -60,7 +60,7 @@ def exit_code(stopped: str | None) -> int:
 
 
 def run_code(kind: str, what: str, arguments: Sequence[str]) -> int:
-    """Run a script or a module as ``python WHAT ARGS`` does: as ``__main__``, whose file processes that it spawns load again."""
+    """Run a script or a module as ``python WHAT ARGS`` does: as ``__main__``, so that spawned processes can load its file."""
     sys.argv = [what, *arguments]
     if kind == "module":
         sys.path.insert(0, os.getcwd())
@@ -76,7 +76,7 @@ def run_code(kind: str, what: str, arguments: Sequence[str]) -> int:
 
 
 def _end_with_launcher() -> None:
-    """Let the kernel send SIGTERM (checkpoint and stop) when the launcher dies without a word."""
+    """Make the kernel send SIGTERM (checkpoint and stop) to this rank when the launcher is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
 
