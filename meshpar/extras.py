@@ -12,7 +12,7 @@ def need(module: str) -> ModuleType:
     """Import ``module`` of the ``train`` extra.
 
     Raises:
-        MeshparError: it is not installed.
+        MeshparError: the package is not installed.
     """
     try:
         return importlib.import_module(module)

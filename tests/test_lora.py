@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         model = qwen3()
     with pytest.raises(RecipeError, match=r"lora: Target modules .*nothing"):
         add_adapters(model, LoRA(targets=("nothing",)))
-    with pytest.raises(RecipeError, match="rank from 1"):
+    with pytest.raises(RecipeError, match="rank of at least 1"):
         LoRA(rank=0)
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(MeshparError, match=r"pip install 'meshpar\[lora\]'"):
@@ -202,5 +202,5 @@ def test_a_recipe_trains_adapters_goes_on_and_exports_them_merged(tmp_path: Path
 
 
 def test_adapters_on_an_embedding_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"lora.targets name model.embed_tokens, a Embedding; adapters stand on linear layers"):
+    with pytest.raises(RecipeError, match=r"lora.targets name model.embed_tokens, a Embedding; adapters require linear layers"):
         add_adapters(qwen3(), LoRA(targets=("embed_tokens",)))

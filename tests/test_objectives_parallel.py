@@ -135,7 +135,7 @@ def test_a_teacher_that_would_mix_batches_is_refused() -> None:
 
 def test_a_teacher_that_is_not_frozen_is_refused() -> None:
     model = huggingface("Qwen3")
-    with pytest.raises(MeshparError, match=r"teacher is not frozen: model\.embed_tokens\.weight wants a gradient; call freeze"):
+    with pytest.raises(MeshparError, match=r"teacher is not frozen: model\.embed_tokens\.weight requires a gradient; call freeze"):
         Distillation(teacher=model)
     with pytest.raises(MeshparError, match="it is in training mode"):
         Distillation(teacher=freeze(model).train())
@@ -156,7 +156,7 @@ def test_models_that_cannot_be_compared_say_why() -> None:
     taught = teacher()
     with pytest.raises(MeshparError, match=r"teacher's logits have shape \(1, 4, 96\) and the student's \(1, 4, 11\)"):
         Distillation(teacher=taught).loss(Small(), batch)
-    with pytest.raises(MeshparError, match="Small does not: set it to 0"):
+    with pytest.raises(MeshparError, match="Small does not: set hidden_weight to 0"):
         Distillation(teacher=taught, hidden_weight=1.0).loss(Small(VOCAB), batch)
 
 

@@ -42,7 +42,7 @@ def test_records_come_once_and_in_order(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ({"body": "x", "target": "y"}, r"rows.jsonl:1 has no text under 'text'; it has \['body', 'target'\]; name the key with data.field"),
-        ({"text": "x", "sum": "y"}, r"has no text under 'target'; it has \['sum', 'text'\]; name it with data.target_field"),
+        ({"text": "x", "sum": "y"}, r"has no text under 'target'; it has \['sum', 'text'\]; name the key with data.target_field"),
         ({"text": "x", "target": 3}, "has no text under 'target'"),
     ],
 )

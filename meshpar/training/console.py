@@ -1,4 +1,4 @@
-"""Progress for people: a line that moves on a terminal, plain lines elsewhere."""
+"""Progress output: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _SHOWN = (
 
 @final
 class Console:
-    """Show a run's records with the time that is left."""
+    """Print a run's records and the remaining time."""
 
     def __init__(self, steps: int, *, step: int = 0, file: TextIO | None = None, unit: str = "tok") -> None:
-        """Begin.
+        """Start the output.
 
         Args:
-            steps: of the whole run.
-            step: done already.
-            file: where to; None: standard error.
-            unit: what is counted a second.
+            steps: number of steps of the whole run.
+            step: number of completed steps.
+            file: output stream; None: standard error.
+            unit: unit of the throughput: ``tok`` or ``examples``.
         """
         self._file, self._unit = file or sys.stderr, unit
         self._steps, self._first = steps, step
@@ -50,7 +50,7 @@ class Console:
             self._progress.start()
 
     def report(self, record: Metrics) -> None:
-        """Show a record."""
+        """Print a record."""
         text, step = self._text(record), int(record["step"])
         if self._progress is None:
             left = f"  eta {self._left(step)}" if "train/loss" in record else ""
@@ -61,14 +61,14 @@ class Console:
             self._progress.update(self._task, completed=step, description=text)
 
     def note(self, text: str) -> None:
-        """Show a sentence."""
+        """Print a line of text."""
         if self._progress is None:
             self._write(text)
         else:
             self._progress.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
-        """Leave the line as it is."""
+        """Stop the progress bar."""
         if self._progress is not None:
             self._progress.stop()
 

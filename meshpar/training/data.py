@@ -1,7 +1,7 @@
-"""Packed sequences of a token file, and the batches of one data rank: every token once an epoch, on any mesh.
+"""Packed sequences of a token file, and the batches of one data rank: every token once per epoch, on any mesh.
 
-The position in the data is ``{"epoch", "samples"}``, samples being those that all ranks together have used. It says nothing
-of ranks, workers or batch sizes, so that any other mesh goes on from it exactly.
+The position in the data is ``{"epoch", "samples"}``; samples counts those that all ranks together have used. It does not depend on ranks,
+workers or batch sizes, so that any other mesh resumes from it exactly.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ TensorBatch = dict[str, torch.Tensor]
 
 
 class Samples(Protocol):
-    """What :class:`Batches` draws from: collated by the data itself, so that a batch costs one call. ``str()`` tells how much it is."""
+    """The samples of :class:`Batches`. They collate themselves, so that a batch costs one call. ``str()`` describes their number."""
 
     fingerprint: str
 
     def __len__(self) -> int:
-        """Return how many samples an epoch has."""
+        """Return the number of samples in an epoch."""
         ...
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
-        """Return the batch of these samples; the index ``FILLER`` stands for one without any counted label."""
+        """Return the batch of these samples; the index ``FILLER`` is a sample without counted labels."""
         ...
 
 
 @final
 class PackedTokens:
-    """Sequences of ``length`` tokens cut from a token file; sample i predicts tokens ``i*length+1`` to ``(i+1)*length``.
+    """Cut a token file into sequences of ``length`` tokens; sample i predicts tokens ``i*length+1`` to ``(i+1)*length``.
 
-    Every token but the file's first is a label exactly once. The last sample is padded: label -100, input ``eos_id``.
+    Every token except the file's first is a label exactly once. The last sample is padded: label -100, input ``eos_id``.
     """
 
     def __init__(self, tokens: TokenFile, length: int) -> None:
         if length < 1:
-            raise RecipeError(f"a sequence has at least one token, got length {length}")
+            raise RecipeError(f"length is {length}; expected at least 1 token in a sequence")
         self.tokens = tokens
         self.length = length
         self.fingerprint = f"{tokens.fingerprint or tokens.tokens}/{length}"
@@ -88,13 +88,13 @@ class PackedTokens:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """How batches are read ahead.
+    """Settings for reading batches ahead.
 
     Attributes:
-        workers: processes that read; 0: the training process itself, which is enough for packed tokens.
-        pin_memory: copy batches to page-locked memory, from which copies to a GPU run beside its work.
+        workers: number of reading processes; 0: the training process reads, which is fast enough for packed tokens.
+        pin_memory: copy batches to page-locked memory, from which copies to a GPU overlap with its work.
         persistent_workers: keep the workers from one epoch to the next.
-        prefetch: batches that each worker keeps ready.
+        prefetch: number of batches that each worker prepares ahead.
     """
 
     workers: int = 0
@@ -114,7 +114,7 @@ class OrderedBatches:
 
     @property
     def global_batch(self) -> int:
-        """Samples that all ranks use in one step."""
+        """Number of samples that all ranks together use in one step."""
         return self.micro_batch * self.accumulate * self.data_size
 
     def __len__(self) -> int:
@@ -135,11 +135,13 @@ class OrderedBatches:
 
 @final
 class Batches:
-    """One data rank's batches, step by step, on torchdata's ``StatefulDataLoader``.
+    """Yield one data rank's batches, step by step, through torchdata's ``StatefulDataLoader``.
 
-    A step is a list of ``accumulate`` micro-batches of ``micro_batch`` samples. An epoch's order is a permutation that depends
-    on ``seed`` and the epoch alone; step s takes the next ``global_batch`` samples of it, each data rank its slice. The last
-    step of an epoch is filled up with fully masked samples: none is left out, none comes twice.
+    >>> Batches(PackedTokens(file, 1024), micro_batch=8, data_rank=par.data_rank, data_size=par.data_size)  # doctest: +SKIP
+
+    A step is a list of ``accumulate`` micro-batches of ``micro_batch`` samples. An epoch's order is a permutation that depends on ``seed``
+    and the epoch alone. Each step uses the next ``global_batch`` samples of this order, and each data rank its slice of them. Fully masked
+    samples fill the last step of an epoch: no sample is left out, and none is used twice.
     """
 
     def __init__(
@@ -156,21 +158,23 @@ class Batches:
         """Build the loader.
 
         Args:
-            samples: what to draw from.
-            micro_batch: samples of this rank in one forward pass.
-            accumulate: micro-batches in one optimizer step.
-            data_rank: which slice; ``par.data_rank``.
-            data_size: of how many; ``par.data_size``.
-            seed: of the order; None: as they are in the data.
-            loader: workers and read-ahead.
+            samples: the samples to read.
+            micro_batch: number of samples of this rank in one forward pass.
+            accumulate: number of micro-batches in one optimizer step.
+            data_rank: number of this rank's slice: ``par.data_rank``.
+            data_size: number of slices: ``par.data_size``.
+            seed: seed of the order; None: the order of the data.
+            loader: settings of workers and read-ahead.
 
         Raises:
-            RecipeError: a size below one, or no samples.
+            RecipeError: a size is below one, or there are no samples.
         """
         if micro_batch < 1 or accumulate < 1 or not 0 <= data_rank < data_size:
-            raise RecipeError(f"batch sizes start at one: {micro_batch=}, {accumulate=}, data rank {data_rank} of {data_size}")
+            raise RecipeError(
+                f"expected sizes of at least 1 and rank < size; got {micro_batch=}, {accumulate=}, data rank {data_rank} of {data_size}"
+            )
         if len(samples) == 0:
-            raise RecipeError("the data has no sample; a sample needs at least two tokens")
+            raise RecipeError("the data has no sample; give at least two tokens, because a token and its successor make a sample")
         self.samples = samples
         self._sampler = OrderedBatches(
             len(samples), micro_batch=micro_batch, accumulate=accumulate, data_rank=data_rank, data_size=data_size, seed=seed
@@ -180,21 +184,21 @@ class Batches:
 
     @property
     def global_batch(self) -> int:
-        """Samples that all ranks use in one step."""
+        """Number of samples that all ranks together use in one step."""
         return self._sampler.global_batch
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of a whole epoch."""
+        """Number of steps in an epoch."""
         return math.ceil(len(self.samples) / self.global_batch)
 
     @property
     def epoch(self) -> int:
-        """Epochs that are done."""
+        """Number of completed epochs."""
         return self._epoch
 
     def one_epoch(self) -> Iterator[list[TensorBatch]]:
-        """Yield the steps that are left of this epoch; the position moves as each is handed out."""
+        """Yield the remaining steps of this epoch; the position advances with each."""
         self._sampler.epoch, self._sampler.consumed = self._epoch, self._consumed
         step: list[TensorBatch] = []
         for batch in self._loader:
@@ -205,34 +209,34 @@ class Batches:
                 step = []
 
     def __iter__(self) -> Iterator[list[TensorBatch]]:
-        """Yield steps without end, epoch after epoch."""
+        """Yield steps forever, epoch after epoch."""
         while True:
             yield from self.one_epoch()
 
     def restart(self) -> None:
-        """Go back to the beginning of the first epoch."""
+        """Set the position to the beginning of the first epoch."""
         self._epoch, self._consumed = 0, 0
 
     def position(self) -> dict[str, int]:
-        """Return where the next step starts, the same on every rank."""
+        """Return the position of the next step, the same on every rank."""
         return {"epoch": self._epoch, "samples": self._consumed}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, with what it is a position in."""
+        """Return the position, the seed and the fingerprint of the data."""
         return self.position() | {"seed": self._sampler.seed, "data": self.samples.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position, saved on any mesh.
+        """Resume from a position that was saved on any mesh.
 
         Raises:
-            RecipeError: it is a position in other data or another order.
+            RecipeError: the position belongs to other data or another order.
         """
         mine = self.state_dict()
         differ = [f"{name}: saved {state[name]!r}, now {mine[name]!r}" for name in ("seed", "data") if state[name] != mine[name]]
         if differ:
             raise RecipeError(
                 f"the saved position is one in other data ({'; '.join(differ)}); resume with the same text, tokenizer, "
-                "sequence length and seed, or start the data anew"
+                "sequence length and seed, or start a new run"
             )
         self._epoch, self._consumed = state["epoch"], state["samples"]
 
@@ -261,7 +265,7 @@ def _loader(samples: Samples, sampler: OrderedBatches, settings: LoaderSettings)
             collate_fn=_as_it_is,
             num_workers=settings.workers,
             pin_memory=settings.pin_memory,
-            generator=torch.Generator(),  # its own: reading data leaves the model's random state alone
+            generator=torch.Generator(),  # a separate one: reading data must not change the model's random state
             **ahead,
         )
 
@@ -271,6 +275,6 @@ def _as_it_is(batch: TensorBatch) -> TensorBatch:
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:
-    """Let the trainer finish its step: a terminal's Ctrl-C and a scheduler's SIGTERM go to every process of the group."""
+    """Ignore SIGINT and SIGTERM in a worker: both go to every process of the group, and the trainer finishes its step first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

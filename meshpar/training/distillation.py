@@ -1,4 +1,4 @@
-"""Knowledge distillation: a student learns from the logits, and if wanted the hidden states, of a frozen teacher."""
+"""Knowledge distillation: a student learns from the logits, and optionally the hidden states, of a frozen teacher."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from meshpar.training.objectives import SummedLoss, counted, logits_of, whole_lo
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distillation:
-    """Learn the next token from the text and from a teacher's distribution (Hinton, Vinyals and Dean, arXiv 1503.02531).
+    """Train on the next token of the text and on a teacher's distribution (Hinton, Vinyals and Dean, arXiv 1503.02531).
 
     The loss of a token is ``(1 - weight) * cross entropy + weight * temperature**2 * KL(teacher || student)``, both distributions at
     the temperature, plus ``hidden_weight`` times the mean squared difference of the last hidden states.
 
     Attributes:
-        teacher: the frozen model, see :func:`freeze`; it may be parallel by a plan of its own, over the same ranks.
-        temperature: softens both distributions.
-        weight: of the teacher.
-        hidden_weight: of the hidden states; both models must have the same width and return ``hidden_states`` when asked to.
+        teacher: the frozen model, see :func:`freeze`. It may have its own plan over the same ranks.
+        temperature: temperature of both distributions; larger values soften them.
+        weight: weight of the teacher's distribution.
+        hidden_weight: weight of the hidden states. Both models need the same width and must support ``output_hidden_states``.
     """
 
     examples: ClassVar[str] = "tokens"
@@ -45,15 +45,15 @@ class Distillation:
             raise RecipeError("; ".join(problems))
         trained = [name for name, parameter in self.teacher.named_parameters() if parameter.requires_grad]
         if trained or self.teacher.training:
-            why = f"{trained[0]} wants a gradient" if trained else "it is in training mode"
+            why = f"{trained[0]} requires a gradient" if trained else "it is in training mode"
             raise MeshparError(f"the teacher is not frozen: {why}; call freeze(teacher) before plan.apply")
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return how many labels count."""
+        """Return the number of counted labels."""
         return counted(batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
-        """Return the summed loss; its parts are reported as ``cross_entropy``, ``kl`` and ``hidden``."""
+        """Return the summed loss, and its parts as ``cross_entropy``, ``kl`` and ``hidden``."""
         more = {"output_hidden_states": True} if self.hidden_weight else {}
         with torch.no_grad():
             taught = self.teacher(input_ids=batch["input_ids"], **more)
@@ -61,7 +61,7 @@ class Distillation:
         student, teacher = (logits_of(self, each, got, "(B, L, V)") for each, got in ((model, output), (self.teacher, taught)))
         if student.shape != teacher.shape:
             raise MeshparError(
-                f"the teacher's logits have shape {tuple(teacher.shape)} and the student's {tuple(student.shape)}; they need one vocabulary"
+                f"the teacher's logits have shape {tuple(teacher.shape)} and the student's {tuple(student.shape)}; use one vocabulary"
             )
         counts = labels != IGNORE_INDEX
         parts = {
@@ -83,7 +83,7 @@ def divergence(student_BLV: torch.Tensor, teacher_BLV: torch.Tensor, counts_BL: 
 
 
 def freeze(teacher: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Make ``teacher`` want no gradients, in evaluation mode and, if given, in ``dtype``; call it before ``plan.apply``."""
+    """Freeze ``teacher``: no gradients, evaluation mode, and ``dtype`` if given. Call it before ``plan.apply``."""
     teacher.requires_grad_(False)
     if dtype is not None:
         teacher.to(dtype)
@@ -91,12 +91,12 @@ def freeze(teacher: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def teacher_problems(plan: Plan, teacher: nn.Module, student_plan: Plan, world_size: int) -> Iterator[str]:
-    """Yield why a teacher cannot stand beside a student: ranks that work on one batch for the teacher must have one batch.
+    """Yield a problem if ranks that share a batch on the teacher's mesh have different batches on the student's.
 
     Args:
-        plan: the teacher's.
+        plan: the teacher's plan.
         teacher: the teacher, on the meta device.
-        student_plan: whose data axes say which rank sees which batch.
+        student_plan: the student's plan; its data axes determine the batch of each rank.
         world_size: number of ranks.
     """
     spec = plan.check(teacher, world_size=world_size)
@@ -105,8 +105,8 @@ def teacher_problems(plan: Plan, teacher: nn.Module, student_plan: Plan, world_s
         batches = {_data_place(seen, rank, axes_of(student_plan.passes, seen, Role.SAMPLES)) for rank in group}
         if len(batches) > 1:
             yield (
-                f"the teacher's mesh {spec} lets ranks {group} work on one batch, but the student's mesh {seen} gives them {len(batches)} "
-                "different ones; shard the teacher over data axes there (dp_shard), or give the student the same tp"
+                f"the teacher's mesh {spec} lets ranks {group} work on one batch, but the student's mesh {seen} gives them "
+                f"{len(batches)} different ones; shard the teacher over data axes (dp_shard), or give the student the same tp"
             )
             return
 
@@ -128,7 +128,7 @@ def _hidden(model: nn.Module, output: object) -> torch.Tensor:
     states = getattr(output, "hidden_states", None)
     if not states:
         raise MeshparError(
-            f"hidden_weight needs a model that returns hidden_states when asked to; {type(model).__name__} does not: set it to 0"
+            f"hidden_weight requires a model that returns hidden_states; {type(model).__name__} does not: set hidden_weight to 0"
         )
     return states[-1]
 
@@ -137,8 +137,8 @@ def _difference(student_BLD: torch.Tensor, teacher_BLD: torch.Tensor, counts_BL:
     if student_BLD.shape != teacher_BLD.shape or student_BLD.shape[:2] != counts_BL.shape:
         shapes = f"{tuple(student_BLD.shape)} and {tuple(teacher_BLD.shape)}"
         raise MeshparError(
-            f"hidden states of student and teacher have shapes {shapes}, at {tuple(counts_BL.shape)} tokens; hidden_weight needs one "
-            "width, and states that are not split along the sequence: set it to 0"
+            f"hidden states of student and teacher have shapes {shapes}, at {tuple(counts_BL.shape)} tokens; hidden_weight requires equal "
+            "widths, and states that are not split along the sequence: set it to 0"
         )
     squares_BL = (student_BLD.float() - teacher_BLD.float()).square().mean(-1)
     return (squares_BL * counts_BL).sum()

@@ -27,16 +27,16 @@ _ABOUT = "examples.json"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleFile:
-    """Examples on the disk: the ids of all inputs one after the other and where each ends, and the same of all outputs.
+    """Examples on the disk: the concatenated ids of all inputs with the end of each, and the same for all outputs.
 
     Attributes:
-        folder: holds ``input.npy``, ``input_ends.npy``, ``output.npy``, ``output_ends.npy`` and a description.
-        count: of examples.
-        classes: the labels' names, in the order of their numbers; empty for target texts.
-        vocab_size: ids of texts lie in ``range(vocab_size)``.
-        eos_id: the end of a text.
-        pad_id: what fills a batch's shorter rows.
-        fingerprint: changes with the examples.
+        folder: folder of ``input.npy``, ``input_ends.npy``, ``output.npy``, ``output_ends.npy`` and a description.
+        count: number of examples.
+        classes: names of the labels, in the order of their numbers; empty for target texts.
+        vocab_size: ids of texts are in ``range(vocab_size)``.
+        eos_id: id of the end of a text.
+        pad_id: id that fills the shorter rows of a batch.
+        fingerprint: hash of the examples.
     """
 
     folder: Path
@@ -49,7 +49,7 @@ class ExampleFile:
 
     @classmethod
     def open(cls, folder: Path) -> ExampleFile:
-        """Read the description of a folder that :func:`prepare_examples` made."""
+        """Read the description of a folder written by :func:`prepare_examples`."""
         fields = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
         return cls(folder=folder, **{**fields, "classes": tuple(fields["classes"])})
 
@@ -68,7 +68,7 @@ class ExampleFile:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleSplit:
-    """The examples of a run; ``validation`` is None where none was asked for."""
+    """The examples of a run; ``validation`` is None without validation data."""
 
     train: ExampleFile
     validation: ExampleFile | None
@@ -83,20 +83,23 @@ def prepare_examples(
     validation_fraction: float = 0.0,
     seed: int = 0,
 ) -> ExampleSplit:
-    """Tokenize records once and return their files; every rank may call it, and later runs find them in ``cache``.
+    """Tokenize records once and return their files. Every rank may call it; later runs find the files in ``cache``.
 
     Args:
         source: the records.
-        tokenizer: turns texts into ids.
-        cache: a folder, shared by the ranks of a machine at least; folders in it are named by a hash of what they depend on.
-        validation: records of their own to validate on; their labels must be among the source's.
-        validation_fraction: or this part of the source's, at least one, chosen by ``seed``.
+        tokenizer: converts texts to ids.
+        cache: a folder that at least the ranks of one machine share. Folder names in it are hashes of everything they depend on.
+        validation: separate records for validation; their labels must be among the source's. None: none.
+        validation_fraction: instead, this part of the source's records (at least one), chosen by ``seed``.
+        seed: seed of the choice of records.
 
     Raises:
-        RecipeError: no records, labels that are not known, or both or a fraction outside 0 to 1 given.
+        RecipeError: there are no records or unknown labels, both ``validation`` and a fraction are given, or the fraction is not in 0 to 1.
     """
     if not 0.0 <= validation_fraction < 1.0 or (validation is not None and validation_fraction):
-        raise RecipeError(f"validation is a source of its own, or a fraction from 0 to below 1 of this one; got {validation_fraction}")
+        raise RecipeError(
+            f"expected either a validation source, or a fraction of at least 0 and below 1; got {validation} and {validation_fraction}"
+        )
     parts = (source.fingerprint(), None if validation is None else validation.fingerprint(), tokenizer.fingerprint())
     key = hashlib.sha256(repr((_FORMAT, parts, source.kind, validation_fraction, seed)).encode()).hexdigest()[:16]
     folder = build_once(

@@ -1,4 +1,4 @@
-"""The training loop: a step, and what happens every so many of them."""
+"""The training loop: steps, reports, validation, checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_SKIPS = 50  # in a row: float16's scale falls from 2**16 to nothing in few
 
 
 class Checkpointer(Protocol):
-    """What the loop asks of a checkpoint manager; restoring is the caller's."""
+    """The part of a checkpoint manager that the loop calls. The caller restores checkpoints."""
 
     def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> object:
         """Save model, optimizer and ``extra`` (plain data) after ``step`` steps. Collective: every rank calls it."""
@@ -41,10 +41,12 @@ class Checkpointer(Protocol):
 
 @final
 class Trainer:
-    """Train a parallelized module; :meth:`run` does it all.
+    """Train a parallelized module: construct it and call :meth:`run`.
 
-    The loss is the mean over all tokens of all ranks and micro-batches, the gradient's norm is the whole model's, and the loop
-    waits for the device only where a number is shown.
+    >>> Trainer(par, CausalLM(), batches, optimizer, schedule, settings).run()  # doctest: +SKIP
+
+    The loss is the mean over all tokens of all ranks and micro-batches. The gradient norm is that of the whole model. The loop waits for
+    the device only to report a number.
     """
 
     def __init__(
@@ -62,20 +64,20 @@ class Trainer:
         scaler: LossScaler | None = None,
         flops_per_token: float | None = None,
     ) -> None:
-        """Put the parts together; nothing runs yet.
+        """Store the parts of the training; nothing runs yet.
 
         Args:
-            par: the model on its mesh, materialized.
-            objective: the loss.
+            par: the parallel module, materialized.
+            objective: computes the loss.
             data: training batches of this data rank.
-            optimizer: over ``par.module``'s parameters.
+            optimizer: the optimizer of ``par.module``'s parameters.
             schedule: sets the learning rate of every step.
-            settings: how long, and what how often.
-            validation: batches of this data rank to validate on, in order (``seed=None``).
-            checkpointer: saves; None: nothing is saved.
-            reporters: take the records; give them to one rank, and none to the others.
-            scaler: of the loss, for float16.
-            flops_per_token: of training, for MFU.
+            settings: number of steps or epochs, and the intervals of reports, validations and checkpoints.
+            validation: validation batches of this data rank, in order (``seed=None``); None: no validation.
+            checkpointer: saves checkpoints; None: nothing is saved.
+            reporters: receive the records. Pass them on one rank, and none on the others.
+            scaler: loss scaler for float16; None: no scaling.
+            flops_per_token: training FLOPs of a token, for MFU; None: no MFU.
         """
         own = {id(parameter) for parameter in par.module.parameters()}
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
@@ -94,7 +96,7 @@ class Trainer:
         self._reading: tuple[Reading, dict[str, float]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run needs besides model and optimizer to go on, as plain data, the same on every rank."""
+        """Return the state that a resume needs besides model and optimizer: plain data, the same on every rank."""
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -107,10 +109,10 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; the caller has restored model and optimizer.
+        """Resume from a saved state, after the caller has restored model and optimizer.
 
         Raises:
-            RecipeError: it belongs to other data.
+            RecipeError: the state belongs to other data.
         """
         self.data.load_state_dict(state["data"])
         self.step, self.tokens, self.skipped = state["step"], state["tokens"], state["skipped"]
@@ -120,15 +122,15 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
 
     def run(self, stop: StopRequest | None = None) -> Outcome:
-        """Train until the end or until asked to stop, and save.
+        """Train to the end or until a stop request, and save.
 
         Collective: every rank calls it.
 
         Args:
-            stop: asked when to stop, entered and left here; None: SIGTERM and SIGINT ask.
+            stop: source of stop requests, which this method enters and exits; None: SIGTERM and SIGINT.
 
         Raises:
-            MeshparError: a loss or gradient that is not finite, naming the step, or ranks with different data or parameters.
+            MeshparError: a loss or gradient is not finite (the message names the step), or ranks have different data or parameters.
         """
         self._check_ranks()
         self.par.module.train()
@@ -148,7 +150,7 @@ class Trainer:
         return Outcome(steps=self.step, stopped=stopped, values=dict(self._values))
 
     def validate(self) -> dict[str, float]:
-        """Return the means over what counts in the validation data: ``loss``, and what else the objective reports.
+        """Return the means over the validation data: ``loss`` and the other values that the objective reports.
 
         Collective: every rank calls it.
         """
@@ -195,7 +197,7 @@ class Trainer:
         self._norm = norm
 
     def _may_step(self, norm: torch.Tensor) -> bool:
-        """Tell whether the step's gradients are finite; the norm is equal on every rank, and so is the answer."""
+        """Return whether the step's gradients are finite. The norm and therefore the result are equal on every rank."""
         skip = self.scaler is not None or self.settings.nonfinite == "skip"
         if not skip:
             if norm.device.type == "cpu":
@@ -210,11 +212,13 @@ class Trainer:
             self.skipped += 1
             log.warning("step %d skipped: the gradient norm is %s", self.step + 1, value)
         if self._skips > _MOST_SKIPS:
-            raise MeshparError(f"{self._skips} steps in a row, up to step {self.step + 1}, had a gradient that is not finite; lower the lr")
+            raise MeshparError(
+                f"{self._skips} steps in a row, up to step {self.step + 1}, had a gradient that is not finite; lower the learning rate"
+            )
         return good
 
     def _mark_if_bad(self, norm: torch.Tensor) -> None:
-        """Remember the first step whose norm is not finite, on the device, without reading it."""
+        """Store the first step whose norm is not finite, on the device, without reading the norm."""
         bad = ~norm.isfinite() & (self._first_bad < 0)
         self._first_bad = torch.where(bad, self.step, self._first_bad)
 
@@ -222,7 +226,7 @@ class Trainer:
         if step >= 0:
             raise MeshparError(
                 f"the gradient norm of step {step + 1} is not finite, and the weights after it are worthless; resume from the last "
-                "checkpoint with a lower lr or a longer warm-up, or set nonfinite='skip' to leave such steps out"
+                "checkpoint with a lower learning rate or a longer warm-up, or set nonfinite='skip' to skip such steps"
             )
 
     def _after_step(self, *, epoch_ended: bool) -> None:
@@ -233,7 +237,7 @@ class Trainer:
         if settings.check_replicas_every and self.step % settings.check_replicas_every == 0:
             with self._meter.paused():
                 self.par.check_replicas()
-        # validation first: a checkpoint tells how good it is
+        # validation first: the checkpoint contains its metrics
         if self.validation is not None and (last or self._due(settings.validate_every, epoch_ended)):
             self._read()
             self._publish({"step": self.step} | {f"val/{name}": value for name, value in self.validate().items()})
@@ -248,7 +252,7 @@ class Trainer:
         return (steps is not None and self.step >= steps) or (epochs is not None and self.data.epoch >= epochs)
 
     def _report(self) -> None:
-        """Join the ranks' sums; an accelerator's are read after the next step was handed to it, so that it never waits. Collective."""
+        """Sum the ranks' values; read an accelerator's only after the next step was submitted, so that it never waits. Collective."""
         if not self._meter.used:
             return
         known = {"lr": self.schedule.rate(self.step - 1), "epoch": self.data.epoch, "step": self.step}
@@ -258,7 +262,7 @@ class Trainer:
             self._read()
 
     def _read(self) -> None:
-        """Hand out the record that is on its way, if there is one, and look for what is not finite."""
+        """Publish the pending record, if there is one, and raise if a norm was not finite."""
         if self._reading is None:
             return
         (reading, known), self._reading = self._reading, None
@@ -288,7 +292,7 @@ class Trainer:
             reporter.note(text)
 
     def _check_ranks(self) -> None:
-        """See that all ranks train the same parameters on the same data with the same settings. Collective."""
+        """Check that all ranks train the same parameters on the same data with the same settings. Collective."""
         self.par.check_replicas()
         parts = {
             "training data": self.data.state_dict(),

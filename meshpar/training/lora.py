@@ -1,7 +1,7 @@
 """LoRA (Hu et al., arXiv 2106.09685) through peft: small trained adapters beside frozen weights, on any plan.
 
-peft builds the adapters; the model's layout is told about them, so that passes shard them with the layers that they adapt. The adapters
-alone are trained, and are what a checkpoint holds.
+peft builds the adapters. The model's layout describes them, so that passes shard them with the layers that they adapt. Only the adapters
+are trained and saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from meshpar.registry import layout_for
 from meshpar.weights import WeightSource, dtypes_of
 
 NAME = "default"
-"""The adapter's name in peft, which stands in the names of its parameters."""
+"""The adapter's name in peft, which is part of the names of its parameters."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRA:
-    """What is adapted, and how.
+    """Settings of LoRA adapters.
 
     Attributes:
-        targets: endings of the names of linear layers (``q_proj``), or ``all-linear``: all but the head.
-        rank: of the product that is added to a weight.
-        alpha: that product is scaled by ``alpha / rank``.
-        dropout: on the adapters' input, in training.
+        targets: endings of the names of linear layers (``q_proj``), or ``all-linear``: all except the head.
+        rank: rank of the product that is added to a weight.
+        alpha: the product is scaled by ``alpha / rank``.
+        dropout: probability of dropout on the adapters' input in training.
     """
 
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
@@ -49,17 +49,21 @@ class LoRA:
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not self.alpha > 0 or not 0 <= self.dropout < 1 or not self.targets:
-            raise RecipeError(f"expected some targets, rank from 1, alpha above 0 and dropout in 0 to 1; got {self}")
+            raise RecipeError(f"expected at least one target, rank of at least 1, alpha above 0 and dropout in 0 to 1; got {self}")
 
 
 def add_adapters(model: nn.Module, settings: LoRA) -> ModelLayout:
-    """Put adapters into ``model`` (best on the meta device), freeze all else, and return the layout to apply a plan with.
+    """Add adapters to ``model`` (best on the meta device), freeze its other parameters, and return the layout for the plan.
 
-    ``par = plan.apply(model, add_adapters(model, LoRA()))``
+    >>> par = plan.apply(model, add_adapters(model, LoRA()))  # doctest: +SKIP
+
+    Args:
+        model: the model to adapt, in place.
+        settings: targets, rank, alpha and dropout.
 
     Raises:
         MeshparError: peft is not installed.
-        RecipeError: the targets name no linear layer.
+        RecipeError: the targets match no linear layer.
     """
     peft = _peft()
     layout = layout_for(model)
@@ -71,9 +75,9 @@ def add_adapters(model: nn.Module, settings: LoRA) -> ModelLayout:
         raise RecipeError(f"lora: {error}") from error
     adapted = adapted_layers(model)
     if odd := [name for name, layer in adapted.items() if NAME not in layer.lora_A or not hasattr(layer.lora_A[NAME], "weight")]:
-        raise RecipeError(f"lora.targets name {odd[0]}, a {type(adapted[odd[0]].base_layer).__name__}; adapters stand on linear layers")
+        raise RecipeError(f"lora.targets name {odd[0]}, a {type(adapted[odd[0]].base_layer).__name__}; adapters require linear layers")
     if not adapted:
-        raise RecipeError(f"lora.targets {targets} name no linear layer of the model")
+        raise RecipeError(f"lora.targets {targets} match no linear layer of the model; give endings of their names, or all-linear")
     if not any(parameter.is_meta for name, parameter in model.named_parameters() if not _is_adapter(name)):
         _fill_adapters(model, adapted)
     return _adapted(layout, model, adapted)
@@ -86,9 +90,14 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 @final
 class WithAdapters:
-    """A published model's weights as a source for a model with adapters: theirs are drawn (A) and zero (B), as peft begins.
+    """A published model's weights as a source for a model with adapters. A is random and B is zero, as in peft.
 
-    ``par.materialize(weights=WithAdapters(Safetensors(folder), par.module, seed=0))``
+    >>> par.materialize(weights=WithAdapters(Safetensors(folder), par.module, seed=0))  # doctest: +SKIP
+
+    Args:
+        source: the published weights.
+        module: the model with adapters.
+        seed: seed of A.
     """
 
     def __init__(self, source: WeightSource, module: nn.Module, *, seed: int = 0) -> None:
@@ -104,7 +113,7 @@ class WithAdapters:
         return offered | moved | self._adapters
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Return the dtypes that the published weights tell of."""
+        """Return the dtypes of the published weights, if the source has dtypes."""
         known = dict(dtypes_of(self._source))
         return known | {name: known.pop(base) for name, base in self._renamed.items() if base in known}
 
@@ -118,12 +127,12 @@ class WithAdapters:
 
 @final
 class Adapters:
-    """The adapters of a parallel model, for a checkpoint manager: ``manager.save(step, Adapters(par), optimizer)``, and restore."""
+    """The adapters of a parallel model, to save and restore: ``manager.save(step, Adapters(par), optimizer)``."""
 
     def __init__(self, par: Parallelized) -> None:
         self.module: nn.Module = _TrainedOnly(par.module)
         self.mesh, self.plan, self.device, self.manual_seed = par.mesh, par.plan, par.device, par.manual_seed
-        # Neither config nor weight map: what is saved is no whole model.
+        # Neither config nor weight map, because a whole model is not saved.
         self.layout = ModelLayout(blocks=par.layout.blocks)
 
 
@@ -146,7 +155,7 @@ def base_name(name: str) -> str:
 
 
 def drawn(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return an adapter's first values, the same on every mesh: A from Kaiming's uniform distribution, B zero."""
+    """Return an adapter's initial values, the same on every mesh: A from Kaiming's uniform distribution, B zero."""
     value = torch.zeros(shape)
     if ".lora_A." in name:
         generator = torch.Generator().manual_seed(random.mix(seed, zlib.crc32(name.encode())))
@@ -159,7 +168,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def _fill_adapters(model: nn.Module, adapted: Mapping[str, Any]) -> None:
-    """Give adapters of a model that has its weights their memory and first values."""
+    """Allocate and initialise the adapters of a model that already has weights."""
     for name, layer in adapted.items():
         device = layer.base_layer.weight.device
         for part in ("lora_A", "lora_B"):
@@ -219,14 +228,14 @@ class WholeA:
     splits: ClassVar[bool] = False
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Nothing can be wrong."""
+        """Return no problems."""
         return iter(())
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Its weight stays whole."""
+        """Keep the weight whole."""
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Sum the gradient where it is a part."""
+        """Sum the gradient over the axis if it is a partial sum."""
         if context.sequence_parallel or context.region_of(name) is not None:
             sum_gradients(name, module, context)
 
@@ -260,5 +269,5 @@ def _peft() -> ModuleType:
     try:
         import peft
     except ImportError as error:
-        raise MeshparError("adapters need peft, which is not installed: pip install 'meshpar[lora]'") from error
+        raise MeshparError("adapters require peft, which is not installed: pip install 'meshpar[lora]'") from error
     return peft

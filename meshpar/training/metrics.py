@@ -1,4 +1,4 @@
-"""What a run reports: measured by every rank, joined by one small all-reduce a report, written by one rank."""
+"""Metrics of a run: every rank measures, one small all-reduce per report combines, one rank writes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from meshpar.training.peaks import peak_flops
 Metrics = Mapping[str, float]
 
 def flops_per_token(module: nn.Module) -> float:
-    """Return the training FLOPs of a token as 6 x parameters (Kaplan et al., 2020): attention's own part is left out."""
+    """Return the training FLOPs of a token as 6 x parameters (Kaplan et al., 2020), without those of attention itself."""
     return 6.0 * sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most memory used so far in bytes: allocated on an accelerator, resident of the process on a CPU."""
+    """Return the peak memory so far in bytes: allocated memory on an accelerator, resident memory of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # kilobytes on Linux, bytes on macOS
@@ -35,7 +35,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Mesh(Protocol):
-    """What is needed of :class:`meshpar.Parallelized`."""
+    """The part of :class:`meshpar.Parallelized` that a meter uses."""
 
     @property
     def device(self) -> torch.device: ...
@@ -49,15 +49,15 @@ class Mesh(Protocol):
 
 @final
 class Meter:
-    """Sums since the last report, kept on the device; only a report waits for it."""
+    """Accumulate sums on the device between reports; only a report waits for the device."""
 
     def __init__(self, par: Mesh, *, flops_per_token: float | None = None, world_size: int = 1) -> None:
-        """Start to measure.
+        """Start the measurement.
 
         Args:
-            par: the mesh that a report is joined over.
-            flops_per_token: of a training step, for MFU; None: no MFU.
-            world_size: devices at work.
+            par: the parallel module, over whose ranks a report is summed.
+            flops_per_token: training FLOPs of a token, for MFU; None: no MFU.
+            world_size: number of devices.
         """
         self._par = par
         peak = peak_flops(par.device)
@@ -67,7 +67,7 @@ class Meter:
         self._start = time.perf_counter()
 
     def add(self, loss_sum: torch.Tensor, tokens: int, sums: Mapping[str, torch.Tensor]) -> None:
-        """Count what this rank did in a step; no device is waited for."""
+        """Add this rank's values of a step, without waiting for the device."""
         self._tokens += tokens
         for name, value in {"loss": loss_sum, **sums}.items():
             value = value.detach()
@@ -75,23 +75,23 @@ class Meter:
 
     @property
     def used(self) -> bool:
-        """Whether there is anything since the last report."""
+        """Whether values were added since the last report."""
         return bool(self._sums)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the time of what runs inside."""
+        """Exclude the time of the ``with`` block from the report."""
         start = time.perf_counter()
         yield
         self._start += time.perf_counter() - start
 
     def begin(self, *more: torch.Tensor) -> Reading:
-        """Join the ranks' sums since the last report, and start to bring them to the host.
+        """Sum the ranks' values since the last report, and start their copy to the host.
 
-        Collective: every rank calls it. One all-reduce: the sums, and one place for each rank's memory, whose largest counts.
+        Collective: every rank calls it. One all-reduce has the sums, and one element for each rank's memory, of which the largest counts.
 
         Args:
-            more: scalars that every rank has alike, to be read with the rest.
+            more: scalars that are equal on every rank, to read with the sums.
         """
         par, names = self._par, list(self._sums)
         vector = torch.zeros(1 + len(names) + par.data_size, dtype=self._dtype, device=par.device)
@@ -104,7 +104,7 @@ class Meter:
         return Reading(self, names, to_host(joined), len(more))
 
     def record(self, names: list[str], values: list[float]) -> dict[str, float]:
-        """Return the means over all tokens of all data ranks, tokens a second, MFU and memory (GiB); the next report's time starts."""
+        """Return means over all tokens of all data ranks, tokens a second, MFU and memory (GiB), and restart the clock."""
         tokens, *rest = values
         now = time.perf_counter()
         seconds, self._start = now - self._start, now
@@ -117,20 +117,20 @@ class Meter:
 
 @final
 class Reading:
-    """A report on its way to the host: read once the device has been given more to do, it costs the device nothing."""
+    """A report that is being copied to the host. Read it after the next step was submitted, so that the device never waits."""
 
     def __init__(self, meter: Meter, names: list[str], values: Callable[[], torch.Tensor], more: int) -> None:
         self._meter, self._names, self._values, self._more = meter, names, values, more
 
     def read(self) -> tuple[dict[str, float], list[float]]:
-        """Wait for the values and return the record, and what else was to be read."""
+        """Wait for the values and return the record and the additional scalars."""
         values = self._values().tolist()
         cut = len(values) - self._more
         return self._meter.record(self._names, values[:cut]), values[cut:]
 
 
 def to_host(values: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start to copy ``values`` to the host and return what waits for that copy alone, not for what the device is given later."""
+    """Start to copy ``values`` to the host; return a function that waits for this copy, but not for later work of the device."""
     if values.device.type != "cuda":
         return lambda: values
     there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -146,27 +146,27 @@ def to_host(values: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 class Reporter(Protocol):
-    """Where records go; called on one rank only."""
+    """Receive records, on one rank only."""
 
     def report(self, record: Metrics) -> None:
-        """Take a record: ``step`` (steps done), and values by name."""
+        """Receive a record: ``step`` (completed steps), and values by name."""
 
     def note(self, text: str) -> None:
-        """Take a sentence on what happened."""
+        """Receive a line of text about the run."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close."""
 
 
 @final
 class JsonLines:
-    """``metrics.jsonl``: a record a line, with the time."""
+    """Write ``metrics.jsonl``: one record per line, with the time."""
 
     def __init__(self, path: str | Path, *, step: int = 0) -> None:
         """Open the file to append.
 
-        Lines of steps after ``step``, left by a run that went on beyond its last checkpoint, go to ``metrics.abandoned.jsonl`` beside it;
-        at every instant each line is whole in one of the two.
+        Lines of steps after ``step``, from a run that ended after its last checkpoint, move to ``metrics.abandoned.jsonl`` beside the file.
+        Every line is complete in one of the two files at all times.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -185,13 +185,13 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def report(self, record: Metrics) -> None:
-        """Write a line; a value that is no number in JSON (nan, inf) is written as null."""
+        """Write a line; values that JSON cannot store (nan, inf) become null."""
         plain = {name: value if math.isfinite(value) else None for name, value in record.items()}
         self._file.write(json.dumps({**plain, "time": round(time.time(), 3)}) + "\n")
         self._file.flush()
 
     def note(self, text: str) -> None:
-        """Leave it out: the file holds numbers."""
+        """Ignore the text: the file has numbers only."""
 
     def close(self) -> None:
         """Close the file."""
@@ -199,7 +199,7 @@ class JsonLines:
 
 
 def _step_of(line: str) -> float:
-    """Return the step of a line, infinity where it is none."""
+    """Return the step of a line; infinity if the line has none."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -213,10 +213,10 @@ def _lines(path: Path) -> list[str]:
 
 @final
 class TensorBoard:
-    """TensorBoard scalars, one a name."""
+    """Write TensorBoard scalars, one per value."""
 
     def __init__(self, folder: str | Path, *, step: int = 0) -> None:
-        """Open a writer; what an earlier run wrote of steps after ``step`` is hidden."""
+        """Open a writer; TensorBoard hides values of earlier runs after ``step``."""
         self._writer = need("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def report(self, record: Metrics) -> None:
@@ -226,7 +226,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, int(record["step"]))
 
     def note(self, text: str) -> None:
-        """Leave it out: the file holds numbers."""
+        """Ignore the text: the file has numbers only."""
 
     def close(self) -> None:
         """Flush and close."""

@@ -1,8 +1,8 @@
-"""What is trained: an objective turns a model and a batch into a loss, summed over what it counts.
+"""Objectives: compute a loss from a model and a batch, summed over the counted labels.
 
-Objectives are plugins (entry-point group ``meshpar.objectives``): an object with the two methods of :class:`Objective`, or a class (a
-dataclass where it has options, which a recipe then writes) that makes one. Two more members are asked for where they exist: ``examples``,
-what a batch is made of (:data:`EXAMPLES`; packed text where it is absent), and ``unit``, what is counted, for the console.
+Objectives are plugins (entry-point group ``meshpar.objectives``): an object with the two methods of :class:`Objective`, or a class that
+makes one (a dataclass if it has options, which a recipe then sets). Two members are optional: ``examples``, the kind of a batch's examples
+(:data:`EXAMPLES`; default: packed text), and ``unit``, the counted unit on the console.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from meshpar.loss import IGNORE_INDEX, token_loss
 SummedLoss = tuple[torch.Tensor, int | torch.Tensor, Mapping[str, torch.Tensor]]
 
 EXAMPLES = ("tokens", "pairs", "labels")
-"""Packed text; texts with target texts; texts with labels."""
+"""Kinds of examples: packed text; texts with target texts; texts with labels."""
 
 
 class Objective(Protocol):
-    """The training signal. Losses are sums, so that they add up over micro-batches and ranks before one division."""
+    """The protocol of objectives. Losses are sums, so that they add up over micro-batches and ranks before one division."""
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return how many tokens (or examples) of this batch the loss counts; it may be on the CPU, and nothing is computed."""
+        """Return the number of tokens (or examples) of this batch that the loss counts, without computing it. The batch may be on a CPU."""
         ...
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
-        """Return the loss summed over what counts (a scalar), its number, and more sums to report by name.
+        """Return the summed loss (a scalar), the number of counted tokens or examples, and further sums to report by name.
 
-        Every reported sum is divided by the number of all ranks and micro-batches.
+        Every reported sum is divided by the count over all ranks and micro-batches.
         """
         ...
 
@@ -58,7 +58,7 @@ class CausalLM:
             raise MeshparError(f"CausalLM(chunk={self.chunk}) must be 0 (all logits at once), a number of positions, or None")
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return how many labels count."""
+        """Return the number of counted labels."""
         return counted(batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
@@ -75,7 +75,7 @@ class CausalLM:
 @final
 @dataclass(frozen=True, slots=True)
 class Seq2Seq:
-    """Write a target text for an input text, with an encoder and a decoder.
+    """Predict a target text from an input text, with an encoder and a decoder.
 
     A batch: ``input_ids`` and ``attention_mask`` (B, S) for the encoder; ``decoder_input_ids`` (B, T), the target behind the start
     token; ``labels`` (B, T), the target, -100 where none counts.
@@ -84,7 +84,7 @@ class Seq2Seq:
     examples: ClassVar[str] = "pairs"
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return how many labels count."""
+        """Return the number of counted labels."""
         return counted(batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
@@ -98,17 +98,17 @@ class Seq2Seq:
 @final
 @dataclass(frozen=True, slots=True)
 class SequenceClassification:
-    """Choose a text's class: ``input_ids`` and ``attention_mask`` (B, L), ``labels`` (B) in the number of classes, -100: not counted."""
+    """Predict a text's class: ``input_ids`` and ``attention_mask`` (B, L), ``labels`` (B) in the number of classes, -100: not counted."""
 
     examples: ClassVar[str] = "labels"
     unit: ClassVar[str] = "examples"
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return how many examples count."""
+        """Return the number of counted examples."""
         return counted(batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
-        """Return the cross entropy summed over the examples, in float32, and how many are right as ``accuracy``."""
+        """Return the cross entropy summed over the examples, in float32, and the number of correct ones as ``accuracy``."""
         labels = batch["labels"]
         output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         logits = whole_logits(logits_of(self, model, output, "(B, classes)")).float()
@@ -117,21 +117,21 @@ class SequenceClassification:
 
 
 def counted(batch: Mapping[str, torch.Tensor]) -> int:
-    """Return how many labels of a batch count."""
+    """Return the number of counted labels of a batch."""
     return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
 def logits_of(objective: object, model: nn.Module, output: object, shape: str) -> torch.Tensor:
-    """Return ``output.logits``; raises MeshparError for a model that gives none."""
+    """Return ``output.logits``; raises MeshparError for a model without them."""
     logits = getattr(output, "logits", None)
     if logits is None:
         raise MeshparError(
-            f"{type(objective).__name__} needs a model whose output has .logits {shape}; "
-            f"{type(model).__name__} gave {type(output).__name__}"
+            f"{type(objective).__name__} requires a model whose output has .logits {shape}; "
+            f"{type(model).__name__} returned {type(output).__name__}"
         )
     return logits
 
 
 def whole_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits that every rank of the vocabulary's axis has whole. Collective over that axis where they are sharded."""
+    """Return whole logits. Collective over the axis of the vocabulary if they are sharded over it."""
     return logits.full_tensor() if isinstance(logits, DTensor) else logits

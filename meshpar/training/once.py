@@ -1,4 +1,4 @@
-"""Build a folder once, however many processes ask for it at the same time."""
+"""Build a folder once, even if several processes request it at the same time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
     """Return ``folder``, built by ``build`` if it does not exist yet.
 
-    Every process of a machine (or of a shared file system) may call this with the same folder: one builds, the others wait.
-    ``build`` fills a temporary folder beside it, which takes the final name by one rename when it is whole; a process that
-    dies leaves nothing that looks finished. Where the file system has no locks, several may build and the first rename wins.
+    Every process of a machine (or of a shared file system) may call this with the same folder: one builds, the others wait. ``build``
+    fills a temporary folder, which is renamed to its final name once it is complete. A process that dies leaves no folder that looks
+    complete. On a file system without locks several processes may build, and the first rename wins.
 
     Args:
         folder: the folder's final path.
-        build: fills the (existing, empty) folder that it is given.
+        build: fills the (existing, empty) folder that it receives.
     """
     if folder.is_dir():
         return folder

@@ -1,4 +1,4 @@
-"""A seeded permutation that needs no memory: every rank computes the places it wants."""
+"""A seeded permutation without memory: every rank computes the places that it needs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _ROUNDS = 8
 
 
 def permuted(places: np.ndarray, count: int, key: int) -> np.ndarray:
-    """Return which of ``count`` samples stands at each of ``places``; over all places, each sample once.
+    """Return the sample of each of ``places`` in a permutation of ``count`` samples.
 
     A Feistel network over the next power of four, walked until the value falls in range (Black and Rogaway, "Ciphers with
     arbitrary finite domains", 2002). Integer arithmetic alone: the same on every machine and in every version of numpy.
 
     Args:
-        places: int64, each in ``range(count)``.
-        count: of samples.
-        key: chooses the permutation.
+        places: int64 positions, each in ``range(count)``.
+        count: number of samples.
+        key: selects the permutation.
     """
     numpy = need("numpy")
     half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
@@ -43,7 +43,7 @@ def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """Return splitmix64's finalizer (Steele, Lea and Flood, 2014) of every value; overflow is meant."""
+    """Return splitmix64's finalizer (Steele, Lea and Flood, 2014) of every value; overflow is intended."""
     kind = values.dtype.type
     values = values * kind(0x9E3779B97F4A7C15)
     values = (values ^ (values >> kind(30))) * kind(0xBF58476D1CE4E5B9)

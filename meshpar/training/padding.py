@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     import numpy as np
 
 _MULTIPLE = 8
-"""Rows are padded to a multiple of so many, so that few shapes occur."""
+"""Rows are padded to a multiple of this length, so that few shapes occur."""
 
 
 @final
 class _Rows:
-    """The ids of a file's inputs or outputs, cut to a length."""
+    """The ids of a file's inputs or outputs, truncated to a length."""
 
     def __init__(self, file: ExampleFile, name: str, length: int) -> None:
         if length < 1:
-            raise RecipeError(f"a text has at least one token, got length {length}")
+            raise RecipeError(f"length is {length}; expected at least 1 token in a text")
         self.file, self.name, self.length = file, name, length
         self._mapped: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -45,9 +45,9 @@ class _Rows:
 
 
 def padded(rows: Sequence[np.ndarray], fill: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids (B, L) filled up with ``fill``, and where they are real (B, L), both int64; L: the longest row's, rounded up.
+    """Return ids (B, L) padded with ``fill``, and their attention mask (B, L), both int64. L is the longest row, rounded up.
 
-    An empty row shows one position, for attention that sees nothing is not a number.
+    An empty row has one attended position, because attention over no position is NaN.
     """
     numpy = need("numpy")
     longest = max(1, *(row.size for row in rows))
@@ -62,16 +62,16 @@ def padded(rows: Sequence[np.ndarray], fill: int, length: int) -> tuple[torch.Te
 
 @final
 class PairedExamples:
-    """Input and target texts, for an encoder and a decoder; see :class:`meshpar.training.objectives.Seq2Seq` for the batch."""
+    """Batches of input and target texts for an encoder and a decoder, see :class:`meshpar.training.objectives.Seq2Seq`."""
 
     def __init__(self, file: ExampleFile, *, length: int, target_length: int, start_id: int) -> None:
-        """Draw from ``file``.
+        """Use the examples of ``file``.
 
         Args:
-            file: with target texts.
-            length: of an input, in tokens; what is longer is cut.
-            target_length: of a target, with its end; what is longer is cut.
-            start_id: what the decoder reads first.
+            file: examples with target texts.
+            length: largest length of an input in tokens; longer inputs are truncated.
+            target_length: largest length of a target in tokens, including its end; longer targets are truncated.
+            start_id: first id of the decoder's input.
         """
         self.file, self.start_id = file, start_id
         self._inputs, self._targets = _Rows(file, "input", length), _Rows(file, "output", target_length)
@@ -96,10 +96,10 @@ class PairedExamples:
 
 @final
 class LabelledExamples:
-    """Texts with a class; see :class:`meshpar.training.objectives.SequenceClassification` for the batch."""
+    """Batches of texts with a class, see :class:`meshpar.training.objectives.SequenceClassification`."""
 
     def __init__(self, file: ExampleFile, *, length: int) -> None:
-        """Draw from ``file``, whose inputs are cut to ``length`` tokens."""
+        """Use the examples of ``file``, with inputs truncated to ``length`` tokens."""
         self.file = file
         self._inputs, self._labels = _Rows(file, "input", length), _Rows(file, "output", 1)
         self.fingerprint = f"{file.fingerprint}/{length}"

@@ -1,4 +1,4 @@
-"""A profile of a few steps of a job: torch's trace, the memory and a page that sums them up."""
+"""Profile a few steps of a job: torch's trace, a memory snapshot and a summary page."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ TRACE, SNAPSHOT, SUMMARY = "trace.json", "memory.pickle", "summary.md"
 
 @final
 class Profiled:
-    """A job's batches, which profile the steps made of them: the loop asks for the next one when a step is done.
+    """Wrap a job's batches and profile the steps between them: the loop requests the next batch when a step is complete.
 
-    Written are, by rank 0 into ``folder``: the trace (Chrome's format), a memory snapshot (of a GPU: https://pytorch.org/memory_viz), and
-    the summary. Nothing is written where training ends before the ``LEAST`` steps that it takes.
+    Rank 0 writes to ``folder``: the trace (Chrome's format), a memory snapshot (of a GPU: https://pytorch.org/memory_viz), and the summary.
+    Nothing is written if training ends before ``LEAST`` steps.
     """
 
     def __init__(self, data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-        """Wrap ``data``. Collective from here on: every rank does it."""
+        """Wrap ``data``. Collective: every rank wraps its batches and iterates over them."""
         self._data, self._par, self._optimizer, self._folder = data, par, optimizer, folder
         self._waited = 0.0
 
@@ -95,7 +95,7 @@ class Profiled:
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def _watched(self, batches: Iterator[list[TensorBatch]], holders: dict[str, int]) -> Iterator[list[TensorBatch]]:
-        """Record the live tensors of one step, and who holds them at their peak."""
+        """Record the live tensors of one step, and their holders at the peak."""
         module, optimizer = self._par.module, self._optimizer
         recorder = Recorder(axis_groups(self._par))
         state = [each for states in optimizer.state.values() for each in states.values() if isinstance(each, torch.Tensor)]
@@ -132,7 +132,7 @@ class Profiled:
 
 
 def at_the_peak(held: Mapping[str, int], phases: tuple[Phase, ...]) -> dict[str, int]:
-    """Return who holds how many bytes when most are alive."""
+    """Return the bytes of each holder at the peak."""
     now, most = dict(held), sum(held.values())
     found = dict(now)
     for event in (event for phase in phases for event in phase.events):

@@ -1,4 +1,4 @@
-"""A page on where the time and the memory of a few steps went, from torch's trace of them."""
+"""A summary page of the time and memory of a few steps, from torch's trace."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, final
 Interval = tuple[float, float]
 
 DATA = "data"
-"""What the profile calls waiting for a batch, in the trace."""
+"""Name of the wait for a batch in the trace."""
 
 WARM, STEPS = 3, 3
-"""Steps before the profile, which also allocate, compile and tune, and steps in it. One more is watched for its memory."""
+"""Warm-up steps before the profile, which also allocate, compile and tune, and profiled steps. One more records memory."""
 LEAST = WARM + STEPS + 2
-"""Steps that a run needs for a profile: it is written when the step after it begins."""
+"""Least number of steps of a run with a profile, which is written when the step after it begins."""
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -25,12 +25,12 @@ class Times:
     """Seconds of the profiled steps on one rank.
 
     Attributes:
-        total: from the first to the last thing that happened.
-        compute: in which the device (or on a CPU the training thread) computed.
+        total: seconds from the first to the last event.
+        compute: seconds in which the device (on a CPU: the training thread) computed.
         communication: axis -> seconds in which its collectives ran.
-        exposed: axis -> those of them in which nothing was computed.
-        data: waiting for batches.
-        idle: the rest: the device had nothing to do, mostly because the host did not give it any.
+        exposed: axis -> seconds of its collectives without overlapping computation.
+        data: seconds of waiting for batches.
+        idle: remaining seconds, in which the device had no work, mostly because the host was late.
     """
 
     total: float
@@ -44,16 +44,16 @@ class Times:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """What the summary tells.
+    """The content of the summary page.
 
     Attributes:
-        title: the plan and where it ran.
-        steps: how many were profiled.
-        times: of rank 0.
+        title: the plan, and the device.
+        steps: number of profiled steps.
+        times: times of rank 0.
         ranks: each rank's seconds a step, seconds of waiting for data a step, and peak memory in bytes.
-        holders: who holds the memory at the peak -> bytes; empty where ``unseen`` says why.
-        unseen: why nobody is known to hold the memory, and where to look.
-        files: what lies beside the page, and what it is.
+        holders: holder of memory at the peak -> bytes; empty if unknown.
+        unseen: why the holders are unknown, and where to find them.
+        files: name of each file beside the page -> description.
     """
 
     title: str
@@ -131,11 +131,11 @@ class Page:
 
 
 def times_of(trace: Mapping[str, Any], threads: Mapping[int, str] | None = None) -> Times:
-    """Return the times that a Chrome trace of torch's profiler tells.
+    """Return the times in a Chrome trace of torch's profiler.
 
     Args:
-        trace: the JSON, read.
-        threads: of a trace without a GPU: gloo's threads, and the axis whose collectives each one runs; empty text for none, whose work is
+        trace: the parsed JSON.
+        threads: for a trace without a GPU: gloo's threads -> the axis whose collectives the thread runs. Threads with an empty axis are
             left out.
     """
     events = [each for each in trace["traceEvents"] if each.get("ph") == "X" and "dur" in each]
@@ -168,7 +168,7 @@ def _described(event: Mapping[str, Any]) -> str:
 
 
 def _gloo(events: Sequence[Mapping[str, Any]], threads: Mapping[int, str]) -> dict[str, list[Interval]]:
-    """Return the spans of gloo's collectives by axis; all as one where a thread is nobody's."""
+    """Return the spans of gloo's collectives by axis; all under one name if a thread is unknown."""
     mine = [each for each in events if each["name"].startswith("gloo:")]
     if any(each["tid"] not in threads for each in mine):
         return _by_axis(("all axes", each) for each in mine)

@@ -1,4 +1,4 @@
-"""Texts with targets or labels: JSON lines of one's own, or two real tasks over the source of Python's standard library."""
+"""Texts with targets or labels, from JSON lines, or from the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _NO_CODE = "pydoc_data"  # the text of pydoc's help pages
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSource:
-    """Records in an order that is the same on every rank, no two alike.
+    """Distinct records, in the same order on every rank.
 
     Attributes:
         inputs: ``.jsonl`` files, folders and globs; or ``stdlib`` alone.
-        kind: ``pairs``: of ``stdlib`` the source of every documented function with the first sentence of its docstring; ``labels``:
-            of ``stdlib`` lines of code with the module or package that they stand in, the largest twelve.
-        field: the key of the input text in a line of JSON.
-        output_field: the key of the target text or of the label (text, a whole number, true or false).
+        kind: ``pairs`` or ``labels``. Pairs of ``stdlib`` are the source of every documented function with the first sentence of its
+            docstring. Labels of ``stdlib`` are lines of code with their module or package, of the largest twelve.
+        field: key of the input text in a line of JSON.
+        output_field: key of the target text or of the label (text, a whole number, true or false).
     """
 
     inputs: tuple[str, ...]
@@ -47,7 +47,7 @@ class RecordSource:
         """Yield every record once.
 
         Raises:
-            RecipeError: a file is not JSON lines with both fields.
+            RecipeError: a line is not JSON with both fields.
         """
         seen: set[bytes] = set()
         for record in self._all():
@@ -57,19 +57,19 @@ class RecordSource:
                 yield record
 
     def documents(self) -> Iterator[str]:
-        """Yield the texts, inputs and targets, from which a tokenizer learns."""
+        """Yield the inputs and targets, on which a tokenizer is trained."""
         for text, output in self.records():
             yield text
             if self.kind == "pairs":
                 yield output
 
     def fingerprint(self) -> str:
-        """Return a hash that changes when a file's name, size or time, or how it is read, changes."""
+        """Return a hash of the files' names, sizes and times and of the settings."""
         files = TextSource(inputs=self.inputs).fingerprint()
         return hashlib.sha256(f"{_FORMAT}\0{self.kind}\0{self.field}\0{self.output_field}\0{files}".encode()).hexdigest()
 
     def files(self) -> list[Path]:
-        """Return the files; raises RecipeError where an input names none."""
+        """Return the files; raises RecipeError if an input matches no file."""
         return TextSource(inputs=self.inputs).files()
 
     def _all(self) -> Iterator[TextPair]:
@@ -96,7 +96,7 @@ class RecordSource:
                 if not isinstance(output, str if self.kind == "pairs" else (str, int)):
                     wanted, name = ("text", "target_field") if self.kind == "pairs" else ("label", "label_field")
                     raise RecipeError(
-                        f"{path}:{number} has no {wanted} under {self.output_field!r}; it has {keys}; name it with data.{name}"
+                        f"{path}:{number} has no {wanted} under {self.output_field!r}; it has {keys}; name the key with data.{name}"
                     )
                 yield text, str(output)
 
@@ -114,7 +114,7 @@ def documented_functions() -> Iterator[TextPair]:
 
 
 def first_sentence(docstring: str) -> str:
-    """Return the first sentence of a docstring on one line, empty where it is none of usual length."""
+    """Return the first sentence of a docstring on one line; empty if its length is unusual."""
     paragraph = " ".join(docstring.split("\n\n")[0].split())
     found = _SENTENCE.match(paragraph)
     sentence = found[1] if found else paragraph
@@ -124,7 +124,7 @@ def first_sentence(docstring: str) -> str:
 def lines_of_modules() -> Iterator[TextPair]:
     """Yield lines of code of the largest modules and packages of the standard library, each with the module's name.
 
-    A line that stands in several modules tells nothing and is left out.
+    Lines that occur in several modules are left out.
     """
     root, homes = standard_library_root(), dict[str, set[str]]()
     for path in standard_library():

@@ -15,24 +15,24 @@ from meshpar.errors import RecipeError
 
 @final
 class LossScaler:
-    """Scale the loss so that small gradients survive float16; skip a step whose gradients overflowed (Micikevicius et al., 2018).
+    """Scale the loss so that small gradients do not underflow in float16, and skip steps that overflow (Micikevicius et al., 2018).
 
-    ``torch.amp.GradScaler`` looks for overflow in each rank's own shards; here the gradient norm, which every rank of every axis
-    has alike, says it, so that all ranks skip together.
+    ``torch.amp.GradScaler`` detects overflow in each rank's own shards. Here the gradient norm, which is equal on every rank of every axis,
+    decides, so that all ranks skip together.
 
     Attributes:
-        scale: what the loss is multiplied with.
-        skipped: steps skipped so far.
+        scale: factor of the loss.
+        skipped: number of steps skipped so far.
     """
 
     def __init__(self, *, scale: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> None:
-        """Set the start.
+        """Set the initial state.
 
         Args:
-            scale: to begin with.
-            growth: the factor after ``interval`` steps in a row without overflow.
-            backoff: the factor after an overflow.
-            interval: steps.
+            scale: initial scale.
+            growth: factor of the scale after ``interval`` steps in a row without overflow.
+            backoff: factor of the scale after an overflow.
+            interval: number of steps without overflow before the scale grows.
         """
         if not (scale > 0 and growth >= 1 and 0 < backoff < 1 and interval >= 1):
             raise RecipeError(
@@ -43,7 +43,7 @@ class LossScaler:
 
     @torch.no_grad()
     def unscale_(self, module: nn.Module) -> None:
-        """Divide every gradient by the scale, each rank its own parts; call it before clipping."""
+        """Divide every gradient of this rank by the scale; call it before clipping."""
         grads: dict[torch.device, list[torch.Tensor]] = {}
         for parameter in module.parameters():
             if parameter.grad is not None:
@@ -53,10 +53,10 @@ class LossScaler:
             torch._foreach_mul_(together, 1.0 / self.scale)
 
     def update(self, norm: float) -> bool:
-        """Take the norm of the unscaled gradients and tell whether the optimizer may step; adapts the scale.
+        """Adapt the scale, and return whether the optimizer may step.
 
         Args:
-            norm: equal on every rank, as ``par.clip_grad_norm_`` returns it.
+            norm: norm of the unscaled gradients, equal on every rank, from ``par.clip_grad_norm_``.
         """
         if math.isfinite(norm):
             self._good += 1
@@ -71,5 +71,5 @@ class LossScaler:
         return {"scale": self.scale, "good": self._good, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         self.scale, self._good, self.skipped = state["scale"], state["good"], state["skipped"]

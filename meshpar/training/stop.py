@@ -1,4 +1,4 @@
-"""Stop when asked: a signal on any rank becomes one decision of all, at the end of the same step."""
+"""Stop requests: a signal on any rank stops all ranks at the end of the same step."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ _SAME_S = 1.0  # one Ctrl-C may arrive twice: from the terminal and from the lau
 
 @final
 class StopRequest:
-    """Turn SIGTERM, SIGINT and SIGUSR1 into a request that the ranks agree on; a second SIGINT interrupts at once.
+    """Convert SIGTERM, SIGINT and SIGUSR1 to a stop request on which all ranks agree. A second SIGINT interrupts at once.
 
-    A context manager. Collective: every rank enters it. The ranks' flags are joined by a small all-reduce of CPU memory on a
-    group of its own, which runs beside the next step: agreement comes one step after the request, and nothing waits for it.
-    A flag is the signal's number, so that all ranks name the signal that one of them got.
-    Outside the main thread, where Python allows no signal handlers, only :meth:`request` asks.
+    A context manager. Collective: every rank enters it. A small all-reduce of CPU memory on a separate group combines the ranks' flags and
+    overlaps with the next step: the ranks agree one step after the request, and nothing waits. A flag is the signal's number, so that all
+    ranks report the same signal. Outside the main thread, where Python allows no signal handlers, only :meth:`request` works.
     """
 
     def __init__(self) -> None:
@@ -38,7 +37,7 @@ class StopRequest:
         self._before: dict[signal.Signals, Any] = {}
 
     def request(self, reason: str) -> None:
-        """Ask all ranks to stop; needed on one of them only."""
+        """Request that all ranks stop; one rank is enough."""
         if self.reason is None:
             self.reason, self._asked = reason, time.monotonic()
 
@@ -52,7 +51,7 @@ class StopRequest:
         return self
 
     def agreed(self) -> bool:
-        """Tell, at the end of a step, whether the ranks had agreed to stop by the end of the step before.
+        """Return, at the end of a step, whether the ranks had agreed to stop by the end of the step before.
 
         Collective: every rank calls it after every step.
         """

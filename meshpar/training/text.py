@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders, globs, JSON lines, or the Python standard library's own source."""
+"""Read text from files, folders, globs, JSON lines, or the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from meshpar.errors import RecipeError
 
 STDLIB = "stdlib"
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
-# encodings holds tables of code points, an eighth of all the text, from which a model learns to write tables
+# encodings has tables of code points, an eighth of all the text, from which a model learns to write tables
 _NOT_SOURCE = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSource:
-    """Named text, as documents in an order that is the same on every rank.
+    """Text as documents, in the same order on every rank.
 
     Attributes:
-        inputs: each a file, a glob (``**`` crosses folders), a folder (all its .txt, .md, .rst, .py and .jsonl files) or
-            ``stdlib``, the source of Python's standard library without its tests and code tables.
-        field: the key that holds the text in a line of a ``.jsonl`` file.
-        separator: text that divides a file (not .jsonl) into documents; None: a file is one document, read whole.
+        inputs: files, globs (``**`` crosses folders), folders (all .txt, .md, .rst, .py and .jsonl files in them) or ``stdlib``, the
+            source of Python's standard library without its tests and code tables.
+        field: key of the text in a line of a ``.jsonl`` file.
+        separator: text that divides a file (not .jsonl) into documents; None: a file is one document.
     """
 
     inputs: tuple[str, ...]
@@ -39,19 +39,21 @@ class TextSource:
         if isinstance(self.inputs, str) or not self.inputs:
             raise RecipeError(f"inputs must be a tuple of files, globs, folders or {STDLIB!r}, got {self.inputs!r}")
         if self.separator == "":
-            raise RecipeError("separator is empty text; leave it out to keep a file one document")
+            raise RecipeError("separator is empty; drop it to make each file one document")
 
     def files(self) -> list[Path]:
-        """Return the files, sorted within each input, each once.
+        """Return the files without repetition, sorted within each input.
 
         Raises:
-            RecipeError: an input names no file.
+            RecipeError: an input matches no file.
         """
         files: dict[Path, None] = {}
         for text in self.inputs:
             found = _expand(text)
             if not found:
-                raise RecipeError(f"input {text!r} names no file (folders are searched for {', '.join(_TEXT_SUFFIXES)})")
+                raise RecipeError(
+                    f"input {text!r} matches no file; expected a file, a glob, or a folder with {', '.join(_TEXT_SUFFIXES)} files"
+                )
             files.update(dict.fromkeys(found))
         return list(files)
 
@@ -66,7 +68,7 @@ class TextSource:
             yield from (document for document in documents if document.strip())
 
     def fingerprint(self) -> str:
-        """Return a hash that changes when a file's name, size or time, or how it is read, changes."""
+        """Return a hash of the files' names, sizes and times and of the settings."""
         lines = [f"{self.field}\0{self.separator}"]
         for path in self.files():
             stat = path.stat()
@@ -105,7 +107,9 @@ def _text(path: Path, separator: str | None) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path} is not UTF-8 text (byte {error.start}: {error.reason}); convert it or leave it out") from error
+        raise RecipeError(
+            f"{path} is not UTF-8 text (byte {error.start}: {error.reason}); convert it or remove it from the inputs"
+        ) from error
     return [text] if separator is None else text.split(separator)
 
 

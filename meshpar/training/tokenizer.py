@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a BPE trained here, or one from a folder; all end as a folder that transformers' AutoTokenizer loads."""
+"""Tokenizers: bytes, a trained BPE, or one from a folder. All are saved as a folder that transformers' AutoTokenizer loads."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class TextTokenizer:
 
     Attributes:
         fast: the ``tokenizers.Tokenizer``.
-        eos: the token that ends a document.
-        eos_id: its id.
-        vocab_size: ids lie in ``range(vocab_size)``.
+        eos: token that ends a document.
+        eos_id: id of ``eos``.
+        vocab_size: ids are in ``range(vocab_size)``.
     """
 
     def __init__(self, fast: tokenizers.Tokenizer, *, eos: str = END_OF_TEXT, folder: Path | None = None) -> None:
         eos_id = fast.token_to_id(eos)
         if eos_id is None:
-            raise RecipeError(f"the tokenizer has no token {eos!r} to end a document with; name one that it has")
+            raise RecipeError(f"the tokenizer has no token {eos!r} to end a document with; set data.eos to one of its tokens")
         self.fast = fast
         self.eos = eos
         self.eos_id: int = eos_id
@@ -41,7 +41,7 @@ class TextTokenizer:
         self._folder = folder
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of ``text``, without special tokens of its own."""
+        """Return the ids of ``text``, without special tokens."""
         return self.fast.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -49,12 +49,12 @@ class TextTokenizer:
         return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_inputs(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
-        """Return the ids of texts that a model reads whole, with the special tokens that the tokenizer itself puts around them.
+        """Return the ids of whole texts, with the special tokens that the tokenizer adds.
 
         Args:
-            texts: to encode.
-            begin: where the tokenizer puts none: whether ``eos`` stands before the text, for a model that reads the first position,
-                or after it.
+            texts: texts to encode.
+            begin: for a tokenizer that adds none: whether to put ``eos`` before the text, for a model that reads the first position, or
+                after it.
         """
         if self.fast.num_special_tokens_to_add(False):
             return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=True)]
@@ -62,7 +62,7 @@ class TextTokenizer:
 
     @property
     def pad_id(self) -> int:
-        """The id that fills a batch's shorter rows; ``eos_id`` where the tokenizer has none of its own."""
+        """The id that fills the shorter rows of a batch; ``eos_id`` if the tokenizer has no padding token."""
         found = None if self._folder is None else self.fast.token_to_id(_configured(self._folder, "pad_token") or "")
         return self.eos_id if found is None else found
 
@@ -71,11 +71,11 @@ class TextTokenizer:
         return self.fast.decode(list(ids))
 
     def fingerprint(self) -> str:
-        """Return a hash of everything that decides how text becomes ids."""
+        """Return a hash of everything that determines the ids of a text."""
         return hashlib.sha256(f"{self.fast.to_str()}\0{self.eos}".encode()).hexdigest()
 
     def save(self, folder: str | Path) -> Path:
-        """Write ``tokenizer.json`` and ``tokenizer_config.json`` (as they were, for one that came from a folder)."""
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` (for a tokenizer from a folder: copies)."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if self._folder is not None:
@@ -90,7 +90,7 @@ class TextTokenizer:
 
 
 def byte_tokenizer() -> TextTokenizer:
-    """Return the tokenizer whose ids 0 to 255 are the bytes of UTF-8, and 256 the end of a text."""
+    """Return a tokenizer whose ids 0 to 255 are the bytes of UTF-8 and whose id 256 is the end of a text."""
     library = need("tokenizers")
     vocabulary = {letter: byte for byte, letter in enumerate(_byte_letters())}
     fast = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=[]))
@@ -101,14 +101,14 @@ def byte_tokenizer() -> TextTokenizer:
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Train a byte-level BPE, as GPT-2's; the same documents in the same order give the same tokenizer.
+    """Train a byte-level BPE like GPT-2's. The same documents in the same order give the same tokenizer.
 
     Args:
-        documents: the texts to learn from.
-        vocab_size: ids in all, the 256 bytes and the end of text among them.
+        documents: texts to train on.
+        vocab_size: number of ids, including the 256 bytes and the end of text.
 
     Raises:
-        RecipeError: ``vocab_size`` has no room for the bytes, or the text is too little for so many.
+        RecipeError: ``vocab_size`` is below 257, or the text is too short for that many ids.
     """
     library = need("tokenizers")
     if vocab_size < 257:
@@ -124,7 +124,9 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
     )
     fast.train_from_iterator(_batched(documents), trainer=trainer)
     if fast.get_vocab_size() < vocab_size:
-        raise RecipeError(f"the text gives a vocabulary of {fast.get_vocab_size()}, not {vocab_size}; ask for fewer or give more text")
+        raise RecipeError(
+            f"the text gives a vocabulary of {fast.get_vocab_size()}; expected {vocab_size}: lower vocab_size or give more text"
+        )
     return TextTokenizer(fast)
 
 
@@ -132,19 +134,21 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None) -> TextTokeniz
     """Load a saved or Hugging Face tokenizer folder.
 
     Args:
-        folder: holds ``tokenizer.json`` and, usually, ``tokenizer_config.json``.
-        eos: the token that ends a document; None: the folder's own ``eos_token``.
+        folder: a folder with ``tokenizer.json`` and, usually, ``tokenizer_config.json``.
+        eos: token that ends a document; None: the folder's ``eos_token``.
 
     Raises:
-        RecipeError: no ``tokenizer.json``, or no end-of-text token is known.
+        RecipeError: there is no ``tokenizer.json``, or no end-of-text token.
     """
     library = need("tokenizers")
     folder = Path(folder)
     if not (folder / "tokenizer.json").is_file():
-        raise RecipeError(f"no tokenizer.json in {folder}; save the tokenizer with transformers' save_pretrained (a fast one) or meshpar")
+        raise RecipeError(
+            f"there is no tokenizer.json in {folder}; save a fast tokenizer there with transformers' save_pretrained, or with meshpar"
+        )
     eos = eos or _configured_eos(folder)
     if eos is None:
-        raise RecipeError(f"{folder} names no eos_token in tokenizer_config.json; say which token ends a document")
+        raise RecipeError(f"tokenizer_config.json in {folder} has no eos_token; set data.eos to the token that ends a document")
     return TextTokenizer(library.Tokenizer.from_file(str(folder / "tokenizer.json")), eos=eos, folder=folder)
 
 

@@ -27,16 +27,16 @@ _BATCH = 1 << 22
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFile:
-    """Ids of documents one after the other, each ended by ``eos_id``.
+    """The ids of documents one after another, each followed by ``eos_id``.
 
     Attributes:
         path: the ``.bin`` file: little-endian ``dtype``, no header. The other fields are those of the ``.json`` beside it.
         dtype: ``uint16`` or ``uint32``.
-        tokens: how many ids.
-        documents: how many documents.
-        vocab_size: ids lie in ``range(vocab_size)``.
-        eos_id: the id that ends a document.
-        fingerprint: sha256 of the ids; empty text where whoever wrote the file gave none.
+        tokens: number of ids.
+        documents: number of documents.
+        vocab_size: ids are in ``range(vocab_size)``.
+        eos_id: id that ends a document.
+        fingerprint: SHA-256 of the ids; empty if the file's ``.json`` has none.
     """
 
     path: Path
@@ -52,16 +52,18 @@ class TokenFile:
         """Read the description of a token file.
 
         Raises:
-            RecipeError: the file or its description is missing, or they do not fit together.
+            RecipeError: the file or its description is missing, or they do not match.
         """
         path = Path(path)
         sidecar = path.with_suffix(".json")
         if not path.is_file() or not sidecar.is_file():
-            raise RecipeError(f"a token file is a .bin with a .json beside it (dtype, tokens, vocab_size, eos_id); missing at {path}")
+            raise RecipeError(
+                f"{path} or the .json beside it is missing; expected a .bin of ids and a .json with dtype, tokens, vocab_size and eos_id"
+            )
         fields = json.loads(sidecar.read_text(encoding="utf-8"))
         missing = [name for name in ("dtype", "vocab_size", "eos_id") if name not in fields]
         if missing or fields["dtype"] not in ("uint16", "uint32"):
-            raise RecipeError(f"{sidecar} needs dtype (uint16 or uint32), vocab_size and eos_id; got {fields}")
+            raise RecipeError(f"{sidecar} has {fields}; expected dtype (uint16 or uint32), vocab_size and eos_id")
         size, width = path.stat().st_size, 2 if fields["dtype"] == "uint16" else 4
         if size % width or fields.get("tokens", size // width) != size // width:
             raise RecipeError(f"{path} has {size} bytes, which is not {fields.get('tokens', 'a number of')} tokens of {fields['dtype']}")
@@ -85,20 +87,20 @@ class TokenFile:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSplit:
-    """The token files of a run; ``validation`` is None where none was asked for."""
+    """The token files of a run; ``validation`` is None without validation data."""
 
     train: TokenFile
     validation: TokenFile | None
 
 
 def prepare_tokenizer(name: str, source: TextSource | None, cache: str | Path, *, vocab_size: int = 4096) -> TextTokenizer:
-    """Return the tokenizer that ``name`` stands for, the same on every rank.
+    """Return the tokenizer called ``name``, the same on every rank.
 
     Args:
-        name: ``bytes``, ``bpe`` (trained on ``source`` and kept in ``cache``) or a folder with ``tokenizer.json``.
-        source: the text that a BPE learns from.
-        cache: where a trained tokenizer is kept.
-        vocab_size: of a BPE.
+        name: ``bytes``, ``bpe`` (trained on ``source`` and stored in ``cache``) or a folder with ``tokenizer.json``.
+        source: the text on which a BPE is trained.
+        cache: folder for a trained tokenizer.
+        vocab_size: vocabulary size of a BPE.
 
     Raises:
         RecipeError: the name is none of these.
@@ -110,7 +112,7 @@ def prepare_tokenizer(name: str, source: TextSource | None, cache: str | Path, *
             raise RecipeError(f"tokenizer {name!r} is neither 'bytes', 'bpe' nor a folder with a tokenizer.json")
         return load_tokenizer(name)
     if source is None:
-        raise RecipeError("tokenizer 'bpe' learns from text; the input is tokens already: give the tokenizer's folder")
+        raise RecipeError("tokenizer 'bpe' is trained on text, and the input is tokens; give the tokenizer's folder instead")
     key = _key("bpe", source.fingerprint(), vocab_size)
     return load_tokenizer(
         build_once(Path(cache) / f"tokenizer-{key}", lambda folder: train_bpe(source.documents(), vocab_size).save(folder))
@@ -126,22 +128,23 @@ def prepare_tokens(
     validation_fraction: float = 0.0,
     seed: int = 0,
 ) -> TokenSplit:
-    """Tokenize text once and return its token files; every rank may call it, and later runs find them in ``cache``.
+    """Tokenize text once and return its token files. Every rank may call it; later runs find the files in ``cache``.
 
     Args:
         source: the text.
-        tokenizer: turns documents into ids; ``eos_id`` is put after each.
-        cache: a folder, shared by the ranks of a machine at least; files in it are named by a hash of everything they depend on.
-        validation: text of its own to validate on.
-        validation_fraction: or this part of the source's documents (at least one), chosen by ``seed``. A single document is
-            cut: its end is for validation.
+        tokenizer: converts documents to ids; ``eos_id`` follows each document.
+        cache: a folder that at least the ranks of one machine share. File names in it are hashes of everything they depend on.
+        validation: separate text for validation; None: none.
+        validation_fraction: instead, this part of the source's documents (at least one), chosen by ``seed``. A single document is split,
+            and its end is for validation.
+        seed: seed of the choice of documents.
 
     Raises:
-        RecipeError: both or a fraction outside 0 to 1 given, or the text has no tokens.
+        RecipeError: both ``validation`` and a fraction are given, the fraction is not in 0 to 1, or the text has no tokens.
     """
     if not 0.0 <= validation_fraction < 1.0 or (validation is not None and validation_fraction):
         given = f"got {validation} and {validation_fraction}"
-        raise RecipeError(f"validation is a source of its own, or a fraction from 0 to below 1 of this one; {given}")
+        raise RecipeError(f"expected either a validation source, or a fraction of at least 0 and below 1; {given}")
     whole = _tokenize_once(source, tokenizer, Path(cache))
     if validation is not None:
         return TokenSplit(train=whole, validation=_tokenize_once(validation, tokenizer, Path(cache)))
@@ -153,9 +156,9 @@ def split_tokens(whole: TokenFile, cache: str | Path, *, fraction: float, seed: 
 
     Args:
         whole: the tokens; documents end with ``whole.eos_id``.
-        cache: where the two files are kept.
-        fraction: of the documents, for validation; 0: all is for training, and nothing is copied.
-        seed: which documents.
+        cache: folder for the two files.
+        fraction: part of the documents for validation; 0: all documents are for training, and nothing is copied.
+        seed: seed of the choice of documents.
     """
     if not fraction:
         return TokenSplit(train=whole, validation=None)
@@ -167,7 +170,7 @@ def split_tokens(whole: TokenFile, cache: str | Path, *, fraction: float, seed: 
 
 
 def write_tokens(path: str | Path, documents: Iterable[Sequence[int] | np.ndarray], *, vocab_size: int, eos_id: int) -> TokenFile:
-    """Write documents (each with its end, where it has one) as a token file and return it."""
+    """Write documents (including their end ids) as a token file and return it."""
     numpy = need("numpy")
     path, dtype = Path(path), "uint16" if vocab_size <= 1 << 16 else "uint32"
     digest, count, tokens = hashlib.sha256(dtype.encode()), 0, 0
@@ -175,7 +178,7 @@ def write_tokens(path: str | Path, documents: Iterable[Sequence[int] | np.ndarra
         for document in documents:
             ids = numpy.asarray(document)
             if ids.size and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
-                raise RecipeError(f"a document has id {int(ids.max())}, but the vocabulary has {vocab_size}")
+                raise RecipeError(f"a document has id {int(ids.max())}; expected ids of 0 to {vocab_size - 1}, the size of the vocabulary")
             tokens += _write(file, digest, ids.astype(numpy.dtype(dtype).newbyteorder("<")).tobytes()) // numpy.dtype(dtype).itemsize
             count += 1
     written = TokenFile(
@@ -201,7 +204,7 @@ def _tokenize_once(source: TextSource, tokenizer: TextTokenizer, cache: Path) ->
         documents = _token_documents(source.documents(), tokenizer)
         written = write_tokens(folder / "tokens.bin", documents, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
         if written.tokens < 2:
-            raise RecipeError(f"the text of {', '.join(source.inputs)} gives {written.tokens} tokens; give some text")
+            raise RecipeError(f"the text of {', '.join(source.inputs)} has {written.tokens} tokens; expected at least 2: give more text")
 
     key = _key("tokens", source.fingerprint(), tokenizer.fingerprint())
     return TokenFile.open(build_once(cache / f"tokens-{key}", build) / "tokens.bin")
@@ -242,7 +245,7 @@ def _write_split(whole: TokenFile, folder: Path, fraction: float, seed: int) -> 
     if ends.size == 1:
         cut = ids.size - max(2, round(ids.size * fraction))
         if cut < 2:
-            raise RecipeError(f"{whole.tokens} tokens are too few to keep {fraction:g} of them for validation")
+            raise RecipeError(f"{whole.tokens} tokens are too few to reserve {fraction:g} of them for validation; give more text")
         ends, chosen = numpy.array([cut, ids.size]), numpy.array([False, True])
     else:
         chosen = numpy.zeros(ends.size, dtype=bool)

@@ -1,4 +1,4 @@
-"""Batches on their way to the device."""
+"""Copy batches to the device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from meshpar.training.data import TensorBatch
 
 @final
 class Transfer:
-    """Copies batches to a device.
+    """Copy batches to a device.
 
-    A GPU copies on a stream of its own: the host runs ahead of the device, so the copy of a step's batch is done while the device still
-    computes the step before (from page-locked memory; from other memory the host waits for the copy).
+    A GPU copies on a separate stream. The host runs ahead of the device, so the copy of a step's batch overlaps with the step before (from
+    page-locked memory; from other memory the host waits for the copy).
     """
 
     def __init__(self, device: torch.device) -> None:
