@@ -1,4 +1,4 @@
-"""The reference models and the Hugging Face adapter."""
+"""Reference models, and the adapter for Hugging Face's transformers."""
 
 from meshpar.models.gpt2 import GPT2, GPT2Config
 from meshpar.models.layers import ModelOutput

@@ -1,7 +1,7 @@
 """GPT2: the 124M model of Radford et al. (2019), with the parameter names and shapes of transformers' ``GPT2LMHeadModel``.
 
-A state dict of either loads into the other, with no mapping: ``Conv1D`` keeps its weights (in, out), queries, keys and values are
-one projection, and the head is the token embedding.
+A state dict of either loads into the other without a mapping: ``Conv1D`` stores weights as (in, out), one projection computes queries,
+keys and values, and the head is the token embedding.
 
 Shape suffixes: B batch, L sequence, D model, H heads, C channels of a head, F hidden, V vocabulary. A suffix names the logical
 dim: under tensor parallelism H, F and V are this rank's part.
@@ -24,12 +24,20 @@ from meshpar.models.layers import Embedding, Linear, ModelOutput, next_token_los
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPT2Config:
-    """The shape of a :class:`GPT2`, under transformers' field names; the defaults are the 124M model, without its dropout.
+    """The shape of a :class:`GPT2`, with transformers' field names. The defaults are the 124M model without dropout.
+
+    >>> GPT2(GPT2Config(n_layer=2, n_embd=64, n_head=4))  # doctest: +SKIP
 
     Attributes:
+        vocab_size: number of tokens in the vocabulary.
+        n_positions: longest sequence in tokens.
+        n_embd: width of the model.
+        n_layer: number of layers.
+        n_head: number of attention heads.
         n_inner: width of the feed-forward layer; None: ``4 * n_embd``.
-        dropout: probability, on attention weights, on embeddings and on what a layer adds to the residual stream.
-        tied: the head shares the token embedding's weight.
+        layer_norm_epsilon: epsilon of the norms.
+        dropout: probability of dropout on attention weights, embeddings and the updates of the residual stream.
+        tied: whether the head shares the token embedding's weight.
 
     Raises:
         ValueError: a size is not positive, or ``n_head`` does not divide ``n_embd``.
@@ -49,7 +57,7 @@ class GPT2Config:
         sizes = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
         problems = [f"{name} is {getattr(self, name)}, expected at least 1" for name in sizes if getattr(self, name) < 1]
         if not problems and self.n_embd % self.n_head:
-            problems.append(f"n_head ({self.n_head}) does not divide n_embd ({self.n_embd})")
+            problems.append(f"n_head ({self.n_head}) does not divide n_embd ({self.n_embd}); choose n_embd as a multiple of n_head")
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}, expected at least 0 and less than 1")
         if problems:
@@ -63,7 +71,7 @@ class GPT2Config:
 
 @final
 class GPT2(nn.Module):
-    """The language model. Its parameters can be built on the meta device; it has no buffers."""
+    """The GPT-2 language model. It has no buffers and can be built on the meta device."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -78,11 +86,11 @@ class GPT2(nn.Module):
 
         Args:
             input_ids: (B, L) int64.
-            labels: (B, L) int64, as transformers takes them: aligned with ``input_ids`` and moved by one in here; -100 is not counted.
+            labels: (B, L) int64, aligned with ``input_ids`` as in transformers: the model shifts them by one. -100 is not counted.
             position_ids: (B, L) or (1, L) int64; None: 0 .. L-1.
 
         Returns:
-            The logits, and the mean loss when there are labels.
+            The logits, and the mean loss if ``labels`` are given.
 
         Raises:
             ValueError: the sequence is longer than ``config.n_positions``.
@@ -108,7 +116,7 @@ class GPT2(nn.Module):
 
 @final
 class Decoder(nn.Module):
-    """Embeddings, blocks and the last norm: what transformers calls ``GPT2Model``."""
+    """Embeddings, blocks and the last norm (``GPT2Model`` in transformers)."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -129,7 +137,7 @@ class Decoder(nn.Module):
 
 @final
 class Block(nn.Module):
-    """Attention, then the feed-forward layer, each normalised before and added to the residual stream."""
+    """Attention, then the feed-forward layer, each with a norm before and a residual connection."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -149,7 +157,7 @@ class Block(nn.Module):
 
 @final
 class Attention(nn.Module):
-    """Causal attention, its three input projections in one."""
+    """Causal attention with one fused input projection."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -159,7 +167,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Return what attention adds to the residual stream, (B, L, D)."""
+        """Return the update of the residual stream, (B, L, D)."""
         parts = self.c_attn(x_BLD).chunk(3, dim=-1)
         q_BHLC, k_BHLC, v_BHLC = (part.unflatten(-1, (-1, self.channels)).transpose(1, 2) for part in parts)
         attended_BHLC = F.scaled_dot_product_attention(
@@ -178,14 +186,14 @@ class MLP(nn.Module):
         self.c_proj = Conv1D(config.hidden, config.n_embd, std=_residual_std(config))
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Return what the layer adds to the residual stream, (B, L, D)."""
+        """Return the update of the residual stream, (B, L, D)."""
         h_BLF = F.gelu(self.c_fc(x_BLD), approximate="tanh")
         return self.c_proj(h_BLF)
 
 
 @final
 class Conv1D(nn.Module):
-    """A linear layer whose weight is stored (in, out): OpenAI's, and so every published GPT-2's."""
+    """A linear layer whose weight is stored as (in, out), as in OpenAI's and every published GPT-2."""
 
     def __init__(self, in_features: int, out_features: int, *, std: float = 0.02) -> None:
         super().__init__()
@@ -195,7 +203,7 @@ class Conv1D(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight, zero the bias."""
+        """Initialise the weight from a normal distribution and the bias to zero."""
         nn.init.normal_(self.weight, std=self.std)
         nn.init.zeros_(self.bias)
 

@@ -1,4 +1,4 @@
-"""The Hugging Face adapter: layouts for transformers' models, from what these say about themselves.
+"""The Hugging Face adapter: layouts for transformers' models, read from the models themselves.
 
 Importing this module does not import transformers.
 """
@@ -28,11 +28,11 @@ from meshpar.registry import untied
 
 
 def layout_for(module: nn.Module) -> ModelLayout | None:
-    """Return the layout of a transformers model, None for any other module.
+    """Return the layout of a transformers model; None for any other module.
 
-    The blocks are the layers that ``_no_split_modules`` names, the tensor-parallel table comes from ``tp_plan`` (or from the structure of
-    architectures where that was found exact), the initial weights from ``_init_weights``, and the stored names from transformers' own
-    conversions. What is exact under which plan: ``docs/architectures.md``.
+    The blocks are the layers in ``_no_split_modules``. The tensor-parallel table comes from ``tp_plan``, or for verified architectures from
+    their structure. The initial weights come from ``_init_weights``, and the stored names from transformers' own conversions.
+    ``docs/architectures.md`` lists the architectures that are exact under each plan.
     """
     loaded = sys.modules.get("transformers.modeling_utils")
     if loaded is None or not isinstance(module, loaded.PreTrainedModel):
@@ -63,10 +63,10 @@ def from_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> nn.Module
     """Build transformers' causal language model for a config, on the meta device, for training.
 
     Args:
-        source: the contents of a ``config.json``, or the folder that holds one. Nothing is downloaded.
+        source: the contents of a ``config.json``, or a folder that contains one. Nothing is downloaded.
 
     Returns:
-        The model in float32, without a key/value cache, and with torch's SDPA where the model can use it.
+        The model in float32, without a key/value cache, and with torch's SDPA if the model supports it.
 
     Raises:
         LayoutError: transformers is not installed, or the config has no ``model_type``.
@@ -74,7 +74,9 @@ def from_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> nn.Module
     try:
         import transformers
     except ImportError as error:
-        raise LayoutError("a Hugging Face model needs transformers; install it with: pip install 'meshpar[transformers]'") from error
+        raise LayoutError(
+            "a Hugging Face model requires transformers, which is not installed: pip install 'meshpar[transformers]'"
+        ) from error
     if isinstance(source, Mapping):
         values = dict(source)
         if "model_type" not in values:
@@ -101,7 +103,7 @@ def _blocks(model: Any) -> tuple[str, ...]:
 
 
 def _is_called(model: nn.Module, name: str) -> bool:
-    """Tell whether the layers of a list are called as modules, so that FSDP2's hooks run; some models call their methods instead."""
+    """Return whether the model calls the layers of a list as modules, so that FSDP2's hooks run; some models call methods instead."""
     layers = model.get_submodule(name)
     owner = model.get_submodule(name.rpartition(".")[0])
     own = inspect.getsource(type(owner)) if type(owner).__module__.startswith("transformers.") else ""
@@ -116,7 +118,7 @@ def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def _ignored(model: Any) -> tuple[str, ...]:
-    """Return what transformers passes over in files, the two patterns included that it adds by the model's buffers."""
+    """Return the patterns of tensors in files that transformers ignores, including the two that it adds for the model's buffers."""
     buffers = [name for name, _ in model.named_buffers()]
     added = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
     found = {pattern for end, pattern in added.items() if any(name.endswith(end) for name in buffers)}
@@ -134,7 +136,7 @@ def _fp32(model: Any) -> tuple[str, ...]:
 
 
 def _has_dropout(model: Any) -> bool:
-    """Tell whether a language model of this config draws random numbers in training; classifiers' fields do not count."""
+    """Return whether a language model of this config draws random numbers in training, without the fields of classifiers."""
     fields = model.config.get_text_config().to_dict().items()
     rates = [
         value for name, value in fields if re.search("dropout|pdrop|layerdrop", name) and not re.match("summary|classifier|pooler", name)
@@ -154,19 +156,19 @@ def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
     refusals: dict[str, str] = {}
     if not table:
         refusals["tp"] = (
-            f"transformers gives {type(model).__name__} no tp_plan, so nothing says how to split it; leave TensorParallel out, "
-            "or pass apply a ModelLayout with a tensor table"
+            f"transformers gives {type(model).__name__} no tp_plan, so nothing says how to split it; drop TensorParallel, "
+            "or pass a ModelLayout with a tensor table to apply"
         )
     if getattr(model.config, "use_cache", False):
         refusals["recompute"] = (
-            f"{type(model).__name__} keeps a key/value cache (config.use_cache), which recomputation would fill twice; "
+            f"{type(model).__name__} has a key/value cache (config.use_cache), which recomputation would fill twice; "
             "set model.config.use_cache = False"
         )
     return refusals
 
 
 def _initialiser(model: Any) -> Callable[[nn.Module], None]:
-    """Return the function that fills one module's own tensors by the model's ``_init_weights``."""
+    """Return a function that initialises one module's own tensors by the model's ``_init_weights``."""
     parents = {child: parent for parent in model.modules() for child in parent.children()}
     owners = dict(_with_owners(model))
 

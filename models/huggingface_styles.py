@@ -22,7 +22,7 @@ from meshpar.passes.styles import Colwise, Region
 @final
 @dataclass(frozen=True, slots=True)
 class Refused(Style):
-    """An entry that no style carries out; it says so when the plan is checked."""
+    """An entry that no style supports; ``Plan.check`` reports its reason."""
 
     reason: str
 
@@ -74,8 +74,8 @@ class FullPositions(Style):
             tokens = args[0] if args else kwargs.get("input_ids")
             if kwargs.get("attention_mask") is not None:
                 raise ValueError(
-                    f"{name} got an attention_mask, which transformers lays over its embeddings' length, and under sequence parallelism "
-                    "these are split; pack the batch instead of padding it, or use TensorParallel(sequence_parallel=False)"
+                    f"{name} got an attention_mask; transformers applies it to the embeddings, which sequence parallelism splits; pack the "
+                    "batch instead of padding it, or use TensorParallel(sequence_parallel=False)"
                 )
             if tokens is None or kwargs.get("position_ids") is not None:
                 return None
@@ -140,7 +140,7 @@ def _counts(module: nn.Module) -> list[str]:
 @final
 @dataclass(frozen=True, slots=True)
 class Head(Style):
-    """The output projection; where its logits stay split over the vocabulary, the model's own loss learns to take them.
+    """The output projection. If its logits stay split over the vocabulary, the model's loss function is replaced by one that accepts them.
 
     Attributes:
         model: the whole model, whose ``loss_function`` is replaced under loss parallelism.

@@ -165,7 +165,7 @@ def _own_count(module: nn.Module) -> int:
 
 
 def _unknown(style: str) -> Refused:
-    return Refused(f"its tp_plan names the style {style!r}, which meshpar does not know; {_LEAVE_WHOLE}")
+    return Refused(f"its tp_plan has the style {style!r}, which meshpar does not support; {_LEAVE_WHOLE}")
 
 
 def _owners(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> list[str]:

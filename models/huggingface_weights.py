@@ -1,7 +1,7 @@
-"""How transformers stores a model's tensors, as a WeightMap: renamed, split or fused, and experts one by one that are stacked in memory.
+"""The stored form of a transformers model as a WeightMap: tensors renamed, split or fused, and stacked experts stored one by one.
 
-transformers' own conversion runs once, on tensors without memory. What it hands back are views of the model's tensors: their offsets and
-strides tell which part of which tensor each stored tensor is.
+transformers' own conversion runs once, on tensors without memory. It returns views of the model's tensors, whose offsets and strides
+identify the part of the tensor that each stored tensor is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshpar.weights import WeightMap
 def weight_map(model: Any) -> WeightMap:
     """Return the map to the names and shapes that ``save_pretrained`` writes.
 
-    A tensor whose stored form is not made of parts (interleaved, permuted) keeps its own name, which transformers reads as well.
+    A tensor whose stored form does not consist of parts (interleaved, permuted) keeps its own name, which transformers also reads.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion

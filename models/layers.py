@@ -1,4 +1,4 @@
-"""What every model of this room returns, and the leaf modules that they share."""
+"""The output of the reference models, and the leaf modules that they share."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshpar.loss import IGNORE_INDEX, token_loss
 class ModelOutput(NamedTuple):
     """The result of a forward pass.
 
-    A named tuple, because FSDP2 finds the tensors of an output through pytree, which knows named tuples without being told.
+    A named tuple, because FSDP2 finds the tensors of an output through pytree, which supports named tuples without registration.
 
     Attributes:
         loss: mean over the counted tokens, 0-dim float32; None without labels.
-        logits: (B, L, V), or a DTensor of that shape, sharded over V, under a loss-parallel head.
+        logits: (B, L, V); under a loss-parallel head a DTensor of that shape, sharded over V.
     """
 
     loss: Tensor | None
@@ -34,38 +34,40 @@ def next_token_loss(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` whose weight starts normal with standard deviation ``std``, its bias zero."""
+    """``nn.Linear`` whose weight is initialised from a normal distribution of standard deviation ``std``, and its bias to zero."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, std: float = 0.02) -> None:
         self.std = std
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Draw the weight, zero the bias."""
+        """Initialise the weight from a normal distribution and the bias to zero."""
         nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
 
 class Embedding(nn.Embedding):
-    """``nn.Embedding`` whose rows start normal with standard deviation ``std``."""
+    """``nn.Embedding`` whose rows are initialised from a normal distribution of standard deviation ``std``."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, std: float = 0.02) -> None:
         self.std = std
         super().__init__(num_embeddings, embedding_dim)
 
     def reset_parameters(self) -> None:
-        """Draw the rows."""
+        """Initialise the rows from a normal distribution."""
         nn.init.normal_(self.weight, std=self.std)
 
 
 def positions_of(input_ids_BL: Tensor, limit: int) -> Tensor:
-    """Return the positions 0 .. L-1 as (1, L) int64, refusing a sequence longer than ``limit``.
+    """Return the positions 0 .. L-1 as (1, L) int64.
 
     Raises:
-        ValueError: L is above ``limit``.
+        ValueError: L is larger than ``limit``.
     """
     length = input_ids_BL.shape[1]
     if length > limit:
-        raise ValueError(f"the sequence has {length} positions, the model is made for {limit}; shorten it or raise the limit in the config")
+        raise ValueError(
+            f"the sequence has {length} positions; expected at most {limit}: shorten it, or raise the limit in the model's config"
+        )
     return torch.arange(length, device=input_ids_BL.device)[None]

@@ -1,8 +1,8 @@
 """Transformer: a decoder with RMSNorm, RoPE, grouped-query attention and SwiGLU; its export is a Llama or Qwen3 checkpoint.
 
 Shape suffixes: B batch, L sequence, D model, H query heads, G key/value heads, C channels of a head, R rotations (C / 2),
-F hidden, V vocabulary. A suffix names the logical dim: under tensor parallelism H, G, F and V are this rank's part, which is
-why head counts come from the tensors and never from the config.
+F hidden, V vocabulary. A suffix names the logical dim: under tensor parallelism H, G, F and V are this rank's part, so the code reads head
+counts from the tensors and never from the config.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshpar.weights import Rename, WeightMap
 
 @final
 class Transformer(nn.Module):
-    """The decoder. Its parameters can be built on the meta device; it has no buffers."""
+    """A decoder-only language model. It has no buffers and can be built on the meta device."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -39,11 +39,11 @@ class Transformer(nn.Module):
 
         Args:
             input_ids: (B, L) int64.
-            labels: (B, L) int64, as transformers takes them: aligned with ``input_ids`` and moved by one in here; -100 is not counted.
+            labels: (B, L) int64, aligned with ``input_ids`` as in transformers: the model shifts them by one. -100 is not counted.
             position_ids: (B, L) or (1, L) int64; None: 0 .. L-1.
 
         Returns:
-            The logits, and the mean loss when there are labels.
+            The logits, and the mean loss if ``labels`` are given.
 
         Raises:
             ValueError: the sequence is longer than ``config.max_positions``.
@@ -74,7 +74,7 @@ class Transformer(nn.Module):
 
 @final
 class Layer(nn.Module):
-    """Attention, then the feed-forward layer, each normalised before and added to the residual stream."""
+    """Attention, then the feed-forward layer, each with a norm before and a residual connection."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BLD: Tensor, positions_BL: Tensor) -> Tensor:
-        """Return what attention adds to the residual stream, (B, L, D)."""
+        """Return the update of the residual stream, (B, L, D)."""
         q_BLHC = self.q(x_BLD).unflatten(-1, (-1, self.channels))
         k_BLGC = self.k(x_BLD).unflatten(-1, (-1, self.channels))
         v_BLGC = self.v(x_BLD).unflatten(-1, (-1, self.channels))
@@ -139,7 +139,7 @@ class SwiGLU(nn.Module):
         self.down = Linear(config.hidden, config.dim, std=_residual_std(config))
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Return what the layer adds to the residual stream, (B, L, D)."""
+        """Return the update of the residual stream, (B, L, D)."""
         h_BLF = F.silu(self.gate(x_BLD)) * self.up(x_BLD)
         return self.down(h_BLF)
 
@@ -155,14 +155,14 @@ def rotations(positions_BL: Tensor, channels: int, theta: float, scaling: RopeSc
 
 
 def rotate(x_BLHC: Tensor, cos_BL1R: Tensor, sin_BL1R: Tensor) -> Tensor:
-    """Turn channel i with channel i + C/2 (the convention of transformers' Llama), in float32."""
+    """Rotate channel i with channel i + C/2 (the convention of transformers' Llama), in float32."""
     a_BLHR, b_BLHR = x_BLHC.float().chunk(2, dim=-1)
     turned = torch.cat((a_BLHR * cos_BL1R - b_BLHR * sin_BL1R, b_BLHR * cos_BL1R + a_BLHR * sin_BL1R), dim=-1)
     return turned.type_as(x_BLHC)
 
 
 def _stretched(frequency_R: Tensor, scaling: RopeScaling) -> Tensor:
-    """Slow the slow rotations (transformers, modeling_rope_utils.py, ``_compute_llama3_parameters``)."""
+    """Reduce the low frequencies (transformers, modeling_rope_utils.py, ``_compute_llama3_parameters``)."""
     turns_R = scaling.original_positions * frequency_R / (2 * math.pi)
     smooth_R = ((turns_R - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)).clamp(0.0, 1.0)
     return (1 - smooth_R) * frequency_R / scaling.factor + smooth_R * frequency_R

@@ -1,4 +1,4 @@
-"""TransformerConfig: the shapes a :class:`meshpar.models.Transformer` can have, and how each is published (Llama, Qwen3)."""
+"""TransformerConfig: shapes of a :class:`meshpar.models.Transformer`, and their published form (Llama, Qwen3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Any, final
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's stretching of the slow rotations, by ``factor``, for contexts beyond ``original_positions``."""
+    """Llama 3's scaling of RoPE for contexts beyond ``original_positions``.
+
+    Attributes:
+        factor: divisor of the low frequencies.
+        low_frequency, high_frequency: number of rotations over ``original_positions`` below which a frequency is divided by ``factor``,
+            and above which it is unchanged. Frequencies between are interpolated.
+        original_positions: longest sequence of the pre-training in tokens.
+    """
 
     factor: float = 8.0
     low_frequency: float = 1.0
@@ -20,16 +27,25 @@ class RopeScaling:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerConfig:
-    """The shape of a :class:`Transformer`; the defaults are the smallest that is worth training.
+    """The shape of a :class:`Transformer`. The defaults are a tiny model for trials.
+
+    >>> Transformer(TransformerConfig.preset("llama-1b"))  # doctest: +SKIP
 
     Attributes:
-        kv_heads: key/value heads; None: as many as ``heads``.
+        vocab_size: number of tokens in the vocabulary.
+        dim: width of the model.
+        layers: number of layers.
+        heads: number of query heads.
+        kv_heads: number of key/value heads; None: ``heads``.
         head_dim: channels of a head; None: ``dim / heads``.
         hidden: width of the SwiGLU layer.
         max_positions: longest sequence in tokens.
-        qk_norm: normalise each head's queries and keys, as Qwen3 does.
-        tied: the head shares the embedding's weight.
-        dropout: probability, on attention weights and on what a layer adds to the residual stream.
+        rope_theta: base of the rotary embedding's frequencies.
+        rope_scaling: scaling of the rotary embedding; None: none.
+        norm_eps: epsilon of the norms.
+        qk_norm: whether to normalise each head's queries and keys, as Qwen3 does.
+        tied: whether the head shares the embedding's weight.
+        dropout: probability of dropout on attention weights and on the updates of the residual stream.
 
     Raises:
         ValueError: a size is not positive, or heads, kv_heads and dim do not divide.
@@ -54,11 +70,11 @@ class TransformerConfig:
         sizes = ("vocab_size", "dim", "layers", "heads", "hidden", "max_positions")
         problems = [f"{name} is {getattr(self, name)}, expected at least 1" for name in sizes if getattr(self, name) < 1]
         if not problems and self.head_dim is None and self.dim % self.heads:
-            problems.append(f"heads ({self.heads}) does not divide dim ({self.dim}); give head_dim or other heads")
+            problems.append(f"heads ({self.heads}) does not divide dim ({self.dim}); set head_dim, or change heads")
         if not problems and (self.kv_groups < 1 or self.heads % self.kv_groups):
-            problems.append(f"kv_heads ({self.kv_heads}) does not divide heads ({self.heads})")
+            problems.append(f"kv_heads ({self.kv_heads}) does not divide heads ({self.heads}); choose a divisor")
         if not problems and self.channels % 2:
-            problems.append(f"a head has {self.channels} channels; RoPE turns pairs, so expected an even number")
+            problems.append(f"a head has {self.channels} channels; expected an even number, because RoPE rotates pairs")
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}, expected at least 0 and less than 1")
         if problems:
@@ -66,12 +82,12 @@ class TransformerConfig:
 
     @property
     def kv_groups(self) -> int:
-        """Key/value heads."""
+        """Number of key/value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def channels(self) -> int:
-        """Channels of a head."""
+        """Number of channels of a head."""
         return self.dim // self.heads if self.head_dim is None else self.head_dim
 
     @classmethod

@@ -256,7 +256,7 @@ def test_parts_that_overlap_are_found_among_many(tmp_path):
     good = pickle.loads((tmp_path / ".metadata").read_bytes())
     index, place = next(iter(good.storage_data.items()))
     chunk = good.state_dict_metadata["a"].chunks[0]
-    for starts, text in ((range(100), None), ([*range(99), 98], "some twice"), (range(99), "hold 396 elements of 400")):
+    for starts, text in ((range(100), None), ([*range(99), 98], "some twice"), (range(99), "have 396 elements of 400")):
         good.state_dict_metadata["a"].chunks = [type(chunk)(torch.Size((start, 0)), torch.Size((1, 4))) for start in starts]
         good.storage_data = {type(index)("a", torch.Size((start, 0))): place for start in starts}
         (tmp_path / ".metadata").write_bytes(pickle.dumps(good))

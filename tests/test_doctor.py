@@ -194,7 +194,7 @@ def test_a_checkpoint_folder_that_is_not_shared_or_not_writable_or_full_is_found
     (found,) = _folder_findings(facts, folder, token, [good, None, failed, None])
     assert "cannot be written" in found.what and found.where.startswith("n2: ")
     (found,) = _folder_findings(facts, Folder(path=tmp_path, bytes=2**60), token, [good, None, good, None])
-    assert "no room" in found.what
+    assert "too little free space" in found.what
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:

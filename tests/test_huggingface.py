@@ -160,7 +160,7 @@ def test_an_unknown_style_is_refused_by_name() -> None:
     model._tp_plan |= {f"{LAYER}.mlp.up_proj": "diagonal"}
     (problem,) = TensorParallel().problems(model, layout_of(model), MeshSpec("tp=2"))
     assert problem.endswith("(and 1 more like it)")
-    assert problem.startswith("model.layers.0.mlp.up_proj: its tp_plan names the style 'diagonal', which meshpar does not know")
+    assert problem.startswith("model.layers.0.mlp.up_proj: its tp_plan has the style 'diagonal', which meshpar does not support")
 
 
 def test_parameters_among_split_projections_need_a_style() -> None:

@@ -31,19 +31,19 @@ _PROBES = 2
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What a plan will cost; ``str()`` prints it.
+    """The forecast of a plan; ``str()`` returns the report.
 
     Attributes:
         title: the model, the plan and the ranks.
         mesh: axis -> size.
-        hardware: the profile.
-        batch: of a data rank.
+        hardware: the hardware profile.
+        batch: the batch of a data rank.
         world_size: number of ranks.
-        trace: of the fullest rank.
-        memory: what it holds over the step.
-        cost: the step in time.
-        lints: what costs more than it needs to, the dearest first.
-        replayed: ``"all"`` blocks, or ``"probes"`` of a few.
+        trace: trace of the rank with the most memory.
+        memory: memory of this rank over the step.
+        cost: time of the step.
+        lints: avoidable costs, the largest first.
+        replayed: ``"all"``: every block was replayed; ``"probes"``: a few blocks.
     """
 
     title: str
@@ -64,7 +64,7 @@ class Forecast:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """The step's seconds, least and most."""
+        """Least and most seconds of the step."""
         return self.cost.seconds * (1 - ERROR_RANGE), self.cost.seconds * (1 + ERROR_RANGE)
 
     def __str__(self) -> str:
@@ -83,24 +83,26 @@ def forecast(
     depth: Literal["probes", "all"] = "probes",
     device: Literal["cuda", "cpu"] = "cuda",
 ) -> Forecast:
-    """Say what ``plan`` will hold, send and take, without running it.
+    """Forecast memory, collectives and step time of ``plan`` without running it.
 
-    The real passes are applied to ``model`` in a simulated process group and a step is replayed, in a process of its own.
+    Another process applies the real passes to ``model`` in a simulated process group and replays one step.
+
+    >>> print(forecast(plan, model, Batch(sequence=8192), hardware="h100"))  # doctest: +SKIP
 
     Args:
-        plan: as it will run.
-        model: on the meta device; it is not touched.
-        batch: of a data rank; a dict of tensors stands for one micro-batch of its shape.
+        plan: the plan to forecast.
+        model: the model on the meta device; it is not changed.
+        batch: the batch of a data rank; a dict of tensors is one micro-batch of their shapes.
         hardware: a profile, the name of one (``"h100"``) or its YAML file.
-        world_size: number of ranks; None: the mesh's, where it says.
-        layout: the model's description; None asks the module.
+        world_size: number of ranks; None: the size of the mesh.
+        layout: the model's layout; None: the module's own.
         loss: ``(model, input_ids, labels) -> summed loss``, importable by name.
-        depth: ``"probes"`` replays two and three blocks and tells the rest from them; ``"all"`` replays all.
-        device: whose attention kernels and allocator.
+        depth: ``"probes"`` replays two and three blocks and extrapolates; ``"all"`` replays every block.
+        device: device type whose attention kernels and allocator are simulated.
 
     Raises:
-        PlanError: what :meth:`meshpar.Plan.check` finds.
-        MeshparError: a step that fails, or a model that cannot be sent to another process.
+        PlanError: the problems that :meth:`meshpar.Plan.check` finds.
+        MeshparError: the step fails, or the model cannot be sent to another process.
     """
     profile = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
     known = layout or layout_for(model)
@@ -115,7 +117,7 @@ def forecast(
 
 
 def evaluated(trace: Trace, profile: Hardware, job: Job, replayed: str) -> Forecast:
-    """Return the forecast that a trace makes on a profile."""
+    """Return the forecast of a trace on a profile."""
     memory, timed = trace.memory(), cost(trace, profile)
     assert isinstance(job.plan.mesh, MeshSpec)
     return Forecast(
@@ -133,14 +135,14 @@ def evaluated(trace: Trace, profile: Hardware, job: Job, replayed: str) -> Forec
 
 
 def on_nodes(plan: Plan, profile: Hardware) -> Plan:
-    """Return the plan on nodes of the profile's size, which ``auto`` meshes ask for."""
+    """Return the plan on nodes of the profile's size, which ``auto`` meshes need."""
     if isinstance(plan.mesh, MeshSpec):
         return Plan(MeshSpec(plan.mesh.axes, ranks_per_node=plan.mesh.ranks_per_node or profile.node), plan.passes)
     return plan
 
 
 def trace_of(job: Job, layout: ModelLayout, depth: str = "probes") -> tuple[Trace, str]:
-    """Return the trace of ``job`` at its model's whole depth, and whether it was replayed or told from probes."""
+    """Return the trace of ``job`` at its model's whole depth, and whether it was replayed or extrapolated from probes."""
     jobs = probes(job, layout) if depth == "probes" else [job]
     traces = simulate(jobs, workers=len(jobs))
     if len(jobs) == 1:
@@ -150,7 +152,7 @@ def trace_of(job: Job, layout: ModelLayout, depth: str = "probes") -> tuple[Trac
 
 
 def probes(job: Job, layout: ModelLayout) -> list[Job]:
-    """Return two jobs of a few blocks that tell the rest, or the job itself where that saves nothing."""
+    """Return two jobs of a few blocks to extrapolate from, or the job itself if that saves nothing."""
     try:
         _, blocks = like_blocks(job.model, layout)
     except MeshparError:
@@ -165,5 +167,5 @@ def probes(job: Job, layout: ModelLayout) -> list[Job]:
 
 
 def fitting(forecasts: Sequence[Forecast]) -> list[Forecast]:
-    """Return those that fit, the fastest first."""
+    """Return the forecasts that fit, the fastest first."""
     return sorted((each for each in forecasts if each.fits), key=lambda each: -each.cost.tokens_per_second)
