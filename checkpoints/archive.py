@@ -1,7 +1,7 @@
-"""One tensor as ``torch.save`` writes it, an uncompressed zip archive: written block by block, and found without reading its payload.
+"""One tensor in the format of ``torch.save``, an uncompressed zip archive: write it block by block, find it without reading its payload.
 
-A ``.distcp`` file is one such archive after another; ours have a multiple of ``ALIGNMENT`` as their length, so that every payload is
-aligned in the file, too. Sections of APPNOTE.TXT, the format's description, are in brackets.
+A ``.distcp`` file is a sequence of such archives. The length of ours is a multiple of ``ALIGNMENT``, so that every payload is aligned in
+the file, too. Sections of APPNOTE.TXT, the format's description, are in brackets.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def write_tensor(
 
     Args:
         shape, dtype: the tensor's.
-        blocks: its bytes, in order.
-        write: takes the archive's bytes, in order.
-        position: where in its file the archive begins.
+        blocks: the tensor's bytes, in order.
+        write: receives the archive's bytes, in order.
+        position: position of the archive in its file.
 
     Returns:
         Length and CRC-32 of the archive.
@@ -75,7 +75,7 @@ def write_tensor(
 
 
 def _tail(members: list[_Member], offset: int, padding: int = 0) -> bytes:
-    """Return what follows the payload, which ends at ``offset`` of the archive, padded so that the archive's length is aligned."""
+    """Return the archive's end after the payload, which ends at ``offset``, padded so that the archive's length is aligned."""
     tail = bytearray(_descriptor(members[-1].size, members[-1].crc32))
     version = _add(tail, "version", b"3\n", offset, padding)
     tail += _directory_of([*members, version], offset + len(tail))
@@ -122,13 +122,13 @@ def _directory_of(members: list[_Member], start: int) -> bytes:
 
 
 def find_tensor(file: ReadFile, position: int, length: int, shape: tuple[int, ...]) -> tuple[Box, int]:
-    """Find the payload of the archive at ``position``, reading none of it.
+    """Find the payload of the archive at ``position`` without reading it.
 
     Returns:
-        Where the tensor lies, and the CRC-32 of its bytes that the archive tells.
+        The position of the tensor, and the CRC-32 of its bytes in the archive.
 
     Raises:
-        CheckpointError: it is no whole archive of one contiguous little-endian tensor of ``shape``.
+        CheckpointError: this is not a complete archive of one contiguous little-endian tensor of ``shape``.
     """
     try:
         if position < 0 or position + length > file.size:
@@ -194,7 +194,7 @@ def _member(directory: bytes, cursor: int) -> tuple[str, tuple[int, int, int], i
 
 
 def _large(extra: bytes, values: list[int]) -> list[int]:
-    """Replace the values that did not fit in 32 bits by those of the ZIP64 field [4.5.3]."""
+    """Replace the values that do not fit in 32 bits by those of the ZIP64 field [4.5.3]."""
     cursor = 0
     while cursor + 4 <= len(extra):
         tag, length = struct.unpack_from("<HH", extra, cursor)

@@ -1,7 +1,7 @@
-"""CRC-32 of bytes, by the fastest implementation that is installed, and of bytes that were summed piece by piece.
+"""CRC-32 of bytes, by the fastest installed implementation, and of bytes that were summed piece by piece.
 
-All of them give the same sums. isal multiplies without carries (Intel and Arm have an instruction for it) and sums as fast as memory can be
-read, over ten times as fast as zlib: where it is there, checking costs little beside copying.
+All implementations give the same sums. isal multiplies without carries (Intel and Arm have an instruction for it) and is as fast as reading
+the memory, over ten times as fast as zlib. With isal, verification costs little compared with copying.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Copying stored tensors from file to file, block by block.
+"""Copy stored tensors from file to file, block by block.
 
-``copy_file_range`` was measured and left out: between positions that differ within a page, as they do here, the kernel handles each page
-twice, and it costs 1.6 times ``cp`` where reading and writing blocks that end with a page costs 1.1.
+``copy_file_range`` was measured and not used: between positions that differ within a page, as they do here, the kernel handles each page
+twice, which costs 1.6 times ``cp``. Reading and writing blocks that end with a page costs 1.1 times ``cp``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from meshpar.weights import TypedSource
 Progress = Callable[[int, int], None]
 """Called with the bytes written so far and the bytes to write."""
 Check = Callable[[int], None]
-"""Takes the CRC-32 of a piece's bytes; raises CheckpointError where it is not the one that was saved."""
+"""Compares the CRC-32 of a piece's bytes with the saved one; raises CheckpointError if they differ."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor, at ``offsets`` of it, as it lies in a file; ``check`` is None where it need not be checked."""
+    """A part of a tensor, at ``offsets``, as stored in a file; ``check`` is None if the part is not verified."""
 
     offsets: tuple[int, ...]
     box: Box
@@ -36,22 +36,22 @@ class Piece:
 
 @runtime_checkable
 class StoredSource(TypedSource, Protocol):
-    """A source whose tensors lie in files as they are."""
+    """A source whose tensors are stored in files unchanged."""
 
     def pieces(self, name: str) -> Sequence[Piece]:
-        """Return the pieces of a tensor, which cover it exactly once; none where it is not stored as it is."""
+        """Return the pieces of a tensor, which cover it exactly once; none if the tensor is not stored unchanged."""
         ...
 
 
 def lies_in_one_run(piece: Piece, shape: tuple[int, ...]) -> bool:
-    """Tell whether a piece's bytes follow one another in the whole tensor, too."""
+    """Return whether a piece's bytes are contiguous in the whole tensor, too."""
     own = piece.box.shape
     first = next((dim for dim, size in enumerate(own) if size != 1), len(own))
     return own[first + 1 :] == shape[first + 1 :]
 
 
 def position_of(piece: Piece, shape: tuple[int, ...]) -> int:
-    """Return at which element of the whole tensor a piece begins."""
+    """Return the element of the whole tensor at which a piece begins."""
     position = 0
     for offset, size in zip(piece.offsets, shape):
         position = position * size + offset
@@ -60,7 +60,7 @@ def position_of(piece: Piece, shape: tuple[int, ...]) -> int:
 
 @final
 class ByteCount:
-    """The bytes written so far."""
+    """Count the bytes written so far."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._done, self._total, self._progress = 0, total, progress
@@ -73,7 +73,7 @@ class ByteCount:
 
 @final
 class Copier:
-    """Copies pieces into one file; ``told`` hears how many bytes were written."""
+    """Copy pieces into one file; ``told`` is called with the number of bytes written."""
 
     def __init__(self, descriptor: int, told: Callable[[int], None]) -> None:
         self._descriptor, self._told = descriptor, told
@@ -82,7 +82,7 @@ class Copier:
         self._out_memory, self._in_memory = memory_of(self._out), memory_of(self._in)
 
     def copy(self, piece: Piece, dtype: torch.dtype, position: int) -> None:
-        """Write a piece, in ``dtype``, to ``position`` of the file; raises CheckpointError where it is not what was saved."""
+        """Write a piece, in ``dtype``, to ``position`` of the file; raises CheckpointError if its checksum differs."""
         fill = self._fill if dtype == piece.box.dtype else self._fill_cast
         checksum = 0
         for start, stop in aligned(math.prod(piece.box.shape) * dtype.itemsize, position):
@@ -113,7 +113,7 @@ class Copier:
 
 
 def check_piece(piece: Piece) -> None:
-    """Read a piece only to check it."""
+    """Read a piece only to verify it."""
     if piece.check is None:
         return
     checksum, room = 0, memoryview(bytearray(min(BLOCK_BYTES, piece.box.nbytes)))

@@ -27,7 +27,7 @@ METADATA_NAME = ".metadata"
 @final
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One saved part of a tensor: the box at ``offsets`` and the archive that holds it (position and length in bytes)."""
+    """One saved part of a tensor: the box at ``offsets`` and the archive with it (position and length in bytes)."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -165,7 +165,7 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None
 
 
 def _is_grid(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
-    """Tell whether the parts are the cells of a grid, each once: so they are after any even or uneven sharding by dims."""
+    """Return whether the parts are the cells of a grid, each once, as after any even or uneven sharding by dims."""
     starts = [sorted({chunk.offsets[dim] for chunk in chunks}) for dim in range(len(shape))]
     ends = [dict(zip(each, [*each[1:], size])) for each, size in zip(starts, shape)]
     cells = all(o + n == end[o] for chunk in chunks for o, n, end in zip(chunk.offsets, chunk.shape, ends))
@@ -173,7 +173,7 @@ def _is_grid(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
 
 
 def _any_overlap(chunks: list[Chunk]) -> bool:
-    """Tell whether any two parts overlap, by a sweep along the first dim."""
+    """Return whether any two parts overlap, by a sweep along the first dim."""
     open_: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda each: each.offsets):
         open_ = [each for each in open_ if each.offsets[:1] == () or each.offsets[0] + each.shape[0] > chunk.offsets[0]]

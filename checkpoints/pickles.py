@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @final
 class PickledObject:
-    """The attributes of one pickled object, and nothing of its class."""
+    """The attributes of one pickled object, without its class."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -34,7 +34,7 @@ class PickledObject:
 @final
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """What ``data.pkl`` tells of a tensor: in elements, but for the storage's key in the archive."""
+    """The content of a tensor's ``data.pkl``: sizes in elements, and the storage's key in the archive."""
 
     dtype: torch.dtype
     storage: str
@@ -70,7 +70,7 @@ def _dtype(module: str, name: str) -> torch.dtype | None:
 
 
 class _Reader(pickle.Unpickler):
-    """Looks every global up in ``known``, where its stand-in is."""
+    """An unpickler that replaces every global by its stand-in in ``known``."""
 
     def __init__(self, stream: io.BytesIO, known: Mapping[tuple[str, str], Any]) -> None:
         super().__init__(stream)
@@ -105,7 +105,7 @@ def read_metadata(data: bytes, path: object) -> PickledObject:
 
 
 def read_tensor_pickle(data: bytes, path: object) -> SavedTensor:
-    """Return what the ``data.pkl`` of one ``torch.save``d tensor tells; raises CheckpointError for anything else."""
+    """Read the ``data.pkl`` of one tensor saved by ``torch.save``; raises CheckpointError for anything else."""
     storages = {("torch", name): dtype for name, dtype in _STORAGES.items()}
     known: dict[tuple[str, str], Any] = {
         ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,

@@ -20,7 +20,7 @@ _Outcome = tuple[str | None, Any]
 class Ranks:
     """The ranks that save and restore together, on a gloo group of their own; one process without a process group.
 
-    Collective: every rank constructs it and takes each step, in the same order.
+    Collective: every rank constructs it and runs each step, in the same order.
 
     Args:
         timeout_s: seconds that a rank waits for the others in one step; creating the group is the first.

@@ -91,7 +91,7 @@ class Safetensors:
 
 
 def _files(path: Path) -> dict[Path, list[str]]:
-    """Return the files to read and, where there is an index, the names expected in each."""
+    """Return the files to read and the names that the index, if there is one, lists for each."""
     if path.is_dir():
         indices = sorted(path.glob("*.safetensors.index.json"))
         if len(indices) == 1:

@@ -1,8 +1,8 @@
 """The content of a checkpoint: tensors under flat names, and plain data.
 
 ``model.<name>`` for parameters and persistent buffers, ``optimizer.<parameter>.<key>`` for the optimizer's tensors,
-``random.rank-<n>.<generator>`` for random state. Tied tensors are saved once. Written here, because torch's ``get_optimizer_state_dict``
-takes a fake step and demands state for parameters that never had any.
+``random.rank-<n>.<generator>`` for random state. Tied tensors are saved once. This module does not use torch's
+``get_optimizer_state_dict``, which runs a fake step and requires state of parameters that never had any.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ModelState:
 
 
 def model_state(module: nn.Module, owners: Collection[str] = ()) -> ModelState:
-    """Collect parameters and persistent buffers, a tied one by its name in ``owners`` or else its first.
+    """Collect parameters and persistent buffers; a tied one under its name in ``owners``, or its first name.
 
     Raises:
         CheckpointError: the module has state that is not a tensor, or a tensor that is not a dense array.
@@ -62,7 +62,7 @@ def model_state(module: nn.Module, owners: Collection[str] = ()) -> ModelState:
 @final
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """An optimizer's tensors by checkpoint name, and all else as plain data: groups with their options, and each parameter's keys."""
+    """An optimizer's tensors by checkpoint name, and the rest as plain data: groups with their options, and each parameter's keys."""
 
     tensors: Mapping[str, Tensor]
     table: Mapping[str, Any]
@@ -105,7 +105,7 @@ def optimizer_key(parameter: str, key: str) -> str:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[Tensor]:
-    """Return the optimizer's parameters; raises CheckpointError where one is not in the module (``names``: id -> name)."""
+    """Return the optimizer's parameters; raises CheckpointError if one is not in the module (``names``: id -> name)."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strange = [tuple(each.shape) for each in parameters if id(each) not in names]
     if strange:
@@ -117,7 +117,7 @@ def parameters_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) ->
 
 
 def _check_plain(tensors: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError for tensors whose bytes alone are not their values: their type, layout or scales would be lost."""
+    """Raise CheckpointError for tensors whose type, layout or scales a checkpoint would lose."""
     if odd := [f"{name} ({kind})" for name, tensor in tensors.items() if (kind := _no_array(local_tensor(tensor))) is not None]:
         raise CheckpointError(
             f"a checkpoint stores dense tensors; got {', '.join(odd)}; dequantize these tensors (or make them dense) before the plan "
@@ -126,7 +126,7 @@ def _check_plain(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _no_array(tensor: Tensor) -> str | None:
-    """Return what a tensor is other than a dense array; None for an array."""
+    """Return the kind of a tensor that is not a dense array; None for a dense array."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue] - torch has no types for it
         # A wrapper around other tensors, which has no memory of its own.
         return type(tensor).__name__
@@ -163,17 +163,17 @@ def plain(value: object, what: str) -> Any:  # noqa: ANN401 - plain data
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, model: ModelState, table: Mapping[str, Any], renamed: Mapping[str, str], stored: Mapping[str, Stored]
 ) -> list[tuple[str, Tensor]]:
-    """Give the optimizer the options and empty tensors of a checkpoint, ready to be read into.
+    """Set the optimizer's options from a checkpoint, and allocate its state to be read.
 
     Args:
-        optimizer: whose state is replaced: what the checkpoint has for a parameter, and nothing where it has nothing.
+        optimizer: the optimizer whose state is replaced. Parameters without state in the checkpoint have none afterwards.
         model: the module's tensors.
-        table: what :func:`optimizer_state` saved.
+        table: the table saved by :func:`optimizer_state`.
         renamed: our name of each parameter -> the checkpoint's.
         stored: the checkpoint's tensors.
 
     Returns:
-        The checkpoint's names and the tensor to read each into.
+        Names in the checkpoint, and the tensor to read each into.
     """
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     wanted: list[tuple[str, Tensor]] = []
@@ -207,7 +207,7 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def _room(stored: Stored, key: str, parameter: Tensor, group: Mapping[str, Any], now: object) -> Tensor:
-    """Return a tensor for one entry of the optimizer's state: the present one where it fits, else a new one like the parameter."""
+    """Return a tensor for one entry of the optimizer's state: the present one if it fits, otherwise a new one like the parameter."""
     if isinstance(now, Tensor) and tuple(now.shape) == stored.shape and now.dtype == stored.dtype:
         return now
     if stored.shape == tuple(parameter.shape) and (stored.shape != () or key != "step"):  # a count is a scalar whatever the parameter is
@@ -217,7 +217,7 @@ def _room(stored: Stored, key: str, parameter: Tensor, group: Mapping[str, Any],
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Return this rank's generators: torch's on the CPU and on ``device``, Python's, and numpy's where it is loaded."""
+    """Return the state of this rank's generators: torch's on the CPU and on ``device``, Python's, and numpy's if it is loaded."""
     state = {"cpu": torch.get_rng_state(), "python": _text(random.getstate())}
     if device.type not in ("cpu", "meta"):
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -228,7 +228,7 @@ def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(rank: int, device: torch.device, state: Mapping[str, Tensor]) -> None:
-    """Set this rank's generators to what :func:`random_state` returned."""
+    """Set this rank's generators to a state from :func:`random_state`."""
     kinds = {name.removeprefix(f"random.rank-{rank}."): value for name, value in state.items()}
     torch.set_rng_state(kinds["cpu"])
     version, words, gauss = json.loads(bytes(kinds["python"].tolist()))
@@ -247,7 +247,7 @@ def differences(wanted: Mapping[str, Tensor], stored: Mapping[str, Stored], *, c
     """Compare the tensors to be restored, by checkpoint name, with the checkpoint's.
 
     Returns:
-        The missing ones, and the ones of another shape or dtype, each as a line of text.
+        Lines of text for the missing tensors, and for the tensors of another shape or dtype.
     """
     missing: list[str] = []
     wrong: list[str] = []
@@ -263,22 +263,22 @@ def differences(wanted: Mapping[str, Tensor], stored: Mapping[str, Stored], *, c
 
 
 def group_names(optimizer: torch.optim.Optimizer, model: ModelState, renamed: Mapping[str, str]) -> list[set[str]]:
-    """Return the names, as the checkpoint has them, of the parameters in each of the optimizer's groups."""
+    """Return the checkpoint's names of the parameters in each of the optimizer's groups."""
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     parameters_of(optimizer, names)
     return [{renamed.get(names[id(p)], names[id(p)]) for p in group["params"]} for group in optimizer.param_groups]
 
 
 def group_differences(ours: Sequence[Collection[str]], kind: str, table: Mapping[str, Any]) -> list[str]:
-    """Compare what the optimizer trains with what the checkpoint's did; one line for each that differs.
+    """Compare the optimizer's parameters and options with the checkpoint's; return one line for each difference.
 
-    Groups are compared by what they say of each parameter, not one by one: how many there are may depend on the mesh, for the fused
-    kernels take no plain tensors beside DTensors.
+    Options are compared by parameter, not by group: the number of groups may depend on the mesh, because the fused kernels do not accept
+    plain tensors beside DTensors.
 
     Args:
         ours: the names in each group, over all ranks.
         kind: the optimizer's class.
-        table: what :func:`optimizer_state` saved.
+        table: the table saved by :func:`optimizer_state`.
     """
     options = options_by_parameter(table)
     here = set().union(*ours)
@@ -303,7 +303,7 @@ def options_by_parameter(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any
 
 
 def merged_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the optimizer tables of ranks that may hold different parameters, as pipeline stages do."""
+    """Merge the optimizer tables of ranks that may have different parameters, as pipeline stages do."""
     nothing: Mapping[str, Any] = {"params": [], "options": {}}
     groups: list[dict[str, Any]] = [
         {

@@ -36,8 +36,8 @@ class Refused(Style):
 class LatentKeys(Style):
     """Latent attention's joint projection of compressed keys and values and of the rotary key (DeepSeek-V2, arXiv 2405.04434).
 
-    The compressed part goes on through a projection that prepares its input; the rotary part goes straight to this rank's heads, so that
-    its gradient is summed here.
+    The compressed part is the input of a projection that sums its own gradient. The rotary part goes directly to this rank's heads, so its
+    gradient is summed here.
 
     Attributes:
         rotary: name of the module -> how many of its last output features are the rotary key.
@@ -62,9 +62,9 @@ class LatentKeys(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class FullPositions(Style):
-    """On the base model, under sequence parallelism: give it the whole sequence's positions.
+    """Pass the whole sequence's positions to the base model under sequence parallelism.
 
-    Without ``position_ids`` it would count them from its embeddings, of which this rank holds a part.
+    Without ``position_ids`` the model would count them from its embeddings, of which this rank has only a part.
     """
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
@@ -172,7 +172,7 @@ class Head(Style):
 
 
 def _split_loss(whole_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return transformers' causal loss for logits split over the vocabulary; ``whole_loss`` takes the others."""
+    """Return transformers' causal loss for logits split over the vocabulary; ``whole_loss`` computes that of whole logits."""
 
     def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int | None = None, **options: Any) -> torch.Tensor:
         if not isinstance(logits, DTensor):

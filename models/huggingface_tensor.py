@@ -1,4 +1,4 @@
-"""The tensor-parallel table of a transformers model, from the model's own ``tp_plan``: its styles in terms of meshpar's."""
+"""The tensor-parallel table of a transformers model: its own ``tp_plan`` converted to meshpar's styles."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SEQUENCE_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def tensor_table(model: Any) -> dict[str, Any]:
-    """Return module pattern -> style; empty where transformers gives the model no ``tp_plan`` and its structure says nothing."""
+    """Return module pattern -> style; empty if the model has no ``tp_plan`` and its structure is not verified."""
     if model.config.model_type == "gpt2":
         return _gpt2_table(model)
     plan = _matching_plan(model)
@@ -67,7 +67,7 @@ def tensor_table(model: Any) -> dict[str, Any]:
 
 
 def head_counts(model: Any, table: Mapping[str, Any]) -> dict[str, int]:
-    """Return pattern of a projection -> how many heads its output features hold."""
+    """Return pattern of a projection -> number of heads in its output features."""
     counts: dict[str, dict[str, int]] = {}
     for name, module in model.named_modules():
         for child, _ in module.named_children():
@@ -95,7 +95,7 @@ def _keeps_ratio(model: nn.Module, name: str) -> bool:
 
 
 def _heads_of(config: object, attention: nn.Module, child: str) -> int | None:
-    """Return the number of heads in a projection, from the attention's own attributes where it has them, else from the config."""
+    """Return the number of heads in a projection, from the attention's attributes if it has them, otherwise from the config."""
     if child in ("k_proj", "v_proj"):
         return _key_heads(attention) or _first(config, attention, ("num_key_value_heads", "num_kv_heads", "num_attention_heads"))
     if child not in ("q_proj", "q_b_proj", "kv_b_proj", "c_attn"):
@@ -143,9 +143,9 @@ def _gpt2_table(model: Any) -> dict[str, Any]:
 
 
 def _without_sparse(model: nn.Module, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the table without what stands in modules that look across their features between two projections (Gemma 3n's top-k).
+    """Yield the table without modules that compute across their features between two projections (Gemma 3n's top-k).
 
-    Where some layers do and others do not, those that do not are named one by one.
+    If only some layers do so, the table names the other layers one by one.
     """
     sparse = {name for name, module in model.named_modules() if (vars(module).get("activation_sparsity") or 0.0) > 0.0}
     for pattern, style in table.items():
@@ -198,7 +198,7 @@ def _with_own(module: nn.Module, owner: str, plan: Mapping[str, str]) -> Any:
 
 
 def _takes_whole_experts(module: nn.Module) -> bool:
-    """Tell whether an experts module knows chosen numbers beyond its experts, as transformers' own expert parallelism needs."""
+    """Return whether an experts module knows chosen numbers beyond its experts, as transformers' own expert parallelism needs."""
     alike = len({len(each) for each in module.parameters(recurse=False)}) == 1
     return alike and {"num_experts", "_is_expert_parallel"} <= vars(module).keys()
 

@@ -43,14 +43,14 @@ def vocabulary_styles(model: Any, table: Mapping[str, Any]) -> tuple[dict[str, A
 
 
 def _tied_biases(model: nn.Module, head: str) -> dict[str, Any]:
-    """Return the styles of the modules that hold the head's bias as a parameter of their own too (BERT's predictions)."""
+    """Return the styles of modules that have the head's bias as their own parameter, too (BERT's predictions)."""
     bias = getattr(model.get_submodule(head), "bias", None)
     owners = (name.rpartition(".") for name, each in model.named_parameters(remove_duplicate=False) if bias is not None and each is bias)
     return {owner: Parts(dims={leaf: (0, 1)}) for owner, _, leaf in owners if owner != head}
 
 
 def _splittable(model: nn.Module, name: str, module: nn.Module) -> bool:
-    """Tell whether a vocabulary's weight is used in its own module alone, by a forward that a split can take the place of."""
+    """Return whether a vocabulary's weight is used only in its own module, by a forward that a split style can replace."""
     if isinstance(module, nn.Embedding):
         plain = type(module).forward is nn.Embedding.forward or getattr(module, "embed_scale", None) is not None
     else:
@@ -59,7 +59,7 @@ def _splittable(model: nn.Module, name: str, module: nn.Module) -> bool:
 
 
 def _read_outside(model: nn.Module, name: str) -> bool:
-    """Tell from the source whether a module around ``name`` reads its weight directly."""
+    """Return whether the source of a module around ``name`` reads its weight directly."""
     *outer, leaf = name.split(".")
     reads = re.compile(rf"\b{re.escape(leaf)}\.weight\b")
     around = [model, *(model.get_submodule(".".join(outer[: n + 1])) for n in range(len(outer)))]

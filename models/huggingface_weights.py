@@ -40,7 +40,7 @@ def weight_map(model: Any) -> WeightMap:
 
 
 def _is_read_back(rules: Sequence[Any]) -> bool:
-    """Tell whether a checkpoint, which keeps the rules as data, can read them: its own names are better than none."""
+    """Return whether a checkpoint, which keeps the rules as data, can read them: its own names are better than none."""
     try:
         WeightMap.from_json(WeightMap(tuple(rules)).to_json())
     except LayoutError:
@@ -49,7 +49,7 @@ def _is_read_back(rules: Sequence[Any]) -> bool:
 
 
 class _Views(TorchFunctionMode):
-    """Keeps what transformers makes of a tensor a view of it, and remembers what is joined of several."""
+    """Keep transformers' conversions views of the original tensors, and record the concatenated ones."""
 
     def __init__(self) -> None:
         self.joined: dict[int, tuple[Tensor, list[Tensor], int]] = {}
@@ -82,7 +82,7 @@ class _Part:
 @final
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What the conversion handed back.
+    """The result of the conversion.
 
     Attributes:
         own: our names -> tensors.
@@ -151,7 +151,7 @@ def _by_pattern(found: Mapping[str, Any], make: Callable[[str, Any, int], list[A
 
 
 def _split(ours: str, parts: Sequence[_Part], stars: int) -> list[Any] | None:
-    """Return the rules that take one of ours apart; None where its parts fit none."""
+    """Return the rules that split one of our tensors; None if no rule fits its parts."""
     names = [_starred(ours, each.name, stars) for each in parts]
     pattern = generic(ours)
     if None in names:
@@ -171,7 +171,7 @@ def _split(ours: str, parts: Sequence[_Part], stars: int) -> list[Any] | None:
 
 
 def _unstacked(pattern: str, parts: Sequence[_Part], names: Sequence[str]) -> list[Any] | None:
-    """Return the rules for experts: cut along a feature dim where several are fused, exchange the features, take expert by expert."""
+    """Return the rules for experts: split along a feature dim if several are fused, transpose the features, then one tensor per expert."""
     groups: dict[tuple[int, ...], list[tuple[_Part, str]]] = {}
     for part, name in zip(parts, names, strict=True):
         groups.setdefault(part.starts[1:], []).append((part, name))
@@ -196,7 +196,7 @@ def _unstacked(pattern: str, parts: Sequence[_Part], names: Sequence[str]) -> li
 
 
 def _cut_dim(parts: Sequence[_Part]) -> int | None:
-    """Return the only dim along which the parts differ, standing one after another; None where there is none."""
+    """Return the only dim along which the parts differ, if they are contiguous along it; None otherwise."""
     dims = [dim for dim in range(len(parts[0].sizes)) if len({each.starts[dim] for each in parts}) > 1]
     if len(dims) != 1:
         return None

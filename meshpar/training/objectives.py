@@ -44,7 +44,7 @@ class Objective(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class CausalLM:
-    """Predict the next token: ``labels`` (B, L) holds the token after each of ``input_ids`` (B, L), -100 where none counts.
+    """Predict the next token: ``labels`` (B, L) are the tokens after each of ``input_ids`` (B, L); -100 is not counted.
 
     Attributes:
         chunk: positions whose logits are held at once (:func:`meshpar.chunked_token_loss`); 0: all, in one piece; None: by
