@@ -112,5 +112,5 @@ def _rules(src: Path, model: str) -> WeightMap:
     kind = config_beside(src).get("model_type")
     found = names_of_ours(kind)
     if found is None:
-        raise CheckpointError(f"{src} holds a model of type {kind!r}; ours are llama, qwen3 and gpt2, for others pass --model transformers")
+        raise CheckpointError(f"{src} has a model of type {kind!r}; ours are llama, qwen3 and gpt2; pass --model transformers for others")
     return found
