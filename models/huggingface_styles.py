@@ -22,7 +22,7 @@ from meshpar.passes.styles import Colwise, Region
 @final
 @dataclass(frozen=True, slots=True)
 class Refused(Style):
-    """An entry that no style supports; ``Plan.check`` reports its reason."""
+    """An entry that no style carries out; it says so when the plan is checked."""
 
     reason: str
 
@@ -62,9 +62,9 @@ class LatentKeys(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class FullPositions(Style):
-    """Pass the whole sequence's positions to the base model under sequence parallelism.
+    """On the base model, under sequence parallelism: give it the whole sequence's positions.
 
-    Without ``position_ids`` the model would count them from its embeddings, of which this rank has only a part.
+    Without ``position_ids`` it would count them from its embeddings, of which this rank holds a part.
     """
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
@@ -140,7 +140,7 @@ def _counts(module: nn.Module) -> list[str]:
 @final
 @dataclass(frozen=True, slots=True)
 class Head(Style):
-    """The output projection. If its logits stay split over the vocabulary, the model's loss function is replaced by one that accepts them.
+    """The output projection; where its logits stay split over the vocabulary, the model's own loss learns to take them.
 
     Attributes:
         model: the whole model, whose ``loss_function`` is replaced under loss parallelism.
