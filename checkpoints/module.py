@@ -54,7 +54,7 @@ def export_module(
         return Path(dst)
     finally:
         if ranks.rank == 0:
-            delete(root)
+            remove(root)
 
 
 def _make_beside(target: Path, *, overwrite: bool) -> Path:
