@@ -1,7 +1,7 @@
 """The fuzzer's models, as source: a drawn model is written the way a user writes one, with only what was drawn in it.
 
 The text is what runs and what a shrunk script shows, so nothing stands between a failure and its report. ``table`` gives the
-tensor-parallel layout that a user who followed docs/guide.md would write for the model.
+tensor-parallel layout that a user who followed docs/layout.md would write for the model.
 """
 
 from __future__ import annotations
