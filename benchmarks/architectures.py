@@ -451,32 +451,42 @@ def _grid(head: list[str], rows: list[list[str]]) -> list[str]:
 
 HEAD = """# Architectures
 
-Every architecture that transformers {transformers} maps to a causal language model, an encoder-decoder or a masked language model, made
-tiny, under every plan against one process; torch {torch}, gloo, float32. Made by `python benchmarks/architectures.py`.
+Each architecture that transformers {transformers} maps to a causal language model, an
+encoder-decoder or a masked language model, in a tiny size, under each plan, compared with one
+process. torch {torch}, gloo, float32. Made by `python benchmarks/architectures.py`.
 
-- exact: the loss and every gradient agree with one process to {tolerance} of the tensor's largest value (or of {floor} of the model's
-  largest gradient, where that is more: what is zero by theory holds rounding noise only). Rows are split over the data ranks, and rows
+- exact: the loss and every gradient agree with one process to {tolerance}, relative to the larger of
+  the tensor's largest value and {floor} times the model's largest gradient (a gradient that is zero
+  by theory holds rounding noise only). The rows of a batch are split over the data ranks, and rows
   count different numbers of tokens.
-- refused: the plan is refused before anything runs, or in the first forward, with a reason and what would work.
+- refused: the plan is refused before anything runs, or in the first forward, with a reason and
+  with what would work.
 - wrong, crashed, hung: bugs.
 - export: the parallel model is exported, and transformers loads it with every parameter equal.
 
-Weights are random, with noise on what starts at zero or one; dropout is off; heads of keys and values are half those of queries where the
-config allows it, so that `TP 4` makes pairs of ranks share one. The numbers are small (32 features, 2 to 4 layers, one of every kind that
-the architecture's own config has), so this shows what is computed, not how fast.
+Weights are random, with noise on those that start at zero or one. Dropout is off. Models have half
+as many heads of keys and values as of queries where the config allows it, so that pairs of ranks
+share a head under `TP 4`. The models are small (32 features, 2 to 4 layers, one layer of every kind
+in the architecture's own config), so the table shows correctness, not speed.
 
 ## Where the tensor-parallel table comes from
 
-- `tp_plan`, each style in terms of meshpar's own, with parameters as ordinary shards, so that FSDP and checkpoints know them.
-- Experts go whole to ranks where tp divides their number, and are split inside where it does not.
-- Projections to fewer heads of keys and values than ranks are computed by several ranks; their gradients are summed.
-- Architectures without a `tp_plan` are split by the names and shapes of their projections, if that was found exact here
-  (`VERIFIED` in `models/huggingface_structure.py`); the others are refused.
-- A vocabulary's weight that the model's code reads outside of its module stays whole, as does what a plan does not name; a plan that
-  leaves much whole gives a warning. Parameters among split projections that no style covers are refused.
+- From the model's `tp_plan`, each style translated to meshpar's own. Parameters are ordinary shards,
+  so that FSDP and checkpoints can read them.
+- Each rank gets whole experts where tp divides the number of experts. Otherwise each expert is
+  split.
+- Several ranks compute the same projection of keys and values where the model has fewer of these
+  heads than ranks. Their gradients are summed.
+- An architecture without a `tp_plan` is split by the names and shapes of its projections if this
+  benchmark found the split exact (`VERIFIED` in `models/huggingface_structure.py`). Otherwise it is
+  refused.
+- A weight of the vocabulary stays whole if the model's code reads it outside of its module. A
+  parameter that the plan does not name stays whole, too; meshpar warns if much of the model stays
+  whole. A parameter among split projections that no style covers is refused.
 
-To leave a part whole over tp: `TensorParallel(styles={{"model.layers.*.self_attn": None, ...}})`. Names as
-transformers stores them are read and written by the layout's weight map, where its rules can say them.
+To leave a part whole over tp, use `TensorParallel(styles={{"model.layers.*.self_attn": None, ...}})`.
+The layout's weight map reads and writes the names that transformers stores, where its rules can
+express them.
 """
 
 
