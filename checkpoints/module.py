@@ -32,7 +32,12 @@ def export_module(
 
     Args:
         par: the parallel module.
-        dst, dtype, max_shard_size, tokenizer, progress, overwrite: as for :func:`export_safetensors`.
+        dst: the folder to make; it appears when it is whole.
+        dtype: of the floating-point tensors; None: as they are.
+        max_shard_size: bytes of tensors in one file, unless one tensor alone is larger.
+        tokenizer: a folder whose files (but for weights and ``config.json``) are copied beside the model.
+        progress: called after each tile.
+        overwrite: whether to replace an existing folder.
         timeout_s: seconds that a rank waits for the others within one step.
 
     Returns:

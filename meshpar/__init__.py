@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from meshpar.weights import WeightMap, WeightSource
 
 __version__ = "0.1.0"
+"""The version of the package."""
 
 __all__ = [
     "ActivationCheckpoint",

@@ -50,7 +50,8 @@ def chunked_token_loss(
         labels_BL: as of :func:`meshpar.token_loss`.
         head: the module in ``model`` that makes logits (B, L, V) of hidden states (B, L, D); None: what :func:`head_of` finds.
         chunk: positions at a time.
-        ignore_index, reduction: as of :func:`meshpar.token_loss`.
+        ignore_index: the label of positions that do not count.
+        reduction: ``"mean"`` or ``"sum"``, as of :func:`meshpar.token_loss`.
 
     Raises:
         MeshparError: the model has no such output, or changes its logits after the head (by a scale or a cap, say).

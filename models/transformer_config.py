@@ -115,6 +115,7 @@ PRESETS: dict[str, TransformerConfig] = {
         _LLAMA3, dim=16_384, layers=126, heads=128, hidden=53_248, max_positions=131_072, rope_scaling=RopeScaling(factor=8.0)
     ),
 }
+"""Name of a shape -> its configuration; `meshpar describe NAME` prints what each rank would hold."""
 
 
 def published_names(config: TransformerConfig) -> list[tuple[str, str]]:

@@ -66,8 +66,9 @@ def train_steps(
             ``data_size``-th from r. Parts may count different numbers of tokens.
         loss_sum: the loss, summed over what it counts.
         max_norm: gradients are clipped to this norm.
-        lr, eps: AdamW's. ``eps`` is large on purpose: AdamW divides a gradient by its own size, so where the gradient is zero by
-            theory (a bias before a softmax) it would blow rounding noise up to a full step, on any number of processes.
+        lr: AdamW's learning rate.
+        eps: AdamW's, large on purpose: AdamW divides a gradient by its own size, so where the gradient is zero by theory (a bias before
+            a softmax) it would blow rounding noise up to a full step, on any number of processes.
         optimizer: instead of a new AdamW.
 
     Returns:

@@ -29,6 +29,7 @@ PRELOAD = [
     "meshpar",
     "meshpar.testing",
 ]
+"""Modules that are imported once, in the process that every rank is forked from."""
 
 
 class RankFailure(AssertionError):
