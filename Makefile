@@ -5,7 +5,7 @@ TORCH ?=
 VENV ?= .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-QUICKSTART := $(VENV)/.quickstart
+QUICKSTART := docs $(VENV)/.quickstart
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 # A file of tests at a time on each of two workers: half of what they do is waiting for processes of their own.
@@ -44,6 +44,11 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Into site/. A broken link, a page in no menu or an undocumented public name ends it.
+docs: $(READY)
+	$(BIN)/python -m pytest tests/test_docs.py
+	$(BIN)/mkdocs build --strict
+
 bench: $(READY)
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/import_time.py
@@ -58,8 +63,8 @@ ifneq ($(TORCH),)
 	echo 'torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))' >> $(PINS)
 endif
 	$(BIN)/python -m pip install -qq --constraint $(PINS) torch
-	$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[$(EXTRAS),docs]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info
