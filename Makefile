@@ -5,13 +5,13 @@ TORCH ?=
 VENV ?= .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-QUICKSTART := docs $(VENV)/.quickstart
+QUICKSTART := $(VENV)/.quickstart
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 # A file of tests at a time on each of two workers: half of what they do is waiting for processes of their own.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test coverage lint format bench clean lab
+.PHONY: quickstart test coverage lint format docs bench clean lab
 
 quickstart: $(QUICKSTART)
 	$(BIN)/meshpar quickstart
@@ -54,7 +54,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/import_time.py
 
 $(QUICKSTART): EXTRAS := train,transformers
-$(READY): EXTRAS := train,transformers,test,lint
+$(READY): EXTRAS := train,transformers,test,lint,docs
 $(QUICKSTART) $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --upgrade pip
@@ -63,7 +63,7 @@ ifneq ($(TORCH),)
 	echo 'torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))' >> $(PINS)
 endif
 	$(BIN)/python -m pip install -qq --constraint $(PINS) torch
-	$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[$(EXTRAS),docs]'
+	$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[$(EXTRAS)]'
 	touch $@
 
 clean:
