@@ -8,18 +8,26 @@ from meshpar.lazy import lazily
 
 if TYPE_CHECKING:
     from meshpar.launchers.commands.train import train_recipe
+    from meshpar.launchers.export.merging import export_adapters
     from meshpar.launchers.export.run import export_run
     from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+    from meshpar.launchers.targets.job import Job, Target
 
 __all__ = [
+    "Job",
     "Recipe",
+    "Target",
+    "export_adapters",
     "export_run",
     "load_recipe",
     "train_recipe",
 ]
 
 _HOMES = {
+    "Job": "targets.job",
     "Recipe": "recipes.recipe",
+    "Target": "targets.job",
+    "export_adapters": "export.merging",
     "export_run": "export.run",
     "load_recipe": "recipes.recipe",
     "train_recipe": "commands.train",

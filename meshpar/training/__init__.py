@@ -8,35 +8,44 @@ from meshpar.lazy import lazily
 
 if TYPE_CHECKING:
     from meshpar.training.data import Batches, LoaderSettings, PackedTokens
-    from meshpar.training.distillation import Distillation
+    from meshpar.training.distillation import Distillation, freeze
     from meshpar.training.examples import ExampleFile, ExampleSplit
     from meshpar.training.loop import Trainer
+    from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
     from meshpar.training.metrics import peak_flops, peak_memory
     from meshpar.training.objectives import CausalLM, Objective, Seq2Seq, SequenceClassification
     from meshpar.training.optimizer import AdamWSettings, build_adamw
-    from meshpar.training.padding import LabelledExamples
+    from meshpar.training.padding import LabelledExamples, PairedExamples
+    from meshpar.training.scaler import LossScaler
     from meshpar.training.schedule import Schedule
     from meshpar.training.settings import TrainSettings
     from meshpar.training.tokens import TokenFile, write_tokens
 
 __all__ = [
     "AdamWSettings",
+    "Adapters",
     "Batches",
     "CausalLM",
     "Distillation",
     "ExampleFile",
     "ExampleSplit",
     "LabelledExamples",
+    "LoRA",
     "LoaderSettings",
+    "LossScaler",
     "Objective",
     "PackedTokens",
+    "PairedExamples",
     "Schedule",
     "Seq2Seq",
     "SequenceClassification",
     "TokenFile",
     "TrainSettings",
     "Trainer",
+    "WithAdapters",
+    "add_adapters",
     "build_adamw",
+    "freeze",
     "peak_flops",
     "peak_memory",
     "write_tokens",
@@ -44,26 +53,32 @@ __all__ = [
 
 _HOMES = {
     "AdamWSettings": "optimizer",
+    "Adapters": "lora",
     "Batches": "data",
     "CausalLM": "objectives",
     "Distillation": "distillation",
     "ExampleFile": "examples",
     "ExampleSplit": "examples",
     "LabelledExamples": "padding",
+    "LoRA": "lora",
     "LoaderSettings": "data",
+    "LossScaler": "scaler",
     "Objective": "objectives",
     "PackedTokens": "data",
+    "PairedExamples": "padding",
     "Schedule": "schedule",
     "Seq2Seq": "objectives",
     "SequenceClassification": "objectives",
     "TokenFile": "tokens",
     "TrainSettings": "settings",
     "Trainer": "loop",
+    "WithAdapters": "lora",
+    "add_adapters": "lora",
     "build_adamw": "optimizer",
+    "freeze": "distillation",
     "peak_flops": "metrics",
     "peak_memory": "metrics",
     "write_tokens": "tokens",
 }
 
-# The loop loads what a job uses, and no more.
 __getattr__, __dir__ = lazily(__name__, _HOMES)
