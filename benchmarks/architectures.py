@@ -405,7 +405,7 @@ def _table(known: dict[str, Any]) -> list[str]:
                 reasons.setdefault(each["why"].split("; ")[0].replace("|", "\\|"), []).append(f"{key} ({plan})")
     lines += [f"- {', '.join(names)}: {why}" for why, names in _grouped(reasons).items()]
     lines += ["", "## Not run: the tiny model does not build or train on one process", ""]
-    return lines + [f"- {key}: {why[:160]}" for key, why in absent.items()]
+    return lines + [f"- {key}: {why[:160]}".replace("[", "\\[") for key, why in absent.items()]
 
 
 def _counts(runs: dict[str, Any]) -> Any:
