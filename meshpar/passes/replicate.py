@@ -24,6 +24,18 @@ class Replicate(Precision, Pass):
     """Keep the whole model on every rank of ``dp_replicate`` and average gradients, block by block, while backward runs.
 
     Composes with :class:`TensorParallel`; for copies of a sharded model use :class:`HybridShard`.
+
+    The parameters and the optimizer's state keep their dtype: build the model in float32 for float32 masters.
+
+    Args:
+        param_dtype: dtype of the gathered parameters and so of the computation; None: the parameters' dtype.
+        reduce_dtype: dtype in which gradients are reduced; None: the parameters' dtype.
+        output_dtype: dtype to which the outermost module's floating outputs are cast; None: no cast.
+        cast_forward_inputs: cast floating inputs to ``param_dtype``.
+        buffer_dtype: dtype to which floating buffers are cast; None: no cast.
+        blocks: the units, instead of the layout's blocks: name patterns or class names.
+        whole: patterns of parameters that every rank keeps whole, in their own dtype, beside scalars, which always are
+            (``("logit_scale",)``). Their gradients are averaged when a backward has ended.
     """
 
     name = "Replicate"

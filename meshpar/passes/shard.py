@@ -24,20 +24,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """The dtypes in which a data-parallel pass gathers, computes and reduces; None leaves a thing in the parameters' dtype.
-
-    The parameters, and with them the optimizer's state, stay in the dtype they have: build the model in float32 for float32 masters.
-
-    Args:
-        param_dtype: dtype of the gathered parameters and so of the computation.
-        reduce_dtype: dtype in which gradients are reduced.
-        output_dtype: dtype to which the outermost module's floating outputs are cast.
-        cast_forward_inputs: cast floating inputs to ``param_dtype``.
-        buffer_dtype: dtype to which floating buffers are cast.
-        blocks: the units, instead of the layout's blocks: name patterns or class names.
-        whole: patterns of parameters that every rank keeps whole, in their own dtype, beside scalars, which always are
-            (``("logit_scale",)``). Their gradients are averaged when a backward has ended.
-    """
+    """The arguments of every data-parallel pass; each pass describes them."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -94,17 +81,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sharding(Precision):
-    """What FullyShard and HybridShard share.
-
-    Args:
-        reshard_after_forward: True (ZeRO-3): free the gathered parameters after forward and gather them again in backward. False
-            (ZeRO-2): keep them. A number: reshard to groups of so many neighbouring ranks (a node). The outermost unit, which
-            backward needs first, keeps its parameters unless this is a number.
-        offload: ``"cpu"`` keeps parameters, gradients and optimizer state in host memory, pinned where there is an accelerator.
-        prefetch_forward: how many units ahead forward gathers beyond FSDP2's own overlap; 0 leaves it to FSDP2.
-        prefetch_backward: how many units ahead backward gathers; 1 is FSDP2's own, 0 none before they are needed.
-        min_params: join blocks smaller than so many parameters to the unit around them.
-    """
+    """The arguments of FullyShard and HybridShard, which describe them."""
 
     reshard_after_forward: bool | int = True
     offload: Literal["cpu"] | None = None
@@ -171,7 +148,27 @@ class _Sharding(Precision):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullyShard(_Sharding, Pass):
-    """Split every parameter over the ``dp_shard`` axis (ZeRO-3, arXiv 1910.02054; FSDP2). Ranks of the axis see different data."""
+    """Split every parameter over the ``dp_shard`` axis (ZeRO-3, arXiv 1910.02054; FSDP2). Ranks of the axis see different data.
+
+    The parameters and the optimizer's state keep their dtype: build the model in float32 for float32 masters.
+
+    Args:
+        param_dtype: dtype of the gathered parameters and so of the computation; None: the parameters' dtype.
+        reduce_dtype: dtype in which gradients are reduced; None: the parameters' dtype.
+        output_dtype: dtype to which the outermost module's floating outputs are cast; None: no cast.
+        cast_forward_inputs: cast floating inputs to ``param_dtype``.
+        buffer_dtype: dtype to which floating buffers are cast; None: no cast.
+        blocks: the units, instead of the layout's blocks: name patterns or class names.
+        whole: patterns of parameters that every rank keeps whole, in their own dtype, beside scalars, which always are
+            (``("logit_scale",)``). Their gradients are averaged when a backward has ended.
+        reshard_after_forward: True (ZeRO-3): free the gathered parameters after forward and gather them again in backward. False
+            (ZeRO-2): keep them. A number: reshard to groups of so many neighbouring ranks (a node). The outermost unit, which
+            backward needs first, keeps its parameters unless this is a number.
+        offload: ``"cpu"`` keeps parameters, gradients and optimizer state in host memory, pinned where there is an accelerator.
+        prefetch_forward: how many units ahead forward gathers beyond FSDP2's own overlap; 0 leaves it to FSDP2.
+        prefetch_backward: how many units ahead backward gathers; 1 is FSDP2's own, 0 none before they are needed.
+        min_params: join blocks smaller than so many parameters to the unit around them.
+    """
 
     name = "FullyShard"
     stage = Stage.DATA
@@ -191,6 +188,25 @@ class HybridShard(_Sharding, Pass):
 
     With ``dp_shard`` inside a node and ``dp_replicate`` across nodes (``MeshSpec.auto``) the gathers stay inside the nodes, and one
     all-reduce of the gradient shards crosses them.
+
+    The parameters and the optimizer's state keep their dtype: build the model in float32 for float32 masters.
+
+    Args:
+        param_dtype: dtype of the gathered parameters and so of the computation; None: the parameters' dtype.
+        reduce_dtype: dtype in which gradients are reduced; None: the parameters' dtype.
+        output_dtype: dtype to which the outermost module's floating outputs are cast; None: no cast.
+        cast_forward_inputs: cast floating inputs to ``param_dtype``.
+        buffer_dtype: dtype to which floating buffers are cast; None: no cast.
+        blocks: the units, instead of the layout's blocks: name patterns or class names.
+        whole: patterns of parameters that every rank keeps whole, in their own dtype, beside scalars, which always are
+            (``("logit_scale",)``). Their gradients are averaged when a backward has ended.
+        reshard_after_forward: True (ZeRO-3): free the gathered parameters after forward and gather them again in backward. False
+            (ZeRO-2): keep them. A number: reshard to groups of so many neighbouring ranks (a node). The outermost unit, which
+            backward needs first, keeps its parameters unless this is a number.
+        offload: ``"cpu"`` keeps parameters, gradients and optimizer state in host memory, pinned where there is an accelerator.
+        prefetch_forward: how many units ahead forward gathers beyond FSDP2's own overlap; 0 leaves it to FSDP2.
+        prefetch_backward: how many units ahead backward gathers; 1 is FSDP2's own, 0 none before they are needed.
+        min_params: join blocks smaller than so many parameters to the unit around them.
     """
 
     name = "HybridShard"
