@@ -6,13 +6,13 @@ import io
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
+from meshpar.extras import need
 from meshpar.forecasting.cost import ERROR_RANGE, placement, sending_time
 from meshpar.forecasting.trace import Collective
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from meshpar.forecasting.api import Forecast
 
 GIB = 1 << 30
@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 def text(forecast: Forecast, *, width: int = 118) -> str:
     """Return the report of one forecast for a terminal."""
-    screen = Console(file=io.StringIO(), width=width, force_terminal=False)
+    screen = need("rich.console").Console(file=io.StringIO(), width=width, force_terminal=False)
     screen.print(forecast.title, highlight=False)
     screen.print(_verdict(forecast), highlight=False)
     screen.print(_memory(forecast))
@@ -96,8 +96,13 @@ def _verdict(forecast: Forecast) -> str:
     return f"peak {peak:.2f} GiB of {room:.1f} GiB that tensors can have: {verdict} ({how})"
 
 
+def _table(title: str, *, show_header: bool = True) -> Table:
+    made: Table = need("rich.table").Table(title=title, title_justify="left", show_header=show_header)
+    return made
+
+
 def _memory(forecast: Forecast) -> Table:
-    table = Table(title="Memory of the fullest rank at its peak", title_justify="left")
+    table = _table("Memory of the fullest rank at its peak")
     table.add_column("held by")
     table.add_column("GiB", justify="right")
     table.add_column("")
@@ -108,7 +113,7 @@ def _memory(forecast: Forecast) -> Table:
 
 
 def _collectives(forecast: Forecast) -> Table:
-    table = Table(title="Collectives of a step", title_justify="left")
+    table = _table("Collectives of a step")
     for name in ("phase", "kind", "axis", "count", "MiB each", "dtype", "where", "ms together"):
         table.add_column(name, justify="right" if name in ("count", "MiB each", "ms together") else "left")
     for row in rows(forecast):
@@ -123,7 +128,7 @@ def _collectives(forecast: Forecast) -> Table:
 def _time(forecast: Forecast) -> Table:
     timed = forecast.cost
     least, most = forecast.seconds
-    table = Table(title="Time of a step", title_justify="left", show_header=False)
+    table = _table("Time of a step", show_header=False)
     table.add_row("step", f"{timed.seconds * 1e3:,.1f} ms, {least * 1e3:,.1f} to {most * 1e3:,.1f} (± {ERROR_RANGE:.0%})")
     table.add_row("tokens/s", f"{timed.tokens_per_second:,.0f}, {timed.tokens_per_second / forecast.world_size:,.0f} a rank")
     table.add_row("MFU", f"{timed.mfu:.1%} ({forecast.trace.flops() / 1e12:,.2f} TFLOP a rank, recomputation included)")
