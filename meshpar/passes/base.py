@@ -108,6 +108,7 @@ class Pass:
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         """Yield every reason why the pass cannot apply, one line each. Pure: reads names and shapes, without communication."""
         return iter(())
+        ...
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         """Yield what works and costs more than it needs to, one line each. Pure."""

@@ -205,6 +205,7 @@ class Style:
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield why ``module`` cannot be split over ``size`` ranks. Pure."""
         return iter(())
+        ...
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Replace the parameters that are split by DTensors on ``context.mesh``."""

@@ -131,7 +131,7 @@ def _place(module: nn.Module, name: str, placement: Shard | Replicate, context: 
             part = part.chunk(context.size, placement.dim)[context.rank].clone(memory_format=torch.contiguous_format)
         whole = DTensor.from_local(part, context.mesh, [placement], run_check=False, shape=parameter.shape, stride=strides(parameter.shape))
         taken = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-        taken.__dict__.update(parameter.__dict__)
+        vars(taken).update(vars(parameter))
         # Numbers of objects are given again once an object is gone, so the one that was replaced is kept until all are placed.
         context.placed[id(parameter)] = context.placed[id(taken)] = taken
         context.replaced.append(parameter)

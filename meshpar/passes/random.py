@@ -13,6 +13,8 @@ from typing import final
 import torch
 from torch import nn
 
+from meshpar import _torch
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 63) - 1
 
@@ -56,14 +58,14 @@ class SplitState:
         self._device = torch.device("cpu")
         self._shared: torch.Tensor | None = None
 
-    @torch.compiler.disable
+    @_torch.eager
     def part(self, device: torch.device, coordinate: int) -> None:
         """Draw for a part from here on: switch ``device``'s default generator to a state of this ``coordinate``'s own."""
         if self._shared is None:
             self._device = device
             self._shared = _fork(device, coordinate)
 
-    @torch.compiler.disable
+    @_torch.eager
     def join(self) -> None:
         """Draw what the ranks share from here on; of no effect where they do so already."""
         if self._shared is not None:

@@ -59,7 +59,7 @@ class WholeParameters:
             held, self._mesh[names], placements, run_check=False, shape=parameter.shape, stride=strides(parameter.shape)
         )
         fresh = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-        fresh.__dict__.update(parameter.__dict__, _meshpar_whole=True)
+        vars(fresh).update(vars(parameter), _meshpar_whole=True)
         return fresh
 
     @torch.no_grad()
