@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,13 @@ from meshpar.forecasting.private import FakeTensor, hidden_propagation
 from meshpar.forecasting.trace import Collective, Event, Phase
 
 _PLAIN = {Tensor, nn.Parameter, nn.Buffer, FakeTensor}
+
+
+class Stream(Protocol):
+    """A simulated device's queue of work; ``last`` is the index of the last event issued on it."""
+
+    name: str
+    last: int
 
 
 @final
@@ -79,7 +86,7 @@ class Recorder(TorchDispatchMode):
                 if known is not None:
                     self.storages[known].holder = "gradients"
 
-    def wait(self, stream: Any, target: int) -> None:
+    def wait(self, stream: Stream, target: int) -> None:
         """A simulated stream waits for an event, if it has not waited for it, or for a later one of the same stream, already.
 
         FSDP2 waits anew for each of its groups at the end of a backward (torch 2.11) or for the last (2.13), by when there is nothing to
