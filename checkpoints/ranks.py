@@ -101,8 +101,7 @@ class Ranks:
         """Gather all outcomes on rank 0, and send failures to every rank."""
         if self._group is None:
             return [outcome]
-        nothing: _Outcome = (None, None)
-        outcomes = [nothing] * self.size if self.rank == 0 else None
+        outcomes: list[_Outcome] | None = [(None, None) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather_object(outcome, outcomes, dst=0, group=self._group)
         failures: list[_Outcome] = self._broadcast([(failure, None) for failure, _ in outcomes or () if failure is not None])
         return failures or outcomes or []

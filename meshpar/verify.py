@@ -285,7 +285,7 @@ class SplitTest:
     def _local_inputs(self, name: str) -> set[str]:
         prefix = f"{name}." if name else ""
         regions = (region for at, region in self._context.regions.items() if at == name or at.startswith(prefix))
-        return {each for region in regions for each in region.local}
+        return {each for region in regions for each in region.local_inputs}
 
     def _gathered(self, seen: _Seen, heads: set[str], *, hidden: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs as one process would hand them in: whole along the sequence, and with all heads where they are this rank's."""

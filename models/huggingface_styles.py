@@ -115,6 +115,10 @@ class Heads(Style):
 
     is_region = True
 
+    @property
+    def local_inputs(self) -> tuple[str, ...]:
+        return self.local
+
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield counts that the axis does not divide."""
         for attribute in _counts(module):
@@ -153,7 +157,7 @@ class Head(Style):
     splits = stands_alone = True
 
     @property
-    def splits_logits(self) -> bool:
+    def splits_logits(self) -> bool:  # type: ignore[override]
         return self.gather == "loss"
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:

@@ -44,9 +44,11 @@ class Converter(Protocol):
             problems: takes one line for each key that is refused.
             at: where in the document the mapping stands.
         """
+        ...
 
     def options(self, name: str, options: Mapping[str, Any]) -> Translation:
         """Return a pass of a recipe with its foreign names translated; what is not foreign comes back as it is."""
+        ...
 
 
 def convert_keys(data: dict[str, Any], document: Document, problems: list[str], at: Place) -> list[str]:

@@ -159,7 +159,7 @@ def _message(place: Place, errors: list[ErrorDetails], data: object, model: type
         case "value_error":
             return str(context["error"])
         case "union_tag_invalid":
-            return f"kind must be one of {error['ctx']['expected_tags']}, got {error['ctx']['tag']!r}"
+            return f"kind must be one of {context['expected_tags']}, got {context['tag']!r}"
         case kind if kind.startswith(("greater", "less")):
             return f"{error['msg'].replace('Input should', 'must')}, got {value!r}"
     return f"expected {describe_type(hint)}, got {value!r}"

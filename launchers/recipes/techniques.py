@@ -105,14 +105,14 @@ def _made(name: str, options: Mapping[str, Any], document: Document, place: Plac
         listed = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(sorted(registry.names(GROUP)))}"
         problems.append(f"{document.where(place)}: no pass {name!r} is installed; {listed}")
         return
-    factory = registry.plugin(GROUP, name)
+    factory: Any = registry.plugin(GROUP, name)
     try:
         if dataclasses.is_dataclass(factory) and isinstance(factory, type):
             section = _validated(factory, options, document, place, problems)
             if section is not None:
                 yield cast("Pass", build(factory, section))
         elif callable(factory):
-            yield factory(**options)
+            yield cast("Pass", factory(**options))
         elif options:
             problems.append(f"{document.where(place)}: {name} takes no options")
         else:

@@ -59,6 +59,12 @@ class Pass:
         stage: when the pass applies: a :class:`Stage` or its number.
         roles: mesh axis -> what differs between its ranks. The pass claims these axes: each must be in the mesh, and no other pass may
             claim it.
+        splits_sequence: activations between layers are split along the sequence over the pass's axis. The axis's ranks then draw
+            different random numbers everywhere, and a block cannot be called alone.
+        keeps_on_host: parameters, gradients and optimizer state live in host memory.
+        compiles: the pass changes how fast a step runs, and not what it computes. The forecast replays a step without it.
+        period: number of blocks after which the treatment of blocks repeats. The forecast replays at least one period.
+        blocks_ahead: largest number of blocks whose parameters are gathered before they are used.
     """
 
     __slots__ = ()
@@ -66,6 +72,11 @@ class Pass:
     name: str
     stage: int
     roles: Mapping[str, Role] = MappingProxyType({})
+    splits_sequence: bool = False
+    keeps_on_host: bool = False
+    compiles: bool = False
+    period: int = 1
+    blocks_ahead: int = 1
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -77,38 +88,9 @@ class Pass:
         """The mesh axes that the pass claims."""
         return tuple(self.roles)
 
-    @property
-    def splits_sequence(self) -> bool:
-        """Whether activations between layers are split along the sequence over the pass's axis.
-
-        Its ranks then draw different random numbers everywhere, and a block cannot be called alone.
-        """
-        return False
-
-    @property
-    def keeps_on_host(self) -> bool:
-        """Whether parameters, gradients and optimizer state live in host memory."""
-        return False
-
-    @property
-    def compiles(self) -> bool:
-        """Whether the pass changes how fast a step runs, and not what it computes: the forecast replays a step without it."""
-        return False
-
-    @property
-    def period(self) -> int:
-        """Number of blocks after which the treatment of blocks repeats. The forecast replays at least one period."""
-        return 1
-
-    @property
-    def blocks_ahead(self) -> int:
-        """Largest number of blocks whose parameters are gathered before they are used."""
-        return 1
-
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         """Yield every reason why the pass cannot apply, one line each. Pure: reads names and shapes, without communication."""
         return iter(())
-        ...
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         """Yield what works and costs more than it needs to, one line each. Pure."""

@@ -163,49 +163,34 @@ class Context:
 
 
 class Style:
-    """How one kind of module is split. Inherit this class, declare what differs from the defaults, and define ``install``."""
+    """How one kind of module is split. Inherit this class, declare what differs from the defaults, and define ``install``.
+
+    Attributes:
+        splits: each rank holds a part of the module's own parameters.
+        is_region: each rank computes a part inside of the module, between one preparation of its input and one reduction.
+        sums_gradients: ranks use parameters whole on their part of heads or features, so that gradients are summed over the axis.
+        splits_logits: the output may stay split over the vocabulary for the loss.
+        splits_positions: the module, an embedding, can return this rank's positions of the sequence.
+        stands_alone: input and output are not split, so that the module can be tried by itself.
+    """
 
     __slots__ = ()
 
-    @property
-    def splits(self) -> bool:
-        """Whether each rank holds a part of the module's own parameters."""
-        return False
+    splits: bool = False
+    is_region: bool = False
+    sums_gradients: bool = False
+    splits_logits: bool = False
+    splits_positions: bool = False
+    stands_alone: bool = False
 
     @property
-    def is_region(self) -> bool:
-        """Whether each rank computes a part inside of the module, between one preparation of its input and one reduction."""
-        return False
-
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether ranks use parameters whole on their part of heads or features, so that gradients are summed over the axis."""
-        return False
-
-    @property
-    def splits_logits(self) -> bool:
-        """Whether the output may stay split over the vocabulary for the loss."""
-        return False
-
-    @property
-    def splits_positions(self) -> bool:
-        """Whether the module, an embedding, can return this rank's positions of the sequence."""
-        return False
-
-    @property
-    def local(self) -> tuple[str, ...]:
+    def local_inputs(self) -> tuple[str, ...]:
         """Keyword names of a region's inputs that hold this rank's heads already."""
         return ()
-
-    @property
-    def stands_alone(self) -> bool:
-        """Whether input and output are not split, so that the module can be tried by itself."""
-        return False
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield why ``module`` cannot be split over ``size`` ranks. Pure."""
         return iter(())
-        ...
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Replace the parameters that are split by DTensors on ``context.mesh``."""

@@ -161,7 +161,7 @@ class FeatureTable(Style):
     splits = True
 
     @property
-    def stands_alone(self) -> bool:
+    def stands_alone(self) -> bool:  # type: ignore[override]
         return self.gather
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:

@@ -49,7 +49,7 @@ class ActivationCheckpoint(Pass):
     stage = Stage.RECOMPUTE
 
     @property
-    def period(self) -> int:
+    def period(self) -> int:  # type: ignore[override]
         return self.every
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:

@@ -147,7 +147,7 @@ class _Sharding(Precision):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FullyShard(_Sharding, Pass):
+class FullyShard(_Sharding, Pass):  # type: ignore[override]
     """Split every parameter over the ``dp_shard`` axis (ZeRO-3, arXiv 1910.02054; FSDP2). Ranks of the axis see different data.
 
     The parameters and the optimizer's state keep their dtype: build the model in float32 for float32 masters.
@@ -183,7 +183,7 @@ class FullyShard(_Sharding, Pass):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HybridShard(_Sharding, Pass):
+class HybridShard(_Sharding, Pass):  # type: ignore[override]
     """Split parameters over ``dp_shard``, keep copies over ``dp_replicate`` (FSDP2 on a 2-D mesh).
 
     With ``dp_shard`` inside a node and ``dp_replicate`` across nodes (``MeshSpec.auto``) the gathers stay inside the nodes, and one

@@ -48,6 +48,10 @@ class Region(Style):
 
     is_region = True
 
+    @property
+    def local_inputs(self) -> tuple[str, ...]:
+        return self.local
+
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         # Not a forward hook: recomputation and FSDP2 hook the same module, and their hooks must see the input as it came.
         inner = module.forward
@@ -100,11 +104,11 @@ class Colwise(Style):
     splits = True
 
     @property
-    def stands_alone(self) -> bool:
+    def stands_alone(self) -> bool:  # type: ignore[override]
         return self.gather != "no"
 
     @property
-    def splits_logits(self) -> bool:
+    def splits_logits(self) -> bool:  # type: ignore[override]
         return self.gather == "loss"
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:

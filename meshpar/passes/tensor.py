@@ -72,7 +72,7 @@ class TensorParallel(Pass):
     roles = MappingProxyType({"tp": Role.FEATURES})
 
     @property
-    def splits_sequence(self) -> bool:
+    def splits_sequence(self) -> bool:  # type: ignore[override]
         return self.sequence_parallel
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
