@@ -197,6 +197,7 @@ class Cycle:
                 buffers = list(self._recomputed_buffers()) if torch.is_grad_enabled() else []
                 output = run(inner, args, kwargs)
                 _refuse_changed(buffers)
+                self._end_forward()
                 if torch.is_grad_enabled():
                     self._after_forward(output)
                 return output
@@ -248,6 +249,12 @@ class Cycle:
             self.agreement.batch((args, kwargs))
 
     @_torch.eager
+    def _end_forward(self) -> None:
+        """See that no other data rank is still to call a unit: its collectives would meet those of this rank's backward."""
+        if self.agreement is not None and self._units.modules:
+            self.agreement.unit("the end of the forward", "")
+
+    @torch.compiler.disable
     def _before_unit(self, unit: nn.Module, args: object) -> None:
         if torch.is_inference_mode_enabled():  # a method of the module's own may have entered it
             stack = ExitStack()

@@ -42,6 +42,13 @@ _DTYPES: _Cause = (
 )
 
 
+_COMPILED: _Cause = (
+    r"no rule registered for HigherOrderOperator",
+    "selective recomputation cannot look into a compiled block that changes buffers, as a batch norm does in training",
+    "use ActivationCheckpoint(mode='full'), or leave such blocks out: Compile(blocks=...)",
+)
+
+
 _GONE: _Cause = (
     r"[Cc]onnection (?:closed|reset)|[Tt]imed out|timeout",
     "another rank left its loop, or its job, or runs another number of forwards and backwards",
@@ -71,7 +78,7 @@ class Explanation:
     def __init__(self, module: nn.Module, plan_text: str, *, splits_features: bool, unit_pass: str | None) -> None:
         self._module, self._plan_text, self._unit_pass = module, plan_text, unit_pass
         self._splits_features = splits_features
-        self._causes = (_OUTSIDE, _SHAPES, _DTYPES, _GONE) if splits_features else (_OUTSIDE_BLOCK, _DTYPES, _GONE)
+        self._causes = (_OUTSIDE, _SHAPES, _DTYPES, _COMPILED, _GONE) if splits_features else (_OUTSIDE_BLOCK, _DTYPES, _COMPILED, _GONE)
 
     def told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return ``run(*args, **kwargs)``. Costs nothing while nothing is raised: the inner module is found in the traceback.

@@ -77,6 +77,22 @@ def test_a_block_that_one_data_rank_leaves_out_is_refused_where_it_happens():
 
 
 @on_ranks(2)
+def test_a_data_rank_that_calls_fewer_blocks_is_refused_before_its_backward():
+    for passes in ([FullyShard()], [FullyShard(reshard_after_forward=False)], [Replicate()]):
+        par = applied(Net(), f"{passes[0].axes[0]}=2", passes)
+        with pytest.raises(MeshparError, match=r"data ranks call different blocks at a time, this one (blocks\.1|the end of the forward)"):
+            par.module(x_of(), order=(0,) if par.data_rank else (0, 1)).sum().backward()
+
+
+@on_ranks(1)
+def test_selective_recomputation_of_a_compiled_block_that_changes_buffers_is_explained():
+    passes = [ActivationCheckpoint(mode="selective"), Compile(backend="aot_eager"), FullyShard()]
+    par = applied(Net(norm=lambda: nn.BatchNorm1d(8)), "dp_shard=1", passes)
+    with pytest.raises(ParallelError, match=r"HigherOrderOperator(.|\n)*mode='full'"):
+        par.module(x_of()).sum().backward()
+
+
+@on_ranks(2)
 def test_weights_of_a_block_are_not_used_outside_of_it():
     for passes in ([FullyShard()], [Replicate()]):
         par = applied(Net(outside=True), f"{passes[0].axes[0]}=2", passes)
