@@ -23,7 +23,7 @@ from meshpar import ActivationCheckpoint, Compile, FullyShard, MeshSpec, Plan, T
 from meshpar.forecasting import Batch, Hardware, Trace, cost
 from meshpar.forecasting.api import probes
 from meshpar.forecasting.extrapolate import deepened
-from meshpar.forecasting.simulate import Job, simulate
+from meshpar.forecasting.simulate import Simulation, simulate
 from meshpar.models import Transformer, TransformerConfig
 
 FITTED = {
@@ -107,7 +107,7 @@ def hardware_of(line: Mapping[str, str]) -> Hardware:
     return replace(Hardware.load("h200"), node=4, switched=False)
 
 
-def job_of(line: Mapping[str, str]) -> Job:
+def job_of(line: Mapping[str, str]) -> Simulation:
     """Return the run as meshpar would plan it."""
     titan = line["source"].startswith("torchtitan")
     config = TransformerConfig.preset("llama-70b" if "70B" in line["model"] else "llama-8b")
@@ -128,7 +128,7 @@ def job_of(line: Mapping[str, str]) -> Job:
     with torch.device("meta"):
         model = Transformer(config)
     batch = Batch(sequence=int(line["seq_len"]), micro_batch=int(line["local_batch"]), accumulate=int(line["accumulation"]))
-    return Job(plan=Plan(mesh, passes), model=model, batch=batch, world_size=mesh.size)
+    return Simulation(plan=Plan(mesh, passes), model=model, batch=batch, world_size=mesh.size)
 
 
 def row_hardware(row: Row, constants: Mapping[str, float]) -> Hardware:

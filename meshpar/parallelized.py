@@ -30,7 +30,7 @@ from meshpar.replicas import check_equal
 from meshpar.verify import SplitTest, Verification, call, verified
 from meshpar.weights import WeightSource
 
-Batch = TypeVar("Batch")
+Micro = TypeVar("Micro")
 
 
 class Planned(Protocol):
@@ -129,7 +129,7 @@ class Parallelized:
         differing = [axis for each in self.plan.passes if each.splits_sequence for axis in each.axes]
         random.seed(self.device, random.mix(seed, self.data_rank, *(self._place[axis] for axis in differing)))
 
-    def accumulate(self, micro_batches: Iterable[Batch], *, reduce_each: bool = False) -> Iterator[Batch]:
+    def accumulate(self, micro_batches: Iterable[Micro], *, reduce_each: bool = False) -> Iterator[Micro]:
         """Yield micro-batches of one optimizer step; gradients are reduced after the last one's backward only.
 
         ``for micro in par.accumulate(batches): (loss(micro) / len(batches)).backward()``
@@ -140,7 +140,7 @@ class Parallelized:
                 ``dp_replicate`` once, at the last).
         """
         units = [unit for unit in (self.module,) if hasattr(unit, "set_requires_gradient_sync")]
-        waiting: list[Batch] = []
+        waiting: list[Micro] = []
 
         def reduce(last: bool) -> None:
             if self.cycle is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ from meshpar.explain import Explanation
 from meshpar.guards import refuse_copies
 from meshpar.initialize import state, tied_names
 from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec, default_device_type
+from meshpar.mesh import AUTO, MeshSpec, default_device_type
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, axes_of, find_blocks
@@ -77,7 +76,7 @@ class Plan:
         per_node = per_node or runtime.ranks_per_node()
         if isinstance(self.mesh, MeshSpec):
             return MeshSpec(self.mesh.axes, ranks_per_node=per_node).resolve(world_size)
-        match = re.fullmatch(r"auto(?:\s*,\s*tp\s*=\s*(\d+))?", self.mesh.strip())
+        match = AUTO.fullmatch(self.mesh.strip())
         if match is None:
             raise MeshError(f"cannot read mesh {self.mesh!r}; write 'auto', 'auto,tp=4' or sizes like 'dp_replicate=2,dp_shard=-1'")
         return MeshSpec.auto(world_size, min(per_node or world_size, world_size), tp=int(match[1] or 1))

@@ -26,7 +26,7 @@ from meshpar.forecasting.hardware import profiles
 from meshpar.forecasting.html import page
 from meshpar.forecasting.lints import lints
 from meshpar.forecasting.report import as_data, text
-from meshpar.forecasting.simulate import Job, shallow, simulate
+from meshpar.forecasting.simulate import Simulation, shallow, simulate
 from meshpar.forecasting.trace import Collective, Event, Phase
 from meshpar.mesh import MeshSpec
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
@@ -48,7 +48,7 @@ def transformer(config):
 
 def job(config, mesh, passes, **batch):
     spec = MeshSpec(mesh)
-    return Job(plan=Plan(spec, passes), model=transformer(config), batch=Batch(**{"sequence": 64} | batch), world_size=spec.size)
+    return Simulation(plan=Plan(spec, passes), model=transformer(config), batch=Batch(**{"sequence": 64} | batch), world_size=spec.size)
 
 
 def bytes_of_a_rank(model, tp, shards):
@@ -84,9 +84,9 @@ def traces():
     if importlib.util.find_spec("torchao") is not None:
         jobs |= {name: job(SMALL, "dp_shard=2", [*more, FullyShard(**BF16)]) for name, more in {"eight": [Float8()], "sixteen": []}.items()}
     jobs["padded"] = job(replace(SMALL, layers=2), "dp_shard=48", [FullyShard(**BF16)])
-    jobs["masked"] = Job(plan=Plan("dp_shard=2", [FullyShard(**BF16)]), model=meta(Masked), batch=Batch(sequence=2048), world_size=2)
+    jobs["masked"] = Simulation(plan=Plan("dp_shard=2", [FullyShard(**BF16)]), model=meta(Masked), batch=Batch(sequence=2048), world_size=2)
     gpt2 = meta(lambda: GPT2(GPT2Config()))
-    jobs["gpt2"] = Job(plan=Plan("dp_shard=4", [FullyShard()]), model=gpt2, batch=Batch(sequence=64), world_size=4)
+    jobs["gpt2"] = Simulation(plan=Plan("dp_shard=4", [FullyShard()]), model=gpt2, batch=Batch(sequence=64), world_size=4)
     for name in COUNTS:
         big = job(TransformerConfig.preset(name), "dp_shard=48,tp=8", [SP, ActivationCheckpoint(), FullyShard(**BF16)])
         for place, probe in enumerate(probes(big, big.model.meshpar_layout())):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshpar import ActivationCheckpoint, FullyShard, HybridShard, Plan, Replicate, TensorParallel
-from meshpar.forecasting.simulate import Job, simulate
+from meshpar.forecasting.simulate import Simulation, simulate
 from meshpar.forecasting.step import Batch, record_step
 from meshpar.forecasting.trace import Trace
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
@@ -63,7 +63,7 @@ def simulated():
     """Every case on its first rank, some on their last too, in one process."""
     wanted = [(case, 0) for case in CASES] + [(case, world_of(case) - 1) for case in ON_THE_LAST_RANK]
     jobs = [
-        Job(plan=Plan(*CASES[case]), model=on_meta(case), batch=BATCH, world_size=world_of(case), rank=rank, device="cpu")
+        Simulation(plan=Plan(*CASES[case]), model=on_meta(case), batch=BATCH, world_size=world_of(case), rank=rank, device="cpu")
         for case, rank in wanted
     ]
     return dict(zip(wanted, (trace.to_json() for trace in simulate(jobs))))

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, final
+from typing import Literal
 
 from torch import Tensor, nn
 
 from meshpar.errors import MeshparError
-from meshpar.forecasting.cost import ERROR_RANGE, Cost, cost
+from meshpar.forecasting.cost import cost
 from meshpar.forecasting.extrapolate import deepened
 from meshpar.forecasting.hardware import Hardware
-from meshpar.forecasting.lints import Lint, lints
-from meshpar.forecasting.report import text
-from meshpar.forecasting.simulate import Job, like_blocks, shallow, simulate
+from meshpar.forecasting.lints import lints
+from meshpar.forecasting.report import Forecast
+from meshpar.forecasting.simulate import Simulation, like_blocks, shallow, simulate
 from meshpar.forecasting.step import Batch, Loss, summed_token_loss
-from meshpar.forecasting.trace import Memory, Trace
+from meshpar.forecasting.trace import Trace
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.plan import Plan
@@ -26,49 +26,6 @@ from meshpar.registry import layout_for
 
 _PROBES = 2
 """Blocks of the smaller of two probes: a first and a last one."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """The forecast of a plan; ``str()`` returns the report.
-
-    Attributes:
-        title: the model, the plan and the ranks.
-        mesh: axis -> size.
-        hardware: the hardware profile.
-        batch: the batch of a data rank.
-        world_size: number of ranks.
-        trace: trace of the rank with the most memory.
-        memory: memory of this rank over the step.
-        cost: time of the step.
-        lints: avoidable costs, the largest first.
-        replayed: ``"all"``: every block was replayed; ``"probes"``: a few blocks.
-    """
-
-    title: str
-    mesh: MeshSpec
-    hardware: Hardware
-    batch: Batch
-    world_size: int
-    trace: Trace
-    memory: Memory
-    cost: Cost
-    lints: tuple[Lint, ...]
-    replayed: str
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak fits the device memory that tensors can have."""
-        return self.memory.peak <= self.hardware.memory - self.hardware.reserved
-
-    @property
-    def seconds(self) -> tuple[float, float]:
-        """Least and most seconds of the step."""
-        return self.cost.seconds * (1 - ERROR_RANGE), self.cost.seconds * (1 + ERROR_RANGE)
-
-    def __str__(self) -> str:
-        return text(self)
 
 
 def forecast(
@@ -111,12 +68,13 @@ def forecast(
     if size is None:
         raise MeshparError(f"mesh {plan.mesh!r} does not say how many ranks there are; give world_size=")
     spec = plan.check(model, known, size)
-    job = Job(plan=Plan(spec, plan.passes), model=model, layout=layout, batch=Batch.of(batch), world_size=size, loss=loss, device=device)
+    settled = Plan(spec, plan.passes)
+    job = Simulation(plan=settled, model=model, layout=layout, batch=Batch.of(batch), world_size=size, loss=loss, device=device)
     trace, replayed = trace_of(job, known, depth)
     return evaluated(trace, profile, job, replayed)
 
 
-def evaluated(trace: Trace, profile: Hardware, job: Job, replayed: str) -> Forecast:
+def evaluated(trace: Trace, profile: Hardware, job: Simulation, replayed: str) -> Forecast:
     """Return the forecast of a trace on a profile."""
     memory, timed = trace.memory(), cost(trace, profile)
     assert isinstance(job.plan.mesh, MeshSpec)
@@ -141,7 +99,7 @@ def on_nodes(plan: Plan, profile: Hardware) -> Plan:
     return plan
 
 
-def trace_of(job: Job, layout: ModelLayout, depth: str = "probes") -> tuple[Trace, str]:
+def trace_of(job: Simulation, layout: ModelLayout, depth: str = "probes") -> tuple[Trace, str]:
     """Return the trace of ``job`` at its model's whole depth, and whether it was replayed or extrapolated from probes."""
     jobs = probes(job, layout) if depth == "probes" else [job]
     traces = simulate(jobs, workers=len(jobs))
@@ -151,7 +109,7 @@ def trace_of(job: Job, layout: ModelLayout, depth: str = "probes") -> tuple[Trac
     return deepened(traces[0], traces[1], blocks), "probes"
 
 
-def probes(job: Job, layout: ModelLayout) -> list[Job]:
+def probes(job: Simulation, layout: ModelLayout) -> list[Simulation]:
     """Return two jobs of a few blocks to extrapolate from, or the job itself if that saves nothing."""
     try:
         _, blocks = like_blocks(job.model, layout)

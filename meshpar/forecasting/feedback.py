@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from meshpar.forecasting.api import Forecast
 from meshpar.forecasting.cost import ERROR_RANGE
+from meshpar.forecasting.report import Forecast
 
 MEMORY_RANGE = 0.10
 """Part of the forecast's peak by which a device's own count may differ: its allocator keeps fragments, compilation saves activations."""

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from meshpar.drawing import mesh_svg
-from meshpar.forecasting.api import Forecast
 from meshpar.forecasting.cost import ERROR_RANGE
-from meshpar.forecasting.report import GIB, rows
+from meshpar.forecasting.report import GIB, Forecast, rows
 from meshpar.forecasting.search import Ranking
 from meshpar.forecasting.trace import HELD
 

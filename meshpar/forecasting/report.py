@@ -1,21 +1,67 @@
-"""A forecast as text and as JSON."""
+"""A forecast: what it holds, its text and its JSON."""
 
 from __future__ import annotations
 
 import io
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
 
 from meshpar.extras import need
-from meshpar.forecasting.cost import ERROR_RANGE, placement, sending_time
-from meshpar.forecasting.trace import Collective
+from meshpar.forecasting.cost import ERROR_RANGE, Cost, placement, sending_time
+from meshpar.forecasting.hardware import Hardware
+from meshpar.forecasting.lints import Lint
+from meshpar.forecasting.step import Batch
+from meshpar.forecasting.trace import Collective, Memory, Trace
+from meshpar.mesh import MeshSpec
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from meshpar.forecasting.api import Forecast
-
 GIB = 1 << 30
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The forecast of a plan; ``str()`` returns the report.
+
+    Attributes:
+        title: the model, the plan and the ranks.
+        mesh: axis -> size.
+        hardware: the hardware profile.
+        batch: the batch of a data rank.
+        world_size: number of ranks.
+        trace: trace of the rank with the most memory.
+        memory: memory of this rank over the step.
+        cost: time of the step.
+        lints: avoidable costs, the largest first.
+        replayed: ``"all"``: every block was replayed; ``"probes"``: a few blocks.
+    """
+
+    title: str
+    mesh: MeshSpec
+    hardware: Hardware
+    batch: Batch
+    world_size: int
+    trace: Trace
+    memory: Memory
+    cost: Cost
+    lints: tuple[Lint, ...]
+    replayed: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak fits the device memory that tensors can have."""
+        return self.memory.peak <= self.hardware.memory - self.hardware.reserved
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Least and most seconds of the step."""
+        return self.cost.seconds * (1 - ERROR_RANGE), self.cost.seconds * (1 + ERROR_RANGE)
+
+    def __str__(self) -> str:
+        return text(self)
 
 
 def text(forecast: Forecast, *, width: int = 118) -> str:

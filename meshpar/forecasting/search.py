@@ -14,7 +14,7 @@ from meshpar.forecasting.api import Forecast, evaluated, probes
 from meshpar.forecasting.cost import cost
 from meshpar.forecasting.extrapolate import deepened, widened
 from meshpar.forecasting.hardware import Hardware
-from meshpar.forecasting.simulate import Job, like_blocks, simulate
+from meshpar.forecasting.simulate import Simulation, like_blocks, simulate
 from meshpar.forecasting.step import Batch
 from meshpar.forecasting.trace import Collective, Event, Phase, Trace
 from meshpar.layout import ModelLayout
@@ -174,13 +174,13 @@ def _job(
     compiled: bool,
     family: tuple[int, str, bool],
     size: int,
-) -> Job:
+) -> Simulation:
     """Return the job that stands for a family: with replicas, so that their reductions are in the trace."""
     tp, recompute, reshard = family
     ranks = world_size // tp
     replicas = 2 if ranks % 2 == 0 and ranks > 2 else 1
     settings = Settings(replicas=replicas, shards=ranks // replicas, tp=tp, reshard=reshard, recompute=recompute, micro_batch=size)
-    return Job(
+    return Simulation(
         plan=Plan(settings.mesh(), settings.passes(compiled)),
         model=model,
         layout=layout,
@@ -244,9 +244,9 @@ def _on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:
 
 def _chosen(
     model: nn.Module, layout: ModelLayout, batch: Batch, hardware: Hardware, world_size: int, compiled: bool, settings: Settings
-) -> Job:
+) -> Simulation:
     spec = MeshSpec(settings.mesh().axes, ranks_per_node=hardware.node)
-    return Job(
+    return Simulation(
         plan=Plan(spec, settings.passes(compiled)),
         model=model,
         layout=layout,
@@ -255,7 +255,7 @@ def _chosen(
     )
 
 
-def _replayed(chosen: Sequence[Job], layout: ModelLayout, hardware: Hardware, workers: int) -> Iterator[Forecast]:
+def _replayed(chosen: Sequence[Simulation], layout: ModelLayout, hardware: Hardware, workers: int) -> Iterator[Forecast]:
     """Yield the forecasts of the chosen with their own meshes: the first with all its blocks, the others from probes of their own."""
     jobs = [job for place, job in enumerate(chosen) for job in ([job] if place == 0 else probes(job, layout))]
     traces = iter(simulate(jobs, workers=workers))

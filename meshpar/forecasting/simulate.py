@@ -35,7 +35,7 @@ PROCESS = "meshpar-forecast"
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Simulation:
     """One step to simulate.
 
     Attributes:
@@ -59,7 +59,7 @@ class Job:
     loss: Loss = summed_token_loss
 
 
-def simulate(jobs: Sequence[Job], *, workers: int = 1) -> list[Trace]:
+def simulate(jobs: Sequence[Simulation], *, workers: int = 1) -> list[Trace]:
     """Return the traces of ``jobs``, simulated in ``workers`` processes beside this one.
 
     The processes are not concurrent.futures.ProcessPoolExecutor's: its workers always import the caller's script, which trains once
@@ -85,7 +85,7 @@ def simulate(jobs: Sequence[Job], *, workers: int = 1) -> list[Trace]:
     return results
 
 
-def _start(jobs: Sequence[Job], where: Path) -> tuple[subprocess.Popen[bytes], Path]:
+def _start(jobs: Sequence[Simulation], where: Path) -> tuple[subprocess.Popen[bytes], Path]:
     if multiprocessing.current_process().name == PROCESS:
         raise MeshparError(
             "the forecast imports the script that defines this model, and the script asks for a forecast as it is imported; "
@@ -102,7 +102,7 @@ def _start(jobs: Sequence[Job], where: Path) -> tuple[subprocess.Popen[bytes], P
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=where.with_suffix(".err").open("wb")), where
 
 
-def _preparation(jobs: Sequence[Job]) -> dict[str, Any]:
+def _preparation(jobs: Sequence[Simulation]) -> dict[str, Any]:
     """Return what lets another process import what the jobs are made of, as multiprocessing's spawn does it."""
     data = {key: value for key, value in spawn.get_preparation_data(PROCESS).items() if key != "authkey"}
     kinds = {kind for job in jobs for kind in (job.loss, *map(type, job.plan.passes), *map(type, job.model.modules()))}
@@ -111,7 +111,7 @@ def _preparation(jobs: Sequence[Job]) -> dict[str, Any]:
     return data
 
 
-def read_jobs(where: Path) -> list[Job]:
+def read_jobs(where: Path) -> list[Simulation]:
     """Return the jobs that were sent to this process. Only the worker calls it."""
     preparation, jobs = pickle.loads(where.with_suffix(".jobs").read_bytes())
     spawn.prepare(preparation)
@@ -176,7 +176,7 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def run(job: Job) -> Trace:
+def run(job: Simulation) -> Trace:
     """Simulate in this process, on which :func:`meshpar.forecasting.device.install` was called. Only the worker does."""
     import meshpar.forecasting.device as device
     import meshpar.forecasting.private as private
