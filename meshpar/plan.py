@@ -181,7 +181,7 @@ class Plan:
         elif data is not None:
             why = f"its weights are gathered with those of a larger unit; {enter}, or name it in the pass's blocks"
             cycle.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)
-        cycle.explain_calls(part for part in parts.values() if not type(part).__module__.startswith("torch."))
+        cycle.explain_calls(part for part in parts.values() if any(True for _ in part.children()))
         draws = (layout.dropout or draws_random(module)) and not sequence_parallel
         cycle.split_test = par.split_test() if self.verify and not simulated else None
         cycle.agreement = Agreement(module, mesh, [axis for axis in data_axes if spec.axes[axis] > 1], same, device, draws=draws)

@@ -59,7 +59,7 @@ def test_a_model_without_logits_is_named() -> None:
         def forward(self, *, input_ids: torch.Tensor) -> torch.Tensor:
             return input_ids
 
-    with pytest.raises(MeshparError, match=r"output has .logits \(B, L, V\); Silent gave Tensor"):
+    with pytest.raises(MeshparError, match=r"output has .logits \(B, L, V\); Silent returned Tensor"):
         CausalLM().loss(Silent(), batch())
 
 

@@ -240,8 +240,10 @@ def parse(text: Any) -> Style:
     Raises:
         ValueError: no such style.
     """
-    if not isinstance(text, str):
+    if isinstance(text, Style):
         return text
+    if not isinstance(text, str):
+        raise ValueError(f"{text!r} is no tensor-parallel style; write a style's name, or an object whose class inherits Style")
     name, _, argument = text.partition(":")
     if name == "packed_colwise" and argument.isdigit() and int(argument) > 1:
         return Colwise(parts=int(argument))

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, ClassVar, Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from meshpar.errors import MeshparError, RecipeError
 from meshpar.layout import ModelLayout
 from meshpar.parallelized import Parallelized
 from meshpar.passes import random
-from meshpar.passes.context import Context
+from meshpar.passes.context import Context, Style
 from meshpar.passes.local import sum_gradients
 from meshpar.patterns import find_modules
 from meshpar.registry import layout_for
@@ -218,21 +218,12 @@ def _styles(name: str, style: object) -> dict[str, Any]:
 
 @final
 @dataclass(frozen=True, slots=True)
-class WholeA:
+class WholeA(Style):
     """The whole A in front of a B that is split by outputs.
 
     Inside a region it sees the gradient of this rank's part of B, and under sequence parallelism outside of one this rank's positions:
     both are parts of a sum over the axis. Otherwise B prepares its own input, which sums the gradient before it comes here.
     """
-
-    splits: ClassVar[bool] = False
-
-    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Return no problems."""
-        return iter(())
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Keep the weight whole."""
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Sum the gradient over the axis if it is a partial sum."""
