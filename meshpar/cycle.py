@@ -254,7 +254,7 @@ class Cycle:
         if self.agreement is not None and self._units.modules:
             self.agreement.unit("the end of the forward", "")
 
-    @torch.compiler.disable
+    @_torch.eager
     def _before_unit(self, unit: nn.Module, args: object) -> None:
         if torch.is_inference_mode_enabled():  # a method of the module's own may have entered it
             stack = ExitStack()
