@@ -1,6 +1,6 @@
 """What importing costs: ``import meshpar`` over ``import torch``, and ``meshpar --help``; medians of interleaved fresh processes.
 
-    python benchmarks/import_time.py [--repeats 15]
+python benchmarks/import_time.py [--repeats 15]
 """
 
 from __future__ import annotations

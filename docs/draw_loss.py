@@ -38,7 +38,9 @@ def main(source: Path, target: Path) -> None:
         f'<text x="{place(step, low).split(",")[0]}" y="{HEIGHT - 22}" text-anchor="middle" fill="#555">{step}</text>'
         for step in range(0, last + 1, 100)
     ]
-    parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 5}" text-anchor="middle">step; line: training loss, points: validation loss</text></svg>')
+    parts.append(
+        f'<text x="{WIDTH / 2}" y="{HEIGHT - 5}" text-anchor="middle">step; line: training loss, points: validation loss</text></svg>'
+    )
     target.write_text("\n".join(parts) + "\n")
 
 

@@ -19,8 +19,24 @@ PICTURES: dict[str, Picture] = {
     "vocab": [("token ids", WHOLE), "look up", ("table", ROWS), "=", ("partial sums", PARTIAL), "all-reduce", ("output", WHOLE)],
     "features": [("token ids", WHOLE), "look up", ("table", COLUMNS), "=", ("features", COLUMNS), "all-gather", ("output", WHOLE)],
     "region": [("input", WHOLE), "colwise", ("heads", COLUMNS), "rowwise", ("partial sums", PARTIAL), "all-reduce", ("output", WHOLE)],
-    "sequence": [("positions", ROWS), "norm", ("positions", ROWS), "gradient:", ("partial sums", PARTIAL), "all-reduce", ("of the weight", WHOLE)],
-    "grad_sum": [("heads", COLUMNS), "norm", ("heads", COLUMNS), "gradient:", ("partial sums", PARTIAL), "all-reduce", ("of the weight", WHOLE)],
+    "sequence": [
+        ("positions", ROWS),
+        "norm",
+        ("positions", ROWS),
+        "gradient:",
+        ("partial sums", PARTIAL),
+        "all-reduce",
+        ("of the weight", WHOLE),
+    ],
+    "grad_sum": [
+        ("heads", COLUMNS),
+        "norm",
+        ("heads", COLUMNS),
+        "gradient:",
+        ("partial sums", PARTIAL),
+        "all-reduce",
+        ("of the weight", WHOLE),
+    ],
     "per_head": [("heads", COLUMNS), "scale by", ("parameter", COLUMNS), "=", ("heads", COLUMNS)],
 }
 

@@ -22,7 +22,9 @@ def outside(link: str, page: str) -> str | None:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for every linked file."""
-    found = {path for page in files.documentation_pages() for link in LINK.findall(page.content_string) if (path := outside(link, page.src_uri))}
+    found = {
+        path for page in files.documentation_pages() for link in LINK.findall(page.content_string) if (path := outside(link, page.src_uri))
+    }
     for path in sorted(found):
         if not (ROOT / path).is_file():
             raise PluginError(f"a page links to {path}, which is no file of the repository; correct the link")

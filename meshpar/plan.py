@@ -330,8 +330,6 @@ def _pass_for(axis: str) -> str:
     return f"{min(fitting, key=lambda kind: len(kind.roles)).__name__}()" if fitting else "a pass for it"
 
 
-
-
 def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
     """Yield what the passes find on this model, ties that are none, and large parameters that nothing splits."""
     parameters = dict(module.named_parameters(remove_duplicate=False))

@@ -26,7 +26,6 @@ STALLED = 75
 _STORE = "it is on rank 0's host: rank 0 or its launcher is stopped or dead"
 
 
-
 @final
 class Watchdog:
     """Ends a job that stands still. A context manager; no collective, for they are what stalls: ranks talk through the store.

@@ -47,7 +47,9 @@ CONTROL = "control"
 
 def habit(group: str, title: str, *, tolerance: float = 1e-9, refused: bool = False, limit_s: float = 60.0):
     def keep(run: Callable[[Side], None]) -> Callable[[Side], None]:
-        (CONTROLS if group == CONTROL else HABITS)[run.__name__] = Habit(group=group, title=title, run=run, tolerance=tolerance, refused=refused, limit_s=limit_s)
+        (CONTROLS if group == CONTROL else HABITS)[run.__name__] = Habit(
+            group=group, title=title, run=run, tolerance=tolerance, refused=refused, limit_s=limit_s
+        )
         return run
 
     return keep

@@ -129,7 +129,9 @@ def _run(title: str, name: str) -> Outcome:
         return Outcome(kind="refused", message=_told(error), seconds=time.monotonic() - began)
     except Exception as error:
         text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
-        return Outcome(kind="torch" if re.search(TORCHS_OWN.get(name, "$^"), text) else "raw", message=text, seconds=time.monotonic() - began)
+        return Outcome(
+            kind="torch" if re.search(TORCHS_OWN.get(name, "$^"), text) else "raw", message=text, seconds=time.monotonic() - began
+        )
     return Outcome(kind="exact" if difference is None else "wrong", message=difference or "", seconds=time.monotonic() - began)
 
 

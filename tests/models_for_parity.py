@@ -13,7 +13,9 @@ VOCAB = 96
 
 
 def transformer(**options):
-    return Transformer(TransformerConfig(**dict(vocab_size=VOCAB, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, max_positions=64) | options))
+    return Transformer(
+        TransformerConfig(**dict(vocab_size=VOCAB, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, max_positions=64) | options)
+    )
 
 
 def gpt2(**options):

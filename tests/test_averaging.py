@@ -173,7 +173,9 @@ def with_buffers(buffers):
         averaged.update()
         want.update_parameters(model)
     with averaged.swapped():
-        assert torch.equal(par.module.scale, want.module.scale) and torch.equal(par.module.scale, torch.full((4,), 2.75 if buffers else 4.0))
+        assert torch.equal(par.module.scale, want.module.scale) and torch.equal(
+            par.module.scale, torch.full((4,), 2.75 if buffers else 4.0)
+        )
         assert int(par.module.count) == 3, "an integer keeps its present value"
     assert torch.equal(par.module.scale, model.scale) and int(par.module.count) == 3
 
@@ -261,7 +263,12 @@ def test_a_state_that_does_not_fit_is_refused_whole():
     averaged = Averaged(Plan("dp_shard=2", [FullyShard()]).apply(build()), decay=0.5)
     others = Averaged(Plan("dp_replicate=2", [Replicate()]).apply(build()), decay=0.5).state_dict()
     wholes = {name: torch.zeros_like(whole(value)) for name, value in others["averages"].items()}
-    odd = {**wholes, "norm.weight": others["averages"]["norm.weight"], "head.bias": torch.zeros(1), "layers.0.mlp.up.weight": torch.zeros(3)}
+    odd = {
+        **wholes,
+        "norm.weight": others["averages"]["norm.weight"],
+        "head.bias": torch.zeros(1),
+        "layers.0.mlp.up.weight": torch.zeros(3),
+    }
     del odd["embed.weight"]
     before = values(averaged.state_dict()["averages"].items())
     with pytest.raises(MeshparError) as raised:

@@ -297,7 +297,10 @@ class WithActivation(nn.BatchNorm1d):
     ("norm", "message"),
     [
         (nn.LazyBatchNorm1d, r"1 \(LazyBatchNorm1d\) has no number of features yet; run one forward before"),
-        (lambda: WithActivation(4), r"1 \(WithActivation\) is a batch norm with a forward of its own, which would take its statistics from"),
+        (
+            lambda: WithActivation(4),
+            r"1 \(WithActivation\) is a batch norm with a forward of its own, which would take its statistics from",
+        ),
     ],
     ids=["lazy", "own-forward"],
 )

@@ -71,7 +71,7 @@ def test_a_flipped_bit_at_any_byte_of_any_file_is_found_and_named_with_its_tenso
     assert looked == sum(file.stat().st_size for file in step.iterdir()) > 5000
 
 
-@pytest.mark.parametrize("damage", [b"\xff", b"\"x", b"[]"], ids=["no-text", "quote", "list"])
+@pytest.mark.parametrize("damage", [b"\xff", b'"x', b"[]"], ids=["no-text", "quote", "list"])
 def test_the_message_about_a_damaged_manifest_is_short_and_names_the_remedy(step, damage):
     manifest = step / MANIFEST_NAME
     text = manifest.read_bytes()

@@ -12,7 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-PUBLIC = ["meshpar", *(f"meshpar.{name}" for name in ("passes", "models", "checkpoints", "training", "forecasting", "testing", "launchers"))]
+PUBLIC = [
+    "meshpar",
+    *(f"meshpar.{name}" for name in ("passes", "models", "checkpoints", "training", "forecasting", "testing", "launchers")),
+]
 
 
 def prose(path):
@@ -79,6 +82,8 @@ def documented(module, name, value):
     tree = ast.parse(inspect.getsource(module))
     homes = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and any(each.name == name for each in node.names)]
     body = ast.parse(inspect.getsource(importlib.import_module(homes[0]))).body if homes else tree.body
-    defined = [place for place, node in enumerate(body) if isinstance(node, ast.Assign | ast.AnnAssign) and name in ast.unparse(node).split("=")[0]]
+    defined = [
+        place for place, node in enumerate(body) if isinstance(node, ast.Assign | ast.AnnAssign) and name in ast.unparse(node).split("=")[0]
+    ]
     after = body[defined[0] + 1]
     return isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)

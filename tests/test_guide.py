@@ -55,7 +55,9 @@ def test_before_and_after_say_the_same_on_two_ranks():
 
 def test_before_and_after_say_the_same_in_one_process():
     expected = shown_after("python before_one.py", "own_loop")
-    assert expected == shown_after("python after.py", "own_loop") == shown_after("torchrun --nproc-per-node 2 after.py dp_shard=2", "own_loop")
+    assert (
+        expected == shown_after("python after.py", "own_loop") == shown_after("torchrun --nproc-per-node 2 after.py dp_shard=2", "own_loop")
+    )
     assert example("before_one").main() == pytest.approx(expected, abs=2e-5)
     assert example("after").main() == pytest.approx(expected, abs=2e-5)
 

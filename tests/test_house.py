@@ -19,7 +19,20 @@ FLOORS = [
     {"mesh", "drawing", "rules", "weights", "loss", "_torch", "placements", "norms", "replicas"},
     {"layout"},
     {"passes"},
-    {"initialize", "guards", "agreement", "explain", "full_state", "verify", "proving", "cycle", "description", "registry", "runtime", "watchdog"},
+    {
+        "initialize",
+        "guards",
+        "agreement",
+        "explain",
+        "full_state",
+        "verify",
+        "proving",
+        "cycle",
+        "description",
+        "registry",
+        "runtime",
+        "watchdog",
+    },
     {"averaging", "parallelized", "chunked"},
     {"plan"},
     {"testing", "forecasting", "training"},
@@ -30,7 +43,16 @@ FLOORS = [
 STAIRS = ["recipes", "converters", "agent", "doctor", "jobs", "export", "targets", "commands", "cli", "__main__"]
 """The floors inside launchers, lowest first."""
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
-PUBLIC = ("meshpar", "meshpar.passes", "meshpar.models", "meshpar.checkpoints", "meshpar.training", "meshpar.forecasting", "meshpar.testing", "meshpar.launchers")
+PUBLIC = (
+    "meshpar",
+    "meshpar.passes",
+    "meshpar.models",
+    "meshpar.checkpoints",
+    "meshpar.training",
+    "meshpar.forecasting",
+    "meshpar.testing",
+    "meshpar.launchers",
+)
 """What users import from; public is what `__all__` names there."""
 MEASURED = {
     "architectures.py": {"meshpar.models.huggingface_structure"},
@@ -48,7 +70,20 @@ MEASURED = {
     "peer_ranks.py": {"meshpar.models.huggingface"},
 }
 """What benchmarks import although it is not public: parts that they measure alone. The list only gets shorter."""
-EXTRAS = {"accelerate", "numpy", "peft", "pydantic", "yaml", "rich", "typer", "tensorboard", "tokenizers", "torchdata", "safetensors", "transformers"}
+EXTRAS = {
+    "accelerate",
+    "numpy",
+    "peft",
+    "pydantic",
+    "yaml",
+    "rich",
+    "typer",
+    "tensorboard",
+    "tokenizers",
+    "torchdata",
+    "safetensors",
+    "transformers",
+}
 
 
 def sources():
@@ -168,7 +203,9 @@ def test_the_core_needs_torch_alone():
 
 
 def test_the_environment_has_one_reader_in_the_core():
-    readers = [str(path.relative_to(ROOT)) for path, name in sources() if "os.environ" in path.read_text() or "os.getenv" in path.read_text()]
+    readers = [
+        str(path.relative_to(ROOT)) for path, name in sources() if "os.environ" in path.read_text() or "os.getenv" in path.read_text()
+    ]
     assert [path for path in readers if not path.startswith("launchers/")] == ["meshpar/runtime.py"]
 
 
@@ -267,7 +304,9 @@ def test_a_setting_has_one_dataclass():
         own = set(section.__annotations__) & names
         assert own <= {"steps"}, own  # a schedule's length is the run's unless a recipe gives one
         defaults = {field.name: field.default for field in dataclasses.fields(settings)}
-        assert {name: field.default for name, field in section.model_fields.items() if name in names - {"steps"}}.items() <= defaults.items()
+        assert {
+            name: field.default for name, field in section.model_fields.items() if name in names - {"steps"}
+        }.items() <= defaults.items()
 
 
 NAMES = {

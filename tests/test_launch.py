@@ -289,7 +289,14 @@ def test_ranks_that_make_no_legal_mesh_are_refused(folder: Path, monkeypatch: py
     ],
 )
 def test_the_batch_of_an_elastic_job_is_kept_or_its_change_is_told(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, mesh: str, micro_batch: int, accumulate: int, left: int, now: tuple[object, ...], told: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mesh: str,
+    micro_batch: int,
+    accumulate: int,
+    left: int,
+    now: tuple[object, ...],
+    told: str,
 ) -> None:
     monkeypatch.setenv("MESHPAR_ELASTIC", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

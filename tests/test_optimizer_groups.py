@@ -48,5 +48,7 @@ def test_settings_are_restored_on_another_mesh(tmp_path):
         assert all(torch.equal(value, theirs[name]) for name, value in moments(par, optimizer).items())
 
         plain = torch.optim.AdamW(other.module.parameters(), lr=1e-2)
-        with pytest.raises(CheckpointError, match=r"parameter group 0 joins parameters that the checkpoint has with other options: lr \['0.001', '0.003'\]"):
+        with pytest.raises(
+            CheckpointError, match=r"parameter group 0 joins parameters that the checkpoint has with other options: lr \['0.001', '0.003'\]"
+        ):
             manager.restore(other, plain)

@@ -131,7 +131,9 @@ def test_an_axis_claimed_twice():
 
 
 def test_an_absent_axis():
-    assert only("dp_shard=8", [TensorParallel(), FullyShard()]).startswith("TensorParallel needs axis 'tp', which the mesh (dp_shard=8) lacks")
+    assert only("dp_shard=8", [TensorParallel(), FullyShard()]).startswith(
+        "TensorParallel needs axis 'tp', which the mesh (dp_shard=8) lacks"
+    )
 
 
 def test_passes_out_of_order():
@@ -141,7 +143,9 @@ def test_passes_out_of_order():
 
 def test_a_layout_pattern_that_matches_nothing():
     layout = ModelLayout(blocks=("layer.*",))
-    assert "layout block 'layer.*' matches no module; use a name of the model, nearest: layers.*" in only("dp_shard=8", [FullyShard()], TwoLayers(), layout)
+    assert "layout block 'layer.*' matches no module; use a name of the model, nearest: layers.*" in only(
+        "dp_shard=8", [FullyShard()], TwoLayers(), layout
+    )
 
 
 def test_a_star_does_not_cross_a_dot():

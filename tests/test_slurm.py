@@ -163,7 +163,9 @@ def test_a_lost_node_shrinks_an_elastic_job_which_ends(
 ) -> None:
     slurm.wait(disturbed["elastic"])
     text = told(folder, "elastic")
-    assert "2 of 4 ranks are left: mesh dp_replicate=1,dp_shard=2, a step of 4 x 2 a data rank instead of 2 x 2: 16 in all as before" in text
+    assert (
+        "2 of 4 ranks are left: mesh dp_replicate=1,dp_shard=2, a step of 4 x 2 a data rank instead of 2 x 2: 16 in all as before" in text
+    )
     assert_losses(folder, "elastic", expected)
 
 

@@ -461,7 +461,9 @@ def test_half_precision_keeps_masters_in_float32(dtype: torch.dtype) -> None:
         for computed in (torch.float32, dtype):
             par, records = parallel("dp_shard=2", [FullyShard(param_dtype=computed, reduce_dtype=torch.float32)]), Records()
             before = weights(par)
-            run = trainer(par, packed(Path(folder)), accumulate=1, reporters=[records], scaler=LossScaler() if dtype == torch.float16 else None)
+            run = trainer(
+                par, packed(Path(folder)), accumulate=1, reporters=[records], scaler=LossScaler() if dtype == torch.float16 else None
+            )
             run.schedule = Schedule(name="constant", lr=1e-7, steps=6, warmup_steps=0)
             run.run()
             moved = weights(par)

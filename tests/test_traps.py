@@ -436,7 +436,9 @@ def test_every_input_of_a_region_gets_its_whole_gradient():
         grads.append({name: whole(parameter.grad) for name, parameter in par.module.named_parameters()})
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-5, atol=1e-6)
-    with pytest.raises(MeshparError, match=r"attend.temperature \(1,\) stands in region attend without a style.*give 'attend.temperature' 'grad_sum'"):
+    with pytest.raises(
+        MeshparError, match=r"attend.temperature \(1,\) stands in region attend without a style.*give 'attend.temperature' 'grad_sum'"
+    ):
         Plan("tp=2", [TensorParallel()]).check(CrossAttention(bare=True), CROSS)
 
 
@@ -517,7 +519,9 @@ def test_ranks_that_bring_different_modules_are_told_instead_of_waiting():
         Plan("dp_shard=2", [FullyShard()]).apply(module)
 
 
-@pytest.mark.parametrize("passes", [[FullyShard(param_dtype=torch.bfloat16)], [Replicate(param_dtype=torch.bfloat16)]], ids=["fsdp", "replicate"])
+@pytest.mark.parametrize(
+    "passes", [[FullyShard(param_dtype=torch.bfloat16)], [Replicate(param_dtype=torch.bfloat16)]], ids=["fsdp", "replicate"]
+)
 def test_modules_kept_in_float32_compute_in_it(passes):
     kept_in_float32(passes)
 

@@ -14,9 +14,7 @@ from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError
 from meshpar.agreement import leaves
 from meshpar.testing import on_ranks
 
-LAYOUT = ModelLayout(
-    blocks=("blocks.*",), tensor={"embed": "vocab", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "head"}
-)
+LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"embed": "vocab", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "head"})
 
 
 class Block(nn.Module):

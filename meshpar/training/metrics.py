@@ -21,6 +21,7 @@ from meshpar.training.peaks import peak_flops
 
 Metrics = Mapping[str, float]
 
+
 def flops_per_token(module: nn.Module) -> float:
     """Return the training FLOPs of a token as 6 x parameters (Kaplan et al., 2020), without those of attention itself."""
     return 6.0 * sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)

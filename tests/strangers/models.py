@@ -292,7 +292,9 @@ WHISPER = dict(
     encoder_ffn_dim=48, decoder_ffn_dim=48, max_source_positions=8, max_target_positions=16, dropout=0.0, use_cache=False,
     pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=0,
 )  # fmt: skip
-MAMBA = dict(vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2, conv_kernel=3, expand=2, time_step_rank=4, use_cache=False)
+MAMBA = dict(
+    vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2, conv_kernel=3, expand=2, time_step_rank=4, use_cache=False
+)
 WAV2VEC2 = dict(
     vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, conv_dim=(8, 8), conv_stride=(2, 2),
     conv_kernel=(3, 3), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, hidden_dropout=0.0, attention_dropout=0.0,

@@ -1,7 +1,7 @@
 """Models of timm, torchvision, diffusers, open_clip, x-transformers, sentence-transformers, transformers and plain torch, in two lines.
 
-    python -m pytest tests/strangers                 a few models under FSDP and Replicate
-    python -m pytest tests/strangers -m "long or not long"    all of them on every mesh
+python -m pytest tests/strangers                 a few models under FSDP and Replicate
+python -m pytest tests/strangers -m "long or not long"    all of them on every mesh
 """
 
 from __future__ import annotations
