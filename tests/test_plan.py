@@ -309,6 +309,10 @@ def test_an_axis_across_nodes_is_a_warning_with_its_cost(caplog):
     with runtime.simulated(8), caplog.at_level(logging.WARNING, logger="meshpar"):
         Plan(MeshSpec("dp_shard=4,tp=2", ranks_per_node=1), [TensorParallel(), FullyShard()]).apply(model())
     assert "axis 'tp' (size 2) spans nodes of 1 ranks" in caplog.text and "four times a step" in caplog.text
+    caplog.clear()
+    with runtime.simulated(8, as_rank=1):
+        Plan(MeshSpec("dp_shard=4,tp=2", ranks_per_node=1), [TensorParallel(), FullyShard()]).apply(model())
+    assert not caplog.records, "one rank warns for all"
 
 
 @dataclass
