@@ -20,7 +20,7 @@ class ModelLayout:
         blocks: patterns of the repeated modules (``layers.*``): the unit of sharding, of recomputation and of compilation.
             A part of a model that no block covers falls to the outermost unit.
         tensor: module pattern -> tensor-parallel style, see :class:`meshpar.TensorParallel` for the styles. A value that
-            is not text is a :class:`meshpar.passes.tensor.Style` of the model's own.
+            is not text is a :class:`meshpar.passes.Style` of the model's own.
         heads: module pattern of a ``colwise`` projection -> how many heads its output features hold; the tensor axis must
             divide it, so that no head is cut in two.
         copied_heads: those patterns of ``heads`` whose projection may be computed by several ranks where the axis is a multiple of its

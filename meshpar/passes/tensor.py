@@ -24,8 +24,6 @@ from meshpar.passes.random import SplitState, draws_random
 from meshpar.passes.styles import PARAMETER_STYLES, PER_HEAD, Colwise, Sequence, parse
 from meshpar.patterns import find_modules, matches
 
-__all__ = ["Style", "TensorParallel"]
-
 _WHOLE_SHARE = 0.25
 
 
