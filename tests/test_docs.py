@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
 import inspect
 import re
 from pathlib import Path
 
 import pytest
+
+import meshpar
+from meshpar import passes
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -73,6 +77,14 @@ def test_every_public_name_has_a_docstring_and_a_place_in_the_reference(package)
     public = {name: getattr(module, name) for name in module.__all__}
     assert [name for name, value in public.items() if id(value) not in shown] == []
     assert [name for name, value in public.items() if not documented(module, name, value)] == []
+
+
+@pytest.mark.parametrize("name", [name for name in passes.__all__ if issubclass(getattr(passes, name), meshpar.Pass)])
+def test_the_example_of_every_pass_runs(name):
+    kind = getattr(meshpar, name)
+    (example,) = doctest.DocTestFinder(recurse=False).find(kind, name, globs={"Pass": meshpar.Pass, "Stage": meshpar.Stage})
+    assert example.examples, "help() shows an example"
+    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 def documented(module, name, value):

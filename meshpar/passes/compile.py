@@ -17,14 +17,18 @@ from meshpar.passes.base import Pass, Stage, block_problems, find_blocks
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compile(Pass):
-    """Compile each block in place, which keeps names and compiles like blocks once.
+    """Compile each block in place with ``torch.compile``. Names are kept, and equal blocks are compiled once.
+
+    >>> from meshpar import Compile, FullyShard, Plan
+    >>> print(Plan("dp_shard=8", [Compile(), FullyShard()]))
+    dp_shard=8 [Compile -> FullyShard]
 
     Args:
         backend: a ``torch.compile`` backend.
-        fullgraph: fail where a block does not compile as one graph.
-        dynamic: as ``torch.compile``'s.
-        options: backend options.
-        blocks: the compiled modules, instead of the layout's blocks: name patterns or class names.
+        fullgraph: raise an error if a block does not compile as one graph.
+        dynamic: the argument of ``torch.compile``.
+        options: options of the backend.
+        blocks: name patterns or class names of the modules to compile. Defaults to the layout's blocks.
     """
 
     backend: str = "inductor"

@@ -31,22 +31,26 @@ _NO_TORCHAO = "Float8 needs torchao, which is not installed; install it with: pi
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Float8(Pass):
-    """Let the linear layers of the blocks multiply in float8 (arXiv 2209.05433), through torchao's casts and products.
+    """Multiply in float8 in the linear layers of the blocks (arXiv 2209.05433), with torchao's casts and products.
 
-    Weights, their gradients and what the optimizer keeps stay as they are; a product casts both sides and scales them. The layers keep
-    their class and parameters, so sharding, checkpoints and names are untouched, and FSDP2 gathers in ``param_dtype``. It applies after
-    TensorParallel and before Compile, without which float8 is rather slower than bfloat16.
+    Weights, gradients and optimizer state keep their dtype: each product casts and scales its two operands. The layers keep their class
+    and parameters, so that sharding, checkpoints and names do not change. FSDP2 gathers in ``param_dtype``. Add ``Compile``: without it
+    float8 is slower than bfloat16.
 
-    What a rank scales is what it holds: with ``rowwise_with_gw_hp`` a token's result does not depend on the others of its batch, so any
-    data-parallel mesh gives what one process gives; the other recipes scale over a rank's batch, and every recipe over a rank's features
-    under tensor parallelism, which differs by float8's own rounding.
+    Each rank computes scales from its own data. With ``rowwise_with_gw_hp`` the result for a token does not depend on other tokens of
+    the batch, so that every data-parallel mesh equals one process. The other recipes scale over the batch of a rank. Under tensor
+    parallelism every recipe scales over the features of a rank. Both differ from one process by the rounding of float8.
+
+    >>> from meshpar import Compile, Float8, FullyShard, Plan
+    >>> print(Plan("dp_shard=8", [Float8(), Compile(), FullyShard()]))
+    dp_shard=8 [Float8 -> Compile -> FullyShard]
 
     Args:
-        recipe: torchao's: ``tensorwise`` (fastest), ``rowwise``, or ``rowwise_with_gw_hp`` (closest to full precision).
-        skip: patterns of layers that stay as they are, beside those that float8 cannot hold (features, or under tensor parallelism a
-            rank's part of them, that 16 does not divide).
-        emulate: compute the same in higher precision, on any hardware: to try, not to train.
-        blocks: where the layers are, instead of the layout's blocks: name patterns or class names. The head is best left out.
+        recipe: a recipe of torchao: ``tensorwise`` (fastest), ``rowwise``, or ``rowwise_with_gw_hp`` (closest to full precision).
+        skip: patterns of layers to leave out. Layers whose features (under tensor parallelism: the part of a rank) are not multiples
+            of 16 are always left out.
+        emulate: compute the same numbers in higher precision, on any hardware. This is slow; use it to try the pass.
+        blocks: name patterns or class names of the modules that contain the layers. Defaults to the layout's blocks, without the head.
     """
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"

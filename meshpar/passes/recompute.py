@@ -30,14 +30,18 @@ SAVED_BY_SELECTIVE = ("scaled_dot_product", "flash_attention", "flex_attention",
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpoint(Pass):
-    """Recompute the blocks' activations in backward (arXiv 1604.06174).
+    """Free activations of blocks in forward and recompute them in backward (arXiv 1604.06174).
+
+    >>> from meshpar import ActivationCheckpoint, FullyShard, Plan
+    >>> print(Plan("dp_shard=8", [ActivationCheckpoint(mode="selective"), FullyShard()]))
+    dp_shard=8 [ActivationCheckpoint -> FullyShard]
 
     Args:
-        mode: ``"full"`` keeps only each block's input. ``"selective"`` also keeps the results of attention, of collectives and of every
-            second matrix product (arXiv 2205.05198, section 5, in torchtitan's form).
-        every: recompute every n-th block only, from the first.
-        policy: an operator policy of your own, ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``, instead of a mode.
-        blocks: the recomputed modules, instead of the layout's blocks: name patterns or class names.
+        mode: ``"full"`` keeps the input of each block. ``"selective"`` also keeps the results of attention, of collectives and of every
+            second matrix product (arXiv 2205.05198, section 5, as torchtitan does).
+        every: recompute every n-th block, starting with the first.
+        policy: a policy for single operators, ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``. It replaces ``mode``.
+        blocks: name patterns or class names of the modules to recompute. Defaults to the layout's blocks.
     """
 
     mode: Literal["full", "selective"] = "full"

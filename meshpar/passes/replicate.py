@@ -21,21 +21,25 @@ from meshpar.passes.whole import kept_whole
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicate(Precision, Pass):
-    """Keep the whole model on every rank of ``dp_replicate`` and average gradients, block by block, while backward runs.
+    """Replicate the model on every rank of ``dp_replicate`` (DDP). Gradients are averaged block by block while backward runs.
 
-    Composes with :class:`TensorParallel`; for copies of a sharded model use :class:`HybridShard`.
+    Composes with :class:`TensorParallel`. For replicas of a sharded model use :class:`HybridShard`.
 
-    The parameters and the optimizer's state keep their dtype: build the model in float32 for float32 masters.
+    Parameters and optimizer state keep the dtype of the model: build the model in float32 for float32 master weights.
+
+    >>> from meshpar import Plan, Replicate
+    >>> print(Plan("dp_replicate=4", [Replicate()]))
+    dp_replicate=4 [Replicate]
 
     Args:
-        param_dtype: dtype of the gathered parameters and so of the computation; None: the parameters' dtype.
-        reduce_dtype: dtype in which gradients are reduced; None: the parameters' dtype.
-        output_dtype: dtype to which the outermost module's floating outputs are cast; None: no cast.
-        cast_forward_inputs: cast floating inputs to ``param_dtype``.
-        buffer_dtype: dtype to which floating buffers are cast; None: no cast.
-        blocks: the units, instead of the layout's blocks: name patterns or class names.
-        whole: patterns of parameters that every rank keeps whole, in their own dtype, beside scalars, which always are
-            (``("logit_scale",)``). Their gradients are averaged when a backward has ended.
+        param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
+        reduce_dtype: dtype in which gradients are reduced. Defaults to the dtype of the parameters.
+        output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
+        buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
+        blocks: name patterns or class names of the units. Defaults to the layout's blocks.
+        whole: patterns of parameters that every rank stores whole, in their own dtype (``("logit_scale",)``). Scalars are always
+            whole. Their gradients are averaged at the end of each backward.
     """
 
     name = "Replicate"

@@ -148,26 +148,31 @@ class _Sharding(Precision):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullyShard(_Sharding, Pass):  # type: ignore[override]
-    """Split every parameter over the ``dp_shard`` axis (ZeRO-3, arXiv 1910.02054; FSDP2). Ranks of the axis see different data.
+    """Shard every parameter over the ``dp_shard`` axis, whose ranks get different data (ZeRO-3, arXiv 1910.02054; FSDP2).
 
-    The parameters and the optimizer's state keep their dtype: build the model in float32 for float32 masters.
+    Parameters and optimizer state keep the dtype of the model: build the model in float32 for float32 master weights.
+
+    >>> import torch
+    >>> from meshpar import FullyShard, Plan
+    >>> print(Plan("dp_shard=8", [FullyShard(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)]))
+    dp_shard=8 [FullyShard]
 
     Args:
-        param_dtype: dtype of the gathered parameters and so of the computation; None: the parameters' dtype.
-        reduce_dtype: dtype in which gradients are reduced; None: the parameters' dtype.
-        output_dtype: dtype to which the outermost module's floating outputs are cast; None: no cast.
-        cast_forward_inputs: cast floating inputs to ``param_dtype``.
-        buffer_dtype: dtype to which floating buffers are cast; None: no cast.
-        blocks: the units, instead of the layout's blocks: name patterns or class names.
-        whole: patterns of parameters that every rank keeps whole, in their own dtype, beside scalars, which always are
-            (``("logit_scale",)``). Their gradients are averaged when a backward has ended.
-        reshard_after_forward: True (ZeRO-3): free the gathered parameters after forward and gather them again in backward. False
-            (ZeRO-2): keep them. A number: reshard to groups of so many neighbouring ranks (a node). The outermost unit, which
-            backward needs first, keeps its parameters unless this is a number.
-        offload: ``"cpu"`` keeps parameters, gradients and optimizer state in host memory, pinned where there is an accelerator.
-        prefetch_forward: how many units ahead forward gathers beyond FSDP2's own overlap; 0 leaves it to FSDP2.
-        prefetch_backward: how many units ahead backward gathers; 1 is FSDP2's own, 0 none before they are needed.
-        min_params: join blocks smaller than so many parameters to the unit around them.
+        param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
+        reduce_dtype: dtype in which gradients are reduced. Defaults to the dtype of the parameters.
+        output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
+        buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
+        blocks: name patterns or class names of the units. Defaults to the layout's blocks.
+        whole: patterns of parameters that every rank stores whole, in their own dtype (``("logit_scale",)``). Scalars are always
+            whole. Their gradients are averaged at the end of each backward.
+        reshard_after_forward: True (ZeRO-3): free gathered parameters after forward and gather them again in backward. False
+            (ZeRO-2): keep gathered parameters. A number: reshard to groups of this many adjacent ranks (a node). The outermost unit
+            keeps its parameters, unless this is a number.
+        offload: ``"cpu"`` stores parameters, gradients and optimizer state in host memory, which is pinned for an accelerator.
+        prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap. Defaults to FSDP2's overlap alone.
+        prefetch_backward: number of units that backward gathers ahead. 1 is FSDP2's default; 0 gathers each unit when it is needed.
+        min_params: merge blocks with fewer parameters than this into the unit around them.
     """
 
     name = "FullyShard"
@@ -184,29 +189,33 @@ class FullyShard(_Sharding, Pass):  # type: ignore[override]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridShard(_Sharding, Pass):  # type: ignore[override]
-    """Split parameters over ``dp_shard``, keep copies over ``dp_replicate`` (FSDP2 on a 2-D mesh).
+    """Shard parameters over ``dp_shard`` and replicate the shards over ``dp_replicate`` (FSDP2 on a 2-D mesh).
 
-    With ``dp_shard`` inside a node and ``dp_replicate`` across nodes (``MeshSpec.auto``) the gathers stay inside the nodes, and one
-    all-reduce of the gradient shards crosses them.
+    Put ``dp_shard`` inside a node and ``dp_replicate`` across nodes, as ``MeshSpec.auto`` does. All-gathers then stay inside the nodes,
+    and one all-reduce of gradient shards crosses the nodes.
 
-    The parameters and the optimizer's state keep their dtype: build the model in float32 for float32 masters.
+    Parameters and optimizer state keep the dtype of the model: build the model in float32 for float32 master weights.
+
+    >>> from meshpar import HybridShard, Plan
+    >>> print(Plan("dp_replicate=4,dp_shard=8", [HybridShard()]))
+    dp_replicate=4,dp_shard=8 [HybridShard]
 
     Args:
-        param_dtype: dtype of the gathered parameters and so of the computation; None: the parameters' dtype.
-        reduce_dtype: dtype in which gradients are reduced; None: the parameters' dtype.
-        output_dtype: dtype to which the outermost module's floating outputs are cast; None: no cast.
-        cast_forward_inputs: cast floating inputs to ``param_dtype``.
-        buffer_dtype: dtype to which floating buffers are cast; None: no cast.
-        blocks: the units, instead of the layout's blocks: name patterns or class names.
-        whole: patterns of parameters that every rank keeps whole, in their own dtype, beside scalars, which always are
-            (``("logit_scale",)``). Their gradients are averaged when a backward has ended.
-        reshard_after_forward: True (ZeRO-3): free the gathered parameters after forward and gather them again in backward. False
-            (ZeRO-2): keep them. A number: reshard to groups of so many neighbouring ranks (a node). The outermost unit, which
-            backward needs first, keeps its parameters unless this is a number.
-        offload: ``"cpu"`` keeps parameters, gradients and optimizer state in host memory, pinned where there is an accelerator.
-        prefetch_forward: how many units ahead forward gathers beyond FSDP2's own overlap; 0 leaves it to FSDP2.
-        prefetch_backward: how many units ahead backward gathers; 1 is FSDP2's own, 0 none before they are needed.
-        min_params: join blocks smaller than so many parameters to the unit around them.
+        param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
+        reduce_dtype: dtype in which gradients are reduced. Defaults to the dtype of the parameters.
+        output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
+        buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
+        blocks: name patterns or class names of the units. Defaults to the layout's blocks.
+        whole: patterns of parameters that every rank stores whole, in their own dtype (``("logit_scale",)``). Scalars are always
+            whole. Their gradients are averaged at the end of each backward.
+        reshard_after_forward: True (ZeRO-3): free gathered parameters after forward and gather them again in backward. False
+            (ZeRO-2): keep gathered parameters. A number: reshard to groups of this many adjacent ranks (a node). The outermost unit
+            keeps its parameters, unless this is a number.
+        offload: ``"cpu"`` stores parameters, gradients and optimizer state in host memory, which is pinned for an accelerator.
+        prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap. Defaults to FSDP2's overlap alone.
+        prefetch_backward: number of units that backward gathers ahead. 1 is FSDP2's default; 0 gathers each unit when it is needed.
+        min_params: merge blocks with fewer parameters than this into the unit around them.
     """
 
     name = "HybridShard"

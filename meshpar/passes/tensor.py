@@ -49,16 +49,20 @@ class _Table:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel(Pass):
-    """Split the features of linear layers and the vocabulary over the ``tp`` axis (Megatron-LM, arXiv 1909.08053).
+    """Split linear layers, attention heads and the vocabulary over the ``tp`` axis (Megatron-LM, arXiv 1909.08053).
+
+    >>> from meshpar import FullyShard, Plan, TensorParallel
+    >>> print(Plan("dp_shard=4,tp=2", [TensorParallel(sequence_parallel=True), FullyShard()]))
+    dp_shard=4,tp=2 [TensorParallel -> FullyShard]
 
     Args:
-        sequence_parallel: split the activations between the layers along the sequence (arXiv 2205.05198); the sequence length must be a
-            multiple of the axis.
-        loss_parallel: the head leaves its logits split over the vocabulary, as a DTensor that :func:`meshpar.token_loss` takes.
-        styles: module pattern -> style, laid over the layout's table; None takes an entry out. The styles are ``region``,
-            ``colwise``, ``packed_colwise:N``, ``colwise_gather``, ``rowwise``, ``rowwise_split``, ``vocab``, ``features``, ``head``,
-            ``sequence``, ``grad_sum``. A pattern that names a parameter (``blocks.*.attn.sinks``) takes ``per_head``, which splits its
-            first dim, or ``grad_sum``.
+        sequence_parallel: split activations between layers along the sequence (arXiv 2205.05198). The sequence length must be a
+            multiple of the axis's size.
+        loss_parallel: keep the logits split over the vocabulary, as a DTensor that :func:`meshpar.token_loss` accepts.
+        styles: module pattern -> style, which replaces the entry of the layout's table. None removes the entry. The styles are
+            ``region``, ``colwise``, ``packed_colwise:N``, ``colwise_gather``, ``rowwise``, ``rowwise_split``, ``vocab``, ``features``,
+            ``head``, ``sequence`` and ``grad_sum``. A pattern that names a parameter (``blocks.*.attn.sinks``) supports ``per_head``,
+            which splits the first dim, and ``grad_sum``.
     """
 
     sequence_parallel: bool = False
