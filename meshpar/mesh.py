@@ -30,15 +30,19 @@ def is_auto(text: str) -> bool:
 
 @final
 class MeshSpec:
-    """Names and sizes of mesh axes, outermost first; at most one size is -1, which takes what is left of the world.
+    """Names and sizes of mesh axes, outermost first. One size may be -1: it is inferred from the world size.
 
-    ``MeshSpec("dp_replicate=2,dp_shard=-1,tp=4")`` and ``MeshSpec(dp_replicate=2, dp_shard=-1, tp=4)`` are equal: known axes
-    stand in the canonical order, whatever order they are written in. Axes with other names stand before the known ones, in the
-    order written, and some pass must claim them.
+    ``MeshSpec("dp_replicate=2,dp_shard=-1,tp=4")`` and ``MeshSpec(dp_replicate=2, dp_shard=-1, tp=4)`` are equal. Known axes are sorted
+    into the canonical order: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``. Axes with other names come before them, in the
+    order written, and a pass must claim them.
+
+    >>> from meshpar import MeshSpec
+    >>> MeshSpec("tp=4,dp_shard=-1").resolve(32)
+    MeshSpec('dp_shard=8,tp=4')
 
     Attributes:
         axes: name -> size.
-        ranks_per_node: how many ranks share a node (torchrun's local world size), or None when that is not known.
+        ranks_per_node: number of ranks on a node (torchrun's local world size). None: not known.
 
     Raises:
         MeshError: the text cannot be read, a name repeats, a size is not a positive number or -1, or two sizes are -1.
@@ -109,7 +113,7 @@ class MeshSpec:
         return math.prod(self.axes.values())
 
     def resolve(self, world_size: int) -> MeshSpec:
-        """Return the spec with -1 filled in.
+        """Return the spec for ``world_size`` ranks, with -1 replaced by a size.
 
         Raises:
             MeshError: the sizes do not multiply to ``world_size``.
@@ -130,12 +134,13 @@ class MeshSpec:
         return MeshSpec(axes, ranks_per_node=self.ranks_per_node)
 
     def shrunk(self, world_size: int) -> MeshSpec:
-        """Return this mesh on fewer (or more) ranks: the data axes give way, ``tp``, ``cp`` and ``pp`` stay.
+        """Return this mesh for another number of ranks. Only ``dp_replicate`` and ``dp_shard`` change; ``tp``, ``cp`` and ``pp`` do not.
 
-        Shards stay as they are where they fit, and replicas take what is left; the other way round where the shards are -1.
+        ``dp_shard`` keeps its size if possible, and ``dp_replicate`` gets the remaining ranks. If ``dp_shard`` is -1, ``dp_replicate``
+        keeps its size.
 
         Raises:
-            MeshError: the ranks are not a multiple of the axes that stay, or there is no data axis to give way.
+            MeshError: ``world_size`` is not a multiple of the other axes, or the mesh has no data axis.
         """
         data = [name for name in ("dp_replicate", "dp_shard") if name in self.axes]
         stay = {name: size for name, size in self.axes.items() if name not in data}
@@ -154,7 +159,7 @@ class MeshSpec:
         return MeshSpec({name: sizes.get(name, size) for name, size in self.axes.items()}, ranks_per_node=self.ranks_per_node)
 
     def spans_nodes(self, axis: str) -> bool:
-        """Tell whether some group of ``axis`` has ranks on more than one node; False where the topology is not known."""
+        """Return whether a group of ``axis`` has ranks on several nodes. False if ``ranks_per_node`` is not known."""
         if self.ranks_per_node is None:
             return False
         names = list(self.axes)
@@ -162,7 +167,7 @@ class MeshSpec:
         return self.axes[axis] > 1 and (inner > self.ranks_per_node or self.ranks_per_node % inner != 0)
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """Return the ranks of each group of an axis of a resolved spec, in the order of their first ranks."""
+        """Return the ranks of each group of an axis, sorted by the first rank. The spec must be resolved."""
         names = list(self.axes)
         size = self.axes[axis]
         stride = math.prod(self.axes[name] for name in names[names.index(axis) + 1 :])
@@ -170,10 +175,12 @@ class MeshSpec:
         return [tuple(range(first, first + size * stride, stride)) for first in firsts]
 
     def build(self, device_type: str) -> DeviceMesh:
-        """Return the DeviceMesh of a resolved spec; rank order is row-major over the axes.
+        """Return the DeviceMesh of a resolved spec. Ranks are numbered row-major over the axes.
 
-        Collective: every rank calls it. A spec without axes is the mesh of one process and gets one axis of size 1. The bound on
-        collectives is the open process group's on every axis.
+        A spec without axes is the mesh of one process: it gets one axis of size 1. Every axis inherits the time-out of the open process
+        group.
+
+        Collective: every rank calls it.
         """
         from meshpar._torch import share_timeout  # loads FSDP2, which those who only name a mesh do without
 
@@ -183,7 +190,7 @@ class MeshSpec:
         return mesh
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the place of ``rank`` on every axis, row-major."""
+        """Return the index of ``rank`` on every axis."""
         place: dict[str, int] = {}
         for name in reversed(list(self.axes)):
             rank, place[name] = divmod(rank, self.axes[name])

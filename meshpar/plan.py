@@ -42,14 +42,18 @@ LARGE_PARAMETER = 1 << 24
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class Plan:
-    """Passes, in the order in which they apply, on a mesh.
+    """A mesh and a list of passes, in the order in which they apply.
+
+    >>> from meshpar import FullyShard, Plan, TensorParallel
+    >>> plan = Plan("dp_shard=4,tp=2", [TensorParallel(), FullyShard()])
+    >>> print(plan.resolve(8))
+    dp_shard=4,tp=2
 
     Args:
-        mesh: a :class:`MeshSpec`, its text, or ``"auto"`` (``"auto,tp=4"``): replicas across nodes, shards inside one, by the launcher's
-            ranks per node.
-        passes: objects with the :class:`meshpar.passes.Pass` protocol. What is written is what runs: their order is checked, never
-            rearranged.
-        verify: where a pass splits features, let the first forward try one block of each kind unsplit; see
+        mesh: a :class:`MeshSpec`, its text, or ``"auto"`` (``"auto,tp=4"``): shards inside a node and replicas across nodes, from the
+            launcher's number of ranks per node.
+        passes: objects of :class:`meshpar.Pass`. Their order is checked and never rearranged.
+        verify: compare one block of each kind with the unsplit block in the first forward, if a pass splits features. See
             :meth:`Parallelized.verify`.
     """
 
@@ -67,10 +71,10 @@ class Plan:
         return f"{str(self.mesh) or 'one process'} [{_arrows(self.passes)}]"
 
     def resolve(self, world_size: int) -> MeshSpec:
-        """Return the mesh with its sizes worked out for ``world_size`` ranks and the launcher's topology.
+        """Return the mesh with all sizes, for ``world_size`` ranks and the launcher's number of ranks per node.
 
         Raises:
-            MeshError: it does not fit.
+            MeshError: the sizes do not fit ``world_size``.
         """
         per_node = self.mesh.ranks_per_node if isinstance(self.mesh, MeshSpec) else None
         per_node = per_node or runtime.ranks_per_node()
@@ -82,17 +86,17 @@ class Plan:
         return MeshSpec.auto(world_size, min(per_node or world_size, world_size), tp=int(match[1] or 1))
 
     def check(self, module: nn.Module, layout: ModelLayout | None = None, world_size: int | None = None) -> MeshSpec:
-        """Return the resolved mesh, or raise with every problem at once.
+        """Check the plan for a model and return the resolved mesh.
 
-        Pure: no weight is allocated, no rank talks to another, and every rank finds the same.
+        Pure: allocates no weight and communicates with no rank. Every rank finds the same problems.
 
         Args:
-            module: the model, best on the meta device.
-            layout: its description; None asks the module and then the registered layouts.
-            world_size: number of ranks; None: this job's.
+            module: the model. The meta device is enough.
+            layout: description of the model. Defaults to the module's own, then to the registered layouts.
+            world_size: number of ranks. Defaults to the ranks of this job.
 
         Raises:
-            PlanError: listing every problem.
+            PlanError: lists every problem.
         """
         return self._checked(module, layout, world_size)[0]
 
@@ -122,25 +126,25 @@ class Plan:
         return mesh, layout
 
     def machine_problems(self, device_type: str) -> list[str]:
-        """Return what this machine lacks to run a rank of the plan on a device of this type; the plan itself may be right."""
+        """Return what this machine lacks to run a rank of the plan on a device of this type. :meth:`check` ignores the machine."""
         return [problem for each in self.passes for problem in each.machine_problems(device_type)]
 
     def apply(self, module: nn.Module, layout: ModelLayout | None = None, *, device_type: str | None = None) -> Parallelized:
-        """Run the passes on ``module`` in place.
+        """Apply the passes to ``module`` in place and return it with its mesh.
 
-        A module that has weights keeps exactly those: each rank its part. One on the meta device gets them from
+        A module with weights keeps these weights, and each rank stores its part. A module on the meta device gets weights from
         :meth:`Parallelized.materialize`. Build the optimizer afterwards.
 
-        Collective: every rank calls it, inside :func:`meshpar.distributed`.
-
         Args:
-            module: the model, on every rank the same.
-            layout: its description; None asks the module and then the registered layouts.
-            device_type: where it trains; None: the accelerator that the process group serves, else the CPU.
+            module: the model, the same on every rank.
+            layout: description of the model. Defaults to the module's own, then to the registered layouts.
+            device_type: type of the device to train on. Defaults to the accelerator of the process group, or the CPU.
 
         Raises:
-            PlanError: what :meth:`check` finds, on every rank alike, or :meth:`machine_problems`; before anything is touched.
-            MeshparError: the ranks hand in different weights, or a pass breaks its promise to keep names and ties.
+            PlanError: problems that :meth:`check` or :meth:`machine_problems` find, before the module changes.
+            MeshparError: ranks pass different weights, or a pass renames or unties parameters.
+
+        Collective: every rank calls it, inside :func:`meshpar.distributed`.
         """
         if not dist.is_initialized():
             raise MeshparError("no process group is open; wrap the job in `with meshpar.distributed():`")
@@ -188,20 +192,20 @@ class Plan:
         return par
 
     def prove(self, module: nn.Module, batch: Any, layout: ModelLayout | None = None, *, world_size: int | None = None) -> Verification:
-        """Try on one machine, without processes, whether the split of features computes what the module computes; before a launch.
+        """Compare the split model with the unsplit model in this one process, before a launch.
 
-        The ranks of each axis that splits features are threads, each with a copy of the module: use a small model with the published
-        one's settings. See :meth:`Parallelized.verify` for what is compared.
+        Each rank of an axis that splits features is a thread with a copy of the module. Use a small model with the settings of the real
+        one. :meth:`Parallelized.verify` describes the comparison.
 
         Args:
-            module: with values, on the CPU; it is not changed.
-            batch: keywords of its forward as a mapping, its arguments as a list or tuple, or its one argument.
-            layout: its description; None asks the module and then the registered layouts.
-            world_size: ranks that the mesh is resolved for; None: this job's, or the mesh's own size.
+            module: the model with weights, on the CPU. It is not changed.
+            batch: keyword arguments of the forward as a mapping, its arguments as a list or tuple, or its one argument.
+            layout: description of the model. Defaults to the module's own, then to the registered layouts.
+            world_size: number of ranks. Defaults to the size of the mesh, or the ranks of this job.
 
         Raises:
-            PlanError: what :meth:`check` finds.
-            ParallelError: naming the modules that differ, by how much, and what to look at.
+            PlanError: problems that :meth:`check` finds.
+            ParallelError: names the modules that differ, the size of the difference and the style to check.
         """
         size = world_size or (self.mesh.size if isinstance(self.mesh, MeshSpec) and -1 not in self.mesh.axes.values() else None)
         spec, layout = self._checked(module, layout, size)
@@ -224,13 +228,12 @@ class Plan:
                 raise MeshparError(f"{each.name} untied tied parameters: expected {ties}, got {tied_names(module)}")
 
     def describe(self, module: nn.Module, layout: ModelLayout | None = None, *, world_size: int) -> Description:
-        """Return what the fullest rank of ``world_size`` would hold, block by block; see :meth:`Parallelized.describe`.
+        """Return what the rank with the most parameters would store, block by block. See :meth:`Parallelized.describe`.
 
-        Applies the real passes to ``module`` (which must be on meta, and is of no use afterwards) in a simulated process group, in
-        this one process.
+        Applies the passes to ``module`` in this one process. The module must be on the meta device and cannot be used afterwards.
 
         Raises:
-            PlanError: what :meth:`check` finds.
+            PlanError: problems that :meth:`check` finds.
         """
         self.check(module, layout, world_size)
         with runtime.simulated(world_size):
