@@ -42,17 +42,17 @@ class Planned(Protocol):
 
 @final
 class Parallelized:
-    """The same module, its mesh and its plan; made by :meth:`meshpar.Plan.apply`.
+    """A module that trains on a mesh. :meth:`meshpar.Plan.apply` returns it.
 
     Attributes:
-        module: the module that was handed in; its names and ``state_dict`` keys are untouched.
-        mesh: the DeviceMesh, with the plan's axes by name.
-        spec: the mesh as data, resolved.
-        plan: the plan that made it.
-        layout: the model's description.
-        device: this rank's device.
-        data_axes: the axes whose ranks see different data.
-        cycle: what happens around every forward, backward and step; None in one process without a plan.
+        module: the module that was passed to ``apply``. Its parameter names and ``state_dict`` keys are unchanged.
+        mesh: the DeviceMesh with the plan's axes.
+        spec: the resolved mesh as data.
+        plan: the plan.
+        layout: the description of the model.
+        device: the device of this rank.
+        data_axes: the axes whose ranks get different data.
+        cycle: the checks around every forward, backward and step. None in one process without a plan.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Parallelized:
 
     @property
     def data_size(self) -> int:
-        """How many different batches the ranks see at a time."""
+        """Number of different batches that the ranks get at a time."""
         return math.prod(self.spec.axes[axis] for axis in self.data_axes)
 
     @property
     def data_rank(self) -> int:
-        """Which of the ``data_size`` batches this rank sees; the ranks of the other axes see the same one."""
+        """Index of this rank's batch, from 0 to ``data_size`` - 1. Ranks that differ only on other axes get the same batch."""
         place = 0
         for axis in self.data_axes:
             place = place * self.spec.axes[axis] + self._place[axis]
@@ -91,18 +91,20 @@ class Parallelized:
     def materialize(
         self, *, seed: int | None = None, weights: WeightSource | None = None, ignore: Collection[str] = (), cast: bool = False
     ) -> Parallelized:
-        """Give what was built on meta its memory and values, and return self. A part that had values keeps them under ``seed``.
+        """Allocate parameters and buffers that are on the meta device, fill them, and return self.
 
         Args:
-            seed: draw the initial weights; for a seed they are the same on every mesh, bit for bit (CPU and GPU draw different ones).
-            weights: read them, each rank its own part, by the module's names or those of ``layout.weights``. Floating-point values are
+            seed: draw initial weights. A seed gives the same weights on every mesh, bit for bit, on one type of device. Parts of the
+                module that have values keep them.
+            weights: read weights, each rank its part, by the names of the module or of ``layout.weights``. Floating-point values are
                 converted to the model's dtype.
-            ignore: patterns of tensors, or of modules, in ``weights`` that this model has no use for (``lm_head``).
-            cast: read float8 and integers into other dtypes, too, as they are, without the scales that may lie beside them.
+            ignore: patterns of tensors, or of modules, in ``weights`` to leave out (``lm_head``).
+            cast: also convert float8 and integer values to other dtypes, without scales that the files may contain.
 
         Raises:
-            MeshparError: neither or both given; weights that do not fit (missing, unexpected, of another shape or dtype), all named.
-            LayoutError: a module that has no initialisation.
+            MeshparError: neither or both of ``seed`` and ``weights`` are given, or the weights do not fit: lists missing and unexpected
+                tensors, other shapes and dtypes.
+            LayoutError: a module has no initialisation.
         """
         if (seed is None) == (weights is None):
             raise MeshparError(f"materialize takes either seed= or weights=, got seed={seed} and weights={weights}")
@@ -121,23 +123,23 @@ class Parallelized:
         return self
 
     def manual_seed(self, seed: int) -> None:
-        """Seed this rank's random state for training: data ranks differ, and the ranks of the other axes agree where activations do.
+        """Seed this rank's random state for training. Data ranks get different states; ranks of the other axes get the same state.
 
-        Inside a tensor-parallel region each rank's state is derived from the one that they share, so that dropout differs across
-        shards. Under sequence parallelism the ranks hold different positions everywhere, and so differ from the start.
+        Inside split layers each rank derives a state of its own from the shared state, so that dropout differs between shards. Under
+        sequence parallelism the ranks compute different positions everywhere and get different states.
         """
         differing = [axis for each in self.plan.passes if each.splits_sequence for axis in each.axes]
         random.seed(self.device, random.mix(seed, self.data_rank, *(self._place[axis] for axis in differing)))
 
     def accumulate(self, micro_batches: Iterable[Micro], *, reduce_each: bool = False) -> Iterator[Micro]:
-        """Yield micro-batches of one optimizer step; gradients are reduced after the last one's backward only.
+        """Yield the micro-batches of one optimizer step. Gradients are reduced once, in the backward of the last micro-batch.
 
         ``for micro in par.accumulate(batches): (loss(micro) / len(batches)).backward()``
 
         Args:
-            micro_batches: any iterable; every rank must hand in as many.
-            reduce_each: reduce-scatter after every micro-batch, which keeps gradients sharded (hybrid sharding still crosses
-                ``dp_replicate`` once, at the last).
+            micro_batches: any iterable. Every rank must pass the same number.
+            reduce_each: reduce-scatter after every micro-batch, which keeps gradients sharded. Hybrid sharding still reduces over
+                ``dp_replicate`` once.
         """
         units = [unit for unit in (self.module,) if hasattr(unit, "set_requires_gradient_sync")]
         waiting: list[Micro] = []
@@ -172,25 +174,25 @@ class Parallelized:
             self.cycle.agreement.micro_batches(left)
 
     def token_scale(self, tokens: int | Tensor) -> Tensor:
-        """Return the factor that turns this rank's summed loss into its share of the mean over all tokens of all ranks.
+        """Return the factor from this rank's summed loss to the mean over all tokens of all ranks.
 
-        ``(loss_sum * par.token_scale(tokens)).backward()``, with ``tokens`` counted over all micro-batches of the step, gives the gradient
-        of the global token mean: the reduction over the data axes averages, so the factor is data size / global tokens.
+        ``(loss_sum * par.token_scale(tokens)).backward()`` gives the gradient of the global token mean. The factor is the data size
+        divided by the number of tokens of all ranks, because gradients are averaged over the data axes.
 
         Args:
-            tokens: how many tokens count on this rank in the whole step.
+            tokens: number of tokens that count on this rank, over all micro-batches of the step.
 
         Returns:
-            A float32 scalar on this rank's device, equal on every rank.
+            A float32 scalar on this rank's device, the same on every rank.
 
         Collective: every rank calls it.
         """
         return self.begin_token_scale(tokens)()
 
     def begin_token_scale(self, tokens: int | Tensor) -> Callable[[], Tensor]:
-        """Begin :meth:`token_scale` and return what waits for it: the ranks exchange their counts beside what comes in between.
+        """Start :meth:`token_scale` and return a function that waits for the result, so that other work can overlap the exchange.
 
-        Collective: every rank calls it, and what it returns.
+        Collective: every rank calls it, and the returned function.
         """
         count = torch.zeros((), device=self.device) + tokens
         first, *others = self.data_axes or (None,)
@@ -215,15 +217,16 @@ class Parallelized:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their joint norm is at most ``max_norm``.
 
-        Right across parameters on different axes: each rank takes the norm of its shards, and one small all-reduce an axis joins
-        them; what is replicated counts once. Nothing waits for the device.
+        Each rank computes the norm of its shards, and one small all-reduce for each axis joins the norms. A replicated gradient counts
+        once. The host does not wait for the device.
 
         Args:
-            max_norm: the bound; ``inf`` only measures.
-            norm_type: 2, or any p >= 1, or ``inf``.
+            max_norm: largest norm. ``inf`` measures the norm and scales nothing.
+            norm_type: 2, any p >= 1, or ``inf``.
 
         Returns:
-            The norm before clipping, a scalar on this rank's device, equal on every rank: float32, or float64 where a parameter is.
+            The norm before clipping: a scalar on this rank's device, the same on every rank, in float32, or float64 for a model with
+            float64 parameters.
 
         Collective: every rank calls it.
         """
@@ -262,7 +265,7 @@ class Parallelized:
         return powers.get(frozenset(), torch.zeros((), device=self.device))
 
     def split_test(self) -> SplitTest | None:
-        """Return what tries the split of this module's blocks; None where no features are split."""
+        """Return the test that compares split blocks with unsplit blocks; None if no features are split."""
         split = applied(self.module).split
         if split is None or split.size == 1:
             return None
@@ -274,19 +277,19 @@ class Parallelized:
         return SplitTest(self.module, split, [name for name, _ in find_blocks(self.module, self.layout)], whole)
 
     def verify(self, batch: object) -> Verification:
-        """Try on a batch whether split blocks compute what they compute whole, one of each kind; the first forward does so by itself.
+        """Compare one split block of each kind with the unsplit block on a batch. The first forward does so without being asked.
 
-        A block runs twice on the same input in float32 or wider, as its author wrote it with whole weights, and split; outputs and
-        gradients are compared. At most one block is whole at a time. Nothing of the module changes.
+        A block runs twice on the same input, in float32 or wider: as its author wrote it, with whole weights, and split. Outputs and
+        gradients are compared. At most one block is gathered at a time. The module does not change.
 
         Args:
-            batch: keywords of the module's forward as a mapping, its arguments as a list or tuple, or its one argument.
+            batch: keyword arguments of the forward as a mapping, its arguments as a list or tuple, or its one argument.
 
         Returns:
-            What was tried, and the largest difference; it prints itself. Empty where no features are split.
+            The modules that were compared, with the largest difference of each. Empty if no features are split.
 
         Raises:
-            ParallelError: naming the modules that differ, by how much, and what to look at.
+            ParallelError: names the modules that differ, the size of the difference and the style to check.
 
         Collective: every rank calls it.
         """
@@ -311,10 +314,10 @@ class Parallelized:
             return verified(test.run())
 
     def register_method(self, name: str) -> None:
-        """Let ``module.name(...)`` enter the module as a call of it does: on gathered weights, with the plan's checks.
+        """Let ``module.name(...)`` run like a call of the module: with gathered weights and the plan's checks.
 
-        ``forward`` does so by itself, and so do ``encode``, ``decode``, ``embed``, ``encode_*``, ``decode_*``, ``forward_*`` and
-        ``get_*_features``.
+        ``forward``, ``encode``, ``decode``, ``embed``, ``encode_*``, ``decode_*``, ``forward_*`` and ``get_*_features`` are registered
+        already.
 
         Raises:
             MeshparError: the module has no such method.
@@ -323,11 +326,11 @@ class Parallelized:
             self.cycle.register_method(name)
 
     def state_dict(self, *, full: bool = False, everywhere: bool = False) -> dict[str, Any]:
-        """Return the module's state: this rank's shards as DTensors, or the whole as plain tensors on the host.
+        """Return the module's state: this rank's shards as DTensors, or whole tensors in host memory.
 
         Args:
-            full: gather whole tensors, one at a time, to rank 0; the other ranks get an empty dict.
-            everywhere: with ``full``: to every rank.
+            full: gather whole tensors to rank 0, one at a time. The other ranks get an empty dict.
+            everywhere: with ``full``: gather to every rank.
 
         Collective where ``full``: every rank calls it.
         """
@@ -337,15 +340,15 @@ class Parallelized:
         return gather_state(self.module, everywhere=everywhere)
 
     def load_state_dict(self, state: Mapping[str, Any], *, from_rank_0: bool = False, strict: bool = True) -> None:
-        """Copy whole plain tensors (or DTensors) by name into the module, each rank its part.
+        """Copy whole tensors (or DTensors) into the module by name, each rank its part.
 
         Args:
-            state: name -> tensor of the whole shape, as a plain module's ``state_dict()`` has it.
-            from_rank_0: rank 0 alone has ``state``; it sends one tensor at a time, and the others hand in anything.
-            strict: refuse missing and unexpected names.
+            state: name -> whole tensor, as in the ``state_dict()`` of a plain module.
+            from_rank_0: only rank 0 has ``state`` and sends one tensor at a time. The other ranks may pass anything.
+            strict: raise an error for missing and unexpected names.
 
         Raises:
-            MeshparError: on every rank alike, naming everything that does not fit; nothing is copied then.
+            MeshparError: on every rank, with everything that does not fit. Nothing is copied.
 
         Collective where ``from_rank_0``: every rank calls it.
         """
@@ -353,19 +356,19 @@ class Parallelized:
         scatter_state(self.module, state, self.device, from_rank_0=from_rank_0, strict=strict)
 
     def averaged(self, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False) -> Averaged:
-        """Return an exponential moving average of the parameters, kept by shards; see :class:`meshpar.averaging.Averaged`."""
+        """Return a sharded exponential moving average of the parameters. See :class:`meshpar.averaging.Averaged`."""
         return Averaged(self, decay, dtype=dtype, buffers=buffers)
 
     def reshard(self) -> None:
-        """Let go of gathered parameters, so that the module's parameters are this rank's shards; a forward gathers them again."""
+        """Free gathered parameters, so that the module's parameters are this rank's shards. The next forward gathers again."""
         if self.cycle is not None:
             self.cycle.reshard()
 
     def check_replicas(self) -> None:
-        """See that ranks which must hold the same parameters and buffers do, bit for bit, by a hash.
+        """Compare hashes of the parameters and buffers that must be equal, bit for bit, on several ranks.
 
         Raises:
-            MeshparError: on every rank, naming the parameters and the ranks that differ.
+            MeshparError: on every rank; names the tensors and the ranks that differ.
 
         Collective: every rank calls it.
         """
@@ -380,7 +383,7 @@ class Parallelized:
         check_equal(tensors, groups, self.device, "parameters or buffers")
 
     def describe(self) -> Description:
-        """Return what this rank holds: a table that prints itself, with bytes a rank by block and the totals."""
+        """Return a table of the parameters that this rank stores, with bytes by block and totals. ``print`` shows it."""
         self.reshard()
         return describe(self.module, self.layout, str(self.plan))
 
