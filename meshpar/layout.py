@@ -14,33 +14,35 @@ from meshpar.weights import WeightMap
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLayout:
-    """A model described, so that no pass has to probe it. Patterns are those of :mod:`meshpar.patterns`.
+    """The description of a model for the passes. Patterns are those of :mod:`meshpar.patterns`.
+
+    >>> from meshpar import ModelLayout
+    >>> layout = ModelLayout(blocks=("layers.*",), tensor={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
 
     Attributes:
-        blocks: patterns of the repeated modules (``layers.*``): the unit of sharding, of recomputation and of compilation.
-            A part of a model that no block covers falls to the outermost unit.
-        tensor: module pattern -> tensor-parallel style, see :class:`meshpar.TensorParallel` for the styles. A value that
-            is not text is a :class:`meshpar.passes.Style` of the model's own.
-        heads: module pattern of a ``colwise`` projection -> how many heads its output features hold; the tensor axis must
-            divide it, so that no head is cut in two.
-        copied_heads: those patterns of ``heads`` whose projection may be computed by several ranks where the axis is a multiple of its
-            heads (keys and values of grouped-query attention): ranks then share a head, exactly.
+        blocks: patterns of the repeated modules (``layers.*``): the unit of sharding, recomputation and compilation. The outermost
+            unit holds everything outside the blocks.
+        tensor: module pattern -> tensor-parallel style: text (see :class:`meshpar.TensorParallel`) or a
+            :class:`meshpar.passes.Style`.
+        heads: module pattern of a ``colwise`` projection -> number of heads in its output features. The tensor axis must divide this
+            number, so that no head is cut.
+        copied_heads: patterns of ``heads`` whose heads several ranks may share if the tensor axis is a multiple of their number (keys
+            and values of grouped-query attention). The result is exact.
         head_ratio: attribute of the module around those projections that holds the number of query heads per key head. Each rank sets
             it to the ratio of its own heads. Empty: the module derives the ratio from its tensors.
-        head: name of the linear layer that makes the logits, where the model's ``output.logits`` is that layer's output, unchanged:
-            the loss may then be computed in chunks. Empty: not known.
-        tied: groups of parameter names that are one tensor, the owner first (``("embed.weight", "head.weight")``).
-        fp32: patterns of modules that keep computing in float32 under mixed precision.
-        dropout: True when the model draws random numbers in training, so that random state must follow the axes.
-        init: fills the parameters and buffers that one module owns itself, in place; None: the module's own
-            ``reset_parameters``.
-        rebuilt: patterns of parameters and persistent buffers that files need not hold, because the initialisation computes them.
-        ignored: regular expressions, searched for in stored names, of tensors that files may hold and the model has no use for
-            (``rotary_emb\\.inv_freq``), as transformers' ``_keys_to_ignore_on_load_unexpected``.
-        weights: the model's names and shapes <-> those of its published form (Hugging Face's).
-        config: the contents of ``config.json`` that an export needs; empty where there is no such form.
-        hidden_inputs: keyword names under which a ``region`` may receive its hidden states.
-        refusals: technique (``"tp"``, ``"recompute"``) -> why this model cannot take it and what would work.
+        head: name of the linear layer that makes the logits, if ``output.logits`` is the unchanged output of this layer. The loss may
+            then be computed in chunks. Empty: not known.
+        tied: groups of names of one parameter, the owner first (``("embed.weight", "head.weight")``).
+        fp32: patterns of modules that compute in float32 under mixed precision.
+        dropout: the model draws random numbers in training without torch's dropout modules.
+        init: fills the parameters and buffers of one module in place. Defaults to the module's ``reset_parameters``.
+        rebuilt: patterns of parameters and persistent buffers that files may lack, because the initialisation computes them.
+        ignored: regular expressions for names of stored tensors that are not loaded (``rotary_emb\\.inv_freq``), as in transformers'
+            ``_keys_to_ignore_on_load_unexpected``.
+        weights: names and shapes of the model <-> those of its published form on Hugging Face.
+        config: contents of the ``config.json`` of an export. Empty: the model has no published form.
+        hidden_inputs: keyword names of the hidden states that a ``region`` receives.
+        refusals: technique (``"tp"``, ``"recompute"``) -> reason why the model does not support it, and the remedy.
     """
 
     blocks: tuple[str, ...] = ()
