@@ -40,8 +40,9 @@ def prove(module: nn.Module, install: Install, axis: str, size: int, blocks: Seq
         copies = [copy.deepcopy(module).eval() for _ in range(size)]
         groups = [SimulatedGroup(meeting, rank) for rank in range(size)]
         contexts = [context for rank in range(size) if (context := install(copies[rank], mesh, groups[rank], rank)) is not None]
-        if not contexts:  # the pass cannot be tried so
-            return Verification(modules={}, differences=(), skipped={}, seconds=0.0)
+        if not contexts:
+            why = f"the pass that splits axis {axis!r} cannot be tried without processes (Pass.split)"
+            return Verification(modules={}, differences=(), skipped={"": why}, seconds=0.0)
         told: list[Verification | BaseException | None] = [None] * size
 
         def run(rank: int) -> None:

@@ -94,6 +94,13 @@ def split_and_kept_on_the_host():
         par.module(input_ids=torch.full((1, 4), dist.get_rank()))
 
 
+def test_a_strangers_split_that_cannot_be_tried_is_said_to_be_untried(stranger, caplog):
+    split = registry.plugin("meshpar.passes", "SplitFeedForward")()
+    told = Plan("tp=2", [split]).prove(transformer(), {"input_ids": torch.zeros(1, 4, dtype=torch.int64)}, world_size=2)
+    assert told.modules == {} and "axis 'tp'" in told.skipped[""]
+    assert "the split of the model was not verified" in caplog.text
+
+
 def whole_of(value):
     every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     dist.all_gather(every, value)
