@@ -32,16 +32,26 @@ class Agreement:
         mesh: its mesh.
         data_axes: the axes whose ranks see different samples.
         same_axes: those whose ranks must see the same.
+        split: axis -> process group, where ranks see different positions of the same samples.
         device: where numbers are exchanged.
         draws: the ranks of ``same_axes`` draw the same random numbers outside of what is split.
     """
 
     def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, data_axes: Sequence[str], same_axes: Sequence[str], device: torch.device, *, draws: bool
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        data_axes: Sequence[str],
+        same_axes: Sequence[str],
+        split: Mapping[str, dist.ProcessGroup],
+        device: torch.device,
+        *,
+        draws: bool,
     ) -> None:
         self._module, self._mesh, self._device, self._draws = module, mesh, device, draws
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
-        self._batches, self._backwards = 0, 0
+        self._split = split
+        self._batches, self._wholes, self._backwards = 0, 0, 0
         self._looks = Looks()
         self._marks: tuple[int, ...] = ()
         self._sent = torch.empty(0)
@@ -69,6 +79,24 @@ class Agreement:
                 raise MeshparError(
                     f"ranks of {axis} have different random states, and the model draws random numbers where they must be the same; "
                     "call par.manual_seed(seed) before training"
+                )
+
+    def whole(self, batch: object) -> None:
+        """Compare what the ranks that share samples hand to ``par.split``, in the first calls.
+
+        Raises:
+            MeshparError: on every rank of the axis alike.
+
+        Collective over the axes of positions.
+        """
+        if self._wholes >= Looks.FIRST:
+            return
+        self._wholes += 1
+        for axis, group in self._split.items():
+            if not all(same(digest_of(batch, self._device)[None], [group])):
+                raise MeshparError(
+                    f"ranks of {axis} split different batches; they compute one sample together and must split the same: give the sampler "
+                    "par.data_rank and par.data_size, DistributedSampler(data, num_replicas=par.data_size, rank=par.data_rank)"
                 )
 
     def unit(self, name: str, trained: str) -> None:

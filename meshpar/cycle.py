@@ -42,6 +42,9 @@ class Comparisons(Protocol):
     def batch(self, inputs: object) -> None:
         """Before a forward."""
 
+    def whole(self, batch: object) -> None:
+        """Before a batch is split by positions."""
+
     def unit(self, name: str, trained: str) -> None:
         """Before the forward of a unit, with a digit for each of its parameters."""
 
@@ -65,6 +68,7 @@ class Cycle:
     def __init__(self, module: nn.Module, explanation: Explanation, replaced: list[Tensor]) -> None:
         self.module = module
         self.agreement: Comparisons | None = None
+        self.splits_positions = False
         self.split_test: SplitTest | None = None
         self._eager = ExitStack()
         known = applied(module)
@@ -236,6 +240,11 @@ class Cycle:
                 raise MeshparError(f"{name} has no values yet; call par.materialize(seed=...) or (weights=...) before the first forward")
             self._units.mark()  # materializing may have made new ones
             self._ready = True
+        if self.splits_positions and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+            raise MeshparError(
+                "the module got labels, and each rank has a part of the positions: a model that shifts labels loses one at the end of each "
+                "part; compute the loss from the logits and aligned labels, or hand over shift_labels, made before par.split"
+            )
         if foreign := self._units.foreign_parameter():
             raise ParallelError(
                 f"somebody put another tensor in the place of the parameter {foreign}, and sharding would gather the old one: "

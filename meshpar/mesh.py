@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import final
 
@@ -157,6 +157,20 @@ class MeshSpec:
             keeps = max(each for each in range(1, rest + 1) if rest % each == 0 and each <= self.axes[first])
             sizes = {first: keeps, second: rest // keeps}
         return MeshSpec({name: sizes.get(name, size) for name, size in self.axes.items()}, ranks_per_node=self.ranks_per_node)
+
+    def folded(self, axis: str, behind: Collection[str]) -> MeshSpec:
+        """Return this mesh with the axes ``behind`` an axis as a part of it. Every rank keeps its number.
+
+        Raises:
+            MeshError: one of ``behind`` does not stand right behind ``axis``.
+        """
+        names = [name for name, size in self.axes.items() if size > 1 or name == axis]
+        first = names.index(axis) + 1
+        if set(names[first : first + len(behind)]) != set(behind):
+            raise MeshError(f"mesh {self} has {', '.join(behind)} apart from {axis!r}, whose ranks they divide further; name them 'cp'")
+        size = math.prod(self.axes[name] for name in (axis, *behind))
+        axes = {name: size if name == axis else known for name, known in self.axes.items() if name not in behind}
+        return MeshSpec(axes, ranks_per_node=self.ranks_per_node)
 
     def spans_nodes(self, axis: str) -> bool:
         """Return whether a group of ``axis`` has ranks on several nodes. False if ``ranks_per_node`` is not known."""

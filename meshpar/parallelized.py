@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshpar import initialize, norms
+from meshpar.agreement import leaves
 from meshpar.averaging import Averaged, Decay
 from meshpar.cycle import Cycle
 from meshpar.description import Description, describe
@@ -23,7 +25,7 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes import random
 from meshpar.passes.applied import applied
-from meshpar.passes.base import Pass, Role, axes_of, find_blocks
+from meshpar.passes.base import Pass, Role, axes_of, find_blocks, held_mesh
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, sharded_axes
 from meshpar.replicas import check_equal
@@ -31,6 +33,7 @@ from meshpar.verify import SplitTest, Verification, call, verified
 from meshpar.weights import WeightSource
 
 Micro = TypeVar("Micro")
+Batch = TypeVar("Batch")
 
 
 class Planned(Protocol):
@@ -64,11 +67,15 @@ class Parallelized:
         layout: ModelLayout,
         device: torch.device,
         cycle: Cycle | None = None,
+        *,
+        held_on: DeviceMesh | None = None,
     ) -> None:
         self.module, self.mesh, self.spec, self.plan, self.layout, self.device = module, mesh, spec, plan, layout, device
         self.cycle = cycle
         self.data_axes = axes_of(plan.passes, spec, Role.SAMPLES)
         self._place = spec.coordinates(dist.get_rank())
+        self._held, self._held_on = held_mesh(plan.passes, spec), mesh if held_on is None else held_on
+        self._splits = [each for each in plan.passes if any(spec.axes[axis] > 1 for axis in axes_of([each], spec, Role.POSITIONS))]
 
     @property
     def data_size(self) -> int:
@@ -82,6 +89,63 @@ class Parallelized:
         for axis in self.data_axes:
             place = place * self.spec.axes[axis] + self._place[axis]
         return place
+
+    @property
+    def loss_size(self) -> int:
+        """Number of different losses that the ranks have at a time: of different samples, or of different positions of the same samples.
+
+        Gradients are averaged over these ranks, and :meth:`data_sum` sums over them.
+        """
+        return math.prod(self._held.axes[axis] for axis in self.data_axes)
+
+    @property
+    def loss_rank(self) -> int:
+        """Index of this rank's loss, from 0 to ``loss_size`` - 1."""
+        place = 0
+        for axis in (axis for axis in self.spec.axes if axis in self.data_axes or axis not in self._held.axes):
+            place = place * self.spec.axes[axis] + self._place[axis]
+        return place
+
+    def groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
+        """Yield this rank's process groups with their axes. A group over a data axis and over positions has the data axis's name."""
+        for mesh in (self.mesh,) if self._held_on is self.mesh else (self.mesh, self._held_on):
+            yield from ((axis, mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ())
+
+    def split(self, batch: Batch, dim: int = 1) -> Batch:
+        """Return this rank's positions of a batch, where a pass splits positions; else the batch itself.
+
+        Every tensor with a ``dim`` is split along it, in mappings, lists and tuples, too. A mapping for a model that takes
+        ``position_ids`` gets those of this rank's positions. Split labels that are aligned with the positions, and compute the loss from
+        the logits: a model that shifts labels itself would lose one at the end of each part.
+
+        Args:
+            batch: the whole batch of this data rank, the same on every rank that shares it.
+            dim: the dimension of positions: 1 for (B, L) tensors.
+
+        Raises:
+            MeshparError: tensors of different lengths, a length that the ranks do not divide, or ranks with different batches.
+
+        Collective in the first calls: every rank calls it.
+        """
+        if not self._splits:
+            return batch
+        if self.cycle is not None and self.cycle.agreement is not None:
+            self.cycle.agreement.whole(batch)
+        tensors = [each for each in leaves(batch) if isinstance(each, Tensor) and each.ndim > dim]
+        lengths = sorted({each.shape[dim] for each in tensors})
+        if len(lengths) != 1:
+            raise MeshparError(f"split takes tensors of one length along dim {dim}, got {lengths or 'none'}; split the others apart")
+        mine = torch.arange(lengths[0])
+        for each in self._splits:
+            for axis in axes_of([each], self.spec, Role.POSITIONS):
+                size = self.spec.axes[axis]
+                if len(mine) % size:
+                    raise MeshparError(f"{axis}={size} does not divide {len(mine)} positions; pad the batch to a multiple of {size}")
+                mine = mine[each.positions(len(mine), size, self._place[axis])]
+        part: Any = _selected(batch, mine, dim)
+        if isinstance(part, dict) and "position_ids" not in part and "position_ids" in inspect.signature(self.module.forward).parameters:
+            part["position_ids"] = mine.to(tensors[0].device)[None].expand(tensors[0].shape[0], -1)
+        return part
 
     @property
     def home(self) -> torch.device:
@@ -123,12 +187,13 @@ class Parallelized:
         return self
 
     def manual_seed(self, seed: int) -> None:
-        """Seed this rank's random state for training. Data ranks get different states; ranks of the other axes get the same state.
+        """Seed this rank's random state for training. Ranks with different samples or positions get different states, others the same.
 
         Inside split layers each rank derives a state of its own from the shared state, so that dropout differs between shards. Under
         sequence parallelism the ranks compute different positions everywhere and get different states.
         """
         differing = [axis for each in self.plan.passes if each.splits_sequence for axis in each.axes]
+        differing += [axis for each in self._splits for axis in axes_of([each], self.spec, Role.POSITIONS)]
         random.seed(self.device, random.mix(seed, self.data_rank, *(self._place[axis] for axis in differing)))
 
     def accumulate(self, micro_batches: Iterable[Micro], *, reduce_each: bool = False) -> Iterator[Micro]:
@@ -176,8 +241,8 @@ class Parallelized:
     def token_scale(self, tokens: int | Tensor) -> Tensor:
         """Return the factor from this rank's summed loss to the mean over all tokens of all ranks.
 
-        ``(loss_sum * par.token_scale(tokens)).backward()`` gives the gradient of the global token mean. The factor is the data size
-        divided by the number of tokens of all ranks, because gradients are averaged over the data axes.
+        ``(loss_sum * par.token_scale(tokens)).backward()`` gives the gradient of the global token mean. The factor is ``loss_size``
+        divided by the number of tokens of all ranks, because gradients are averaged over these ranks.
 
         Args:
             tokens: number of tokens that count on this rank, over all micro-batches of the step.
@@ -196,21 +261,21 @@ class Parallelized:
         """
         count = torch.zeros((), device=self.device) + tokens
         first, *others = self.data_axes or (None,)
-        work = None if first is None else dist.all_reduce(count, group=self.mesh.get_group(first), async_op=True)
+        work = None if first is None else dist.all_reduce(count, group=self._held_on.get_group(first), async_op=True)
 
         def finish() -> Tensor:
             if work is not None:
                 work.wait()
             for axis in others:
-                dist.all_reduce(count, group=self.mesh.get_group(axis))
-            return self.data_size / count.clamp(min=1.0)
+                dist.all_reduce(count, group=self._held_on.get_group(axis))
+            return self.loss_size / count.clamp(min=1.0)
 
         return finish
 
     def data_sum(self, values: Tensor) -> Tensor:
-        """Sum ``values`` over the data axes, in place, and return it. Collective: every rank calls it."""
+        """Sum ``values`` over samples and positions, in place, and return it. Collective: every rank calls it."""
         for axis in self.data_axes:
-            dist.all_reduce(values, group=self.mesh.get_group(axis))
+            dist.all_reduce(values, group=self._held_on.get_group(axis))
         return values
 
     @torch.no_grad()
@@ -252,12 +317,12 @@ class Parallelized:
         """Join the powers of norms, keyed by the axes over which their gradients are split, axis by axis, innermost first."""
         largest = math.isinf(norm_type)
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        for axis in reversed(list(self.spec.axes)):
+        for axis in reversed(list(self._held.axes)):
             keys = sorted((key for key in powers if axis in key), key=sorted)
             if not keys:
                 continue
             vector = torch.stack([powers.pop(key) for key in keys])
-            dist.all_reduce(vector, op, group=self.mesh.get_group(axis))
+            dist.all_reduce(vector, op, group=self._held_on.get_group(axis))
             for key, value in zip(keys, vector.unbind(), strict=True):
                 rest = key - {axis}
                 known = powers.get(rest)
@@ -376,7 +441,7 @@ class Parallelized:
         state = dict(initialize.state(self.module))
         tensors = {name: local_tensor(tensor) for name, tensor in state.items()}
         groups = {}
-        places = [self.spec.coordinates(rank) for rank in range(self.spec.size)]
+        places = [self._held.coordinates(rank) for rank in range(self._held.size)]
         for name, tensor in state.items():
             split = sharded_axes(tensor)
             groups[name] = [hash(tuple(place[axis] for axis in split)) for place in places]
@@ -389,3 +454,15 @@ class Parallelized:
 
     def __repr__(self) -> str:
         return f"Parallelized({class_name(self.module)}, {self.plan})"
+
+
+def _selected(values: object, index: Tensor, dim: int) -> object:
+    """Return ``values`` with the tensors in it cut to ``index`` along ``dim``. What has no such dim stays."""
+    if isinstance(values, Tensor):
+        return values.index_select(dim, index.to(values.device)) if values.ndim > dim else values
+    if isinstance(values, Mapping):
+        return {name: _selected(value, index, dim) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        parts = [_selected(value, index, dim) for value in values]
+        return parts if isinstance(values, list) else tuple(parts)
+    return values

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import AUTO, MeshSpec, default_device_type
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
-from meshpar.passes.base import Pass, Role, Stage, axes_of, find_blocks
+from meshpar.passes.base import Pass, Role, Stage, axes_of, find_blocks, held_mesh
 from meshpar.passes.batch_norm import batch_norm_problems, synchronize_batch_norm
 from meshpar.passes.random import draws_random
 from meshpar.proving import prove
@@ -34,6 +35,7 @@ from meshpar.replicas import check_equal
 from meshpar.verify import Verification, verified
 
 log = logging.getLogger(__name__)
+Mesh = TypeVar("Mesh")
 
 LARGE_PARAMETER = 1 << 24
 """Elements from which a parameter that every rank would hold whole is a problem: 64 MiB in float32."""
@@ -149,8 +151,10 @@ class Plan:
         if not dist.is_initialized():
             raise MeshparError("no process group is open; wrap the job in `with meshpar.distributed():`")
         spec, layout = self._checked(module, layout, dist.get_world_size())
-        for warning in [text for each in self.passes for text in each.warnings(module, layout, spec)] if dist.get_rank() == 0 else ():
-            log.warning("%s", warning)
+        held = held_mesh(self.passes, spec)
+        for each in self.passes if dist.get_rank() == 0 else ():
+            for warning in each.warnings(module, layout, _seen_by(each, spec, held)):
+                log.warning("%s", warning)
         simulated = runtime.is_simulated()
         kind = device_type or ("cpu" if simulated or dist.get_backend() == "gloo" else default_device_type())
         if not simulated and (lacking := self.machine_problems(kind)):
@@ -161,12 +165,13 @@ class Plan:
             weights = {name: tensor for name, tensor in state(module) if not tensor.is_meta}
             check_equal(weights, dict.fromkeys(weights, [0] * dist.get_world_size()), device, "the weights handed to apply")
         mesh = spec.build(kind)
+        held_on = mesh if held == spec else held.build(kind)
         before = list(module.parameters())
         data_axes = axes_of(self.passes, spec, Role.SAMPLES)
         if data_axes or any(each.stage == Stage.RECOMPUTE for each in self.passes):
-            synchronize_batch_norm(module, mesh, data_axes)
+            synchronize_batch_norm(module, held_on, data_axes)
         applied(module).layout = layout
-        self._run_passes(module, layout, mesh)
+        self._run_passes(module, layout, mesh, held_on)
         if not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
             module.to(device)
         kept = {id(each) for each in module.parameters()}
@@ -175,8 +180,8 @@ class Plan:
         explanation = Explanation(module, str(self), splits_features=splits_features, unit_pass=None if data is None else data.name)
         cycle = Cycle(module, explanation, [each for each in before if id(each) not in kept])
         refuse_copies(module)
-        par = Parallelized(module, mesh, spec, self, layout, device, cycle)
-        same = [axis for axis, size in spec.axes.items() if size > 1 and axis not in data_axes]
+        par = Parallelized(module, mesh, spec, self, layout, device, cycle, held_on=held_on)
+        same = [axis for axis, size in held.axes.items() if size > 1 and axis not in data_axes]
         sequence_parallel = any(each.splits_sequence and any(spec.axes[axis] > 1 for axis in each.axes) for each in self.passes)
         parts, enter = dict([*_parts(module), *find_blocks(module, layout)]), "call the module, or a method by par.register_method(name)"
         if sequence_parallel:
@@ -188,7 +193,10 @@ class Plan:
         cycle.explain_calls(part for part in parts.values() if any(True for _ in part.children()))
         draws = (layout.dropout or draws_random(module)) and not sequence_parallel
         cycle.split_test = par.split_test() if self.verify and not simulated else None
-        cycle.agreement = Agreement(module, mesh, [axis for axis in data_axes if spec.axes[axis] > 1], same, device, draws=draws)
+        reduced = [axis for axis in data_axes if held.axes[axis] > 1]
+        split = {axis: mesh.get_group(axis) for axis in axes_of(self.passes, spec, Role.POSITIONS) if spec.axes[axis] > 1}
+        cycle.splits_positions = bool(split)
+        cycle.agreement = Agreement(module, held_on, reduced, same, split, device, draws=draws)
         return par
 
     def prove(self, module: nn.Module, batch: Any, layout: ModelLayout | None = None, *, world_size: int | None = None) -> Verification:
@@ -217,10 +225,10 @@ class Plan:
                     told = verified(prove(module, partial(_split_copy, each, layout), axis, spec.axes[axis], blocks, batch))
         return told
 
-    def _run_passes(self, module: nn.Module, layout: ModelLayout, mesh: Any) -> None:
+    def _run_passes(self, module: nn.Module, layout: ModelLayout, mesh: Any, held_on: Any) -> None:
         names, ties = [name for name, _ in module.named_parameters()], tied_names(module)
         for each in self.passes:
-            each.apply(module, layout, mesh)
+            each.apply(module, layout, _seen_by(each, mesh, held_on))
             if (now := [name for name, _ in module.named_parameters()]) != names:
                 changed = sorted(set(now) ^ set(names))[:6]
                 raise MeshparError(f"{each.name} changed the names of parameters, which a pass must keep: {changed}")
@@ -238,6 +246,11 @@ class Plan:
         self.check(module, layout, world_size)
         with runtime.simulated(world_size):
             return self.apply(module, layout, device_type="cpu").describe()
+
+
+def _seen_by(each: Pass, mesh: Mesh, held: Mesh) -> Mesh:
+    """Return the mesh that a pass sees: the plan's for one that splits positions, the mesh of parameters for the others."""
+    return mesh if Role.POSITIONS in each.roles.values() else held
 
 
 def _split_copy(each: Pass, layout: ModelLayout, module: nn.Module, mesh: Any, group: Any, rank: int) -> Any:
@@ -313,11 +326,12 @@ def _axis_problems(passes: Sequence[Pass], mesh: MeshSpec) -> Iterator[str]:
                 yield f"axis {axis!r} is claimed by {claimed[axis]} and by {each.name}; keep one of them"
             else:
                 claimed[axis] = each.name
-            if each.roles[axis] in (Role.POSITIONS, Role.LAYERS) and mesh.axes.get(axis, 1) > 1:
-                yield (
-                    f"{each.name} gives axis {axis!r} the role {each.roles[axis].name}, over which nothing sums gradients yet; use an axis "
-                    "of Role.SAMPLES or Role.FEATURES"
-                )
+            if each.roles[axis] == Role.LAYERS and mesh.axes.get(axis, 1) > 1:
+                yield f"{each.name} gives axis {axis!r} the role LAYERS, for which there are no stages yet; use an axis of another role"
+    try:
+        held_mesh(passes, mesh)
+    except MeshError as error:
+        yield str(error)
     for axis, size in mesh.axes.items():
         if size > 1 and axis not in claimed:
             yield (
@@ -340,8 +354,10 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
         yield f"the module is parallelized already ({split[0]} is a DTensor); apply a plan once, to a module as it was built"
         return
     ready = [each for each in passes if all(axis in mesh.axes for axis in each.axes)]
-    for each in ready:
-        yield from each.problems(module, layout, mesh)
+    with suppress(MeshError):  # which _axis_problems tells
+        held = held_mesh(passes, mesh)
+        for each in ready:
+            yield from each.problems(module, layout, _seen_by(each, mesh, held))
     for group in layout.tied:
         absent = [name for name in group if name not in parameters]
         if absent:

@@ -11,7 +11,19 @@ import torch
 import torch.distributed as dist
 from models_for_parity import VOCAB, transformer
 
-from meshpar import FullyShard, MeshparError, Pass, Plan, PlanError, forecast, registry
+from meshpar import (
+    ActivationCheckpoint,
+    FullyShard,
+    HybridShard,
+    MeshparError,
+    Pass,
+    Plan,
+    PlanError,
+    Replicate,
+    TensorParallel,
+    forecast,
+    registry,
+)
 from meshpar.forecasting import Batch
 from meshpar.testing import assert_parity, on_ranks, token_steps
 
@@ -94,6 +106,59 @@ def split_and_kept_on_the_host():
         par.module(input_ids=torch.full((1, 4), dist.get_rank()))
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_strangers_split_of_positions_equals_one_process(stranger, ranks):
+    on_ranks(ranks)(split_by_positions)()
+
+
+def split_by_positions():
+    registry._found.cache_clear()
+    positions, features = (registry.plugin("meshpar.passes", name)() for name in ("SplitPositions", "SplitFeedForward"))
+    plans = {
+        2: [("dp_shard=1,cp=2", [positions, FullyShard()]), ("dp_replicate=1,cp=2", [positions, Replicate(whole=("norm.weight",))])],
+        4: [
+            ("dp_shard=2,cp=2", [positions, ActivationCheckpoint(), FullyShard()]),
+            ("cp=2,dp_shard=1,tp=2", [positions, features, FullyShard()]),
+        ],
+        8: [
+            ("dp_replicate=2,dp_shard=2,cp=2", [positions, HybridShard()]),
+            ("dp_shard=2,cp=2,tp=2", [positions, TensorParallel(), FullyShard()]),
+        ],
+    }
+    for mesh, passes in plans[dist.get_world_size()]:
+        par = assert_parity(transformer, mesh, passes, token_steps(VOCAB, parts=4))
+        par.check_replicas()
+        par.manual_seed(1)
+        drawn = whole_of(torch.rand(1))
+        assert len(set(drawn)) == par.loss_size, "ranks with other samples or positions draw differently, the ranks of tp alike"
+
+
+def test_what_splits_positions_is_told_what_it_needs(stranger):
+    split_wrongly()
+
+
+@on_ranks(2)
+def split_wrongly():
+    registry._found.cache_clear()
+    positions = registry.plugin("meshpar.passes", "SplitPositions")()
+    with pytest.raises(PlanError, match=r"nothing averages gradients over cp; add FullyShard\(\) to the passes and dp_shard=1"):
+        Plan("cp=2", [positions]).check(transformer())
+    par = Plan("dp_shard=1,cp=2", [positions, FullyShard()]).apply(transformer())
+    with pytest.raises(MeshparError, match="ranks of cp split different batches"):
+        par.split(torch.full((1, 6), dist.get_rank()))
+    whole = {"input_ids": torch.arange(12).view(2, 6), "weights": torch.ones(2)}
+    part = par.split(whole)
+    mine = slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
+    assert part["input_ids"].equal(whole["input_ids"][:, mine]) and part["weights"] is whole["weights"]
+    assert part["position_ids"].equal(torch.arange(6)[mine].expand(2, -1))
+    with pytest.raises(MeshparError, match="cp=2 does not divide 5 positions; pad"):
+        par.split(torch.zeros(1, 5))
+    with pytest.raises(MeshparError, match=r"one length along dim 1, got \[4, 6\]"):
+        par.split([torch.zeros(1, 6), torch.zeros(1, 4)])
+    with pytest.raises(MeshparError, match="a model that shifts labels loses one at the end of each part"):
+        par.module(**par.split({"input_ids": whole["input_ids"], "labels": whole["input_ids"]}))
+
+
 def test_a_strangers_split_that_cannot_be_tried_is_said_to_be_untried(stranger, caplog):
     split = registry.plugin("meshpar.passes", "SplitFeedForward")()
     told = Plan("tp=2", [split]).prove(transformer(), {"input_ids": torch.zeros(1, 4, dtype=torch.int64)}, world_size=2)
@@ -113,6 +178,13 @@ def test_a_strangers_passes_are_forecast(stranger):
         model = transformer()
     told = forecast(Plan("dp_shard=4,tp=2", passes), model, Batch(sequence=16, micro_batch=1), hardware="h100")
     assert {event.collective.axis for _, event in told.trace.events() if event.collective} >= {"dp_shard", "tp"}
+    with torch.device("meta"):
+        model = transformer()
+    positions = registry.plugin("meshpar.passes", "SplitPositions")()
+    told = forecast(Plan("dp_shard=2,cp=2", [positions, FullyShard()]), model, Batch(sequence=16, micro_batch=1), hardware="h100")
+    sent = [event.collective for _, event in told.trace.events() if event.collective]
+    assert {(each.axis, each.ranks) for each in sent} == {("cp", 2), ("dp_shard", 4)}, "what is sharded is gathered over positions, too"
+    assert told.trace.tokens * told.trace.data_size == 32
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(fresh_registry):

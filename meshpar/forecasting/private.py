@@ -75,6 +75,9 @@ class Settled:
     def batch(self, inputs: object) -> None:
         """Only the first steps compare batches."""
 
+    def whole(self, batch: object) -> None:
+        """Only the first steps compare batches that are split by positions."""
+
     def unit(self, name: str, trained: str) -> None:
         """Send the marks of a unit, where they are looked at."""
         if self._on_cpu:

@@ -143,7 +143,7 @@ def _step(
     exact: dict[str, int],
 ) -> None:
     scale = par.token_scale(torch.full((), sum(ids.numel() for ids, _ in batches), dtype=torch.float32, device=par.device))
-    for input_ids, labels in par.accumulate(batches):
+    for input_ids, labels in par.accumulate(par.split(pair) for pair in batches):
         recorder.phase("forward")
         value = loss(par.module, input_ids, labels) * scale
         recorder.phase("backward")
@@ -159,7 +159,7 @@ def _step(
 
 def axis_groups(par: Parallelized) -> dict[str, str]:
     """Return the names of the mesh's process groups -> their axes."""
-    return {par.mesh.get_group(axis).group_name: axis for axis in par.mesh.mesh_dim_names or ()}
+    return {group.group_name: axis for axis, group in par.groups()}
 
 
 def _hold_state(

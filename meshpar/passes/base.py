@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshpar.errors import MeshError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.patterns import find_modules, is_called, nearest
@@ -33,7 +35,8 @@ class Role(enum.Enum):
     """What differs between the ranks of an axis. The core derives batches, seeds, reductions and checks from the roles.
 
     - ``SAMPLES``: each rank gets different samples; gradients are averaged over the axis, and random state differs.
-    - ``POSITIONS``: each rank gets the same samples, at different positions of the sequence.
+    - ``POSITIONS``: each rank gets different positions of the same samples, from :meth:`meshpar.Parallelized.split`. Gradients are
+      averaged over the axis, and random state differs.
     - ``FEATURES``: each rank gets the same samples and computes a different part of a layer; random state agrees where activations are
       whole, and a parameter that every rank keeps whole must get one gradient.
     - ``LAYERS``: each rank computes different layers.
@@ -110,9 +113,23 @@ class Pass:
         Args:
             module: the model.
             layout: its description.
-            mesh: has the plan's axes by name.
+            mesh: has the plan's axes by name. Only a pass with a ``POSITIONS`` axis sees such axes: for the others they are a part of the
+                data axis before them, so that what holds parameters on that axis also averages gradients over positions.
         """
         raise NotImplementedError
+
+    def positions(self, length: int, size: int, index: int) -> Tensor:
+        """Return the positions of a sequence that one rank of a ``POSITIONS`` axis gets, (``length`` / ``size``) int64, in its order.
+
+        By default the ranks get consecutive parts. Every position belongs to one rank, and all ranks get the same number.
+
+        Args:
+            length: of the whole sequence, a multiple of ``size``.
+            size: number of ranks.
+            index: of the rank, from 0.
+        """
+        part = length // size
+        return torch.arange(index * part, (index + 1) * part)
 
     def split(self, module: nn.Module, layout: ModelLayout, axis: DeviceMesh, group: Any, rank: int) -> Any:
         """Do what ``apply`` does for one simulated ``rank`` of a ``FEATURES`` axis, with collectives on ``group``.
@@ -127,6 +144,23 @@ def axes_of(passes: Iterable[Pass], mesh: MeshSpec, *roles: Role) -> tuple[str, 
     """Return the axes of a resolved mesh, outermost first, to which a pass gives one of these roles."""
     claimed = {axis for each in passes for axis, role in each.roles.items() if role in roles}
     return tuple(axis for axis in mesh.axes if axis in claimed)
+
+
+def held_mesh(passes: Iterable[Pass], mesh: MeshSpec) -> MeshSpec:
+    """Return the mesh over which parameters are held: axes of positions are a part of the data axis before them.
+
+    Raises:
+        MeshError: no pass holds parameters over data axes, or the axes are apart.
+    """
+    passes = list(passes)
+    positions = [axis for axis in axes_of(passes, mesh, Role.POSITIONS) if mesh.axes[axis] > 1]
+    if not positions:
+        return mesh
+    data = axes_of([each for each in passes if each.stage == Stage.DATA], mesh, Role.SAMPLES)
+    if not data:
+        axes = ", ".join(positions)
+        raise MeshError(f"nothing averages gradients over {axes}; add FullyShard() to the passes and dp_shard=1 to the mesh")
+    return mesh.folded(data[-1], positions)
 
 
 def find_blocks(module: nn.Module, layout: ModelLayout, override: tuple[str, ...] | None = None) -> list[tuple[str, nn.Module]]:

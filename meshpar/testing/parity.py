@@ -45,7 +45,8 @@ LossSum = Callable[[nn.Module, Any], tuple[Tensor, int]]
 def token_loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
     """Return the summed token loss of ``{"input_ids": (B, L), "labels": (B, L) aligned, -100 = not counted}`` and the tokens counted."""
     labels = batch["labels"]
-    return token_loss(model(input_ids=batch["input_ids"]).logits, labels, reduction="sum"), int((labels != IGNORE_INDEX).sum())
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return token_loss(model(**inputs).logits, labels, reduction="sum"), int((labels != IGNORE_INDEX).sum())
 
 
 def train_steps(
@@ -77,7 +78,8 @@ def train_steps(
     record = Record()
     optimizer = optimizer or torch.optim.AdamW(par.module.parameters(), lr=lr, eps=eps, weight_decay=0.01)
     for number, micro_batches in enumerate(steps):
-        mine = [[batch for place, batch in enumerate(micro) if place % par.data_size == par.data_rank] for micro in micro_batches]
+        places = range(par.data_rank, max(map(len, micro_batches)), par.data_size)
+        mine = [[par.split(micro[place]) for place in places if place < len(micro)] for micro in micro_batches]
         scale = par.token_scale(sum(_count(batch) for micro in mine for batch in micro))
         total = torch.zeros((), device=par.device)
         for micro in par.accumulate(mine):
@@ -88,7 +90,7 @@ def train_steps(
         if number == 0:
             record.gradients = {name: whole(p.grad) for name, p in par.module.named_parameters() if p.grad is not None}
         record.norms.append(float(par.clip_grad_norm_(max_norm)))
-        record.losses.append(float(par.data_sum(total.clone()) / par.data_size))
+        record.losses.append(float(par.data_sum(total.clone()) / par.loss_size))
         optimizer.step()
         optimizer.zero_grad()
     record.weights = {name: whole(parameter) for name, parameter in par.module.named_parameters()}

@@ -101,6 +101,9 @@ def teacher_problems(plan: Plan, teacher: nn.Module, student_plan: Plan, world_s
     """
     spec = plan.check(teacher, world_size=world_size)
     seen = student_plan.resolve(world_size)
+    if split := [axis for axis in axes_of(student_plan.passes, seen, Role.POSITIONS) if seen.axes[axis] > 1]:
+        yield f"the student's mesh splits positions over {', '.join(split)}, which the teacher would see as whole texts; leave the axis out"
+        return
     for group in _together(spec, axes_of(plan.passes, spec, Role.SAMPLES)):
         batches = {_data_place(seen, rank, axes_of(student_plan.passes, seen, Role.SAMPLES)) for rank in group}
         if len(batches) > 1:

@@ -82,6 +82,12 @@ class Trainer:
         own = {id(parameter) for parameter in par.module.parameters()}
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
             raise MeshparError("the optimizer holds parameters that the module no longer has; build it after plan.apply and materialize")
+        kind = getattr(objective, "examples", "tokens")
+        if par.loss_size > par.data_size and kind != "tokens":
+            raise MeshparError(
+                f"{type(objective).__name__} takes {kind}, whose loss is not a sum over positions, and the plan splits positions; use "
+                "CausalLM(), or a mesh without that axis"
+            )
         self.par, self.objective, self.data, self.optimizer = par, objective, data, optimizer
         self.schedule, self.settings, self.validation = schedule, settings, validation
         self.checkpointer, self.reporters, self.scaler = checkpointer, tuple(reporters), scaler
@@ -161,6 +167,7 @@ class Trainer:
         self.validation.restart()
         with torch.no_grad(), self._meter.paused():
             for batch in chain.from_iterable(islice(self.validation.one_epoch(), self.settings.validate_steps)):
+                batch = self.par.split(batch)
                 loss_sum, _, more = self.objective.loss(module, self._on_device(batch))
                 self.validated += 1
                 tokens += self.objective.tokens(batch)
@@ -174,6 +181,7 @@ class Trainer:
     def _train_step(self, micro_batches: list[TensorBatch]) -> None:
         par, optimizer = self.par, self.optimizer
         par.manual_seed(mix(self.settings.seed, self.step))
+        micro_batches = [par.split(batch) for batch in micro_batches]
         tokens = sum(self.objective.tokens(batch) for batch in micro_batches)
         # full: a tensor made of a Python number on a GPU would wait for it
         token_scale = par.begin_token_scale(torch.full((), tokens, dtype=torch.float32, device=par.device))

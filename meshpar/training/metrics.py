@@ -41,9 +41,9 @@ class Mesh(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
-    def data_rank(self) -> int: ...
+    def loss_rank(self) -> int: ...
     @property
-    def data_size(self) -> int: ...
+    def loss_size(self) -> int: ...
 
     def data_sum(self, values: torch.Tensor) -> torch.Tensor: ...
 
@@ -95,11 +95,11 @@ class Meter:
             more: scalars that are equal on every rank, to read with the sums.
         """
         par, names = self._par, list(self._sums)
-        vector = torch.zeros(1 + len(names) + par.data_size, dtype=self._dtype, device=par.device)
+        vector = torch.zeros(1 + len(names) + par.loss_size, dtype=self._dtype, device=par.device)
         vector[0] = self._tokens
         for place, name in enumerate(names, 1):
             vector[place] = self._sums[name]
-        vector[1 + len(names) + par.data_rank] = peak_memory(par.device)
+        vector[1 + len(names) + par.loss_rank] = peak_memory(par.device)
         joined = torch.cat([par.data_sum(vector), *(value.reshape(1).to(self._dtype) for value in more)])
         self._tokens, self._sums = 0, {}
         return Reading(self, names, to_host(joined), len(more))

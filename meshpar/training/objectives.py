@@ -63,7 +63,7 @@ class CausalLM:
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the summed cross entropy in float32, of plain or vocabulary-sharded logits."""
-        labels, inputs = batch["labels"], {"input_ids": batch["input_ids"]}
+        labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
         chunk = chunk_for(model, batch) if self.chunk is None else self.chunk
         if chunk:
             loss = chunked_token_loss(model, inputs, labels, chunk=chunk, reduction="sum")

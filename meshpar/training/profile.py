@@ -66,7 +66,7 @@ class Profiled:
         finally:
             if tracer is not None:
                 tracer.stop()
-        axes = {_torch.group_title(self._par.mesh.get_group(axis)): axis for axis in self._par.spec.axes}
+        axes = {_torch.group_title(group): axis for axis, group in self._par.groups()}
         threads = {number: axes.get(title, "") for number, title in _torch.gloo_threads().items()}
         ranks: list[Any] = [None] * dist.get_world_size()
         mine = {"seconds": seconds / STEPS, "data": self._waited / STEPS, "memory": float(peak_memory(device))}

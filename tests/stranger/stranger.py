@@ -1,6 +1,7 @@
 """Passes from another package."""
 
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_gather_tensor, all_gather_tensor_autograd
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -59,3 +60,25 @@ class HostShard(Pass):
     def apply(self, module, layout, mesh):
         for child in [*module.layers, module]:
             fully_shard(child, mesh=mesh["dp_shard"], offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+class SplitPositions(Pass):
+    """Give each rank a part of the sequence, and gather the whole sequence around attention."""
+
+    name, stage, roles = "SplitPositions", Stage.TENSOR, {"cp": Role.POSITIONS}
+
+    def problems(self, module, layout, mesh):
+        if not any(name.endswith(".attn") for name, _ in module.named_modules()):
+            yield "SplitPositions gathers around modules named 'attn', and the model has none"
+
+    def apply(self, module, layout, mesh):
+        group = mesh.get_group("cp")
+        for name, child in module.named_modules():
+            if name.endswith(".attn"):
+                child.register_forward_pre_hook(lambda module, args: tuple(self.gathered(each, group) for each in args))
+                child.register_forward_hook(lambda module, args, output: output.chunk(group.size(), 1)[group.rank()])
+
+    def gathered(self, part, group):
+        if part.is_floating_point():
+            return all_gather_tensor_autograd(part.contiguous(), 1, group)
+        return all_gather_tensor(part.contiguous(), 1, group)
