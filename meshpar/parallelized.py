@@ -33,7 +33,7 @@ from meshpar.verify import SplitTest, Verification, call, verified
 from meshpar.weights import WeightSource
 
 Micro = TypeVar("Micro")
-Batch = TypeVar("Batch")
+Values = TypeVar("Values")
 
 
 class Planned(Protocol):
@@ -111,7 +111,7 @@ class Parallelized:
         for mesh in (self.mesh,) if self._held_on is self.mesh else (self.mesh, self._held_on):
             yield from ((axis, mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ())
 
-    def split(self, batch: Batch, dim: int = 1) -> Batch:
+    def split(self, batch: Values, dim: int = 1) -> Values:
         """Return this rank's positions of a batch, where a pass splits positions; else the batch itself.
 
         Every tensor with a ``dim`` is split along it, in mappings, lists and tuples, too. A mapping for a model that takes

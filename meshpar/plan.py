@@ -35,7 +35,7 @@ from meshpar.replicas import check_equal
 from meshpar.verify import Verification, verified
 
 log = logging.getLogger(__name__)
-Mesh = TypeVar("Mesh")
+AnyMesh = TypeVar("AnyMesh")
 
 LARGE_PARAMETER = 1 << 24
 """Elements from which a parameter that every rank would hold whole is a problem: 64 MiB in float32."""
@@ -248,7 +248,7 @@ class Plan:
             return self.apply(module, layout, device_type="cpu").describe()
 
 
-def _seen_by(each: Pass, mesh: Mesh, held: Mesh) -> Mesh:
+def _seen_by(each: Pass, mesh: AnyMesh, held: AnyMesh) -> AnyMesh:
     """Return the mesh that a pass sees: the plan's for one that splits positions, the mesh of parameters for the others."""
     return mesh if Role.POSITIONS in each.roles.values() else held
 
