@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ from meshpar import (
     forecast,
     registry,
 )
-from meshpar.forecasting import Batch
+from meshpar.forecasting import Batch, Hardware
+from meshpar.forecasting.search import search
 from meshpar.testing import assert_parity, on_ranks, token_steps
 
 STRANGER = Path(__file__).parent / "stranger"
@@ -185,6 +187,39 @@ def test_a_strangers_passes_are_forecast(stranger):
     sent = [event.collective for _, event in told.trace.events() if event.collective]
     assert {(each.axis, each.ranks) for each in sent} == {("cp", 2), ("dp_shard", 4)}, "what is sharded is gathered over positions, too"
     assert told.trace.tokens * told.trace.data_size == 32
+
+
+BOTH = {"dp_replicate=2,dp_shard=2,cp=2", "dp_shard=4,cp=2", "dp_replicate=2,dp_shard=1,cp=2,tp=2", "dp_shard=2,cp=2,tp=2"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "names", "expected"),
+    [
+        ("dp_shard=2,cp=2", ("SplitPositions",), BOTH),
+        ("dp_shard=4,tp=2", ("SplitFeedForward", "HostShard"), {"dp_shard=8", "dp_shard=4,tp=2"}),
+    ],
+)
+def test_a_search_keeps_a_strangers_passes(stranger, mesh, names, expected):
+    passes = [registry.plugin("meshpar.passes", name)() for name in names]
+    with torch.device("meta"):
+        model = transformer(layers=4)
+    hardware = replace(Hardware.load("h100"), node=2)
+    found = search(
+        model,
+        model.meshpar_layout(),
+        Batch(sequence=16, micro_batch=1),
+        hardware,
+        8,
+        plan=Plan(mesh, passes),
+        recompute=["none"],
+        micro_batches=[1],
+        top=2,
+    )
+    assert {str(each.settings.mesh()) for each in found.fitting} == expected
+    for each in found.fitting:
+        used = {axis for one in each.settings.passes() for axis in one.axes}
+        assert used == set(each.settings.mesh().axes), f"{each.settings}: every axis has its pass"
+        assert {one.name for one in each.settings.passes()} >= {one.name for one in passes if "tp" not in one.axes}
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(fresh_registry):

@@ -85,8 +85,7 @@ def _forecasts(
             if each is plan or len(plain.passes) < len(plan.passes)
         ]
         return made[:1], None, made[1] if len(made) > 1 else None
-    compiled = any("Compile" in written for written in recipe.passes)
-    ranking = search_plans(model, layout_for(model), batch, profile, ranks, compiled=compiled)
+    ranking = search_plans(model, layout_for(model), batch, profile, ranks, plan=build.plan_of(recipe))
     if not ranking.best:
         nearest = min(ranking.out, key=lambda each: each.peak or float("inf"))
         raise MeshparError(f"nothing fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; use more nodes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -19,11 +20,13 @@ from meshpar.forecasting.step import Batch
 from meshpar.forecasting.trace import Collective, Event, Phase, Trace
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
-from meshpar.passes import ActivationCheckpoint, Compile, FullyShard, HybridShard, Pass, TensorParallel
+from meshpar.passes import ActivationCheckpoint, FullyShard, HybridShard, Pass, Replicate, TensorParallel
 from meshpar.plan import Plan
 
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
+VARIED = (TensorParallel, ActivationCheckpoint, FullyShard, HybridShard, Replicate)
+"""The passes that a search chooses itself, with their options."""
 
 
 @final
@@ -36,6 +39,8 @@ class Settings:
         reshard: free gathered parameters after forward.
         recompute: ``none``, ``selective`` or ``full``.
         micro_batch: samples in one forward pass.
+        beside: passes that are not varied.
+        fixed: sizes of their axes that are not varied.
     """
 
     replicas: int
@@ -44,21 +49,26 @@ class Settings:
     reshard: bool
     recompute: str
     micro_batch: int
+    beside: tuple[Pass, ...]
+    fixed: Mapping[str, int]
 
     def mesh(self) -> MeshSpec:
         """Return the mesh, without axes of size 1 other than ``dp_shard``."""
         axes = {"dp_replicate": self.replicas, "dp_shard": self.shards, "tp": self.tp}
-        return MeshSpec({name: size for name, size in axes.items() if size > 1 or name == "dp_shard"})
+        return MeshSpec({name: size for name, size in axes.items() if size > 1 or name == "dp_shard"} | dict(self.fixed))
 
-    def passes(self, compiled: bool) -> list[Pass]:
-        """Return the passes, computing in bfloat16 on float32 parameters."""
-        passes: list[Pass] = [TensorParallel(sequence_parallel=True, loss_parallel=True)] if self.tp > 1 else []
+    def passes(self) -> list[Pass]:
+        """Return the passes in their order, computing in bfloat16 on float32 parameters."""
+        claimed = _claimed(self.beside)
+        passes: list[Pass] = [each for each in self.beside if self.tp > 1 or "tp" not in each.axes]
+        if self.tp > 1 and "tp" not in claimed:
+            passes.append(TensorParallel(sequence_parallel=True, loss_parallel=True))
         if self.recompute != "none":
             passes.append(ActivationCheckpoint(mode="full" if self.recompute == "full" else "selective"))
-        if compiled:
-            passes.append(Compile())
-        sharding = HybridShard if self.replicas > 1 else FullyShard
-        return [*passes, sharding(reshard_after_forward=self.reshard, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)]
+        if "dp_shard" not in claimed:
+            sharding = HybridShard if self.replicas > 1 else FullyShard
+            passes.append(sharding(reshard_after_forward=self.reshard, param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+        return sorted(passes, key=lambda each: each.stage)
 
     def __str__(self) -> str:
         kept = "" if self.reshard else ", parameters kept gathered"
@@ -107,7 +117,9 @@ def search(
     hardware: Hardware,
     world_size: int,
     *,
-    compiled: bool = False,
+    plan: Plan | None = None,
+    recompute: Sequence[str] = RECOMPUTE,
+    micro_batches: Sequence[int] = MICRO_BATCHES,
     top: int = 3,
     workers: int = 2,
 ) -> Ranking:
@@ -122,91 +134,148 @@ def search(
         batch: of a data rank; its micro-batch is varied.
         hardware: the profile.
         world_size: number of ranks; whole nodes.
-        compiled: blocks are compiled.
+        plan: has passes that every candidate keeps: those that compile, change the precision, or come from another package. An axis that
+            only these claim keeps its size.
+        recompute: ways of recomputation to try, of ``none``, ``selective`` and ``full``.
+        micro_batches: numbers of samples in one forward to try.
         top: how many of the best are replayed exactly; the very best at its full depth.
         workers: processes that simulate.
 
     Raises:
         MeshparError: no mesh is legal, or the model's blocks are not alike.
     """
+    beside = tuple(each for each in (() if plan is None else plan.passes) if not isinstance(each, VARIED))
+    fixed = {
+        axis: size for axis, size in _sizes(plan).items() if axis in _claimed(beside) and axis not in ("dp_replicate", "dp_shard", "tp")
+    }
+    asked = _Asked(
+        model=model,
+        layout=layout,
+        batch=batch,
+        hardware=hardware,
+        world_size=world_size // math.prod(fixed.values()),
+        beside=beside,
+        fixed=fixed,
+    )
     _, depth = like_blocks(model, layout)
-    degrees, refused = _degrees(model, layout, hardware, world_size)
+    degrees, refused = _degrees(asked)
     if not degrees:
         raise MeshparError("no mesh is legal: " + "; ".join(each.problem for each in refused))
-    families = [(tp, recompute, reshard) for tp in degrees for recompute in RECOMPUTE for reshard in (True, False)]
-    jobs = [_job(model, layout, batch, hardware, world_size, compiled, family, size) for family in families for size in (1, 2)]
-    pairs = [probes(job, layout) for job in jobs]
+    reshards = (True,) if "dp_shard" in _claimed(beside) else (True, False)
+    families = [(tp, way, reshard) for tp in degrees for way in recompute for reshard in reshards]
+    pairs = [probes(_typical(asked, family, size), layout) for family in families for size in (1, 2)]
     if any(len(pair) != 2 for pair in pairs):
         raise MeshparError(f"a model of {depth} blocks has none to spare for probes; forecast its plans one by one")
     traces = simulate([job for pair in pairs for job in pair], workers=workers)
     candidates: list[Candidate] = []
     for place, family in enumerate(families):
         few, more, few_two, more_two = traces[4 * place : 4 * place + 4]
-        for size in MICRO_BATCHES:
-            grown = (few, more) if size == 1 else (widened(few, few_two, size), widened(more, more_two, size))
-            candidates += _estimates(grown, depth, family, size, hardware, world_size)
+        known = {1: (few, more), 2: (few_two, more_two)}
+        for size in micro_batches:
+            if size not in known:
+                try:
+                    known[size] = widened(few, few_two, size), widened(more, more_two, size)
+                except MeshparError:  # a pass does other things with one sample than with two
+                    first, second = simulate(probes(_typical(asked, family, size), layout), workers=workers)
+                    known[size] = first, second
+            candidates += _estimates(asked, known[size], depth, family, size)
     fits = sorted((each for each in candidates if not each.problem), key=lambda each: -each.tokens_per_second)
     out = [*refused, *(each for each in candidates if each.problem)]
-    chosen = [_chosen(model, layout, batch, hardware, world_size, compiled, each.settings) for each in fits[:top]]
+    chosen = [_simulation(asked, each.settings, ranks_per_node=hardware.node) for each in fits[:top]]
     best = sorted(_replayed(chosen, layout, hardware, workers), key=lambda each: (not each.fits, -each.cost.tokens_per_second))
     return Ranking(best=tuple(best), fitting=tuple(fits), out=tuple(out))
 
 
-def _degrees(model: nn.Module, layout: ModelLayout, hardware: Hardware, world_size: int) -> tuple[list[int], list[Candidate]]:
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What a search is asked for: the arguments of :func:`search`, and ``world_size`` without the axes that are ``fixed``."""
+
+    model: nn.Module
+    layout: ModelLayout
+    batch: Batch
+    hardware: Hardware
+    world_size: int
+    beside: tuple[Pass, ...]
+    fixed: Mapping[str, int]
+
+    def settings(self, tp: int, recompute: str, reshard: bool, *, replicas: int, shards: int, micro_batch: int) -> Settings:
+        return Settings(
+            replicas=replicas,
+            shards=shards,
+            tp=tp,
+            reshard=reshard,
+            recompute=recompute,
+            micro_batch=micro_batch,
+            beside=self.beside,
+            fixed=self.fixed,
+        )
+
+    @property
+    def replicates(self) -> bool:
+        """Whether the pass that shards parameters also takes ``dp_replicate``."""
+        claimed = _claimed(self.beside)
+        return "dp_shard" not in claimed or "dp_replicate" in claimed
+
+
+def _claimed(passes: Sequence[Pass]) -> set[str]:
+    return {axis for each in passes for axis in each.axes}
+
+
+def _sizes(plan: Plan | None) -> Mapping[str, int]:
+    return plan.mesh.axes if plan is not None and isinstance(plan.mesh, MeshSpec) else {}
+
+
+def _degrees(asked: _Asked) -> tuple[list[int], list[Candidate]]:
     """Return the degrees of tensor parallelism that the model and the ranks allow, and why not the others."""
     legal, refused = [], []
-    for tp in (size for size in range(1, hardware.node + 1) if hardware.node % size == 0):
-        settings = Settings(replicas=1, shards=max(1, world_size // tp), tp=tp, reshard=True, recompute="none", micro_batch=1)
+    for tp in (size for size in range(1, asked.hardware.node + 1) if asked.hardware.node % size == 0):
+        settings = asked.settings(tp, "none", True, replicas=1, shards=max(1, asked.world_size // tp), micro_batch=1)
         try:
-            Plan(settings.mesh(), settings.passes(False)).check(model, layout, world_size)
+            Plan(settings.mesh(), settings.passes()).check(asked.model, asked.layout, asked.world_size * math.prod(asked.fixed.values()))
             legal.append(tp)
         except PlanError as error:
             refused.append(Candidate(settings=settings, tokens_per_second=0.0, peak=0, problem="; ".join(error.problems)))
     return legal, refused
 
 
-def _job(
-    model: nn.Module,
-    layout: ModelLayout,
-    batch: Batch,
-    hardware: Hardware,
-    world_size: int,
-    compiled: bool,
-    family: tuple[int, str, bool],
-    size: int,
-) -> Simulation:
-    """Return the job that stands for a family: with replicas, so that their reductions are in the trace."""
-    tp, recompute, reshard = family
-    ranks = world_size // tp
-    replicas = 2 if ranks % 2 == 0 and ranks > 2 else 1
-    settings = Settings(replicas=replicas, shards=ranks // replicas, tp=tp, reshard=reshard, recompute=recompute, micro_batch=size)
+def _simulation(asked: _Asked, settings: Settings, *, ranks_per_node: int | None = None) -> Simulation:
     return Simulation(
-        plan=Plan(settings.mesh(), settings.passes(compiled)),
-        model=model,
-        layout=layout,
-        batch=replace(batch, micro_batch=size),
-        world_size=world_size,
+        plan=Plan(MeshSpec(settings.mesh().axes, ranks_per_node=ranks_per_node), settings.passes()),
+        model=asked.model,
+        layout=asked.layout,
+        batch=replace(asked.batch, micro_batch=settings.micro_batch),
+        world_size=settings.mesh().size,
     )
 
 
-def _splits(ranks: int, tp: int, node: int) -> Iterator[tuple[int, int]]:
+def _typical(asked: _Asked, family: tuple[int, str, bool], size: int) -> Simulation:
+    """Return the job that stands for a family: with replicas where there can be any, so that their reductions are in the trace."""
+    ranks = asked.world_size // family[0]
+    replicas = 2 if asked.replicates and ranks % 2 == 0 and ranks > 2 else 1
+    return _simulation(asked, asked.settings(*family, replicas=replicas, shards=ranks // replicas, micro_batch=size))
+
+
+def _splits(asked: _Asked, tp: int) -> Iterator[tuple[int, int]]:
     """Yield (replicas, shards): shards from what tp leaves of a node up to all, by factors of two."""
-    shards = max(1, min(ranks, node // tp))
+    ranks = asked.world_size // tp
+    shards = max(1, min(ranks, asked.hardware.node // tp)) if asked.replicates else ranks
     while shards <= ranks:
         if ranks % shards == 0:
             yield ranks // shards, shards
         shards *= 2
 
 
-def _estimates(
-    pair: tuple[Trace, Trace], depth: int, family: tuple[int, str, bool], size: int, hardware: Hardware, world_size: int
-) -> Iterator[Candidate]:
-    tp, recompute, reshard = family
-    memory = deepened(*pair, depth).memory()
+def _estimates(asked: _Asked, pair: tuple[Trace, Trace], depth: int, family: tuple[int, str, bool], size: int) -> Iterator[Candidate]:
+    try:
+        memory = deepened(*pair, depth).memory()
+    except MeshparError:  # what the blocks add stands in several places of the step
+        (whole,) = simulate([_typical(asked, family, size)], workers=1)
+        pair, memory = (whole, whole), whole.memory()
     shards_then = pair[0].axes["dp_shard"]
-    room = int(hardware.memory - hardware.reserved)
-    for replicas, shards in _splits(world_size // tp, tp, hardware.node):
-        settings = Settings(replicas=replicas, shards=shards, tp=tp, reshard=reshard, recompute=recompute, micro_batch=size)
+    room = int(asked.hardware.memory - asked.hardware.reserved)
+    for replicas, shards in _splits(asked, family[0]):
+        settings = asked.settings(*family, replicas=replicas, shards=shards, micro_batch=size)
         split = sum(memory.held.get(name, 0) for name in ("parameters", "gradients", "optimizer"))
         peak = memory.peak - split + split * shards_then // shards
         if peak > room:
@@ -215,44 +284,30 @@ def _estimates(
             problem = f"needs {peak / 2**30:.0f} GiB of {room / 2**30:.0f}, most of it {most}"
             yield Candidate(settings=settings, tokens_per_second=0.0, peak=peak, problem=problem)
             continue
-        few, more = (cost(_on_mesh(trace, replicas, shards), hardware).seconds for trace in pair)
-        seconds = more + (depth - pair[1].depth) * (more - few) / (pair[1].depth - pair[0].depth)
-        yield Candidate(settings=settings, tokens_per_second=pair[0].tokens * world_size // tp / seconds, peak=peak)
+        few, more = (cost(_on_mesh(trace, replicas, shards), asked.hardware).seconds for trace in pair)
+        seconds = more + (depth - pair[1].depth) * (more - few) / max(1, pair[1].depth - pair[0].depth)
+        yield Candidate(settings=settings, tokens_per_second=pair[0].tokens * replicas * shards / seconds, peak=peak)
 
 
 def _on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:
     """Return the trace with its data axes cut another way: groups of other sizes, other strides, shards of other sizes."""
-    then, tp = trace.axes["dp_shard"], trace.axes.get("tp", 1)
+    then = trace.axes["dp_shard"]
     known: dict[Collective, Collective] = {}
 
     def moved(event: Event) -> Event:
         sent = event.collective
-        if sent is None or sent.axis == "tp":
+        if sent is None or sent.axis not in ("dp_replicate", "dp_shard"):
             return event
         if sent not in known:
             if sent.axis == "dp_shard":
-                known[sent] = replace(sent, ranks=shards, stride=tp)
+                known[sent] = replace(sent, ranks=sent.ranks // then * shards)
             else:
                 size = sent.size * then // shards if sent.size > 1024 else sent.size
-                known[sent] = replace(sent, ranks=replicas, stride=tp * shards, size=size)
+                known[sent] = replace(sent, ranks=replicas, stride=sent.stride // then * shards, size=size)
         return replace(event, collective=known[sent])
 
     phases = tuple(Phase(name=phase.name, events=tuple(map(moved, phase.events))) for phase in trace.phases)
-    axes: Mapping[str, int] = {"dp_replicate": replicas, "dp_shard": shards, "tp": tp}
-    return replace(trace, axes=axes, phases=phases)
-
-
-def _chosen(
-    model: nn.Module, layout: ModelLayout, batch: Batch, hardware: Hardware, world_size: int, compiled: bool, settings: Settings
-) -> Simulation:
-    spec = MeshSpec(settings.mesh().axes, ranks_per_node=hardware.node)
-    return Simulation(
-        plan=Plan(spec, settings.passes(compiled)),
-        model=model,
-        layout=layout,
-        batch=replace(batch, micro_batch=settings.micro_batch),
-        world_size=world_size,
-    )
+    return replace(trace, axes=dict(trace.axes) | {"dp_replicate": replicas, "dp_shard": shards}, phases=phases)
 
 
 def _replayed(chosen: Sequence[Simulation], layout: ModelLayout, hardware: Hardware, workers: int) -> Iterator[Forecast]:
@@ -261,7 +316,10 @@ def _replayed(chosen: Sequence[Simulation], layout: ModelLayout, hardware: Hardw
     traces = iter(simulate(jobs, workers=workers))
     _, depth = like_blocks(chosen[0].model, layout) if chosen else ("", 0)
     for place, job in enumerate(chosen):
-        trace = next(traces) if place == 0 else deepened(next(traces), next(traces), depth)
+        try:
+            trace = next(traces) if place == 0 else deepened(next(traces), next(traces), depth)
+        except MeshparError:
+            (trace,) = simulate([job], workers=1)
         yield evaluated(trace, hardware, job, "all" if place == 0 else "probes")
 
 
