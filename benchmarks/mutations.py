@@ -111,9 +111,7 @@ def survives(mutation: Mutation, copy: Path) -> bool:
 def checkout(folder: Path) -> Path:
     """Return a copy of this checkout in ``folder`` whose tests import the copy."""
     copy = folder / "checkout"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", "runs"))
-    for name in ("models", "checkpoints", "launchers"):
-        (copy / "meshpar" / name).symlink_to(copy / name)
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", "runs"))
     (copy / "conftest.py").write_text("import sys\nsys.path.insert(0, __file__.rpartition('/')[0])\n")
     return copy
 
