@@ -19,7 +19,7 @@ from meshpar.checkpoints.files import Box, ReadFile, inside
 from meshpar.checkpoints.pickles import PickledObject, read_metadata
 from meshpar.errors import CheckpointError, brief
 from meshpar.patterns import nearest
-from meshpar.views import Spans, spans_of
+from meshpar.weights.views import Spans, spans_of
 
 METADATA_NAME = ".metadata"
 

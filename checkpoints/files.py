@@ -17,7 +17,7 @@ from typing import final
 import torch
 
 from meshpar.errors import CheckpointError
-from meshpar.views import Spans
+from meshpar.weights.views import Spans
 
 TILE_BYTES = 4 << 20  # of tensors that are rearranged
 BLOCK_BYTES = 512 << 10  # of bytes that go through as they are: stays in a core's cache, and larger writes, for which the kernel looks for

@@ -18,7 +18,7 @@ from meshpar.checkpoints.copying import Piece
 from meshpar.checkpoints.files import ALIGNMENT, Box, ReadFile, inside
 from meshpar.errors import CheckpointError, brief
 from meshpar.patterns import nearest
-from meshpar.views import spans_of
+from meshpar.weights.views import spans_of
 
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {

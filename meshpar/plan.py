@@ -16,13 +16,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshpar import registry, runtime
-from meshpar.agreement import Agreement
-from meshpar.cycle import Cycle
 from meshpar.description import Description
 from meshpar.errors import LayoutError, MeshError, MeshparError, PlanError
-from meshpar.explain import Explanation
-from meshpar.guards import refuse_copies
-from meshpar.initialize import state, tied_names
+from meshpar.exact.agreement import Agreement
+from meshpar.exact.cycle import Cycle
+from meshpar.exact.explain import Explanation
+from meshpar.exact.guards import refuse_copies
+from meshpar.exact.proving import prove
+from meshpar.exact.verify import Verification, verified
 from meshpar.layout import ModelLayout
 from meshpar.mesh import AUTO, MeshSpec, default_device_type
 from meshpar.parallelized import Parallelized
@@ -30,9 +31,8 @@ from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, axes_of, find_blocks, held_mesh
 from meshpar.passes.batch_norm import batch_norm_problems, synchronize_batch_norm
 from meshpar.passes.random import draws_random
-from meshpar.proving import prove
 from meshpar.replicas import check_equal
-from meshpar.verify import Verification, verified
+from meshpar.state.initialize import state, tied_names
 
 log = logging.getLogger(__name__)
 AnyMesh = TypeVar("AnyMesh")

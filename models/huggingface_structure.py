@@ -10,7 +10,7 @@ from torch import nn
 
 from meshpar.models.huggingface_styles import Heads
 from meshpar.passes.local import features_of
-from meshpar.passes.parts import FeatureTable
+from meshpar.passes.tensor.parts import FeatureTable
 
 _QUERIES = ("q", "query", "q_proj", "q_lin")
 _KEYS = ("k", "key", "k_proj", "k_lin")

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from meshpar.loss import IGNORE_INDEX, token_loss
 from meshpar.mesh import divisors
-from meshpar.passes.collectives import copy_to
-from meshpar.passes.context import Context, Style
 from meshpar.passes.installed import set_attribute, set_forward
-from meshpar.passes.styles import Colwise, Region
+from meshpar.passes.tensor.collectives import copy_to
+from meshpar.passes.tensor.context import Context, Style
+from meshpar.passes.tensor.styles import Colwise, Region
 
 
 @final

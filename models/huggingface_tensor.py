@@ -12,7 +12,7 @@ from meshpar.models.huggingface_structure import structural_table
 from meshpar.models.huggingface_styles import FullPositions, GPT2Attention, LatentKeys, Refused
 from meshpar.models.huggingface_vocabulary import generic, vocabulary_styles
 from meshpar.passes.local import features_of
-from meshpar.passes.parts import Experts, FeatureTable, Parts, Shared
+from meshpar.passes.tensor.parts import Experts, FeatureTable, Parts, Shared
 from meshpar.patterns import find_modules
 
 _OURS: dict[str, Any] = {

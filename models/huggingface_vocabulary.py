@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from meshpar.models.huggingface_styles import Head
-from meshpar.passes.parts import Parts
+from meshpar.passes.tensor.parts import Parts
 
 
 def generic(name: str) -> str:

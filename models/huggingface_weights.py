@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshpar.errors import LayoutError
-from meshpar.initialize import state
 from meshpar.models.huggingface_vocabulary import generic
-from meshpar.rules import Fuse, Rename, Split, Transpose
-from meshpar.stacking import Unstack
-from meshpar.weights import WeightMap
+from meshpar.state.initialize import state
+from meshpar.weights import Fuse, Rename, Split, Transpose, Unstack, WeightMap
 
 
 def weight_map(model: Any) -> WeightMap:

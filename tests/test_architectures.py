@@ -12,13 +12,10 @@ from models_for_parity import VOCAB, transformer
 from torch import nn
 
 from meshpar import FullyShard, Plan, TensorParallel
-from meshpar.agreement import differing_gradients
 from meshpar.checkpoints import Safetensors, export_module
-from meshpar.errors import LayoutError
+from meshpar.exact.agreement import differing_gradients
 from meshpar.registry import layout_for
-from meshpar.stacking import Unstack
 from meshpar.testing import assert_parity, on_ranks, token_steps
-from meshpar.weights import WeightMap
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -126,24 +123,14 @@ def test_ranks_share_key_and_value_heads():
         assert_parity(transformer, "tp=4", passes, token_steps(VOCAB, steps=2, parts=1))
 
 
-def reads_stacks() -> bool:
-    """Tell whether a checkpoint reads back the rule for experts that are stored one by one; the adapter offers it only then."""
-    try:
-        WeightMap.from_json(WeightMap((Unstack("experts", ("expert.0", "expert.1")),)).to_json())
-    except LayoutError:
-        return False
-    return True
-
-
-PUBLISHED = dict.fromkeys(("llama", "gpt2", "gpt_oss", "mamba"), "causal") | {"t5": "seq2seq", "marian": "seq2seq", "bert": "classifier"}
-STACKED = {"qwen3_moe": "causal", "mixtral": "causal"}
-READS_STACKS = reads_stacks()
+PUBLISHED = dict.fromkeys(("llama", "gpt2", "gpt_oss", "mamba", "qwen3_moe", "mixtral"), "causal")
+PUBLISHED |= {"t5": "seq2seq", "marian": "seq2seq", "bert": "classifier"}
 
 
 @on_ranks(4, timeout_s=170)
 def load_and_export_all(root: str) -> None:
     """Load what save_pretrained wrote, each rank its part, and export the models again."""
-    for name, task in (PUBLISHED | (STACKED if READS_STACKS else {})).items():
+    for name, task in PUBLISHED.items():
         with torch.device("meta"):
             model = tiny.tiny_model(name, task)
         split: list[Any] = [] if name == "mamba" else [TensorParallel()]
@@ -155,17 +142,15 @@ def load_and_export_all(root: str) -> None:
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     root = tmp_path_factory.mktemp("published")
-    for name, task in (PUBLISHED | STACKED).items():
+    for name, task in PUBLISHED.items():
         tiny.tiny_model(name, task).save_pretrained(root / name / "theirs")
     load_and_export_all(str(root))
     return root
 
 
-@pytest.mark.parametrize("name", PUBLISHED | STACKED)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_weights_are_loaded_and_exported_as_they_were(published, name):
-    if name in STACKED and not READS_STACKS:
-        pytest.skip("meshpar.rules does not read the rule 'unstack' yet")
-    task = (PUBLISHED | STACKED)[name]
+    task = PUBLISHED[name]
     model = tiny.tiny_model(name, task).eval()
     exported, report = type(model).from_pretrained(published / name / "ours", output_loading_info=True)
     assert not any(report.values()), report

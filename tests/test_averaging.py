@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, Replicate, TensorParallel
-from meshpar.averaging import Averaged
 from meshpar.checkpoints import CheckpointManager, export_safetensors
 from meshpar.placements import local_tensor
+from meshpar.state.averaging import Averaged
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
 
 PLANS = {

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from meshpar.launchers.commands.inspecting import check_recipe
-from meshpar.passes.styles import PARAMETER_STYLES, STYLES
+from meshpar.passes.tensor.styles import PARAMETER_STYLES, STYLES
 from meshpar.testing import on_ranks
 
 ROOT = Path(__file__).parent.parent

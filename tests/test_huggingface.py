@@ -17,8 +17,8 @@ from meshpar.errors import LayoutError
 from meshpar.mesh import MeshSpec
 from meshpar.models.huggingface import from_config, layout_for
 from meshpar.models.huggingface_styles import FullPositions, GPT2Attention, Head, Heads
-from meshpar.passes.context import Context
-from meshpar.passes.parts import Experts, Parts
+from meshpar.passes.tensor.context import Context
+from meshpar.passes.tensor.parts import Experts, Parts
 from meshpar.testing import assert_parity, on_ranks, token_steps
 
 transformers = pytest.importorskip("transformers")

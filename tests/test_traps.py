@@ -25,8 +25,8 @@ from meshpar import (
     Replicate,
     TensorParallel,
 )
-from meshpar.initialize import tied_names
 from meshpar.placements import held_by_this_rank, local_tensor
+from meshpar.state.initialize import tied_names
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
 
 

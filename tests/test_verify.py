@@ -9,9 +9,9 @@ from models_for_parity import VOCAB, transformer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import meshpar.passes.styles
+import meshpar.passes.tensor.styles
 from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError, Plan, TensorParallel
-from meshpar.agreement import leaves
+from meshpar.exact.agreement import leaves
 from meshpar.testing import on_ranks
 
 LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"embed": "vocab", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "head"})
@@ -92,8 +92,8 @@ def test_the_first_forward_finds(case):
 def finds(case):
     options, what, positions = WRONG[case]
     # the guards of single cases
-    meshpar.passes.styles.replaced_problems = lambda *_: iter(())
-    meshpar.passes.styles.local = lambda parameter: parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    meshpar.passes.tensor.styles.replaced_problems = lambda *_: iter(())
+    meshpar.passes.tensor.styles.local = lambda parameter: parameter.to_local() if isinstance(parameter, DTensor) else parameter
     torch.manual_seed(0)
     tensor = {**LAYOUT.tensor, "blocks.*.norm": "sequence"} if positions else LAYOUT.tensor
     layout = ModelLayout(blocks=LAYOUT.blocks, tensor=tensor)

@@ -16,8 +16,8 @@ from meshpar.checkpoints.export import apart, free_target, made_whole
 from meshpar.checkpoints.manifest import fsync
 from meshpar.errors import CheckpointError
 from meshpar.training.lora import NAME, LoRA
-from meshpar.views import spans_of
 from meshpar.weights import TypedSource
+from meshpar.weights.views import spans_of
 
 _ADAPTERS = "adapter_model.safetensors"
 

@@ -7,12 +7,12 @@ from typing import final
 
 import torch
 
-from meshpar import initialize
 from meshpar.checkpoints import Safetensors
 from meshpar.errors import RecipeError
 from meshpar.launchers.recipes.sections import Model
 from meshpar.parallelized import Parallelized
 from meshpar.patterns import matches, nearest
+from meshpar.state import initialize
 from meshpar.weights import TypedSource
 
 

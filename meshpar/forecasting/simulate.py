@@ -17,7 +17,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from meshpar import initialize, runtime
+from meshpar import runtime
 from meshpar.errors import MeshparError
 from meshpar.forecasting.kernels import kernels_of
 from meshpar.forecasting.recorder import Recorder
@@ -25,6 +25,7 @@ from meshpar.forecasting.step import Batch, Loss, axis_groups, record_step, summ
 from meshpar.forecasting.trace import Trace
 from meshpar.layout import ModelLayout
 from meshpar.plan import Plan
+from meshpar.state import initialize
 
 ALLOCATOR_ROUNDING = 512
 """Bytes to which torch's CUDA allocator rounds every request."""

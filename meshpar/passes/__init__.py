@@ -2,12 +2,12 @@
 
 from meshpar.passes.base import Pass, Role, Stage
 from meshpar.passes.compile import Compile
-from meshpar.passes.context import Style
 from meshpar.passes.float8 import Float8
 from meshpar.passes.recompute import ActivationCheckpoint
 from meshpar.passes.replicate import Replicate
 from meshpar.passes.shard import FullyShard, HybridShard
-from meshpar.passes.tensor import TensorParallel
+from meshpar.passes.tensor.context import Style
+from meshpar.passes.tensor.parallel import TensorParallel
 
 __all__ = [
     "ActivationCheckpoint",

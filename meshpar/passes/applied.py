@@ -8,7 +8,7 @@ from typing import final
 from torch import nn
 
 from meshpar.layout import ModelLayout
-from meshpar.passes.context import Context
+from meshpar.passes.tensor.context import Context
 from meshpar.passes.whole import WholeParameters
 
 

@@ -135,7 +135,7 @@ class Pass:
         """Do what ``apply`` does for one simulated ``rank`` of a ``FEATURES`` axis, with collectives on ``group``.
 
         Returns:
-            The :class:`meshpar.passes.context.Context` that the styles share; None where the pass cannot be tried without processes.
+            The :class:`meshpar.passes.tensor.context.Context` that the styles share; None where the pass cannot be tried without processes.
         """
         return None
 

@@ -14,9 +14,9 @@ from torch.nn.utils import parametrize
 from meshpar._torch import is_shard
 from meshpar.errors import ParallelError
 from meshpar.mesh import divisors
-from meshpar.passes.collectives import copy_weight
-from meshpar.passes.context import Context
 from meshpar.passes.installed import Product, installed, own_forward, record, set_forward
+from meshpar.passes.tensor.collectives import copy_weight
+from meshpar.passes.tensor.context import Context
 from meshpar.patterns import class_name
 
 

@@ -20,8 +20,8 @@ from meshpar.errors import MeshparError, RecipeError
 from meshpar.layout import ModelLayout
 from meshpar.parallelized import Parallelized
 from meshpar.passes import random
-from meshpar.passes.context import Context, Style
 from meshpar.passes.local import sum_gradients
+from meshpar.passes.tensor.context import Context, Style
 from meshpar.patterns import find_modules
 from meshpar.registry import layout_for
 from meshpar.weights import WeightSource, dtypes_of

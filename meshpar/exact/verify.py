@@ -16,17 +16,16 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
-from meshpar._torch import set_recomputed
-from meshpar.agreement import leaves
 from meshpar.errors import ParallelError
-from meshpar.passes.collectives import gather_values
-from meshpar.passes.context import Context
-from meshpar.passes.installed import as_written, installed
+from meshpar.exact.agreement import leaves
+from meshpar.exact.trial import Run, gathered, holding, joined, local_slice, noise, off, plain_products, quiet, slice_like, wide
+from meshpar.passes.installed import as_written
 from meshpar.passes.local import strides
+from meshpar.passes.tensor.collectives import gather_values
+from meshpar.passes.tensor.context import Context
 from meshpar.patterns import class_name
 from meshpar.replicas import digest
 
@@ -206,21 +205,21 @@ class SplitTest:
         if sum(parameter.numel() for parameter in unit.parameters()) > LARGEST:
             raise _NotTried(f"it has more than {LARGEST} parameters")
         self._refuse_split_inputs(seen, self._local_inputs(name))
-        wholes = {each: _wide(self._whole(full).detach()).clone() for each, full in names.items()}
+        wholes = {each: wide(self._whole(full).detach()).clone() for each, full in names.items()}
         split = bool(name) and self._context.sequence_parallel
 
-        with _quiet(unit):
-            alone = _Run(wholes, self._gathered(seen, self._local_inputs(name), hidden=split))
-            with _own(unit, alone.parameters), as_written(unit):  # for the backward, too, in which a model may recompute
+        with quiet(unit):
+            alone = Run(wholes, self._gathered(seen, self._local_inputs(name), hidden=split))
+            with holding(unit, alone.parameters), as_written(unit):  # for the backward, too, in which a model may recompute
                 try:
                     expected = alone.outputs(unit)
                 except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
                     raise _NotTried(f"it does not run unsplit: {type(error).__name__}: {str(error).splitlines()[0]}") from error
-                cotangents = [_noise(want, place) for place, want in enumerate(expected)]
+                cotangents = [noise(want, place) for place, want in enumerate(expected)]
                 wanted = alone.gradients(expected, cotangents)
             parts = {each: self._part(self._parameter(full), wholes[each]) for each, full in names.items()}
-            both = _Run(parts, (seen.args, seen.kwargs))
-            with _own(unit, both.parameters), _plain_products(unit):
+            both = Run(parts, (seen.args, seen.kwargs))
+            with holding(unit, both.parameters), plain_products(unit):
                 return self._compare(expected, cotangents, wanted, both, both.outputs(unit), split)
 
     def _refuse_split_inputs(self, seen: _Seen, heads: set[str]) -> None:
@@ -238,27 +237,27 @@ class SplitTest:
         expected: list[Tensor],
         cotangents: list[Tensor],
         wanted: dict[str, Tensor],
-        both: _Run,
+        both: Run,
         got: list[Tensor],
         split: bool,
     ) -> dict[str, float]:
         context, sizes = self._context, dict[str, float]()
         if len(expected) != len(got):
             return {f"it returns {len(got)} tensors instead of {len(expected)}": 1.0}
-        pairs = [(want, *_joined(have, want, context)) for want, have in zip(expected, got)]
+        pairs = [(want, *joined(have, want, context)) for want, have in zip(expected, got)]
         for place, (want, have, _) in enumerate(pairs):
-            sizes[f"output {place}" if len(pairs) > 1 else "output"] = _off(want, have, 0.0)
-        mine = [_slice_like(each, have, dim, context) for each, have, (_, _, dim) in zip(cotangents, got, pairs)]
+            sizes[f"output {place}" if len(pairs) > 1 else "output"] = off(want, have, 0.0)
+        mine = [slice_like(each, have, dim, context) for each, have, (_, _, dim) in zip(cotangents, got, pairs)]
         had = both.gradients(got, mine)
         typical = max((float(each.abs().max()) for each in wanted.values() if each.numel()), default=0.0)
         for name, want in wanted.items():
             have = had[name]
             if isinstance(have, DTensor):
-                want = _local_slice(want, have, context)
+                want = local_slice(want, have, context)
                 have = have.to_local()
             elif split and have.shape != want.shape:
-                want = _slice_like(want, have, 1, context)
-            sizes[f"gradient of {name}"] = _off(want, have, TOLERANCE * typical)
+                want = slice_like(want, have, 1, context)
+            sizes[f"gradient of {name}"] = off(want, have, TOLERANCE * typical)
         return sizes
 
     def _parameter(self, name: str) -> Any:
@@ -292,48 +291,19 @@ class SplitTest:
         args, kwargs, group = list(seen.args), dict(seen.kwargs), self._context.group
         for key in heads.intersection(kwargs):
             if isinstance(kwargs[key], Tensor):
-                kwargs[key] = _gather(kwargs[key], 1, group)
+                kwargs[key] = gathered(kwargs[key], 1, group)
         if hidden:
             if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
-                args[0] = _gather(args[0], 1, group)
+                args[0] = gathered(args[0], 1, group)
             else:
                 named = next((each for each in self._context.inputs if isinstance(kwargs.get(each), Tensor)), None)
                 if named is not None and kwargs[named].is_floating_point():
-                    kwargs[named] = _gather(kwargs[named], 1, group)
+                    kwargs[named] = gathered(kwargs[named], 1, group)
         return tuple(args), kwargs
 
 
 class _NotTried(Exception):
     """A block that cannot be tried."""
-
-
-@final
-class _Run:
-    """One run of a block: fresh leaves for parameters and inputs, outputs, gradients."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        self.parameters = {name: each.detach().requires_grad_(each.is_floating_point()) for name, each in parameters.items()}
-        self.inputs: list[Tensor] = []
-        self._args, self._kwargs = tree_map(self._leaf, inputs)
-
-    def _leaf(self, value: object) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        fresh = _wide(value.detach()).clone()
-        if value.requires_grad and value.is_floating_point():
-            self.inputs.append(fresh.requires_grad_())
-        return fresh
-
-    def outputs(self, unit: nn.Module) -> list[Tensor]:
-        with torch.enable_grad():
-            output = unit.forward(*self._args, **self._kwargs)
-        return [each for each in leaves(output) if isinstance(each, Tensor) and each.is_floating_point() and each.requires_grad]
-
-    def gradients(self, outputs: list[Tensor], cotangents: list[Tensor]) -> dict[str, Tensor]:
-        named = {**self.parameters, **{f"input {place}": each for place, each in enumerate(self.inputs)}}
-        if outputs:  # all leaves are fresh, and torch.autograd.grad does not run through a model's own reentrant checkpoint
-            torch.autograd.backward(outputs, cotangents)
-        return {name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in named.items()}
 
 
 def verified(verification: Verification) -> Verification:
@@ -397,127 +367,6 @@ def _draws(module: nn.Module) -> bool:
 
 def _copy(value: object) -> Any:
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.to(torch.promote_types(value.dtype, torch.float32)) if value.is_floating_point() else value
-
-
-def _gather(x: Tensor, dim: int, group: Any) -> Tensor:
-    return gather_values(x.detach(), group, dim).requires_grad_(x.requires_grad)
-
-
-def _joined(have: Tensor, want: Tensor, context: Context) -> tuple[Tensor, int | None]:
-    """Return an output of the split block joined to the whole one's shape, and the dim along which it was split."""
-    if isinstance(have, DTensor):
-        placement = have.placements[0]
-        dim = placement.dim if isinstance(placement, Shard) else None
-        return _joined_along(have.to_local(), want, dim, context), dim
-    differing = [dim for dim, (a, b) in enumerate(zip(have.shape, want.shape)) if a != b]
-    dim = differing[0] if len(differing) == 1 and have.ndim == want.ndim else None
-    return _joined_along(have, want, dim, context), dim
-
-
-def _joined_along(have: Tensor, want: Tensor, dim: int | None, context: Context) -> Tensor:
-    if dim is None:
-        return have
-    size, width = want.shape[dim], -(-want.shape[dim] // context.size)
-    short = width - have.shape[dim]
-    if short:
-        have = torch.cat([have, have.new_zeros(*have.shape[:dim], short, *have.shape[dim + 1 :])], dim)
-    return gather_values(have.detach(), context.group, dim).narrow(dim, 0, size)
-
-
-def _slice_like(whole: Tensor, part: Tensor, dim: int | None, context: Context) -> Tensor:
-    """Return this rank's chunk of ``whole`` along ``dim``, as ``part`` is one, a DTensor where that is one."""
-    if dim is None:
-        return whole
-    mine = whole.chunk(context.size, dim)[context.rank].contiguous()
-    if not isinstance(part, DTensor):
-        return mine
-    return DTensor.from_local(mine, context.mesh, part.placements, run_check=False, shape=part.shape, stride=part.stride())
-
-
-def _local_slice(whole: Tensor, part: DTensor, context: Context) -> Tensor:
-    placement = part.placements[0]
-    return whole.chunk(context.size, placement.dim)[context.rank] if isinstance(placement, Shard) else whole
-
-
-def _noise(like: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.device, like.dtype)
-
-
-def _off(want: Tensor, have: Tensor, floor: float) -> float:
-    """Return the largest difference over the largest value; a tensor that holds rounding noise is measured by ``floor`` / TOLERANCE."""
-    if want.shape != have.shape:
-        return float("inf")
-    if not want.numel():
-        return 0.0
-    error = (want.detach().double() - have.detach().double()).abs().max()
-    scale = max(float(want.detach().double().abs().max()), floor, 1e-30)
-    size = float(error) / scale
-    return size if size == size else float("inf")
-
-
-@contextmanager
-def _own(unit: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let a module compute with other parameters, under every name that one has."""
-    by_id = {id(each): parameters[name] for name, each in unit.named_parameters()}
-    places = [(child._parameters, key, value) for child in unit.modules() for key, value in child._parameters.items() if id(value) in by_id]
-    try:
-        for owner, key, value in places:
-            owner[key] = by_id[id(value)]  # type: ignore[assignment]
-        yield
-    finally:
-        for owner, key, value in places:
-            owner[key] = value
-
-
-@contextmanager
-def _quiet(unit: nn.Module) -> Iterator[None]:
-    """Let a block run without random numbers, sharding and rounding of its buffers, and put back what it changed of itself."""
-    modules = list(unit.modules())
-    training = [each.training for each in modules]
-    buffers = [(each._buffers, key, value) for each in modules for key, value in each._buffers.items() if value is not None]
-    hooks = [(each, each._forward_pre_hooks, each._forward_hooks) for each in modules if isinstance(each, FSDPModule)]
-    try:
-        for each in modules:
-            each.training = False
-        for owner, key, value in buffers:
-            owner[key] = _wide(value).clone()
-        for each in modules:
-            set_recomputed(each, False)
-        for each, _, _ in hooks:
-            each._forward_pre_hooks, each._forward_hooks = type(each._forward_pre_hooks)(), type(each._forward_hooks)()
-        with torch.amp.autocast(_device_type(unit), enabled=False):
-            yield
-    finally:
-        for each, was in zip(modules, training):
-            each.training = was
-        for owner, key, value in buffers:
-            owner[key] = value
-        for each in modules:
-            set_recomputed(each, True)
-        for each, before, after in hooks:
-            each._forward_pre_hooks, each._forward_hooks = before, after
-
-
-def _device_type(unit: nn.Module) -> str:
-    return next((each.device.type for each in unit.parameters()), "cpu")
-
-
-@contextmanager
-def _plain_products(unit: nn.Module) -> Iterator[None]:
-    """Let linear layers multiply as torch does: float8's rounding differs between a part and the whole."""
-    held = [(known, known.product) for each in unit.modules() if (known := installed(each)) is not None and known.product is not None]
-    try:
-        for known, _ in held:
-            known.product = None
-        yield
-    finally:
-        for known, product in held:
-            known.product = product
 
 
 def call(module: nn.Module, batch: object) -> Any:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from meshpar import _torch
 from meshpar.errors import MeshparError
-from meshpar.full_state import guard_state
+from meshpar.state.full import guard_state
 
 
-def refuse_copies(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
+def refuse_copies(module: Any) -> None:
     """Refuse what would copy or write this rank's part as if it were the model."""
     module.__deepcopy__ = functools.partial(
         _refuse,

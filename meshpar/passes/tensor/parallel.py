@@ -16,12 +16,12 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
 from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, find_blocks, unmatched
-from meshpar.passes.context import Arrivals, Context, Style
 from meshpar.passes.installed import set_attribute
 from meshpar.passes.local import keep_whole, see_whole
-from meshpar.passes.parts import CopiedHeads, Parts
 from meshpar.passes.random import SplitState, draws_random
-from meshpar.passes.styles import PARAMETER_STYLES, PER_HEAD, Colwise, Sequence, parse
+from meshpar.passes.tensor.context import Arrivals, Context, Style
+from meshpar.passes.tensor.parts import CopiedHeads, Parts
+from meshpar.passes.tensor.styles import PARAMETER_STYLES, PER_HEAD, Colwise, Sequence, parse
 from meshpar.patterns import find_modules, matches
 
 _WHOLE_SHARE = 0.25

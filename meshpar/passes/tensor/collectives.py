@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshpar._torch import collective_ops as ops
 from meshpar.errors import MeshparError
-from meshpar.passes.simulated import SimulatedGroup
+from meshpar.passes.tensor.simulated import SimulatedGroup
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, final
 
 from meshpar.errors import LayoutError
-from meshpar.stacking import Unstack
-from meshpar.views import View, joined, narrowed, permuted, transposed
+from meshpar.weights.views import View, joined, narrowed, permuted, selected, stacked, transposed
 
 
 @final
@@ -129,6 +128,37 @@ class Split:
 
     def backward(self, views: Sequence[View]) -> Sequence[View]:
         return [_concat(views, self.dim, self.parts, self)]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Unstack:
+    """One of ours is several of theirs, stacked along ``dim``: theirs have that dim no more.
+
+    Each ``*`` carries over in order, as in the other rules; the numbers of the parts are written out.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    dim: int = 0
+    kind: ClassVar[str] = "unstack"
+
+    def __post_init__(self) -> None:
+        if not self.theirs or len({pattern.count("*") for pattern in (self.ours, *self.theirs)}) > 1:
+            raise LayoutError(f"{self}: expected one part or more, and the same number of '*' in every pattern")
+
+    def forward(self, views: Sequence[View]) -> Sequence[View]:
+        """Return the parts of one stacked tensor."""
+        (whole,) = views
+        if len(whole.shape) <= self.dim or whole.shape[self.dim] != len(self.theirs):
+            raise LayoutError(f"{self} needs {len(self.theirs)} parts along dim {self.dim}; got a tensor of shape {whole.shape}")
+        return [selected(whole, self.dim, place) for place in range(len(self.theirs))]
+
+    def backward(self, views: Sequence[View]) -> Sequence[View]:
+        """Return the stacked tensor."""
+        if len({(view.shape, view.dtype) for view in views}) > 1:
+            raise LayoutError(f"{self} needs parts of one shape and dtype; got {[(view.shape, view.dtype) for view in views]}")
+        return [stacked(views, self.dim)]
 
 
 Rule: TypeAlias = Rename | Transpose | Permute | Fuse | Split | Unstack

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshpar.errors import MeshparError
-from meshpar.initialize import state
 from meshpar.passes import random
 from meshpar.placements import local_tensor, sharded_axes
 from meshpar.replicas import Looks, digest, same
+from meshpar.state.initialize import state
 
 _RELATIVE, _FLOOR = 1e-2, 1e-4
 _FACTOR = 6364136223846793005

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from meshpar.mesh import divisors
-from meshpar.passes.collectives import copy_to, copy_weight, gather_replicated, regroup
-from meshpar.passes.context import Context, Style
 from meshpar.passes.installed import set_forward
 from meshpar.passes.local import empty_problems, features_of, is_transposed, linear, local, replaced_problems, shard_parameter
+from meshpar.passes.tensor.collectives import copy_to, copy_weight, gather_replicated, regroup
+from meshpar.passes.tensor.context import Context, Style
 
 
 @final

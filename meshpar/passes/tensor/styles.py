@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshpar.errors import PlanError
 from meshpar.mesh import divisors
-from meshpar.passes.collectives import copy_to, copy_weight, gather_replicated, regroup, split_replicated
-from meshpar.passes.context import Context, Style
 from meshpar.passes.installed import record, set_forward
 from meshpar.passes.local import (
     empty_problems,
@@ -31,8 +29,10 @@ from meshpar.passes.local import (
     strides,
     sum_gradients,
 )
-from meshpar.passes.parts import FeatureTable
-from meshpar.passes.vocabulary import Vocabulary
+from meshpar.passes.tensor.collectives import copy_to, copy_weight, gather_replicated, regroup, split_replicated
+from meshpar.passes.tensor.context import Context, Style
+from meshpar.passes.tensor.parts import FeatureTable
+from meshpar.passes.tensor.vocabulary import Vocabulary
 
 
 @final

@@ -22,22 +22,22 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshpar import _torch
-from meshpar.agreement import leaves
 from meshpar.errors import MeshparError, ParallelError
-from meshpar.explain import Explanation
-from meshpar.full_state import guard_optimizer
+from meshpar.exact.agreement import leaves
+from meshpar.exact.explain import Explanation
+from meshpar.exact.verify import SplitTest, verified
 from meshpar.passes.applied import applied
 from meshpar.passes.installed import set_forward
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, unevenly_split
-from meshpar.verify import SplitTest, verified
+from meshpar.state.full import guard_optimizer
 
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
 """Names of methods that models publish beside ``forward`` and that enter as it does."""
 
 
 class Comparisons(Protocol):
-    """What ranks compare; see :class:`meshpar.agreement.Agreement`."""
+    """What ranks compare; see :class:`meshpar.exact.agreement.Agreement`."""
 
     def batch(self, inputs: object) -> None:
         """Before a forward."""

@@ -90,6 +90,28 @@ def permuted(of: View, dim: int, outer: int, inner: int, unit: int) -> View:
     return View(of.shape, of.dtype, read)
 
 
+def selected(of: View, dim: int, place: int) -> View:
+    """Return the view without ``dim``, at one ``place`` of it."""
+
+    def read(spans: Spans, out: torch.Tensor) -> None:
+        of.read((*spans[:dim], (place, place + 1), *spans[dim:]), out.unsqueeze(dim))
+
+    return View((*of.shape[:dim], *of.shape[dim + 1 :]), of.dtype, read)
+
+
+def stacked(parts: Sequence[View], dim: int) -> View:
+    """Return views of one shape stacked along a new ``dim``."""
+    shape = parts[0].shape
+
+    def read(spans: Spans, out: torch.Tensor) -> None:
+        first, last = spans[dim]
+        rest = (*spans[:dim], *spans[dim + 1 :])
+        for place in range(first, last):
+            parts[place].read(rest, out.select(dim, place - first))
+
+    return View((*shape[:dim], len(parts), *shape[dim:]), parts[0].dtype, read)
+
+
 def _put(values: tuple, dim: int, *value: object) -> tuple:  # type: ignore[type-arg]
     """Replace the value of one dim: a size by a size, a span by (start, stop)."""
     return (*values[:dim], value[0] if len(value) == 1 else value, *values[dim + 1 :])

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshpar._torch import assert_async
-from meshpar.passes.context import Context, Style
 from meshpar.passes.installed import set_forward
 from meshpar.passes.local import empty_problems, local, replaced_problems, shard_parameter
+from meshpar.passes.tensor.context import Context, Style
 
 
 @final

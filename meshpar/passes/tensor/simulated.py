@@ -42,7 +42,7 @@ class Meeting:
 
 @final
 class SimulatedGroup:
-    """One rank's process group on a :class:`Meeting`; the collectives of :mod:`meshpar.passes.collectives` know it."""
+    """One rank's process group on a :class:`Meeting`; the collectives of :mod:`meshpar.passes.tensor.collectives` know it."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank

@@ -149,7 +149,7 @@ def _frames(trace: TracebackType | None) -> Any:
     while trace is not None:
         frame = trace.tb_frame
         inside = frame.f_globals.get("__name__", "")
-        own_code = not inside.startswith(("torch.", "meshpar.passes", "meshpar.cycle", "meshpar.explain"))
+        own_code = not inside.startswith(("torch.", "meshpar.passes", "meshpar.exact.cycle", "meshpar.exact.explain"))
         where = f"{frame.f_code.co_filename}:{trace.tb_lineno}" if own_code else ""
         yield frame.f_locals.get("self", frame.f_locals.get("module")), where
         trace = trace.tb_next

@@ -1,0 +1,1 @@
+"""Tensor parallelism: the pass, its styles, and the collectives that they share."""

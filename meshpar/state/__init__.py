@@ -1,0 +1,1 @@
+"""The values of a module on a mesh: made, gathered whole, averaged."""
