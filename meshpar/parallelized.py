@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshpar import initialize, norms
-from meshpar.agreement import leaves
-from meshpar.averaging import Averaged, Decay
-from meshpar.cycle import Cycle
+from meshpar import norms
 from meshpar.description import Description, describe
 from meshpar.errors import MeshparError
-from meshpar.full_state import gather_state, scatter_state
+from meshpar.exact.agreement import leaves
+from meshpar.exact.cycle import Cycle
+from meshpar.exact.verify import SplitTest, Verification, call, verified
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes import random
@@ -29,7 +28,9 @@ from meshpar.passes.base import Pass, Role, axes_of, find_blocks, held_mesh
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, sharded_axes
 from meshpar.replicas import check_equal
-from meshpar.verify import SplitTest, Verification, call, verified
+from meshpar.state import initialize
+from meshpar.state.averaging import Averaged, Decay
+from meshpar.state.full import gather_state, scatter_state
 from meshpar.weights import WeightSource
 
 Micro = TypeVar("Micro")
@@ -296,38 +297,8 @@ class Parallelized:
         Collective: every rank calls it.
         """
         self.reshard()
-        parts: dict[frozenset[str], list[Tensor]] = {}
-        for parameter in self.module.parameters():
-            if (grad := norms.whole_gradient(parameter)) is not None:
-                parts.setdefault(frozenset(sharded_axes(grad)), []).append(local_tensor(grad))
-        # A rank may have no gradient where another has: every rank joins the same reductions all the same.
-        kinds = {frozenset(sharded_axes(parameter)) for parameter in self.module.parameters() if parameter.requires_grad}
-        powers = {axes: norms.power(parts.get(axes, []), norm_type, self.device) for axes in kinds | set(parts)}
-        wide = norms.widest(self.module.parameters())
-        total = self._join({axes: value.to(wide) for axes, value in powers.items()}, norm_type)
-        norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
-        if not math.isinf(max_norm):
-            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for grads in parts.values():
-                for device, together in norms.by_device(grads).items():
-                    torch._foreach_mul_(together, scale.to(device))
-        return norm
-
-    def _join(self, powers: dict[frozenset[str], Tensor], norm_type: float) -> Tensor:
-        """Join the powers of norms, keyed by the axes over which their gradients are split, axis by axis, innermost first."""
-        largest = math.isinf(norm_type)
-        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        for axis in reversed(list(self._held.axes)):
-            keys = sorted((key for key in powers if axis in key), key=sorted)
-            if not keys:
-                continue
-            vector = torch.stack([powers.pop(key) for key in keys])
-            dist.all_reduce(vector, op, group=self._held_on.get_group(axis))
-            for key, value in zip(keys, vector.unbind(), strict=True):
-                rest = key - {axis}
-                known = powers.get(rest)
-                powers[rest] = value if known is None else torch.maximum(known, value) if largest else known + value
-        return powers.get(frozenset(), torch.zeros((), device=self.device))
+        groups = {axis: self._held_on.get_group(axis) for axis in self._held.axes}
+        return norms.clip_grad_norm_(self.module.parameters(), groups, max_norm, norm_type, self.device)
 
     def split_test(self) -> SplitTest | None:
         """Return the test that compares split blocks with unsplit blocks; None if no features are split."""
@@ -421,7 +392,7 @@ class Parallelized:
         scatter_state(self.module, state, self.device, from_rank_0=from_rank_0, strict=strict)
 
     def averaged(self, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False) -> Averaged:
-        """Return a sharded exponential moving average of the parameters. See :class:`meshpar.averaging.Averaged`."""
+        """Return a sharded exponential moving average of the parameters. See :class:`meshpar.state.averaging.Averaged`."""
         return Averaged(self, decay, dtype=dtype, buffers=buffers)
 
     def reshard(self) -> None:
