@@ -10,10 +10,11 @@ from models_for_parity import Given
 from torch import nn
 
 import meshpar
-from meshpar import MeshparError, Parallelized, Plan, initialize
+from meshpar import MeshparError, Parallelized, Plan
 from meshpar.layout import ModelLayout
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.registry import layout_for
+from meshpar.state import initialize
 from meshpar.testing import on_ranks
 
 QWEN3 = TransformerConfig(vocab_size=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, qk_norm=True, tied=False)

@@ -24,7 +24,8 @@ import sys
 import torch
 import meshpar.forecasting.device as device
 import meshpar.forecasting.private as private
-from meshpar import HybridShard, Plan, TensorParallel, initialize, runtime
+from meshpar import HybridShard, Plan, TensorParallel, runtime
+from meshpar.state import initialize
 from meshpar.forecasting.kernels import kernels_of
 from meshpar.training.loop import Trainer
 from meshpar.training.objectives import CausalLM
