@@ -25,6 +25,7 @@ from meshpar import (
     Replicate,
     TensorParallel,
 )
+from meshpar.passes.tensor.parts import Experts, FeatureTable, Parts
 from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.state.initialize import tied_names
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
@@ -203,14 +204,16 @@ class Masked(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False)
-        self.inside, self.outside = nn.Dropout(0.5), nn.Dropout(0.5)
+        self.before, self.inside, self.outside = nn.Dropout(0.5), nn.Dropout(0.5), nn.Dropout(0.5)
         self.masks = []
 
     def forward(self, x):
+        before = self.before(torch.ones_like(x))
+        x = x * before
         hidden = self.inside(torch.ones_like(self.up(x))) * self.up(x)
         out = self.down(hidden)
         mask = self.outside(torch.ones_like(out))
-        self.masks.append((hidden.detach() == 0, mask == 0))
+        self.masks.append((hidden.detach() == 0, mask == 0, before == 0))
         return x + mask * out
 
 
@@ -228,12 +231,93 @@ def test_dropout_differs_across_shards_and_agrees_where_activations_are_replicat
     par = Plan("dp_replicate=2,tp=2", [TensorParallel(), Replicate()]).apply(on_meta(lambda: nn.Sequential(Masked())), MASKED)
     par.materialize(seed=0).manual_seed(5)
     par.module(torch.randn(1, 16, 8))
-    inside, outside = (gathered(mask) for mask in par.module[0].masks[0])
+    inside, outside, before = (gathered(mask) for mask in par.module[0].masks[0])
     assert not torch.equal(inside[0], inside[1]) and not torch.equal(inside[2], inside[3]), "shards drew the same mask"
-    assert torch.equal(outside[0], outside[1]) and torch.equal(outside[2], outside[3]), "replicated activations drew different masks"
+    for shared in (outside, before):  # before the projections of a region, too: what is split counts, not where a region begins
+        assert torch.equal(shared[0], shared[1]) and torch.equal(shared[2], shared[3]), "replicated activations drew different masks"
     assert not torch.equal(outside[0], outside[2]), "different data drew the same mask"
     par.module(torch.randn(1, 16, 8))
     assert not torch.equal(par.module[0].masks[1][0], par.module[0].masks[0][0]), "every step drew the same mask"
+
+
+class Splits(nn.Module):
+    """A module whose parameters a style splits, and a dropout of what they compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.masks = nn.Dropout(0.5), []
+
+
+class Features(Splits):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.zeros(64, 8)), nn.Parameter(torch.zeros(8, 64))
+
+    def reset_parameters(self):
+        nn.init.normal_(self.up), nn.init.normal_(self.down)
+
+    def forward(self, x):
+        mask = self.inside(torch.ones(1, 16, len(self.up)))
+        self.masks = [mask == 0]
+        return (mask * (x @ self.up.T)) @ self.down.T
+
+
+class Chosen(Splits):
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.each = 4, nn.Parameter(torch.zeros(4, 8, 8))
+
+    def reset_parameters(self):
+        nn.init.normal_(self.each)
+
+    def forward(self, x, chosen, weights):
+        mask = self.inside(torch.ones_like(x))
+        self.masks = [mask == 0]
+        return sum((weights * (chosen == place)).sum(-1, keepdim=True) * (x * mask @ self.each[place]) for place in range(self.num_experts))
+
+
+class Table(Splits):
+    def __init__(self):
+        super().__init__()
+        self.table, self.down = nn.Embedding(16, 64), nn.Linear(64, 8, bias=False)
+
+    def forward(self, x, tokens):
+        found = self.table(tokens)
+        mask = self.inside(torch.ones_like(found))
+        self.masks = [mask == 0]
+        return self.down(mask * found)
+
+
+class Around(nn.Module):
+    """Calls one of the modules above, and draws behind it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.outside = inner(), nn.Dropout(0.5)
+
+    def forward(self, x):
+        chosen = torch.arange(16).remainder(4)[None, :, None]
+        more = {Features: (), Chosen: (chosen, torch.ones(1, 16, 1)), Table: (chosen[..., 0],)}[type(self.inner)]
+        out = self.inner(x, *more)
+        self.inner.masks.append(self.outside(torch.ones_like(out)) == 0)
+        return out
+
+
+@on_ranks(2)
+def test_dropout_differs_in_whatever_a_style_splits_and_agrees_behind_it():
+    styles = {
+        Features: {"inner": Parts(dims={"up": (0, 1), "down": (1, 1)}, sums=True)},
+        Chosen: {"inner": Experts()},
+        Table: {"inner": "region", "inner.table": FeatureTable(gather=False), "inner.down": "rowwise"},
+    }
+    for kind, table in styles.items():
+        layout = ModelLayout(tensor=table, dropout=True)
+        par = Plan("tp=2", [TensorParallel()], verify=False).apply(on_meta(lambda kind=kind: Around(kind)), layout).materialize(seed=0)
+        par.manual_seed(5)
+        par.module(torch.randn(1, 16, 8))
+        (one, other), (left, right) = (gathered(mask) for mask in par.module.inner.masks)
+        assert not torch.equal(one, other), f"{kind.__name__}: ranks drew the same mask for different parts"
+        assert torch.equal(left, right), f"{kind.__name__}: replicated activations drew different masks"
 
 
 @on_ranks(2)

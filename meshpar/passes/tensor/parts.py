@@ -67,8 +67,12 @@ class Parts(Style):
             if self.sums:
                 args = tuple(_enter(value, context) for value in args)
                 kwargs = {key: _enter(value, context) for key, value in kwargs.items()}
+                context.part(module, next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)))
             output = with_own(module, self._held(module, group), lambda: inner(*args, **kwargs))
-            return context.leave(output) if self.sums else output
+            if not self.sums:
+                return output
+            context.join()
+            return context.leave(output)
 
         set_forward(module, forward, reads_parameters=True)
 
@@ -143,7 +147,10 @@ class Experts(Style):
             bound.arguments |= {first: _enter(bound.arguments[first], context), index: chosen.masked_fill(elsewhere, held), weight: weights}
             own = {key: local(value) for key, value in module._parameters.items() if value is not None}
             counted = {"num_experts": held, "_is_expert_parallel": True}
-            return context.leave(with_own(module, own, lambda: inner(*bound.args, **bound.kwargs), counted))
+            context.part(module, weights)
+            output = with_own(module, own, lambda: inner(*bound.args, **bound.kwargs), counted)
+            context.join()
+            return context.leave(output)
 
         set_forward(module, forward, reads_parameters=True)
 
@@ -182,7 +189,10 @@ class FeatureTable(Style):
 
         def forward(tokens: Tensor) -> Tensor:
             found = with_own(module, {"weight": local(module.weight)}, lambda: inner(tokens))
-            return gather_replicated(found, width, group) if self.gather else found
+            if self.gather:
+                return gather_replicated(found, width, group)
+            context.part(module, found)
+            return found
 
         set_forward(module, forward, reads_parameters=True)
 

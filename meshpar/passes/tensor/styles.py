@@ -68,7 +68,6 @@ class Region(Style):
                 raise PlanError([f"{name or 'the model'} is a region, which splits what is computed of hidden states, and got {got}; "
                                  "give 'region' to the modules inside whose projections are split"])  # fmt: skip
             context.arrive(name, hidden)
-            context.part(module, hidden)
             try:
                 args = tuple(self._enter(name, "", value, place == first, context) for place, value in enumerate(args))
                 return inner(*args, **{key: self._enter(name, key, value, key == first, context) for key, value in kwargs.items()})
