@@ -248,6 +248,20 @@ class Splits(nn.Module):
         self.inside, self.masks = nn.Dropout(0.5), []
 
 
+class Nested(Splits):
+    """Projections in a module of their own, and a dropout beside it of what they compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.down = nn.Sequential(nn.Linear(8, 64)), nn.Linear(64, 8, bias=False)
+
+    def forward(self, x):
+        hidden = self.inner(x)
+        mask = self.inside(torch.ones_like(hidden))
+        self.masks = [mask == 0]
+        return self.down(mask * hidden)
+
+
 class Features(Splits):
     def __init__(self):
         super().__init__()
@@ -297,7 +311,7 @@ class Around(nn.Module):
 
     def forward(self, x):
         chosen = torch.arange(16).remainder(4)[None, :, None]
-        more = {Features: (), Chosen: (chosen, torch.ones(1, 16, 1)), Table: (chosen[..., 0],)}[type(self.inner)]
+        more = {Nested: (), Features: (), Chosen: (chosen, torch.ones(1, 16, 1)), Table: (chosen[..., 0],)}[type(self.inner)]
         out = self.inner(x, *more)
         self.inner.masks.append(self.outside(torch.ones_like(out)) == 0)
         return out
@@ -306,6 +320,7 @@ class Around(nn.Module):
 @on_ranks(2)
 def test_dropout_differs_in_whatever_a_style_splits_and_agrees_behind_it():
     styles = {
+        Nested: {"inner": "region", "inner.inner.0": "colwise", "inner.down": "rowwise"},
         Features: {"inner": Parts(dims={"up": (0, 1), "down": (1, 1)}, sums=True)},
         Chosen: {"inner": Experts()},
         Table: {"inner": "region", "inner.table": FeatureTable(gather=False), "inner.down": "rowwise"},
@@ -329,6 +344,34 @@ def test_recomputation_draws_the_same_masks_again():
     par.module(torch.randn(1, 16, 8)).square().sum().backward()
     first, second = par.module[0].masks[:2]
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+class StopsEarly(Masked):
+    """A block whose recomputation stops inside of its last projection, which keeps its input and nothing behind it."""
+
+    def forward(self, x):
+        mask = self.inside(torch.ones_like(self.up(x)))
+        self.masks.append(mask == 0)
+        return x + self.down(mask * self.up(x))
+
+
+@on_ranks(2)
+def test_random_state_outlives_a_recomputation_that_stops_early():
+    projections = {"0.up": "colwise", "0.down": "rowwise"}
+    for table in (projections, {"0": "region", **projections}):
+        layout = ModelLayout(blocks=("0",), tensor=table, dropout=True)
+        plan = Plan("tp=2", [TensorParallel(), ActivationCheckpoint()], verify=False)
+        par = plan.apply(on_meta(lambda: nn.Sequential(StopsEarly())), layout).materialize(seed=0)
+        par.manual_seed(5)
+        drawn = []
+        for _ in range(2):
+            par.module(torch.randn(1, 16, 8)).sum().backward()
+            drawn.append(torch.rand(8))
+        for mask in par.module[0].masks[::2]:
+            one, other = gathered(mask)
+            assert not torch.equal(one, other), "shards drew the same mask"
+        assert not torch.equal(par.module[0].masks[0], par.module[0].masks[2]), "both steps drew the same mask"
+        assert not torch.equal(*drawn), "behind both steps the same was drawn"
 
 
 class Careless(nn.Module):

@@ -105,8 +105,12 @@ class Context:
             self.random.join()
 
     def join_after(self, name: str) -> None:
-        """See that activations count as replicated after the module around ``name``, also where an error or a recomputation leaves it."""
-        around = name.rpartition(".")[0]
+        """See that activations count as replicated after the region that has ``name``, or else after the module around it.
+
+        So they do also where an error or a recomputation leaves that module early.
+        """
+        region = self.region_of(name)
+        around = name.rpartition(".")[0] if region is None else region
         if self.random is None or around in self.joining:
             return
         self.joining.add(around)
@@ -133,10 +137,10 @@ class Context:
             return
         self.arrivals.agree(name, x, self.group)
 
-    def region_of(self, name: str) -> Style | None:
-        """Return the innermost region around the module called ``name``."""
+    def region_of(self, name: str) -> str | None:
+        """Return the name of the innermost region around the module called ``name``."""
         parts = name.split(".")
-        return next((self.regions[outer] for n in range(len(parts), 0, -1) if (outer := ".".join(parts[:n])) in self.regions), None)
+        return next((outer for n in range(len(parts), 0, -1) if (outer := ".".join(parts[:n])) in self.regions), None)
 
     def enter(self, x: Tensor) -> Tensor:
         """Bring hidden states from between the regions to a computation that is split over the axis."""

@@ -62,15 +62,18 @@ class Parts(Style):
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Let the forward see local tensors; prepare inputs and reduce the output where it sums."""
         inner, group = module.forward, context.group
+        if self.sums:
+            context.join_after(name)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.sums:
                 args = tuple(_enter(value, context) for value in args)
                 kwargs = {key: _enter(value, context) for key, value in kwargs.items()}
-                context.part(module, next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)))
-            output = with_own(module, self._held(module, group), lambda: inner(*args, **kwargs))
             if not self.sums:
-                return output
+                return with_own(module, self._held(module, group), lambda: inner(*args, **kwargs))
+            first = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+            context.part(module, first)
+            output = with_own(module, self._held(module, group), lambda: inner(*args, **kwargs))
             context.join()
             return context.leave(output)
 
@@ -135,6 +138,7 @@ class Experts(Style):
         group = context.group
         held, inner = _expert_count(module) // group.size(), module.forward
         bind = inspect.signature(inner).bind
+        context.join_after(name)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             bound = bind(*args, **kwargs)
@@ -186,6 +190,8 @@ class FeatureTable(Style):
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Join the slices."""
         inner, group, width = module.forward, context.group, int(module.weight.shape[1])  # type: ignore[arg-type, index, union-attr]
+        if not self.gather:
+            context.join_after(name)
 
         def forward(tokens: Tensor) -> Tensor:
             found = with_own(module, {"weight": local(module.weight)}, lambda: inner(tokens))

@@ -68,11 +68,8 @@ class Region(Style):
                 raise PlanError([f"{name or 'the model'} is a region, which splits what is computed of hidden states, and got {got}; "
                                  "give 'region' to the modules inside whose projections are split"])  # fmt: skip
             context.arrive(name, hidden)
-            try:
-                args = tuple(self._enter(name, "", value, place == first, context) for place, value in enumerate(args))
-                return inner(*args, **{key: self._enter(name, key, value, key == first, context) for key, value in kwargs.items()})
-            finally:
-                context.join()
+            args = tuple(self._enter(name, "", value, place == first, context) for place, value in enumerate(args))
+            return inner(*args, **{key: self._enter(name, key, value, key == first, context) for key, value in kwargs.items()})
 
         set_forward(module, forward)
 
