@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, final
 
-import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshpar.errors import CheckpointError
 
@@ -19,14 +19,13 @@ class Background:
         self._thread: threading.Thread | None = None
         self._staged = threading.Event()
         self._failure: BaseException | None = None
-        self._watched: torch.optim.Optimizer | None = None
-        self._hook: Any = None
+        self._hook: Any = None  # of every optimizer: one that the save did not receive may train the same parameters
 
-    def start(self, stage: Callable[[], None], finish: Callable[[], object], optimizer: torch.optim.Optimizer | None) -> None:
-        """Run ``stage``, then ``finish``. The optimizer's next step waits for ``stage``; without an optimizer this call waits."""
+    def start(self, stage: Callable[[], None], finish: Callable[[], object], *, trains: bool) -> None:
+        """Run ``stage``, then ``finish``. The next step of any optimizer waits for ``stage``; without one (``trains``) this call waits."""
         self.wait()
         self._staged.clear()
-        self._watch(optimizer)
+        self._hook = self._hook or register_optimizer_step_pre_hook(lambda *_: self.before_step())
 
         def work() -> None:
             try:
@@ -40,11 +39,11 @@ class Background:
 
         self._thread = threading.Thread(target=work, name="meshpar-save")
         self._thread.start()
-        if optimizer is None:
+        if not trains:
             self._staged.wait()
 
     def before_step(self) -> None:
-        """Wait until the save in flight has copied the optimizer's tensors; raise the error of a save that has failed."""
+        """Wait until the save in flight has copied its tensors; raise the error of a save that has failed."""
         if self._thread is None:
             return
         self._staged.wait()
@@ -61,16 +60,10 @@ class Background:
             raise CheckpointError(f"a save in the background failed: {failure}") from failure
 
     def close(self) -> None:
-        """Wait for the save in flight, and remove the optimizer's hook."""
+        """Wait for the save in flight, and remove the hook."""
         try:
             self.wait()
         finally:
-            self._watch(None)
-
-    def _watch(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is self._watched:
-            return
-        if self._hook is not None:
-            self._hook.remove()
-        self._watched = optimizer
-        self._hook = None if optimizer is None else optimizer.register_step_pre_hook(lambda *_: self.before_step())
+            if self._hook is not None:
+                self._hook.remove()
+            self._hook = None

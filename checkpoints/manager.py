@@ -41,8 +41,9 @@ class CheckpointManager:
         keep: number of newest committed steps to keep; None: all.
         every: number of steps between two saves, for :meth:`due`; None: never due.
         best: name of a metric. The step with its lowest value is kept, too. A leading ``+`` means highest (``"+accuracy"``).
-        async_: write in the background. ``save`` then returns once the ranks have agreed on a plan. The optimizer's next step waits until
-            the values are copied to the host. The step is committed later. Use the manager as a context, or ``close`` it.
+        async_: write in the background. ``save`` then returns once the ranks have agreed on a plan. The next step of any optimizer waits
+            until the values are copied to the host; call :meth:`before_step` before you change parameters in another way. The step is
+            committed later. Use the manager as a context, or ``close`` it.
         checksum: ``"crc32"``: a CRC-32 of every part of every tensor; ``"sha256"``: also a SHA-256 of every file.
         threads: number of files that each rank writes at once.
         timeout_s: seconds that a rank waits for the others within one step of a save.
@@ -144,11 +145,11 @@ class CheckpointManager:
         if stager is None:
             self._finish(saving, folder)
         else:
-            self._background.start(lambda: saving.stage(stager), lambda: self._finish(saving, folder), optimizer)
+            self._background.start(lambda: saving.stage(stager), lambda: self._finish(saving, folder), trains=optimizer is not None)
         return self._steps.path(step)
 
     def before_step(self) -> None:
-        """Wait until the save in flight has copied its values; an optimizer that ``save`` received does this in its ``step``."""
+        """Wait until the save in flight has copied its values; every optimizer does this in its ``step``."""
         self._background.before_step()
 
     def wait(self) -> None:

@@ -100,6 +100,7 @@ class Saving:
         planned = self._ranks.collect(f"planning step {step}", lambda: self._describe(par, optimizer, later))
         mine = self._ranks.spread(f"planning step {step}", lambda: self._divide(planned, par))
         self._parts = parts_of(mine, self._tensors)
+        self._versions = [(part.name, each, _version(each)) for part in self._parts for each in (part.tensor, self._tensors[part.name])]
         self._ready, self._device = ready_event(par.device) if later else None, par.device
         self._tensors = {}
 
@@ -107,8 +108,14 @@ class Saving:
         """Copy the parts that this rank writes. On return the module and the optimizer may change. :meth:`finish` raises an error."""
         try:
             self._parts = stager.stage(self._parts, self._device, self._ready)
+            if changed := list(dict.fromkeys(name for name, tensor, version in self._versions if _version(tensor) != version)):
+                raise CheckpointError(
+                    f"{len(changed)} tensors were changed while the save in the background copied them ({', '.join(changed[:5])}); "
+                    "call before_step() of the CheckpointManager before you change parameters outside of an optimizer's step"
+                )
         except Exception as error:  # noqa: BLE001 - the other ranks, which go on to finish(), must hear of it there
             self._stage_error = error
+        self._versions = []
 
     def finish(self, commit: Callable[[Manifest], Path]) -> Path:
         """Write, check and commit; return the step's folder. Collective. Raises CheckpointError on every rank if any rank fails."""
@@ -175,6 +182,11 @@ class Saving:
         manifest = make_manifest(self._folder, self._metadata, files, self._told)
         verify_files(self._folder, manifest, "size")
         return manifest
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the number of in-place changes; a DTensor counts its own, and its shard those that are made to the shard."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def make_manifest(folder: Path, metadata: Metadata, files: Sequence[WrittenFile], told: Mapping[str, Any]) -> Manifest:

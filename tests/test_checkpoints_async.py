@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import meshpar
 from meshpar.checkpoints import CheckpointManager
@@ -100,6 +101,59 @@ def test_buffers_and_random_state_are_those_of_the_moment(tmp_path, monkeypatch)
     assert module.seen.tolist() == [0, 0] and torch.equal(torch.rand(3), want)
 
 
+def test_the_step_of_an_optimizer_that_save_did_not_receive_waits_for_staging_too(tmp_path, monkeypatch):
+    stages = staging(monkeypatch)
+    job = linear(1)
+    other = torch.optim.SGD([job.module.bias], lr=1.0)
+    with CheckpointManager(tmp_path, async_=True) as manager:
+        manager.save(1, job, torch.optim.SGD([job.module.weight], lr=1.0))
+        job.module(torch.ones(1, 3)).sum().backward()
+        step = threading.Thread(target=other.step)
+        step.start()
+        assert stages.reached.wait(60)
+        assert torch.equal(job.module.bias, linear(1).module.bias)
+        stages.open.set()
+        step.join(60)
+    again = linear(2)
+    manager.restore(again)
+    assert torch.equal(again.module.bias, linear(1).module.bias) and not torch.equal(job.module.bias, again.module.bias)
+
+
+def test_a_parameter_that_is_changed_before_it_is_copied_fails_the_save_by_name(tmp_path, monkeypatch):
+    stages = staging(monkeypatch)
+    job = linear(1)
+    manager = CheckpointManager(tmp_path, async_=True)
+    manager.save(1, job, stepped(job))
+    with torch.no_grad():
+        job.module.bias.clamp_(0, 0)
+    stages.open.set()
+    with pytest.raises(CheckpointError, match=r"model\.bias.*before_step\(\)"):
+        manager.close()
+    assert manager.steps() == []
+
+
+@on_ranks(2)
+def change_a_shard_while_it_is_saved(root: str) -> None:
+    par, optimizer = parallelized("dp_shard=2", [meshpar.FullyShard()], seed=1)
+    manager = CheckpointManager(root, async_=True, timeout_s=30)
+    original, changed = Stager.stage, threading.Event()
+    Stager.stage = lambda self, *args: changed.wait(60) and original(self, *args)
+    try:
+        manager.save(1, par, optimizer)
+        with torch.no_grad():
+            next(par.module.parameters()).mul_(2)
+        changed.set()
+        with pytest.raises(CheckpointError, match=r"changed while the save in the background copied them"):
+            manager.close()
+    finally:
+        Stager.stage = original
+    assert manager.steps() == []
+
+
+def test_a_change_of_a_shard_before_it_is_copied_fails_the_save_on_every_rank(tmp_path):
+    change_a_shard_while_it_is_saved(str(tmp_path))
+
+
 def test_without_an_optimizer_save_waits_for_staging_itself(tmp_path, monkeypatch):
     stages = staging(monkeypatch)
     job = linear(1)
@@ -175,7 +229,7 @@ def test_nothing_outlives_close(tmp_path):
     manager = CheckpointManager(tmp_path, async_=True)
     manager.save(1, job, optimizer)
     manager.close()
-    assert set(threading.enumerate()) == before and not optimizer._optimizer_step_pre_hooks
+    assert set(threading.enumerate()) == before and not _global_optimizer_pre_hooks
     assert manager.steps() == [1] and not manager.ignored()
 
 
