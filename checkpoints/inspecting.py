@@ -50,7 +50,7 @@ def show_step(path: str | Path) -> str:
             ("plan", found.plan),
             ("size", f"{_size(_bytes(found))} in {len(found.files)} files"),
             ("model", f"{count:,} elements in {len(model)} tensors"),
-            ("optimizer", found.optimizer["class"] if found.optimizer else "none"),
+            ("optimizer", _optimizers(found.optimizer)),
             *(("tied", " = ".join(group)) for group in found.tied),
             *((f"metric {name}", f"{value:.6g}") for name, value in found.metrics.items()),
         ]).splitlines(),
@@ -146,6 +146,11 @@ def _bytes(manifest: Manifest) -> int:
 
 def _mesh(manifest: Manifest) -> str:
     return ",".join(f"{axis}={size}" for axis, size in manifest.mesh.items()) or "no mesh"
+
+
+def _optimizers(table: Mapping[str, Any] | None) -> str:
+    kinds = "none" if table is None else table["class"]
+    return kinds if isinstance(kinds, str) else ", ".join(f"{called}: {kind}" for called, kind in kinds.items())
 
 
 def _size(count: float) -> str:

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-import torch
-
 from meshpar.checkpoints.background import Background
 from meshpar.checkpoints.checkpointable import Checkpointable
 from meshpar.checkpoints.files import local
@@ -20,7 +18,7 @@ from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.restoring import RestoredState, Restoring
 from meshpar.checkpoints.saving import Noted, Saving
 from meshpar.checkpoints.staging import Stager
-from meshpar.checkpoints.state import plain
+from meshpar.checkpoints.state import Optimizers, plain
 from meshpar.checkpoints.steps import Steps
 from meshpar.checkpoints.verify import Verify
 from meshpar.checkpoints.writing import Checksum
@@ -107,7 +105,7 @@ class CheckpointManager:
         self,
         step: int,
         par: Checkpointable,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         extra: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         *,
@@ -121,7 +119,8 @@ class CheckpointManager:
         Args:
             step: number of the step.
             par: the parallel module.
-            optimizer: the optimizer to save, built from ``par.module.parameters()``; None: save none.
+            optimizer: the optimizer to save, built from ``par.module.parameters()``; several: ``{"muon": muon, "adamw": adamw}``;
+                None: save none.
             extra: plain data, the same on every rank (rank 0's is stored): the schedule's state, the data position.
             metrics: values from which the best step is chosen.
             rank_extra: plain data of this rank, returned to the same rank of the same mesh.
@@ -179,7 +178,7 @@ class CheckpointManager:
     def restore(
         self,
         par: Checkpointable,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         step: int | None = None,
         *,
         verify: Verify = "size",
@@ -194,7 +193,8 @@ class CheckpointManager:
 
         Args:
             par: the parallel module; its parameters have memory (``materialize`` was called).
-            optimizer: the optimizer whose state and options are replaced; None: do not restore an optimizer.
+            optimizer: the optimizer whose state and options are replaced, or several by name, as for :meth:`save`; None: do not restore
+                an optimizer.
             step: the step to restore; None: the newest committed one.
             verify: ``"size"``: check the size of every file; ``"full"``: check every byte (reads them twice); ``"none"``.
             cast: accept tensors of another dtype, and convert them.

@@ -38,7 +38,7 @@ class Manifest:
         tied: groups of names in the model that are one tensor.
         weights: the rules from our names to the published ones, see :meth:`meshpar.weights.WeightMap.to_json`.
         config: the published model's ``config.json``.
-        optimizer: groups, options and each parameter's keys; None if no optimizer was saved.
+        optimizer: class (of several: class of each name), groups, options and each parameter's keys; None if no optimizer was saved.
         seed: rank 0's seed.
         extra: ``save(extra=)`` of rank 0.
         rank_extra: ``save(rank_extra=)`` of each rank.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, final
 
@@ -15,7 +14,16 @@ from meshpar.checkpoints.checksums import crc32
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.ranks import Ranks
-from meshpar.checkpoints.state import differences, group_differences, group_names, model_state, restore_optimizer, set_random_state
+from meshpar.checkpoints.state import (
+    Group,
+    Optimizers,
+    differences,
+    group_differences,
+    group_names,
+    model_state,
+    restore_optimizer,
+    set_random_state,
+)
 from meshpar.checkpoints.verify import Verify, verify_files
 from meshpar.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
@@ -58,14 +66,14 @@ class _Differences:
     wrong: list[str]
     missing: list[str]
     unexpected: set[str]
-    groups: list[set[str]]
+    groups: dict[Group, set[str]]
 
 
 @final
 class Restoring:
     """One restore."""
 
-    def __init__(self, ranks: Ranks, folder: Path, par: Checkpointable, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, ranks: Ranks, folder: Path, par: Checkpointable, optimizer: Optimizers | None) -> None:
         self._ranks, self._folder, self._par, self._optimizer = ranks, folder, par, optimizer
 
     def open(self, verify: Verify) -> None:
@@ -104,8 +112,10 @@ class Restoring:
         if self._optimizer is not None and table is None:
             lenient.append("missing: the optimizer's state; this step was saved without an optimizer")
         elif self._optimizer is not None and table is not None:
-            groups = [set().union(*same) for same in zip_longest(*(each.groups for each in found), fillvalue=set())]
-            lenient += group_differences(groups, type(self._optimizer).__name__, table)
+            groups: dict[Group, set[str]] = {}
+            for group, names in (each for rank in found for each in rank.groups.items()):
+                groups.setdefault(group, set()).update(names)
+            lenient += group_differences(groups, table)
         lenient += [f"unexpected: {name}" for name in sorted(set.intersection(*(each.unexpected for each in found)))]
         if wrong or (lenient and not partial):
             remedy = [] if wrong else ["CheckpointManager.restore(..., partial=True) restores what fits"]
@@ -127,7 +137,7 @@ class Restoring:
             wrong=wrong,
             missing=missing,
             unexpected={name for name in self._source.tensors if name.startswith(MODEL) and name not in wanted},
-            groups=group_names(self._optimizer, self._model, self._renamed) if self._optimizer is not None else [],
+            groups=group_names(self._optimizer, self._model, self._renamed) if self._optimizer is not None else {},
         )
 
     def _renamings(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.manifest import Manifest, step_of
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.staging import Stager, ready_event
-from meshpar.checkpoints.state import merged_tables, model_state, optimizer_state, plain, random_state
+from meshpar.checkpoints.state import Optimizers, merged_tables, model_state, optimizer_state, plain, random_state
 from meshpar.checkpoints.verify import verify_files
 from meshpar.checkpoints.writing import (
     Checksum,
@@ -89,7 +89,7 @@ class Saving:
         self._tensors: dict[str, Tensor] = {}
         self._stage_error: Exception | None = None
 
-    def plan(self, par: Checkpointable, optimizer: torch.optim.Optimizer | None, *, later: bool = False) -> None:
+    def plan(self, par: Checkpointable, optimizer: Optimizers | None, *, later: bool = False) -> None:
         """Agree on the parts that each rank writes; collective.
 
         Args:
@@ -123,7 +123,7 @@ class Saving:
         written = self._ranks.collect(f"writing step {step}", self._write)
         return self._ranks.share(f"committing step {step}", lambda: commit(self._check([file for each in written for file in each])))
 
-    def _describe(self, par: Checkpointable, optimizer: torch.optim.Optimizer | None, later: bool) -> _Planned:
+    def _describe(self, par: Checkpointable, optimizer: Optimizers | None, later: bool) -> _Planned:
         model = model_state(par.module, {group[0] for group in par.layout.tied})
         trained = optimizer_state(optimizer, model) if optimizer is not None else None
         tensors: dict[str, Tensor] = {

@@ -11,9 +11,9 @@ import importlib.util
 import json
 import random
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, final
 
 import torch
@@ -24,6 +24,10 @@ from meshpar.checkpoints.dcp import Stored
 from meshpar.errors import CheckpointError
 from meshpar.placements import local_tensor, sharded_axes
 
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+"""One optimizer, or several by name, of different parameters."""
+Group = tuple[str, str, int]
+"""A group of parameters: the name and the class of its optimizer, and its position there."""
 # How a step is computed, not what is computed: the running optimizer keeps its own.
 _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
 
@@ -68,17 +72,29 @@ class OptimizerState:
     table: Mapping[str, Any]
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, model: ModelState) -> OptimizerState:
-    """Collect an optimizer's state by parameter name.
+def optimizers_of(given: Optimizers) -> dict[str, torch.optim.Optimizer]:
+    """Return optimizers by name; a single one is called ``""``. Raises CheckpointError for anything else."""
+    if isinstance(given, torch.optim.Optimizer):
+        return {"": given}
+    named = dict(given) if isinstance(given, Mapping) else {}
+    if not named or not all(isinstance(name, str) and isinstance(each, torch.optim.Optimizer) for name, each in named.items()):
+        raise CheckpointError(
+            f'optimizer is a {type(given).__name__}; expected a torch.optim.Optimizer, or several by name: {{"muon": muon, "adamw": adamw}}'
+        )
+    return named
+
+
+def optimizer_state(given: Optimizers, model: ModelState) -> OptimizerState:
+    """Collect the state of the optimizers by parameter name.
 
     Raises:
-        CheckpointError: the optimizer trains a parameter that the module does not have, keeps a shard as a plain tensor, or has an
-            option that is not plain data.
+        CheckpointError: an optimizer trains a parameter that the module does not have or that another one trains, keeps a shard as a
+            plain tensor, or has an option that is not plain data.
     """
     names = {id(tensor): name for name, tensor in model.tensors.items()}
-    tensors: dict[str, Tensor] = {}
+    optimizers, tensors = optimizers_of(given), {}
     state: dict[str, dict[str, Any]] = {}
-    for parameter in parameters_of(optimizer, names):
+    for optimizer, parameter in parameters_of(optimizers, names):
         name = names[id(parameter)]
         entry = state[name] = {}
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -94,9 +110,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: ModelState) -> Opti
             "params": [names[id(p)] for p in group["params"]],
             "options": {k: _option(k, v) for k, v in group.items() if k not in _IMPLEMENTATION},
         }
+        | ({"optimizer": called} if called else {})
+        for called, optimizer in optimizers.items()
         for group in optimizer.param_groups
     ]
-    return OptimizerState(tensors, {"class": type(optimizer).__name__, "groups": groups, "state": {k: v for k, v in state.items() if v}})
+    classes = {called: type(optimizer).__name__ for called, optimizer in optimizers.items()}
+    return OptimizerState(tensors, {"class": classes.get("", classes), "groups": groups, "state": {k: v for k, v in state.items() if v}})
 
 
 def optimizer_key(parameter: str, key: str) -> str:
@@ -104,15 +123,21 @@ def optimizer_key(parameter: str, key: str) -> str:
     return f"optimizer.{parameter}.{key}"
 
 
-def parameters_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[Tensor]:
-    """Return the optimizer's parameters; raises CheckpointError if one is not in the module (``names``: id -> name)."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strange = [tuple(each.shape) for each in parameters if id(each) not in names]
+def parameters_of(optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[int, str]) -> list[tuple[torch.optim.Optimizer, Tensor]]:
+    """Return each parameter with its optimizer.
+
+    Raises:
+        CheckpointError: a parameter is not in the module (``names``: id -> name), or has two optimizers.
+    """
+    parameters = [(each, parameter) for each in optimizers.values() for group in each.param_groups for parameter in group["params"]]
+    strange = [tuple(each.shape) for _, each in parameters if id(each) not in names]
     if strange:
         raise CheckpointError(
             f"the optimizer trains {len(strange)} of {len(parameters)} parameters that the module does not have (shapes {strange[:5]}); "
             "build it after plan.apply, from par.module.parameters()"
         )
+    if twice := [names[key] for key, count in Counter(id(each) for _, each in parameters).items() if count > 1]:
+        raise CheckpointError(f"two optimizers train {', '.join(twice[:5])}; expected one optimizer for each parameter")
     return parameters
 
 
@@ -161,12 +186,13 @@ def plain(value: object, what: str) -> Any:  # noqa: ANN401 - plain data
 
 
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, model: ModelState, table: Mapping[str, Any], renamed: Mapping[str, str], stored: Mapping[str, Stored]
+    given: Optimizers, model: ModelState, table: Mapping[str, Any], renamed: Mapping[str, str], stored: Mapping[str, Stored]
 ) -> list[tuple[str, Tensor]]:
-    """Set the optimizer's options from a checkpoint, and allocate its state to be read.
+    """Set the options of optimizers from a checkpoint, and allocate their state to be read.
 
     Args:
-        optimizer: the optimizer whose state is replaced. Parameters without state in the checkpoint have none afterwards.
+        given: the optimizers whose state is replaced. Parameters without state in the checkpoint, or with the state of an optimizer of
+            another class, have none afterwards.
         model: the module's tensors.
         table: the table saved by :func:`optimizer_state`.
         renamed: our name of each parameter -> the checkpoint's.
@@ -177,15 +203,16 @@ def restore_optimizer(
     """
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     wanted: list[tuple[str, Tensor]] = []
-    options = options_by_parameter(table)
-    for group in optimizer.param_groups:
-        known = (options.get(renamed.get(names[id(each)], names[id(each)])) for each in group["params"])
-        _set_options(group, next((each for each in known if each is not None), {}))
+    options, classes = options_by_parameter(table), class_by_parameter(table)
+    for optimizer, group in ((each, group) for each in optimizers_of(given).values() for group in each.param_groups):
+        saved_names = {id(each): renamed.get(names[id(each)], names[id(each)]) for each in group["params"]}
+        known = [name for name in saved_names.values() if classes.get(name) == type(optimizer).__name__]
+        _set_options(group, options[known[0]] if known else {})
         for parameter in group["params"]:
-            saved = renamed.get(names[id(parameter)], names[id(parameter)])
+            saved = saved_names[id(parameter)]
             old = dict(optimizer.state.pop(parameter, {}))
             new: dict[str, Any] = {}
-            for key, kind in table["state"].get(saved, {}).items():
+            for key, kind in table["state"].get(saved, {}).items() if saved in known else ():
                 if kind == "tensor":
                     name = optimizer_key(saved, key)
                     new[key] = _room(stored[name], key, parameter, group, old.get(key))
@@ -262,38 +289,49 @@ def differences(wanted: Mapping[str, Tensor], stored: Mapping[str, Stored], *, c
     return missing, wrong
 
 
-def group_names(optimizer: torch.optim.Optimizer, model: ModelState, renamed: Mapping[str, str]) -> list[set[str]]:
-    """Return the checkpoint's names of the parameters in each of the optimizer's groups."""
+def group_names(given: Optimizers, model: ModelState, renamed: Mapping[str, str]) -> dict[Group, set[str]]:
+    """Return the checkpoint's names of the parameters in each group of the optimizers."""
     names = {id(tensor): name for name, tensor in model.tensors.items()}
-    parameters_of(optimizer, names)
-    return [{renamed.get(names[id(p)], names[id(p)]) for p in group["params"]} for group in optimizer.param_groups]
+    optimizers = optimizers_of(given)
+    parameters_of(optimizers, names)
+    return {
+        (called, type(optimizer).__name__, position): {renamed.get(names[id(p)], names[id(p)]) for p in group["params"]}
+        for called, optimizer in optimizers.items()
+        for position, group in enumerate(optimizer.param_groups)
+    }
 
 
-def group_differences(ours: Sequence[Collection[str]], kind: str, table: Mapping[str, Any]) -> list[str]:
-    """Compare the optimizer's parameters and options with the checkpoint's; return one line for each difference.
+def group_differences(ours: Mapping[Group, Collection[str]], table: Mapping[str, Any]) -> list[str]:
+    """Compare the optimizers' parameters and options with the checkpoint's; return one line for each difference.
 
-    Options are compared by parameter, not by group: the number of groups may depend on the mesh, because the fused kernels do not accept
-    plain tensors beside DTensors.
+    Options and classes are compared by parameter, not by group: the number of groups may depend on the mesh, because the fused kernels do
+    not accept plain tensors beside DTensors.
 
     Args:
         ours: the names in each group, over all ranks.
-        kind: the optimizer's class.
         table: the table saved by :func:`optimizer_state`.
     """
-    options = options_by_parameter(table)
-    here = set().union(*ours)
+    options, classes = options_by_parameter(table), class_by_parameter(table)
+    here = {name: kind for (_, kind, _), group in ours.items() for name in group}
     lines = []
-    for text, names_only in (("here", here - set(options)), ("in the checkpoint", set(options) - here)):
+    for text, names_only in (("here", here.keys() - set(options)), ("in the checkpoint", set(options) - here.keys())):
         if names_only:
             lines.append(f"optimizer: trained only {text}: {', '.join(sorted(names_only)[:10])}")
-    for position, group in enumerate(ours):
+    for (called, _, position), group in ours.items():
         known = [options[name] for name in group if name in options]
         differing = sorted({key for each in known for key in known[0] if each.get(key) != known[0][key]})
         if differing:
             values = ", ".join(f"{key} {sorted({str(each.get(key)) for each in known})}" for key in differing)
-            lines.append(f"optimizer: parameter group {position} joins parameters that the checkpoint has with other options: {values}")
-    if kind != table["class"]:
-        lines.append(f"optimizer: {kind} here and {table['class']} in the checkpoint")
+            which = f"{position} of {called!r}" if called else str(position)
+            lines.append(f"optimizer: parameter group {which} joins parameters that the checkpoint has with other options: {values}")
+    others: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(here.keys() & classes.keys()):
+        others.setdefault((here[name], classes[name]), []).append(name)
+    lines += [
+        f"optimizer: {kind} here and {theirs} in the checkpoint, for {', '.join(names[:5])}"
+        for (kind, theirs), names in others.items()
+        if kind != theirs
+    ]
     return lines
 
 
@@ -302,14 +340,26 @@ def options_by_parameter(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any
     return {name: group["options"] for group in table["groups"] for name in group["params"]}
 
 
+def class_by_parameter(table: Mapping[str, Any]) -> dict[str, str]:
+    """Return the class of the optimizer that trained each parameter, by its name."""
+    kinds = table["class"]  # several optimizers have a table of classes
+    return {name: kinds if isinstance(kinds, str) else kinds[group["optimizer"]] for group in table["groups"] for name in group["params"]}
+
+
 def merged_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the optimizer tables of ranks that may have different parameters, as pipeline stages do."""
-    nothing: Mapping[str, Any] = {"params": [], "options": {}}
-    groups: list[dict[str, Any]] = [
-        {
-            "params": list(dict.fromkeys(name for group in same for name in group["params"])),
-            "options": next((group["options"] for group in same if group["params"]), {}),
-        }
-        for same in zip_longest(*(table["groups"] for table in tables), fillvalue=nothing)
-    ]
-    return {"class": tables[0]["class"], "groups": groups, "state": {k: v for table in reversed(tables) for k, v in table["state"].items()}}
+    groups: dict[tuple[str | None, int], dict[str, Any]] = {}
+    for table in tables:
+        seen: Counter[str | None] = Counter()
+        for group in table["groups"]:
+            called = group.get("optimizer")
+            into = groups.setdefault((called, seen[called]), {**group, "params": []})
+            seen[called] += 1
+            into["options"] = into["options"] if into["params"] or not group["params"] else group["options"]
+            into["params"] = list(dict.fromkeys([*into["params"], *group["params"]]))
+    kinds = [table["class"] for table in tables]
+    return {
+        "class": kinds[0] if isinstance(kinds[0], str) else {called: kind for each in kinds for called, kind in each.items()},
+        "groups": list(groups.values()),
+        "state": {k: v for table in reversed(tables) for k, v in table["state"].items()},
+    }

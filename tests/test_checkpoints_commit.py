@@ -25,6 +25,7 @@ from meshpar.checkpoints import (
     list_steps,
     prune_steps,
     read_manifest,
+    show_step,
     verify_step,
 )
 from meshpar.errors import CheckpointError
@@ -335,7 +336,7 @@ def test_all_that_does_not_fit_is_told_at_once_and_nothing_changed(tmp_path):
         "unexpected: model.gone.weight",
         "optimizer: trained only here: new.bias, new.weight",
         "optimizer: trained only in the checkpoint: gone.weight",
-        "optimizer: AdamW here and SGD in the checkpoint",
+        "optimizer: AdamW here and SGD in the checkpoint, for low.weight, same.bias, same.weight, wide.weight",
     ):
         assert line in str(raised.value)
     assert all(torch.equal(before[name], value) for name, value in other.module.state_dict().items())
@@ -392,6 +393,54 @@ def test_optimizers_of_all_sorts_go_on_bitwise(tmp_path, make):
     manager.restore(job, optimizer)
     optimizer.step(loss)
     assert torch.equal(job.module.weight, want)
+
+
+def two_optimizers(job: Job, lr: float) -> dict[str, torch.optim.Optimizer]:
+    return {"muon": torch.optim.Muon([job.module.weight], lr=lr), "adamw": torch.optim.AdamW([job.module.bias], lr=lr)}
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_several_optimizers_go_on_bitwise(tmp_path, async_):
+    def step(job, optimizers):
+        job.module(torch.ones(1, 3)).square().sum().backward()
+        for each in optimizers.values():
+            each.step()
+            each.zero_grad()
+
+    job = linear(1)
+    optimizers = two_optimizers(job, 0.1)
+    step(job, optimizers)
+    with CheckpointManager(tmp_path, async_=async_) as manager:
+        folder = manager.save(1, job, optimizers)
+        step(job, optimizers)
+    assert "muon: Muon, adamw: AdamW" in show_step(folder)
+    again = linear(2)
+    restored = two_optimizers(again, 0.3)
+    CheckpointManager(tmp_path).restore(again, restored)
+    step(again, restored)
+    assert all(torch.equal(*pair) for pair in zip(again.module.parameters(), job.module.parameters()))
+
+
+def test_optimizers_are_compared_by_parameter_and_their_names_are_labels(tmp_path):
+    job = linear(1)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, job, two_optimizers(job, 0.1))
+    with pytest.raises(CheckpointError, match=r"optimizer: AdamW here and Muon in the checkpoint, for weight\n"):
+        manager.restore(job, torch.optim.AdamW(job.module.parameters()))
+    manager.save(2, job, stepped(job))
+    split = {"one": torch.optim.AdamW([job.module.weight]), "two": torch.optim.AdamW([job.module.bias])}
+    manager.restore(job, split)
+    assert split["two"].param_groups[0]["lr"] == 0.1 and "exp_avg" in split["two"].state[job.module.bias]
+
+
+def test_optimizers_without_names_or_of_the_same_parameter_are_refused(tmp_path):
+    job = linear(1)
+    one, other = torch.optim.SGD(job.module.parameters()), torch.optim.SGD([job.module.bias])
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(CheckpointError, match=r"optimizer is a list; expected .* several by name"):
+        manager.save(1, job, [one, other])
+    with pytest.raises(CheckpointError, match=r"two optimizers train bias; expected one"):
+        manager.save(1, job, {"one": one, "other": other})
 
 
 def test_a_learning_rate_in_a_tensor_is_set_in_place(tmp_path):
