@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.dcp import Stored
 from meshpar.errors import CheckpointError
 from meshpar.placements import local_tensor, sharded_axes
@@ -215,7 +216,7 @@ def restore_optimizer(
             for key, kind in table["state"].get(saved, {}).items() if saved in known else ():
                 if kind == "tensor":
                     name = optimizer_key(saved, key)
-                    new[key] = _room(stored[name], key, parameter, group, old.get(key))
+                    new[key] = _room(stored[name], stored[MODEL + saved].dtype, key, parameter, group, old.get(key))
                     wanted.append((name, new[key]))
                 else:
                     new[key] = kind["value"]
@@ -233,14 +234,19 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             group[key] = tuple(value) if isinstance(now, tuple) else value
 
 
-def _room(stored: Stored, key: str, parameter: Tensor, group: Mapping[str, Any], now: object) -> Tensor:
-    """Return a tensor for one entry of the optimizer's state: the present one if it fits, otherwise a new one like the parameter."""
-    if isinstance(now, Tensor) and tuple(now.shape) == stored.shape and now.dtype == stored.dtype:
+def _room(stored: Stored, trained: torch.dtype, key: str, parameter: Tensor, group: Mapping[str, Any], now: object) -> Tensor:
+    """Return a tensor for one entry of the optimizer's state: the present one if it fits, otherwise a new one like the parameter.
+
+    An entry in the dtype that the parameter had when it was saved (``trained``) is cast with the parameter.
+    """
+    like = stored.shape == tuple(parameter.shape) and (stored.shape != () or key != "step")  # a count is a scalar whatever the parameter is
+    dtype = parameter.dtype if like and stored.dtype == trained else stored.dtype
+    if isinstance(now, Tensor) and tuple(now.shape) == stored.shape and now.dtype == dtype:
         return now
-    if stored.shape == tuple(parameter.shape) and (stored.shape != () or key != "step"):  # a count is a scalar whatever the parameter is
-        return torch.zeros_like(parameter.detach(), dtype=stored.dtype)
+    if like:
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-    return torch.zeros(stored.shape, dtype=stored.dtype, device="cpu" if on_host else parameter.device)
+    return torch.zeros(stored.shape, dtype=dtype, device="cpu" if on_host else parameter.device)
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:

@@ -355,6 +355,23 @@ def test_cast_and_partial_are_explicit(tmp_path):
     assert torch.equal(low.module.weight, job.module.weight.bfloat16())
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize(("saved", "here"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_cast_converts_the_moments_with_their_parameters(tmp_path, saved, here, foreach):
+    job = linear(1, dtype=saved)
+    optimizer = torch.optim.AdamW(job.module.parameters(), foreach=foreach)
+    job.module(torch.ones(1, 3, dtype=saved)).sum().backward()
+    optimizer.step()
+    CheckpointManager(tmp_path).save(1, job, optimizer)
+    other = linear(2, dtype=here)
+    restored = torch.optim.AdamW(other.module.parameters(), foreach=foreach)
+    CheckpointManager(tmp_path).restore(other, restored, cast=True)
+    was, now = optimizer.state[job.module.weight], restored.state[other.module.weight]
+    assert torch.equal(now["exp_avg"], was["exp_avg"].to(here)) and now["step"].dtype == torch.float32
+    other.module(torch.ones(1, 3, dtype=here)).sum().backward()
+    restored.step()
+
+
 def test_random_state_goes_on_where_it_was(tmp_path):
     manager = CheckpointManager(tmp_path)
     manager.save(1, linear())
