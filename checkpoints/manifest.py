@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from meshpar.errors import CheckpointError, brief
 MANIFEST_NAME = "meshpar.json"
 FORMAT = "meshpar-checkpoint"
 VERSION = 1
+INTEGER_KEYS, COUNTER = "__integer_keys__", "__counter__"  # the only key of an object that stands for a dict of int, or a Counter
 _STEP = re.compile(r"step-(\d+)")
 _SEAL = re.compile(rb'"crc32": "([0-9a-f]{8})"\n}\n')
 
@@ -77,7 +79,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = path.read_bytes()
         seal = _SEAL.search(text, max(0, len(text) - 32))
-        data = json.loads(text)
+        data = json.loads(text, object_hook=_revived)
         kind, version = data.pop("format"), data.pop("version")
         if kind != FORMAT or version > VERSION:
             raise CheckpointError(
@@ -99,6 +101,13 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} cannot be read: expected {FORMAT!r} as JSON, got {brief(error)}; restore another step, with restore(step=...) or "
             "restore(fallback=True)"
         ) from error
+
+
+def _revived(entry: dict[str, Any]) -> dict[Any, Any]:
+    """Return a JSON object as the mapping that :func:`meshpar.checkpoints.state.plain` made it of."""
+    if len(entry) == 1 and (kind := next(iter(entry))) in (INTEGER_KEYS, COUNTER):
+        return (Counter if kind == COUNTER else dict)({int(key): value for key, value in entry[kind].items()})
+    return entry
 
 
 def step_name(step: int) -> str:

@@ -304,6 +304,26 @@ def test_extra_must_be_plain_data_and_nothing_is_left_when_it_is_not(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_the_state_of_every_schedule_comes_back_as_it_was(tmp_path):
+    job = linear()
+    optimizer = torch.optim.SGD(job.module.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 3], gamma=0.1)
+    optimizer.step()
+    schedule.step()
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, job, optimizer, extra={"schedule": schedule.state_dict()}, rank_extra={0: {7: "seven"}})
+    restored = manager.restore(job, optimizer)
+    again = torch.optim.lr_scheduler.MultiStepLR(optimizer, [9])
+    again.load_state_dict(restored.extra["schedule"])
+    assert again.state_dict() == schedule.state_dict() and list(again.milestones.elements()) == [2, 2, 3]
+    assert restored.rank_extra == {0: {7: "seven"}}
+
+
+def test_a_dict_with_keys_that_json_has_not_is_refused_by_its_keys(tmp_path):
+    with pytest.raises(CheckpointError, match=r"extra\.a must be plain data .*, got a dict with keys of bool, str"):
+        CheckpointManager(tmp_path).save(1, linear(), extra={"a": {True: 1, "x": 2}})
+
+
 def test_a_disk_too_full_is_noticed_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 20}))
     with pytest.raises(CheckpointError, match="GB free; this step needs"):
