@@ -10,7 +10,7 @@ import torch
 
 from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.copying import Piece, check_of, check_piece
-from meshpar.checkpoints.dcp import DistributedCheckpoint
+from meshpar.checkpoints.dcp import DistributedCheckpoint, Stored
 from meshpar.checkpoints.files import TILE_BYTES, memory_of, tiles
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.steps import open_step
@@ -40,9 +40,12 @@ class StoredModel:
             held = [name for name in group if name in self._names]
             owner = held[0] if held else ""
             for other in held[1:]:
-                if not same_tensor(self, owner, other):
+                if self._stored(owner) != self._stored(other) and not same_tensor(self, owner, other):
                     raise CheckpointError(f"{owner} and {other} are tied but differ in the checkpoint; the export would lose one")
                 del self._names[other]
+
+    def _stored(self, name: str) -> Stored:
+        return self._source.tensors[self._names[name]]
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: self._source.tensors[key].shape for name, key in self._names.items()}

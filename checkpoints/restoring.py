@@ -136,7 +136,7 @@ class Restoring:
         return _Differences(
             wrong=wrong,
             missing=missing,
-            unexpected={name for name in self._source.tensors if name.startswith(MODEL) and name not in wanted},
+            unexpected={name for name in self._manifest.tensors if name.startswith(MODEL) and name not in wanted},
             groups=group_names(self._optimizer, self._model, self._renamed) if self._optimizer is not None else {},
         )
 
@@ -146,7 +146,7 @@ class Restoring:
         renamed = {}
         for name, aliases in self._model.names.items():
             candidates = [*aliases, *(saved_as[alias] for alias in aliases if alias in saved_as)]
-            found = next((each for each in candidates if MODEL + each in self._source.tensors), name)
+            found = next((each for each in candidates if MODEL + each in self._manifest.tensors), name)
             if found != name:
                 renamed[name] = found
         return renamed

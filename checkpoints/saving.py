@@ -191,8 +191,11 @@ def _version(tensor: Tensor) -> int:
 
 def make_manifest(folder: Path, metadata: Metadata, files: Sequence[WrittenFile], told: Mapping[str, Any]) -> Manifest:
     """Write torch's metadata into the folder and return the manifest; raises CheckpointError if parts are missing."""
-    described = [*files, write_metadata(folder, metadata, files)]
-    tensors = DistributedCheckpoint(folder).tensors  # as a reader will see them
+    tied = {MODEL + other: MODEL + group[0] for group in told.get("tied", ()) for other in group[1:]}
+    tied = {other: saved for other, saved in tied.items() if other not in metadata.state_dict_metadata}
+    described = [*files, write_metadata(folder, metadata, files, tied)]
+    read = DistributedCheckpoint(folder).tensors  # as a reader will see them
+    tensors = {name: each for name, each in read.items() if name not in tied}
     chunks: dict[str, list[Any]] = {name: [] for name in tensors}
     for file in files:
         for part in file.parts:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, final
 
+from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.checksums import crc32, joined
 from meshpar.checkpoints.dcp import METADATA_NAME, Chunk, DistributedCheckpoint
 from meshpar.checkpoints.files import BLOCK_BYTES, ReadFile
@@ -125,6 +126,8 @@ class _Summing:
 def _disagreements(source: DistributedCheckpoint, manifest: Manifest) -> Iterator[str]:
     """Yield the parts on which torch's metadata and the manifest disagree."""
     known = {(name, chunk) for name, chunk, _ in _chunks(manifest) if 0 not in chunk.shape}
+    others = {MODEL + group[0]: group[1:] for group in manifest.tied}
+    known |= {(MODEL + other, chunk) for name, chunk in known for other in others.get(name, ()) if MODEL + other in source.tensors}
     found = {(name, chunk) for name, stored in source.tensors.items() for chunk in stored.chunks}
     for name, chunk in sorted(known ^ found, key=str):
         where = "only the manifest" if (name, chunk) in known else f"only {METADATA_NAME}"

@@ -112,12 +112,17 @@ def write_parts(
     return [job.result() for job in jobs]
 
 
-def write_metadata(folder: Path, metadata: Metadata, files: Sequence[WrittenFile]) -> WrittenFile:
-    """Write and fsync ``.metadata``, from which torch reads the checkpoint."""
+def write_metadata(folder: Path, metadata: Metadata, files: Sequence[WrittenFile], tied: Mapping[str, str]) -> WrittenFile:
+    """Write and fsync ``.metadata``, from which torch reads the checkpoint, under each name of a tied tensor (``tied``: other -> saved)."""
+    others: dict[str, list[str]] = {}
+    for other, saved in tied.items():
+        others.setdefault(saved, []).append(other)
+        metadata.state_dict_metadata[other] = metadata.state_dict_metadata[saved]
     metadata.storage_data = {
-        MetadataIndex(part.name, torch.Size(part.offsets)): stored_at(file.name, part.position, part.length)
+        MetadataIndex(name, torch.Size(part.offsets)): stored_at(file.name, part.position, part.length)
         for file in files
         for part in file.parts
+        for name in (part.name, *others.get(part.name, ()))
     }
     metadata.version = CURRENT_DCP_VERSION
     data = pickle.dumps(metadata)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import meshpar
-from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint
+from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, read_manifest, verify_files
 from meshpar.layout import ModelLayout
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import on_ranks
@@ -139,9 +139,11 @@ def bits(tensor: torch.Tensor) -> bytes:
 def test_torch_itself_loads_what_was_saved(tmp_path, one_process):
     job = make("replicate", seed=1)
     folder = CheckpointManager(tmp_path).save(1, job, train(job))
-    stock = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in job.module.state_dict().items() if name != "head.weight"}
-    dcp.load(stock, checkpoint_id=folder)
-    assert_same(stock, {f"model.{name}": tensor for name, tensor in job.module.state_dict().items() if name != "head.weight"})
+    stock = {name: torch.zeros_like(tensor) for name, tensor in job.module.state_dict().items()}
+    dcp.load({"model": stock}, checkpoint_id=folder)
+    assert_same(stock, dict(job.module.state_dict()))
+    assert "head.weight" in stock, "a tied tensor is read under each of its names"
+    verify_files(folder, read_manifest(folder), "full")
 
 
 @on_ranks(2)
