@@ -212,6 +212,11 @@ class CheckpointManager:
         """
         self._background.wait()
         ranks = self._ranks()
+        asked = ranks.everyone("finding the step", lambda: {"step": step, "verify": verify, "partial": partial, "fallback": fallback})
+        for rank, other in enumerate(asked):
+            if differing := [name for name, value in other.items() if value != asked[0][name]]:
+                values = ", ".join(f"{name}={asked[0][name]!r} on rank 0 and {other[name]!r} on rank {rank}" for name in differing)
+                raise CheckpointError(f"restore got {values}; pass the same arguments on every rank")
         folders = ranks.share("finding the step", lambda: self._find(step))
         damaged: list[str] = []
         for folder in folders if fallback else folders[:1]:

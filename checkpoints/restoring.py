@@ -78,7 +78,13 @@ class Restoring:
 
     def open(self, verify: Verify) -> None:
         """Verify the step; collective. Raises CheckpointError on every rank if it is damaged."""
-        self._ranks.everyone("opening the checkpoint", lambda: self._open(verify))
+        seals = self._ranks.everyone("opening the checkpoint", lambda: self._open(verify))
+        if len(set(seals)) > 1:
+            other = next(rank for rank, seal in enumerate(seals) if seal != seals[0])
+            raise CheckpointError(
+                f"{self._folder} is not the same step on rank 0 and on rank {other}; use a file system that all ranks share, and restore "
+                "when no other job replaces the step"
+            )
 
     def run(self, *, cast: bool, partial: bool, random: bool, passed_over: tuple[str, ...] = ()) -> RestoredState:
         """Restore; collective. Raises CheckpointError on every rank, before any tensor changes, listing all differences."""
@@ -98,10 +104,11 @@ class Restoring:
             passed_over=passed_over,
         )
 
-    def _open(self, verify: Verify) -> None:
+    def _open(self, verify: Verify) -> int:
         self._manifest = read_manifest(self._folder)
         verify_files(self._folder, self._manifest, verify, sorted(self._manifest.files)[self._ranks.rank :: self._ranks.size])
         self._source = DistributedCheckpoint(self._folder)
+        return crc32(self._manifest.to_json().encode())
 
     def _compare(self, cast: bool, partial: bool) -> list[str]:
         """Raise one error that lists the differences on all ranks, or return those that ``partial`` accepts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import meshpar
 from meshpar import CheckpointError, Plan, Replicate
-from meshpar.checkpoints import CheckpointManager, export_safetensors, open_step
+from meshpar.checkpoints import CheckpointManager, export_safetensors, open_step, restoring
 from meshpar.testing import on_ranks
 
 
@@ -63,6 +64,25 @@ def test_a_step_that_was_exchanged_is_not_taken_for_another(run: Path) -> None:
 def test_a_number_that_is_no_step_is_refused(tmp_path: Path, step: float) -> None:
     with pytest.raises(CheckpointError, match="expected a whole number of 0 or more"):
         CheckpointManager(tmp_path).save(step, linear())  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def restore_different_steps(root: str) -> None:
+    par = Plan("dp_replicate=2", [Replicate()]).apply(nn.Linear(2, 2))
+    manager = CheckpointManager(root, timeout_s=30)
+    for step in (1, 2):
+        manager.save(step, par)
+    with pytest.raises(CheckpointError, match=r"restore got step=1 on rank 0 and 2 on rank 1; pass the same"):
+        manager.restore(par, step=dist.get_rank() + 1)
+    read = restoring.read_manifest
+    if dist.get_rank() == 1:  # as where each host has a disk of its own at the same path
+        restoring.read_manifest = lambda folder: replace(read(folder), seed=7)
+    with pytest.raises(CheckpointError, match=r"not the same step on rank 0 and on rank 1"):
+        manager.restore(par)
+
+
+def test_ranks_that_restore_different_steps_are_told(tmp_path: Path) -> None:
+    restore_different_steps(str(tmp_path))
 
 
 def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
