@@ -367,9 +367,9 @@ def copy(folder: str) -> dict[str, float]:
 
 EXPORTS: dict[str, tuple[str, ...]] = {
     "cp": ("copy",),
-    "export fp32": ("export", "-", "size"),
+    "export fp32": ("export", "-", "none"),
     "export fp32 verified": ("export", "-", "full"),
-    "export bf16": ("export", "bfloat16", "size"),
+    "export bf16": ("export", "bfloat16", "none"),
     "import": ("import_",),
     "stock consolidation": ("consolidate",),
     "accelerate merge": ("merge",),
@@ -415,7 +415,7 @@ def exports(folder: Path, number: int) -> dict[str, dict[str, float]]:
     if number == 0:
         tensors = read_manifest(open_step(folder / "ours")).tensors
         (folder / "names.json").write_text(json.dumps([each.removeprefix("model.") for each in tensors if each.startswith("model.")]))
-        in_process("export", str(folder), "-", "size")
+        in_process("export", str(folder), "-", "none")
         (folder / "hf").rename(folder / "hf-kept")  # to be imported
     found = {}
     for name, (function, *arguments) in EXPORTS.items():

@@ -13,25 +13,21 @@ from typing import Protocol, final, runtime_checkable
 
 import torch
 
-from meshpar.checkpoints.checksums import crc32, joined
+from meshpar.checkpoints.checksums import crc32
 from meshpar.checkpoints.files import BLOCK_BYTES, Box, aligned, memory_of, pwrite_all
-from meshpar.errors import CheckpointError
 from meshpar.weights import TypedSource
 
 Progress = Callable[[int, int], None]
 """Called with the bytes written so far and the bytes to write."""
-Check = Callable[[int], None]
-"""Compares the CRC-32 of a piece's bytes with the saved one; raises CheckpointError if they differ."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor, at ``offsets``, as stored in a file; ``check`` is None if the part is not verified."""
+    """A part of a tensor, at ``offsets``, as stored in a file."""
 
     offsets: tuple[int, ...]
     box: Box
-    check: Check | None = None
 
 
 @runtime_checkable
@@ -43,9 +39,12 @@ class StoredSource(TypedSource, Protocol):
         ...
 
 
-def lies_in_one_run(piece: Piece, shape: tuple[int, ...]) -> bool:
-    """Return whether a piece's bytes are contiguous in the whole tensor, too."""
-    own = piece.box.shape
+def are_copied(pieces: Sequence[Piece], shape: tuple[int, ...]) -> bool:
+    """Return whether the bytes of each piece are contiguous in the whole tensor, too."""
+    return bool(pieces) and all(_lies_in_one_run(piece.box.shape, shape) for piece in pieces)
+
+
+def _lies_in_one_run(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     first = next((dim for dim, size in enumerate(own) if size != 1), len(own))
     return own[first + 1 :] == shape[first + 1 :]
 
@@ -90,13 +89,13 @@ class Copier:
             checksum = fill(piece, start, memory, dtype, checksum)
             pwrite_all(self._descriptor, memory, position + start)
             self._told(stop - start)
-        if piece.check is not None:
-            piece.check(checksum)
+        if piece.box.crc32 is not None:
+            piece.box.check(checksum)
 
     def _fill(self, piece: Piece, start: int, memory: memoryview, dtype: torch.dtype, checksum: int) -> int:
         """Fill ``memory`` from byte ``start`` on; return the CRC-32, ``checksum`` continued."""
         piece.box.file.fill(memory, piece.box.position + start)
-        return checksum if piece.check is None else crc32(memory, checksum)
+        return checksum if piece.box.crc32 is None else crc32(memory, checksum)
 
     def _fill_cast(self, piece: Piece, start: int, memory: memoryview, dtype: torch.dtype, checksum: int) -> int:
         """As :meth:`_fill`, where ``start`` and ``memory`` count in ``dtype``."""
@@ -107,34 +106,18 @@ class Copier:
             now = min(most, count - at)
             read = self._in_memory[: now * wide]
             box.file.fill(read, box.position + (first + at) * wide)
-            checksum = checksum if piece.check is None else crc32(read, checksum)
+            checksum = checksum if box.crc32 is None else crc32(read, checksum)
             cast[at : at + now].copy_(values[:now])
         return checksum
 
 
 def check_piece(piece: Piece) -> None:
     """Read a piece only to verify it."""
-    if piece.check is None:
+    if piece.box.crc32 is None:
         return
     checksum, room = 0, memoryview(bytearray(min(BLOCK_BYTES, piece.box.nbytes)))
     for start in range(0, piece.box.nbytes, BLOCK_BYTES):
         block = room[: min(BLOCK_BYTES, piece.box.nbytes - start)]
         piece.box.file.fill(block, piece.box.position + start)
         checksum = crc32(block, checksum)
-    piece.check(checksum)
-
-
-def check_of(name: str, box: Box, start: int, length: int, expected: int) -> Check:
-    """Return a check of an archive of ``length`` bytes at ``start``, of which ``box`` is the payload, against its CRC-32."""
-
-    def check(payload: int) -> None:
-        end = box.position + box.nbytes
-        head, tail = box.file.bytes(start, box.position - start), box.file.bytes(end, start + length - end)
-        found = joined(joined(crc32(head), payload, box.nbytes), crc32(tail), len(tail))
-        if found != expected:
-            raise CheckpointError(
-                f"{box.file.path} is damaged: {name}, bytes {start} to {start + length}: expected the CRC-32 {expected:08x}, "
-                f"found {found:08x}; export an earlier step"
-            )
-
-    return check
+    piece.box.check(checksum)

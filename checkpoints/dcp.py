@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import final
 
 import torch
 
 from meshpar.checkpoints.archive import find_tensor
-from meshpar.checkpoints.files import Box, ReadFile, inside
+from meshpar.checkpoints.checksums import crc32, joined
+from meshpar.checkpoints.files import Box, ReadFile, inside, local
 from meshpar.checkpoints.pickles import PickledObject, read_metadata
 from meshpar.errors import CheckpointError, brief
 from meshpar.patterns import nearest
@@ -54,13 +56,17 @@ class DistributedCheckpoint:
 
     Args:
         folder: the checkpoint's folder.
+        checked: compare the bytes of each part that is read as a whole with the CRC-32 in its archive.
+        sums: CRC-32 of each part's archive, by tensor and offsets, compared when the part is located.
 
     Raises:
         CheckpointError: the folder has no complete distributed checkpoint, or its metadata lacks a part of a tensor.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(
+        self, folder: str | Path, *, checked: bool = True, sums: Mapping[tuple[str, tuple[int, ...]], int] = MappingProxyType({})
+    ) -> None:
+        self.folder, self._checked, self._sums = local(folder), checked, sums
         metadata = ReadFile(self.folder / METADATA_NAME)
         self.tensors: Mapping[str, Stored] = _tensors(read_metadata(metadata.bytes(0, metadata.size), metadata.path), metadata.path)
         self._files: dict[str, ReadFile] = {}
@@ -106,15 +112,29 @@ class DistributedCheckpoint:
                 self._files[chunk.file] = ReadFile(self.folder / chunk.file)
             file = self._files[chunk.file]
             try:
-                box, _ = find_tensor(file, chunk.position, chunk.length, chunk.shape)
+                box, payload = find_tensor(file, chunk.position, chunk.length, chunk.shape)
                 if box.dtype != self.tensors[name].dtype:
                     raise CheckpointError(f"its dtype is {box.dtype}; expected {self.tensors[name].dtype} from {METADATA_NAME}")
+                if self._checked:
+                    _check_around(box, payload or 0, chunk, self._sums.get((name, chunk.offsets)))
+                    box = replace(box, name=name, crc32=payload)
             except CheckpointError as error:
                 raise CheckpointError(f"{file.path}: the part of {name!r} at byte {chunk.position} is damaged: {error}") from error
             file.forget(chunk.position, box.position)
             file.forget(box.position + box.nbytes, chunk.position + chunk.length)
             self._boxes[chunk] = box
         return self._boxes[chunk]
+
+
+def _check_around(box: Box, payload: int, chunk: Chunk, expected: int | None) -> None:
+    """Compare an archive with its CRC-32 without reading its payload, whose own is in the archive."""
+    end = box.position + box.nbytes
+    head, tail = box.file.bytes(chunk.position, box.position - chunk.position), box.file.bytes(end, chunk.position + chunk.length - end)
+    found = joined(joined(crc32(head), payload, box.nbytes), crc32(tail), len(tail))
+    if expected not in (None, found):
+        raise CheckpointError(
+            f"expected the CRC-32 {expected:08x} of the manifest, its archive says {found:08x}: it is of another step, or changed"
+        )
 
 
 def _overlap(spans: Spans, chunk: Chunk) -> Spans | None:

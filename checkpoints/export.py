@@ -16,15 +16,14 @@ from typing import Any
 
 import torch
 
-from meshpar.checkpoints.copying import ByteCount, Copier, Progress, StoredSource, check_piece, lies_in_one_run, position_of
-from meshpar.checkpoints.dcp import DistributedCheckpoint
+from meshpar.checkpoints.copying import ByteCount, Copier, Progress, StoredSource, are_copied, position_of
 from meshpar.checkpoints.files import aligned, failing_as, local, memory_of, pwrite_all, tiles, write_all
 from meshpar.checkpoints.leftovers import leftover, on_the_way, remove
 from meshpar.checkpoints.manifest import fsync, read_manifest
 from meshpar.checkpoints.published import PublishedModel, StoredModel
 from meshpar.checkpoints.safetensors import INDEX_NAME, write_header
 from meshpar.checkpoints.steps import open_step
-from meshpar.checkpoints.verify import Verify, chunk_sums, verify_files
+from meshpar.checkpoints.verify import Verify, open_verified
 from meshpar.errors import CheckpointError
 from meshpar.weights import TypedSource, WeightMap
 
@@ -60,8 +59,8 @@ def export_safetensors(
         config: contents of ``config.json``; None: the config that was saved with the checkpoint.
         beside: files to copy beside the model, such as ``generation_config.json``; they replace the tokenizer's.
         weights: rules from our names to the published ones; None: those saved with the checkpoint. A source of weights has its own names.
-        verify: checks of a checkpoint: ``"none"``; ``"size"``: the size of every file; ``"full"``: also the checksum of each part of the
-            model. Parts that are copied are read once; parts that rules rebuild are read twice.
+        verify: checks of a checkpoint: ``"none"``; ``"size"``: the size of every file, and the checksum of each part of the model that is
+            copied; ``"full"``: also of the parts that are rearranged, by rules or over dims, which are then read twice.
         overwrite: whether to replace an existing file or folder.
 
     Returns:
@@ -94,8 +93,7 @@ def _opened(
     """Return the model of a checkpoint under its published names, and its config."""
     folder = open_step(src)
     manifest = read_manifest(folder)
-    verify_files(folder, manifest, "size" if verify == "full" else verify)
-    ours = StoredModel(DistributedCheckpoint(folder), manifest.tied, chunk_sums(manifest) if verify == "full" else {})
+    ours = StoredModel(open_verified(folder, manifest, verify, whole=False), manifest.tied)
     published = PublishedModel(ours, (weights if weights is not None else WeightMap.from_json(manifest.weights)).publish(ours))
     if verify == "full":
         published.check_what_is_rebuilt()
@@ -151,12 +149,10 @@ def _write_file(path: Path, source: TypedSource, names: Sequence[str], dtypes: M
         copier = Copier(file.fileno(), count.add)
         for name, shape in shapes.items():
             pieces = stored.pieces(name) if stored is not None else ()
-            if pieces and all(lies_in_one_run(piece, shape) for piece in pieces):
+            if are_copied(pieces, shape):
                 for piece in pieces:
                     copier.copy(piece, dtypes[name], positions[name] + position_of(piece, shape) * dtypes[name].itemsize)
             else:
-                for piece in pieces:
-                    check_piece(piece)
                 _write_tiles(file.fileno(), source, name, dtypes[name], positions[name], count)
         os.fsync(file.fileno())
 

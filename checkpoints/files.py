@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import final
 
 import torch
 
+from meshpar.checkpoints.checksums import crc32
 from meshpar.errors import CheckpointError
 from meshpar.weights.views import Spans
 
@@ -25,6 +26,8 @@ BLOCK_BYTES = 512 << 10  # of bytes that go through as they are: stays in a core
 PAGE_BYTES = 4096  # of the page cache
 ALIGNMENT = 64  # of payloads in files, as torch.save has it: unlike places in a cache line make copies half as slow again
 _LEAST_RUN_BYTES, _MOST_WASTE_BYTES = 1024, 8192  # a call costs as much as reading 8 KiB; shorter runs are read with what is between
+
+_Into = Callable[[torch.Tensor, int], None]  # fills a tensor from a position of a file
 
 
 @final
@@ -85,14 +88,35 @@ class ReadFile:
 
 
 @final
+class _Summing:
+    """Read a file from front to back, and sum the bytes while they are in a core's cache."""
+
+    def __init__(self, file: ReadFile) -> None:
+        self._file, self.crc32 = file, 0
+
+    def into(self, out: torch.Tensor, position: int) -> None:
+        memory = memory_of(out)
+        for start, stop in aligned(len(memory), position):
+            self._file.fill(memory[start:stop], position + start)
+            self.crc32 = crc32(memory[start:stop], self.crc32)
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A contiguous row-major tensor at ``position`` (in bytes) of ``file``."""
+    """A contiguous row-major tensor at ``position`` (in bytes) of ``file``.
+
+    Attributes:
+        name: the tensor's, for messages.
+        crc32: of its bytes; compared whenever all of them are read. None: not known.
+    """
 
     file: ReadFile
     position: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    name: str = ""
+    crc32: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -100,9 +124,25 @@ class Box:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, spans: Spans, out: torch.Tensor) -> None:
-        """Copy the piece at ``spans`` into ``out`` (any strides, dtype and device)."""
+        """Copy the piece at ``spans`` into ``out`` (any strides, dtype and device); raises CheckpointError if ``crc32`` differs."""
         if out.numel() == 0:
             return
+        if self.crc32 is None or any(span != (0, size) for span, size in zip(spans, self.shape)):
+            self._read(self.file.into, spans, out)
+        else:
+            summing = _Summing(self.file)
+            self._read(summing.into, spans, out)
+            self.check(summing.crc32)
+
+    def check(self, found: int) -> None:
+        """Raise CheckpointError if ``found``, the CRC-32 of the bytes as read, is not the saved one."""
+        if found != self.crc32:
+            raise CheckpointError(
+                f"{self.file.path} is damaged: {self.name}, bytes {self.position} to {self.position + self.nbytes}: expected the CRC-32 "
+                f"{self.crc32:08x}, found {found:08x}; use an earlier step"
+            )
+
+    def _read(self, into: _Into, spans: Spans, out: torch.Tensor) -> None:
         partial = [dim for dim, (span, size) in enumerate(zip(spans, self.shape)) if span != (0, size)]
         first = partial[-1] if partial else 0  # all dims after this one are whole: pieces of it are contiguous runs
         if first:
@@ -111,38 +151,38 @@ class Box:
                 first -= 1
         for prefix in itertools.product(*(range(*span) for span in spans[:first])):
             target = out[tuple(each - span[0] for each, span in zip(prefix, spans))] if first else out
-            self._read_rows(prefix, spans, target)
+            self._read_rows(into, prefix, spans, target)
 
-    def _read_rows(self, prefix: tuple[int, ...], spans: Spans, out: torch.Tensor) -> None:
+    def _read_rows(self, into: _Into, prefix: tuple[int, ...], spans: Spans, out: torch.Tensor) -> None:
         """Read below ``prefix``: whole rows of the next dim; ``out`` may need only a part of the dim after it."""
         dim = len(prefix)
         if dim == len(self.shape):
-            self._read_run(prefix, out)
+            self._read_run(into, prefix, out)
             return
         start, stop = spans[dim]
         whole = all(span == (0, size) for span, size in zip(spans[dim + 1 :], self.shape[dim + 1 :]))
         row_bytes = self._bytes(dim, 1)
         if whole and out.dtype == self.dtype and lies_in_memory(out):
-            self.file.into(out, self._at((*prefix, start)))
+            into(out, self._at((*prefix, start)))
         elif row_bytes > TILE_BYTES:
             for row in range(start, stop):
-                self._read_rows((*prefix, row), spans, out[row - start])
+                self._read_rows(into, (*prefix, row), spans, out[row - start])
         else:
-            self._read_tiles(prefix, spans, out, max(1, TILE_BYTES // max(1, row_bytes)))
+            self._read_tiles(into, prefix, spans, out, max(1, TILE_BYTES // max(1, row_bytes)))
 
-    def _read_tiles(self, prefix: tuple[int, ...], spans: Spans, out: torch.Tensor, step: int) -> None:
+    def _read_tiles(self, into: _Into, prefix: tuple[int, ...], spans: Spans, out: torch.Tensor, step: int) -> None:
         dim = len(prefix)
         start, stop = spans[dim]
         tile = torch.empty((min(step, stop - start), *self.shape[dim + 1 :]), dtype=self.dtype)
         inside = tuple(slice(*span) for span in spans[dim + 1 :])
         for row in range(start, stop, step):
             count = min(step, stop - row)
-            self.file.into(tile[:count], self._at((*prefix, row)))
+            into(tile[:count], self._at((*prefix, row)))
             out[row - start : row - start + count].copy_(tile[(slice(0, count), *inside)])
 
-    def _read_run(self, prefix: tuple[int, ...], out: torch.Tensor) -> None:
+    def _read_run(self, into: _Into, prefix: tuple[int, ...], out: torch.Tensor) -> None:
         scalar = torch.empty((), dtype=self.dtype)
-        self.file.into(scalar, self._at(prefix))
+        into(scalar, self._at(prefix))
         out.copy_(scalar)
 
     def _bytes(self, dim: int, rows: int) -> int:

@@ -196,7 +196,8 @@ class CheckpointManager:
             optimizer: the optimizer whose state and options are replaced, or several by name, as for :meth:`save`; None: do not restore
                 an optimizer.
             step: the step to restore; None: the newest committed one.
-            verify: ``"size"``: check the size of every file; ``"full"``: check every byte (reads them twice); ``"none"``.
+            verify: ``"size"``: check the size of every file, and the checksum of each part that this rank reads as a whole; ``"full"``:
+                check every byte first (reads them twice); ``"none"``.
             cast: accept tensors of another dtype, and convert them.
             partial: accept missing and unexpected tensors and different parameter groups. Missing tensors keep their values.
             random: restore the random generators, too.
@@ -220,16 +221,18 @@ class CheckpointManager:
         folders = ranks.share("finding the step", lambda: self._find(step))
         damaged: list[str] = []
         for folder in folders if fallback else folders[:1]:
-            restoring = Restoring(ranks, folder, par, optimizer)
+            restoring, fits = Restoring(ranks, folder, par, optimizer), True
             try:
                 restoring.open(verify)
+                fits = False
+                restoring.compare(cast=cast, partial=partial)
+                fits = True
+                return restoring.read(random=random, passed_over=tuple(damaged))
             except CheckpointError as error:
-                if not fallback or ranks.broken:
+                if not fallback or ranks.broken or not fits:
                     raise
                 _log.error("%s", error)
                 damaged.append(str(error))
-            else:
-                return restoring.run(cast=cast, partial=partial, random=random, passed_over=tuple(damaged))
         raise CheckpointError("\n  ".join([f"every step in {self.root} is damaged:", *damaged]))
 
     def _count_write(self) -> None:

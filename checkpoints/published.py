@@ -9,12 +9,12 @@ from typing import final
 import torch
 
 from meshpar.checkpoints.checkpointable import MODEL
-from meshpar.checkpoints.copying import Piece, check_of, check_piece
+from meshpar.checkpoints.copying import Piece, are_copied, check_piece
 from meshpar.checkpoints.dcp import DistributedCheckpoint, Stored
 from meshpar.checkpoints.files import TILE_BYTES, memory_of, tiles
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.steps import open_step
-from meshpar.checkpoints.verify import verify_files
+from meshpar.checkpoints.verify import open_verified
 from meshpar.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource
 
@@ -23,10 +23,8 @@ from meshpar.weights import Mapped, TypedSource
 class StoredModel:
     """The model's tensors of a checkpoint, by the module's names, each tied tensor under its first."""
 
-    def __init__(
-        self, source: DistributedCheckpoint, tied: Sequence[Sequence[str]], sums: Mapping[tuple[str, tuple[int, ...]], int]
-    ) -> None:
-        self._source, self._sums = source, sums
+    def __init__(self, source: DistributedCheckpoint, tied: Sequence[Sequence[str]]) -> None:
+        self._source = source
         self._names = {clean_name(name.removeprefix(MODEL)): name for name in source.tensors if name.startswith(MODEL)}
         saved = [name for name in source.tensors if name.startswith(MODEL)]
         if len(self._names) != len(saved):
@@ -57,12 +55,8 @@ class StoredModel:
         self._source.read(self._names[name], index, out)
 
     def pieces(self, name: str) -> list[Piece]:
-        key, pieces = self._names[name], []
-        for chunk in sorted(self._source.tensors[key].chunks, key=lambda each: each.offsets):
-            box, expected = self._source.box(key, chunk), self._sums.get((key, chunk.offsets))
-            check = None if expected is None else check_of(key, box, chunk.position, chunk.length, expected)
-            pieces.append(Piece(chunk.offsets, box, check))
-        return pieces
+        chunks = sorted(self._stored(name).chunks, key=lambda each: each.offsets)
+        return [Piece(chunk.offsets, self._source.box(self._names[name], chunk)) for chunk in chunks]
 
 
 def stored_model(path: str | Path) -> StoredModel:
@@ -76,8 +70,7 @@ def stored_model(path: str | Path) -> StoredModel:
     """
     folder = open_step(path)
     manifest = read_manifest(folder)
-    verify_files(folder, manifest, "size")
-    return StoredModel(DistributedCheckpoint(folder), manifest.tied, {})
+    return StoredModel(open_verified(folder, manifest, "size"), manifest.tied)
 
 
 @final
@@ -89,10 +82,10 @@ class PublishedModel:
         self.shapes, self.dtypes, self.read = mapped.shapes, mapped.dtypes, mapped.read
 
     def check_what_is_rebuilt(self) -> None:
-        """Check the stored tensors that rules rebuild; the others are checked while they are copied."""
-        carried = {self._mapped.origin(name) for name in self._mapped.shapes()}
+        """Check the stored tensors that are rearranged; the others are checked while they are copied."""
+        copied = {self._mapped.origin(name) for name, shape in self._mapped.shapes().items() if are_copied(self.pieces(name), shape)}
         for name in self._model.shapes():
-            for piece in self._model.pieces(name) if name not in carried else ():
+            for piece in self._model.pieces(name) if name not in copied else ():
                 check_piece(piece)
 
     def pieces(self, name: str) -> list[Piece]:

@@ -11,7 +11,6 @@ import torch
 
 from meshpar.checkpoints.checkpointable import MODEL, Checkpointable, mesh_axes
 from meshpar.checkpoints.checksums import crc32
-from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.state import (
@@ -24,7 +23,7 @@ from meshpar.checkpoints.state import (
     restore_optimizer,
     set_random_state,
 )
-from meshpar.checkpoints.verify import Verify, verify_files
+from meshpar.checkpoints.verify import Verify, open_verified
 from meshpar.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
 
@@ -86,9 +85,12 @@ class Restoring:
                 "when no other job replaces the step"
             )
 
-    def run(self, *, cast: bool, partial: bool, random: bool, passed_over: tuple[str, ...] = ()) -> RestoredState:
-        """Restore; collective. Raises CheckpointError on every rank, before any tensor changes, listing all differences."""
-        skipped = self._compare(cast, partial)
+    def compare(self, *, cast: bool, partial: bool) -> None:
+        """Raise CheckpointError on every rank, before any tensor changes, that lists all differences; collective."""
+        self._skipped = self._compare(cast, partial)
+
+    def read(self, *, random: bool, passed_over: tuple[str, ...] = ()) -> RestoredState:
+        """Restore; collective. Raises CheckpointError on every rank if a tensor's bytes are damaged; the state is partly restored then."""
         self._ranks.everyone("reading (the state is partly restored)", self._read)
         manifest, par = self._manifest, self._par
         same = mesh_axes(par.mesh) == manifest.mesh and self._ranks.size == manifest.world_size and par.device.type == manifest.device
@@ -99,15 +101,16 @@ class Restoring:
             metrics=manifest.metrics,
             same_mesh=same,
             random=self._restore_random(same) if random else "kept",
-            skipped=tuple(skipped),
+            skipped=tuple(self._skipped),
             folder=self._folder,
             passed_over=passed_over,
         )
 
     def _open(self, verify: Verify) -> int:
         self._manifest = read_manifest(self._folder)
-        verify_files(self._folder, self._manifest, verify, sorted(self._manifest.files)[self._ranks.rank :: self._ranks.size])
-        self._source = DistributedCheckpoint(self._folder)
+        self._source = open_verified(
+            self._folder, self._manifest, verify, sorted(self._manifest.files)[self._ranks.rank :: self._ranks.size]
+        )
         return crc32(self._manifest.to_json().encode())
 
     def _compare(self, cast: bool, partial: bool) -> list[str]:

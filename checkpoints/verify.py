@@ -45,6 +45,25 @@ def verify_files(folder: Path, manifest: Manifest, level: Verify, names: Iterabl
         raise CheckpointError("\n  ".join([f"{folder} is damaged; restore an earlier step:", *problems]))
 
 
+def open_verified(
+    folder: Path, manifest: Manifest, level: Verify, names: Iterable[str] | None = None, *, whole: bool = True
+) -> DistributedCheckpoint:
+    """Return a step's tensors after :func:`verify_files`, which are compared with their checksums while they are read.
+
+    Args:
+        folder, manifest, level, names: as for :func:`verify_files`.
+        whole: whether ``"full"`` reads every byte now; otherwise the caller does so for the bytes that it reads.
+
+    Raises:
+        CheckpointError: a file differs, or torch's metadata and the manifest disagree.
+    """
+    verify_files(folder, manifest, level if whole or level != "full" else "size", names)
+    source = DistributedCheckpoint(folder, checked=level != "none", sums=chunk_sums(manifest))
+    if problems := list(_disagreements(source, manifest) if level != "none" else ()):
+        raise CheckpointError("\n  ".join([f"{folder} is damaged; restore an earlier step:", *(f"{METADATA_NAME}: {p}" for p in problems)]))
+    return source
+
+
 def chunk_sums(manifest: Manifest) -> dict[tuple[str, tuple[int, ...]], int]:
     """Return the CRC-32 of each part's archive, by tensor and offsets."""
     return {(name, chunk.offsets): crc32 for name, chunk, crc32 in _chunks(manifest)}

@@ -522,7 +522,7 @@ def test_damage_is_named(tmp_path, level):
         (folder / name).write_bytes(text[:where] + bytes([text[where] ^ 1]) + text[where + 1 :])
         with pytest.raises(CheckpointError, match=rf"{name}: model\.weight at .*expected the CRC-32"):
             manager.restore(linear(), verify="full")
-        with pytest.raises(CheckpointError, match=rf"{name} is damaged: model\.weight.*expected the CRC-32"):
+        with pytest.raises(CheckpointError, match=rf"{name}: the part of .model\.weight. .*expected the CRC-32"):
             export_safetensors(folder, tmp_path / "hf", verify="full")
     file.unlink()
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: No such file"):

@@ -129,8 +129,11 @@ def test_swapped_files_of_one_size_are_found(tmp_path):
         with (folder / chunks[name][2]).open("r+b") as file:
             file.seek(chunks[name][3])
             file.write(texts[other])
-    CheckpointManager(tmp_path).restore(Job(module), verify="size")
-    assert module.a[0, 0] == ord("b"), "sizes alone do not tell"
+    with pytest.raises(CheckpointError, match=r"model\.a.* is damaged: expected the CRC-32 \w+ of the manifest"):
+        CheckpointManager(tmp_path).restore(Job(module), verify="size")
+    assert module.a[0, 0] == ord("a"), "refused before anything changed"
+    CheckpointManager(tmp_path).restore(Job(module), verify="none")
+    assert module.a[0, 0] == ord("b"), "nothing is checked"
     with pytest.raises(CheckpointError, match=r"(?s)model\.a at \(0, 0\).*model\.b at \(0, 0\)|model\.b at \(0, 0\).*model\.a at \(0, 0\)"):
         verify(folder)
     with pytest.raises(CheckpointError, match=r"model\.a"):
@@ -185,6 +188,57 @@ def test_a_damaged_step_is_refused_and_the_one_before_taken_only_when_asked(tmp_
     next(iter((tmp_path / "step-00000001").glob("*.distcp"))).unlink()
     with pytest.raises(CheckpointError, match=r"every step in .* is damaged"):
         manager.restore(linear(), fallback=True)
+
+
+def flip(folder: Path, name: str) -> None:
+    """Change one bit of a tensor's values."""
+    source = DistributedCheckpoint(folder)
+    box = source.box(name, source.tensors[name].chunks[0])
+    data = bytearray(box.file.path.read_bytes())
+    data[box.position + 1] ^= 1
+    box.file.path.write_bytes(data)
+
+
+def test_a_flipped_bit_is_found_by_default_and_the_step_before_taken_when_asked(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for number in (1, 2):
+        manager.save(number, linear(number))
+    flip(tmp_path / "step-00000002", "model.weight")
+    with pytest.raises(CheckpointError, match=r"__0_\d\.distcp is damaged: model\.weight, bytes \d+ to \d+: expected the CRC-32"):
+        manager.restore(linear())
+    job = linear()
+    found = manager.restore(job, fallback=True)
+    assert found.step == 1 and "model.weight" in found.passed_over[0]
+    assert torch.equal(job.module.weight, linear(1).module.weight) and torch.equal(job.module.bias, linear(1).module.bias)
+    manager.restore(job, verify="none")
+
+
+def test_the_files_of_another_step_are_found_by_default(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for number in (1, 2):
+        manager.save(number, linear(number))
+    for file in (tmp_path / "step-00000001").glob("*.distcp"):
+        (tmp_path / "step-00000002" / file.name).write_bytes(file.read_bytes())
+    job = linear()
+    with pytest.raises(CheckpointError, match="it is of another step, or changed"):
+        manager.restore(job)
+    assert torch.equal(job.module.weight, linear().module.weight)
+
+
+def test_a_foreign_checkpoint_without_sums_is_read_and_one_with_sums_is_checked(tmp_path):
+    for name, summed in (("with", True), ("without", False)):
+        torch.serialization.set_crc32_options(summed)
+        try:
+            dcp.save({"a": torch.arange(4.0)}, checkpoint_id=tmp_path / name, no_dist=True)
+        finally:
+            torch.serialization.set_crc32_options(True)
+        out = torch.zeros(4)
+        DistributedCheckpoint(tmp_path / name).read("a", (), out)
+        assert out.tolist() == [0, 1, 2, 3]
+        flip(tmp_path / name, "a")
+    DistributedCheckpoint(tmp_path / "without").read("a", (), out)
+    with pytest.raises(CheckpointError, match="is damaged: a, bytes"):
+        DistributedCheckpoint(tmp_path / "with").read("a", (), out)
 
 
 def test_damage_inside_an_archive_is_found_before_anything_is_changed(tmp_path):

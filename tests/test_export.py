@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import socket
 import struct
 import subprocess
 import sys
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 import meshpar
-from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_module, export_safetensors
+from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_module, export_safetensors, read_manifest
+from meshpar.checkpoints.manifest import MANIFEST_NAME
 from meshpar.errors import CheckpointError
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.testing import on_ranks
@@ -414,7 +418,22 @@ def test_a_checked_export_names_the_damage_that_sizes_do_not_show(runs, tmp_path
     data = bytearray(box.file.path.read_bytes())
     data[box.position + 5] ^= 1
     box.file.path.write_bytes(data)
-    assert export_command(step, tmp_path / "hf").exit_code == 0
-    done = export_command(step, tmp_path / "checked", "--verify", "full")
-    assert done.exit_code == 1 and f"{name}, bytes" in done.stderr and chunk.file in done.stderr
-    assert not (tmp_path / "checked").exists()
+    assert export_command(step, tmp_path / "hf", "--verify", "none").exit_code == 0
+    for level in ("size", "full"):
+        done = export_command(step, tmp_path / "checked", "--verify", level)
+        assert done.exit_code == 1 and f"{name}, bytes" in done.stderr and chunk.file in done.stderr
+        assert not (tmp_path / "checked").exists()
+
+
+@pytest.mark.parametrize("level", ["size", "full"])
+def test_an_export_of_a_step_whose_index_lacks_a_tensor_is_refused(runs, tmp_path, level):
+    step = shutil.copytree(runs / "qwen3" / "latest", tmp_path / "step-00000001")
+    index = step / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    del metadata.state_dict_metadata["model.norm.weight"]
+    index.write_bytes(pickle.dumps(metadata))
+    manifest = read_manifest(step)
+    fitted = {"size": index.stat().st_size, "crc32": zlib.crc32(index.read_bytes())}
+    (step / MANIFEST_NAME).write_text(replace(manifest, files={**manifest.files, ".metadata": fitted}).to_json())
+    with pytest.raises(CheckpointError, match=r"\.metadata: only the manifest has model\.norm\.weight"):
+        export_safetensors(step, tmp_path / "hf", verify=level)
