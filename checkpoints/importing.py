@@ -55,13 +55,12 @@ def import_safetensors(
         CheckpointError: damaged files, files that do not fit their index, an existing step, or too little space.
         LayoutError: the weight map does not fit the tensors.
     """
-    rules = weights if weights is not None else WeightMap()
+    steps, rules = Steps(root), weights if weights is not None else WeightMap()
     stored = Safetensors(src)
     source = rules.view(stored)
     dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
     total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
     published = config_beside(src) if config is None else dict(config)
-    steps = Steps(Path(root))
     with failing_as(f"importing to {root}"):
         steps.reap()
         folder = steps.begin(step, replace=False)

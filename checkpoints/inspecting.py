@@ -18,7 +18,7 @@ from meshpar.errors import CheckpointError
 
 def list_steps(root: str | Path) -> str:
     """Return a table of the committed steps, followed by other folders and the reason why they are not steps."""
-    steps = Steps(Path(root))
+    steps = Steps(root)
     committed, pinned = steps.committed(), steps.pinned()
     if not committed and not steps.ignored():
         raise CheckpointError(f"{root} has no checkpoints; give a run's folder, or its folder of checkpoints")
@@ -101,7 +101,7 @@ def prune_steps(root: str | Path, keep: int, *, best: str | None = None) -> str:
     """
     if keep < 1:
         raise CheckpointError(f"keep is {keep}; expected at least 1")
-    steps = Steps(Path(root))
+    steps = Steps(root)
     if not steps.committed():
         raise CheckpointError(f"{root} holds no committed step; give a folder of checkpoints")
     leftovers = len(steps.ignored())

@@ -11,7 +11,6 @@ from typing import Any, final
 
 from meshpar.checkpoints.background import Background
 from meshpar.checkpoints.checkpointable import Checkpointable
-from meshpar.checkpoints.files import local
 from meshpar.checkpoints.leftovers import told_only
 from meshpar.checkpoints.manifest import Manifest
 from meshpar.checkpoints.ranks import Ranks
@@ -64,7 +63,7 @@ class CheckpointManager:
                 raise CheckpointError(f"{name} must be at least 1{'' if name == 'threads' else ', or None'}, got {value}")
         if checksum not in ("crc32", "sha256"):
             raise CheckpointError(f"checksum must be 'crc32' or 'sha256', got {checksum!r}")
-        self._steps = Steps(local(root))
+        self._steps = Steps(root)
         self._keep, self._every, self._best, self._timeout_s = keep, every, best, timeout_s
         self._checksum: Checksum = checksum
         self._threads = threads

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 
 from meshpar.checkpoints.copying import Piece
-from meshpar.checkpoints.files import ALIGNMENT, Box, ReadFile, inside
+from meshpar.checkpoints.files import ALIGNMENT, Box, ReadFile, inside, local
 from meshpar.errors import CheckpointError, brief
 from meshpar.patterns import nearest
 from meshpar.weights.views import spans_of
@@ -58,7 +58,7 @@ class Safetensors:
 
     def __init__(self, path: str | Path) -> None:
         self._boxes: dict[str, Box] = {}
-        self._path = Path(path)
+        self._path = local(path)
         for file, expected in _files(self._path).items():
             boxes = read_header(ReadFile(file))
             if absent := [name for name in expected if name not in boxes]:

@@ -25,8 +25,8 @@ PIN_FILE = "PINNED"
 class Steps:
     """The committed steps in ``root``. Only this class adds and deletes steps."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: str | Path) -> None:
+        self.root = local(root)
 
     def path(self, step: int) -> Path:
         """Return the path of a step, which may not exist yet."""

@@ -11,7 +11,17 @@ from torch import nn
 
 import meshpar
 from meshpar import CheckpointError, Plan, Replicate
-from meshpar.checkpoints import CheckpointManager, export_safetensors, open_step, restoring
+from meshpar.checkpoints import (
+    CheckpointManager,
+    DistributedCheckpoint,
+    export_module,
+    export_safetensors,
+    import_safetensors,
+    list_steps,
+    open_step,
+    prune_steps,
+    restoring,
+)
 from meshpar.testing import on_ranks
 
 
@@ -43,6 +53,12 @@ def test_a_url_is_no_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: CheckpointManager(Path("s3://bucket/run")),
         lambda: export_safetensors(run / "checkpoints", "gs://bucket/hf"),
         lambda: open_step("s3://bucket/run"),
+        lambda: list_steps("s3://bucket/run"),
+        lambda: prune_steps("s3://bucket/run", 1),
+        lambda: import_safetensors("hf://org/model", run / "imported"),
+        lambda: import_safetensors(run, "s3://bucket/run"),
+        lambda: export_module(linear(), "s3://bucket/hf"),
+        lambda: DistributedCheckpoint("s3://bucket/run"),
     ):
         with pytest.raises(CheckpointError, match="is a URL; expected a folder"):
             made()
