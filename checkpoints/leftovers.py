@@ -1,4 +1,4 @@
-"""Temporary and replaced folders. Their names carry host and PID, so that leftovers of dead processes can be recognised."""
+"""Temporary and replaced folders. Their names carry host, PID and the process's start, so that leftovers of the dead are recognised."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
+from meshpar.checkpoints.checksums import crc32
 from meshpar.checkpoints.manifest import MANIFEST_NAME
 from meshpar.errors import CheckpointError
 
 ABANDONED_S = 6 * 3600.0
 """How long nothing in a folder must have changed before another host's process counts as dead, in seconds."""
+LEASE_S = 120.0
+"""How recently something in a folder must have changed for another host's process to count as writing it, in seconds."""
 _NAME = re.compile(r"(.+)\.(tmp|old)-(.+)-(\d+)-([0-9a-f]+)")
-_ID = uuid.uuid4().hex[:8]  # of this process: the beginning of the last part of its folders' names
+_ID = uuid.uuid4().hex[:8]  # of this process, where the system does not tell when a process began
 _NOBODY = 0  # the process in the name of a folder that its own process could not remove
 _log = logging.getLogger("meshpar.checkpoints")
 
@@ -40,8 +43,15 @@ class Leftover:
 
     @property
     def ours(self) -> bool:
-        """Whether this process works on it: another one may have had its number before, but not its :data:`_ID`."""
-        return self.host == socket.gethostname() and self.process == os.getpid() and self.id.startswith(_ID)
+        """Whether this process works on it: another one may have had its number before."""
+        return self.host == socket.gethostname() and self.process == os.getpid() and self.id.startswith(_identity(os.getpid()) or _ID)
+
+    @property
+    def held(self) -> bool:
+        """Whether another process is writing it, as far as can be told."""
+        if self.host != socket.gethostname():
+            return _untouched_s(self.path) <= LEASE_S
+        return not self.ours and not self.abandoned()
 
     def abandoned(self, *, sole_writer: bool = False) -> bool:
         """Return whether no live process uses this folder.
@@ -51,7 +61,10 @@ class Leftover:
         """
         if self.host != socket.gethostname():
             return sole_writer or _untouched_s(self.path) > ABANDONED_S
-        return not self.ours and (self.process in (_NOBODY, os.getpid()) or not _runs(self.process))
+        if self.ours or self.process in (_NOBODY, os.getpid()) or not _runs(self.process):
+            return not self.ours
+        identity = _identity(self.process)  # its number may be another process's by now
+        return _untouched_s(self.path) > ABANDONED_S if identity is None else not self.id.startswith(identity)
 
 
 def leftover(path: Path) -> Leftover | None:
@@ -63,7 +76,7 @@ def leftover(path: Path) -> Leftover | None:
 def on_the_way(target: Path, kind: Literal["tmp", "old"], *, process: int | None = None) -> Path:
     """Return a new name beside ``target`` for a folder of this process, or of another; whoever made the folder calls :func:`remove`."""
     process = os.getpid() if process is None else process
-    return target.with_name(f"{target.name}.{kind}-{socket.gethostname()}-{process}-{_ID}{uuid.uuid4().hex[:8]}")
+    return target.with_name(f"{target.name}.{kind}-{socket.gethostname()}-{process}-{_identity(process) or _ID}{uuid.uuid4().hex[:8]}")
 
 
 def remove(path: Path) -> None:
@@ -98,6 +111,16 @@ def _runs(process: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _identity(process: int) -> str | None:
+    """Return 8 digits of the boot and the time at which a process began; None where the system does not tell."""
+    try:
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return None
+    return f"{crc32(f'{boot} {fields[18]}'.encode()):08x}" if state not in "ZX" else "ended"
 
 
 def _untouched_s(path: Path) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ from meshpar.checkpoints import (
     show_step,
     verify_step,
 )
+from meshpar.checkpoints.leftovers import on_the_way
 from meshpar.errors import CheckpointError
 from meshpar.layout import ModelLayout
 from meshpar.testing import on_ranks
@@ -287,6 +290,21 @@ def test_only_the_run_itself_removes_what_another_host_left_lately(tmp_path, cle
 def save_weights(folder: Path) -> Path:
     safetensors.torch.save_file({"weight": torch.ones(2)}, folder / "model.safetensors")
     return folder / "model.safetensors"
+
+
+def test_a_leftover_whose_pid_belongs_to_another_process_by_now_is_removed(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, linear())
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as live:
+        theirs = on_the_way(tmp_path / "step-00000002", "tmp", process=live.pid)
+        reused = theirs.with_name(theirs.name.rpartition("-")[0] + "-abcdef0123456789")
+        for each in (theirs, reused):
+            each.mkdir()
+        manager.save(3, linear())
+        assert manager.ignored().keys() == {theirs}
+        live.communicate(b"\n")
+    manager.save(4, linear())
+    assert not manager.ignored()
 
 
 def test_every_and_wrong_arguments():
