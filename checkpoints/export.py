@@ -5,6 +5,8 @@ An export runs in one process, without a process group and without building the 
 
 from __future__ import annotations
 
+import errno
+import glob
 import json
 import math
 import os
@@ -18,7 +20,7 @@ import torch
 
 from meshpar.checkpoints.copying import ByteCount, Copier, Progress, StoredSource, are_copied, position_of
 from meshpar.checkpoints.files import aligned, failing_as, local, memory_of, pwrite_all, tiles, write_all
-from meshpar.checkpoints.leftovers import leftover, on_the_way, remove
+from meshpar.checkpoints.leftovers import LEASE_S, leftover, on_the_way, remove
 from meshpar.checkpoints.manifest import fsync, read_manifest
 from meshpar.checkpoints.published import PublishedModel, StoredModel
 from meshpar.checkpoints.safetensors import INDEX_NAME, write_header
@@ -28,6 +30,7 @@ from meshpar.errors import CheckpointError
 from meshpar.weights import TypedSource, WeightMap
 
 _TILE_BYTES = 8 << 20
+_OCCUPIED = "already exists and is not empty; delete it, choose another folder, or pass overwrite=True"
 _NOT_TOKENIZER = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".safetensors.index.json")
 
 
@@ -77,7 +80,7 @@ def export_safetensors(
         raise CheckpointError(f"dtype is {dtype}; expected a floating-point dtype, such as torch.bfloat16")
     source, config = _opened(Path(src), weights, verify, config) if isinstance(src, (str, Path)) else (_named(src, weights), config)
     dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
-    with made_whole(target) as folder:
+    with made_whole(target, overwrite=overwrite) as folder:
         _write_model(folder, source, dtypes, _shards(source.shapes(), dtypes, max_shard_size), progress)
         if config:
             _write_json(folder / "config.json", {**config, **_dtype_entry(config, dtypes)})
@@ -212,16 +215,31 @@ def free_target(dst: str | Path, *, overwrite: bool) -> Path:
             else:
                 remove(each)
         if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
-            raise CheckpointError(f"{target} already exists and is not empty; delete it, choose another folder, or pass overwrite=True")
+            raise CheckpointError(f"{target} {_OCCUPIED}")
     return target
 
 
+def _owned(target: Path, folder: Path) -> None:
+    """Check that no other process is writing another folder on its way to ``target``."""
+    for each in target.parent.glob(f".{glob.escape(target.name)}.tmp-*"):
+        found = leftover(each)
+        if found is not None and each != folder and found.held:
+            raise CheckpointError(
+                f"another export to {target} is running: process {found.process} on {found.host}; wait for it, or end it (it counts as "
+                f"dead {LEASE_S:.0f} s after its last write to {each})"
+            )
+
+
 @contextmanager
-def made_whole(target: Path) -> Iterator[Path]:
-    """Yield a new folder that replaces ``target`` if the ``with`` block succeeds, and is deleted if it fails.
+def made_whole(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a new folder that becomes ``target`` if the ``with`` block succeeds, and is deleted if it fails.
+
+    Args:
+        target: from :func:`free_target`.
+        overwrite: whether to replace what is there at the end; otherwise only an empty folder is replaced.
 
     Raises:
-        CheckpointError: instead of any OSError, including those of the block.
+        CheckpointError: instead of any OSError, including those of the block; another process exports to ``target``.
     """
     hidden = target.with_name(f".{target.name}")
     folder, replaced = on_the_way(hidden, "tmp"), on_the_way(hidden, "old")
@@ -229,11 +247,17 @@ def made_whole(target: Path) -> Iterator[Path]:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir()
+            _owned(target, folder)
             yield folder
             fsync(folder)
-            if target.exists():
+            if overwrite and target.exists():
                 target.rename(replaced)
-            folder.rename(target)
+            try:
+                folder.rename(target)
+            except OSError as error:
+                if overwrite or error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                raise CheckpointError(f"{target} appeared during the export: it {_OCCUPIED}") from error
             fsync(target.parent)
         finally:
             if replaced.exists() and not target.exists():

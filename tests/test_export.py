@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import socket
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 import meshpar
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_module, export_safetensors, read_manifest
+from meshpar.checkpoints.leftovers import LEASE_S, on_the_way
 from meshpar.checkpoints.manifest import MANIFEST_NAME
 from meshpar.errors import CheckpointError
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
@@ -147,6 +150,41 @@ def test_the_folder_one_stands_in_is_replaced_and_a_link_is_followed(runs, tmp_p
         export_safetensors(runs / "llama", "/", overwrite=True)
 
 
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_appears_at_the_target_during_an_export_is_kept(runs, tmp_path, kind):
+    target = tmp_path / "hf"
+
+    def appear(done: int, total: int) -> None:
+        if not target.exists():
+            target.mkdir() if kind == "folder" else target.write_text("precious")
+            (target / "precious").write_text("precious") if kind == "folder" else None
+
+    with pytest.raises(CheckpointError, match=r"hf appeared during the export: it already exists and is not empty; delete it"):
+        export_safetensors(runs / "llama", target, progress=appear)
+    assert [each.name for each in tmp_path.iterdir()] == ["hf"]
+    assert (target / "precious" if kind == "folder" else target).read_text() == "precious"
+
+
+def test_an_export_that_another_host_is_writing_is_not_run_over(runs, tmp_path):
+    theirs = left(tmp_path, "tmp", "elsewhere")
+    with pytest.raises(CheckpointError, match=r"another export to .*hf is running: process \d+ on elsewhere; .* 120 s after"):
+        export_safetensors(runs / "llama", tmp_path / "hf")
+    assert [each.name for each in tmp_path.iterdir()] == [theirs.name]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_second_export_to_one_target_is_told_who_writes_it(runs, tmp_path, overwrite):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        theirs = tmp_path / on_the_way(tmp_path / ".hf", "tmp", process=other.pid).name
+        theirs.mkdir()
+        with pytest.raises(CheckpointError, match=rf"another export to .*hf is running.*: process {other.pid} on "):
+            export_safetensors(runs / "llama", tmp_path / "hf", overwrite=overwrite)
+        assert [each.name for each in tmp_path.iterdir()] == [theirs.name]
+        other.communicate(b"\n")
+    export_safetensors(runs / "llama", tmp_path / "hf")
+    assert [each.name for each in tmp_path.iterdir()] == ["hf"]
+
+
 def test_a_file_is_exported_over_when_told(runs, tmp_path):
     (tmp_path / "hf").write_text("work")
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
@@ -167,6 +205,8 @@ def test_what_a_killed_export_left_is_removed_or_comes_back(runs, tmp_path):
     left(tmp_path, "tmp")
     left(tmp_path, "old")
     elsewhere = left(tmp_path, "tmp", "elsewhere")
+    for each in (elsewhere, elsewhere / "mine"):
+        os.utime(each, (time.time() - 2 * LEASE_S,) * 2)
     file = tmp_path / ".hf.old-elsewhere-1-abcdef01"  # which an export took the place of
     file.write_text("work")
     with pytest.raises(CheckpointError, match="already exists and is not empty"):

@@ -106,7 +106,7 @@ def export_adapters(src: Path, dst: Path, settings: LoRA, base: Path, *, overwri
         fan_in_fan_out=_transposed(adapters, Safetensors(base)),
         inference_mode=True,
     )
-    with made_whole(target) as folder:
+    with made_whole(target, overwrite=overwrite) as folder:
         save_file({f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}, folder / _ADAPTERS)
         fsync(folder / _ADAPTERS)
         config.save_pretrained(str(folder))
