@@ -24,6 +24,14 @@ def whole(source, name):
     return out
 
 
+def test_a_rule_with_many_stars_is_refused_and_parts_are_matched_one_by_one():
+    with pytest.raises(LayoutError, match=r"has 40 '\*' in one part of a name; expected at most 4"):
+        WeightMap((Rename("a" + "*a" * 40, "b" + "*b" * 40),)).theirs("a" * 60)
+    many = ".".join(["*a*"] * 30)
+    assert WeightMap((Rename(f"{many}.x", f"{many}.y"),)).theirs(".".join(["a" * 30] * 30) + ".z") == (".".join(["a" * 30] * 30) + ".z",)
+    assert WeightMap((Rename("l*.a*b*.w", "m*.*.*.v"),)).theirs("l1.axbyb.w") == ("m1.xby..v",)
+
+
 LLAMA = WeightMap(
     (
         Split("layers.*.qkv.*", ("layers.*.q.*", "layers.*.k.*", "layers.*.v.*"), parts=(4, 2, 2)),

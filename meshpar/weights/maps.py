@@ -90,9 +90,16 @@ class WeightMap:
         return cls(tuple(rule_from_json(each) for each in data))
 
 
+_MOST_STARS = 4  # in one part of a name: the time to match grows with the power of their number
+
+
 @lru_cache(maxsize=1024)
 def _regex(pattern: str) -> re.Pattern[str]:
-    return re.compile("([^.]*)".join(map(re.escape, pattern.split("*"))))
+    if (stars := max(part.count("*") for part in pattern.split("."))) > _MOST_STARS:
+        raise LayoutError(f"the pattern {pattern!r} has {stars} '*' in one part of a name; expected at most {_MOST_STARS}")
+    # Parts are atomic: what one part's '*' stand for changes nothing for the others, and need not be tried again for them.
+    parts = ("([^.]*)".join(map(re.escape, part.split("*"))) for part in pattern.split("."))
+    return re.compile(r"\.".join(rf"(?>{part}(?=\.|\Z))" for part in parts))
 
 
 def _find(patterns: tuple[str, ...], name: str) -> tuple[str, ...] | None:
