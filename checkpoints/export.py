@@ -76,8 +76,11 @@ def export_safetensors(
     target = free_target(dst, overwrite=overwrite)
     if isinstance(src, str | Path):
         apart(target, open_step(src))
-    if dtype is not None and not dtype.is_floating_point:
-        raise CheckpointError(f"dtype is {dtype}; expected a floating-point dtype, such as torch.bfloat16")
+    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
+        raise CheckpointError(
+            f"dtype is {dtype}; expected a floating-point dtype of 16 bits or more, such as torch.bfloat16: float8 weights need scales, "
+            "so quantize the exported model with the tools of your inference engine"
+        )
     source, config = _opened(Path(src), weights, verify, config) if isinstance(src, (str, Path)) else (_named(src, weights), config)
     dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
     with made_whole(target, overwrite=overwrite) as folder:
