@@ -67,7 +67,7 @@ class DistributedCheckpoint:
         self, folder: str | Path, *, checked: bool = True, sums: Mapping[tuple[str, tuple[int, ...]], int] = MappingProxyType({})
     ) -> None:
         self.folder, self._checked, self._sums = local(folder), checked, sums
-        metadata = ReadFile(self.folder / METADATA_NAME)
+        metadata = ReadFile(self.folder / METADATA_NAME, links=False)
         self.tensors: Mapping[str, Stored] = _tensors(read_metadata(metadata.bytes(0, metadata.size), metadata.path), metadata.path)
         self._files: dict[str, ReadFile] = {}
         self._boxes: dict[Chunk, Box] = {}
@@ -109,7 +109,7 @@ class DistributedCheckpoint:
         """Return the position of one part of the tensor ``name``; raises CheckpointError if its archive is damaged."""
         if chunk not in self._boxes:
             if chunk.file not in self._files:
-                self._files[chunk.file] = ReadFile(self.folder / chunk.file)
+                self._files[chunk.file] = ReadFile(self.folder / chunk.file, links=False)
             file = self._files[chunk.file]
             try:
                 box, payload = find_tensor(file, chunk.position, chunk.length, chunk.shape)

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,19 +33,32 @@ _Into = Callable[[torch.Tensor, int], None]  # fills a tensor from a position of
 
 @final
 class ReadFile:
-    """A file open for ranged reads.
+    """A regular file open for ranged reads.
+
+    Args:
+        path: the file.
+        links: follow a symbolic link. The files of a checkpoint are in its folder.
 
     Raises:
-        CheckpointError: the file does not exist or cannot be opened.
+        CheckpointError: the file does not exist, cannot be opened, or is something else than a file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, links: bool = True) -> None:
         self.path = path
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:  # without O_NONBLOCK, opening a named pipe waits for a writer
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
         except OSError as error:
-            raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
-        self.size = os.fstat(self._descriptor).st_size
+            remedy = "; copy the checkpoint with its files, such as by cp -L" if error.errno == errno.ELOOP else ""
+            if not path.parent.is_dir():
+                remedy = "; its folder does not exist: retention or prune deletes steps that are not pinned (meshpar checkpoints pin)"
+            raise CheckpointError(
+                f"cannot open {path}: {'it is a link' if error.errno == errno.ELOOP else error.strerror}{remedy}"
+            ) from error
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            self.close()
+            raise CheckpointError(f"cannot open {path}: it is not a regular file")
+        self.size = found.st_size
 
     def bytes(self, position: int, count: int) -> bytes:
         """Return ``count`` bytes from ``position``."""
@@ -203,10 +217,11 @@ def failing_as(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} failed: {error}{remedy}") from error
 
 
-def inside(file: str) -> str:
+def inside(file: str, *, of: Path | None = None) -> str:
     """Return a file name that stays in its folder; raises CheckpointError for any other."""
     if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-        raise CheckpointError(f"the file name is {file!r}; expected the name of a file in the same folder")
+        where = f"{of} names a file outside of its folder" if of else "the file name is not allowed"
+        raise CheckpointError(f"{where}: got {file!r}, expected the name of a file in the same folder")
     return file
 
 

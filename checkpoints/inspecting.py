@@ -26,7 +26,7 @@ def list_steps(root: str | Path) -> str:
     for step in committed:
         try:
             found = read_manifest(steps.folder(step))
-            metrics = ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items())
+            metrics = ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items() if value is not None)
             marks = ", ".join([*(["latest"] if step == committed[-1] else []), *(["pinned"] if step in pinned else [])])
             marks += "" if steps.path(step).exists() else f" (in {steps.folder(step).name}: its replacement is running or did not finish)"
             rows.append((str(step), found.saved_at[:19].replace("T", " "), _size(_bytes(found)), _mesh(found), metrics, marks))

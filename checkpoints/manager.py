@@ -249,7 +249,10 @@ class CheckpointManager:
         if not isinstance(noted.step, int) or noted.step < 0:
             raise CheckpointError(f"step is {noted.step!r}; expected a whole number of 0 or more")
         plain(noted.extra, "extra")
-        plain(noted.metrics, "metrics")
+        if odd := [name for name, value in noted.metrics.items() if not isinstance(value, (int, float))]:
+            raise CheckpointError(
+                f"metrics[{odd[0]!r}] is a {type(noted.metrics[odd[0]]).__name__}; expected a number, such as loss.item()"
+            )
         self._steps.reap(sole_writer=True)
         self._temporary = self._steps.begin(noted.step, replace=replace)
         return self._temporary

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, final
 
 from meshpar.checkpoints.checksums import crc32
+from meshpar.checkpoints.files import ReadFile, inside
 from meshpar.errors import CheckpointError, brief
 
 MANIFEST_NAME = "meshpar.json"
 FORMAT = "meshpar-checkpoint"
 VERSION = 1
-INTEGER_KEYS, COUNTER = "__integer_keys__", "__counter__"  # the only key of an object that stands for a dict of int, or a Counter
+_INTEGER_KEYS, _COUNTER = "__integer_keys__", "__counter__"  # the only key of an object that stands for a dict of int, or a Counter
 _STEP = re.compile(r"step-(\d+)")
 _SEAL = re.compile(rb'"crc32": "([0-9a-f]{8})"\n}\n')
 
@@ -68,7 +69,9 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the file's text, one entry per line; the last entry is the CRC-32 of all lines before it."""
-        entries = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        entries = {"format": FORMAT, "version": VERSION} | {
+            each.name: _encoded(getattr(self, each.name)) for each in dataclasses.fields(self)
+        }
         text = "{\n" + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in entries.items())
         return f'{text}"crc32": "{crc32(text.encode()):08x}"\n}}\n'
 
@@ -76,10 +79,14 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """Read a checkpoint's manifest; raises CheckpointError if it is missing, damaged, or of a newer version."""
     path = folder / MANIFEST_NAME
+    if not path.exists():
+        reason = "no such folder" if not folder.is_dir() else f"it has no {MANIFEST_NAME}, so it was never committed"
+        raise CheckpointError(f"{folder} is not a checkpoint: {reason}")
+    file = ReadFile(path, links=False)
     try:
-        text = path.read_bytes()
+        text = file.bytes(0, file.size)
         seal = _SEAL.search(text, max(0, len(text) - 32))
-        data = json.loads(text, object_hook=_revived)
+        data = json.loads(text, object_hook=_decoded)
         kind, version = data.pop("format"), data.pop("version")
         if kind != FORMAT or version > VERSION:
             raise CheckpointError(
@@ -87,26 +94,75 @@ def read_manifest(folder: Path) -> Manifest:
             )
         if seal is None or seal.end() != len(text) or crc32(text[: seal.start()]) != int(data.pop("crc32"), 16):
             raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
+        if wrong := [name for name, kind in _KINDS.items() if name in data and not _is(data[name], kind)]:
+            raise ValueError(f"values of other types in {', '.join(wrong)}")
         found = Manifest(**data)
+        for name in {*found.files, *(chunk[2] for entry in found.tensors.values() for chunk in entry["chunks"])}:
+            inside(name, of=path)
         if (named := step_of(folder.name.partition(".")[0])) not in (None, found.step):
             raise CheckpointError(
                 f"{folder} is named step {named} and contains step {found.step}: it was renamed or replaced; rename it back"
             )
         return found
-    except FileNotFoundError as error:
-        reason = "no such folder" if not folder.is_dir() else f"it has no {MANIFEST_NAME}, so it was never committed"
-        raise CheckpointError(f"{folder} is not a checkpoint: {reason}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read: expected {FORMAT!r} as JSON, got {brief(error)}; restore another step, with restore(step=...) or "
             "restore(fallback=True)"
         ) from error
 
 
-def _revived(entry: dict[str, Any]) -> dict[Any, Any]:
-    """Return a JSON object as the mapping that :func:`meshpar.checkpoints.state.plain` made it of."""
-    if len(entry) == 1 and (kind := next(iter(entry))) in (INTEGER_KEYS, COUNTER):
-        return (Counter if kind == COUNTER else dict)({int(key): value for key, value in entry[kind].items()})
+# A type; [kind], {str: kind}: a list, a dict of these; {"key": kind}: a dict (or list) with at least these keys; (kind, ...): one of these.
+_CHUNK = {0: [int], 1: [int], 2: str, 3: int, 4: int, 5: int}  # of a list
+_KINDS: Mapping[str, Any] = {
+    "step": int,
+    "saved_at": str,
+    "files": {str: {"size": int, "crc32": int}},
+    "mesh": {str: int},
+    "world_size": int,
+    "device": str,
+    "plan": str,
+    "tensors": {str: {"dtype": str, "shape": [int], "chunks": [_CHUNK]}},
+    "tied": [[str]],
+    "weights": [dict],
+    "config": dict,
+    "optimizer": (None, {"class": (str, {str: str}), "groups": [{"params": [str], "options": dict}], "state": {str: dict}}),
+    "seed": int,
+    "extra": dict,
+    "rank_extra": list,
+    "metrics": {str: (int, float, None)},
+    "versions": {str: str},
+}
+
+
+def _is(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, or types in a list, dict or tuple
+    if isinstance(kind, tuple):
+        return any(_is(value, each) for each in kind)
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_is(each, kind[0]) for each in value)
+    if isinstance(kind, dict) and str in kind:
+        return isinstance(value, dict) and all(isinstance(key, str) and _is(each, kind[str]) for key, each in value.items())
+    if isinstance(kind, dict):
+        entries = dict(enumerate(value)) if isinstance(value, list) and 0 in kind else value
+        return isinstance(entries, dict) and all(key in entries and _is(entries[key], each) for key, each in kind.items())
+    return value is None if kind is None else isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
+
+
+def _encoded(value: object) -> Any:  # noqa: ANN401 - plain data
+    """Return plain data as JSON has it."""
+    if isinstance(value, (list, tuple)):
+        return [_encoded(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    entries = {str(key): _encoded(each) for key, each in value.items()}
+    if all(isinstance(key, str) for key in value):
+        return entries
+    return {_COUNTER if isinstance(value, Counter) else _INTEGER_KEYS: entries}
+
+
+def _decoded(entry: dict[str, Any]) -> dict[Any, Any]:
+    """Return the mapping of which :func:`_encoded` made a JSON object."""
+    if len(entry) == 1 and (kind := next(iter(entry))) in (_INTEGER_KEYS, _COUNTER):
+        return (Counter if kind == _COUNTER else dict)({int(key): value for key, value in entry[kind].items()})
     return entry
 
 

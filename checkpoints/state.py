@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.dcp import Stored
-from meshpar.checkpoints.manifest import COUNTER, INTEGER_KEYS
 from meshpar.errors import CheckpointError
 from meshpar.placements import local_tensor, sharded_axes
 
@@ -177,15 +176,16 @@ def _option(key: str, value: object) -> Any:  # noqa: ANN401 - plain data
 
 
 def plain(value: object, what: str) -> Any:  # noqa: ANN401 - plain data
-    """Return ``value`` for a manifest, which reads it as it was (tuples become lists); raises CheckpointError if JSON cannot store it."""
+    """Return ``value`` as a manifest returns it (tuples become lists); raises CheckpointError if a manifest cannot store it."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
         return [plain(each, what) for each in value]
     kinds = {str if isinstance(key, str) else type(key) for key in value} if isinstance(value, Mapping) else set()
     if isinstance(value, Mapping) and (kinds <= {str} or kinds == {int}):
-        entries = {str(key): plain(each, f"{what}.{key}") for key, each in value.items()}
-        return entries if kinds != {int} else {COUNTER if isinstance(value, Counter) else INTEGER_KEYS: entries}
+        return (Counter if kinds == {int} and isinstance(value, Counter) else dict)(
+            {key: plain(each, f"{what}.{key}") for key, each in value.items()}
+        )
     got = f"a dict with keys of {', '.join(sorted(kind.__name__ for kind in kinds))}" if kinds else type(value).__name__
     raise CheckpointError(
         f"{what} must be plain data (None, bool, int, float, str, lists of these, and dicts of these with keys that are all str or all "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, final
@@ -84,12 +85,15 @@ def _parts_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Chunk, int]]
 
 def _problems(path: Path, expected: Mapping[str, Any], parts: Iterable[tuple[str, Chunk, int]], *, full: bool) -> Iterator[str]:
     try:
-        size = path.stat().st_size
-        if size != expected["size"]:
+        found = path.lstat()
+        size = found.st_size
+        if not stat.S_ISREG(found.st_mode):
+            yield "expected a file, found a link or a device; copy the checkpoint with its files, such as by cp -L"
+        elif size != expected["size"]:
             within = [f"{name} at {chunk.offsets}" for name, chunk, _ in parts if chunk.position + chunk.length > size]
             yield f"expected {expected['size']} bytes, found {size}" + (f"; lost: (parts of) {', '.join(within[:10])}" if within else "")
         elif full:
-            yield from _differing(ReadFile(path), expected, sorted(parts, key=lambda each: each[1].position))
+            yield from _differing(ReadFile(path, links=False), expected, sorted(parts, key=lambda each: each[1].position))
     except OSError as error:
         yield str(error.strerror)
 
