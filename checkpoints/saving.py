@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from meshpar import __version__
 from meshpar.checkpoints.checkpointable import MODEL, Checkpointable, mesh_axes
 from meshpar.checkpoints.dcp import DistributedCheckpoint
+from meshpar.checkpoints.files import failing_as
 from meshpar.checkpoints.manifest import Manifest, step_of
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.staging import Stager, ready_event
@@ -121,7 +122,7 @@ class Saving:
         """Write, check and commit; return the step's folder. Collective. Raises CheckpointError on every rank if any rank fails."""
         step = self._noted.step
         written = self._ranks.collect(f"writing step {step}", self._write)
-        return self._ranks.share(f"committing step {step}", lambda: commit(self._check([file for each in written for file in each])))
+        return self._ranks.share(f"committing step {step}", lambda: self._commit(commit, [file for each in written for file in each]))
 
     def _describe(self, par: Checkpointable, optimizer: Optimizers | None, later: bool) -> _Planned:
         model = model_state(par.module, {group[0] for group in par.layout.tied})
@@ -150,7 +151,9 @@ class Saving:
         self._plans, self._metadata = divide([each.plan for each in planned])
         needed, free = planned_bytes(self._plans) + _SPARE_BYTES, shutil.disk_usage(self._folder).free
         if free < needed:
-            raise CheckpointError(f"{self._folder.parent} has {free / 1e9:.2f} GB free; this step needs {needed / 1e9:.2f} GB")
+            raise CheckpointError(
+                f"{self._folder.parent} has {free / 1e9:.2f} GB free; this step needs {needed / 1e9:.2f} GB: free some space"
+            )
         tables = [each.optimizer for each in planned if each.optimizer is not None]
         rank_extra = [each.rank_extra for each in planned]
         self._told = {
@@ -173,9 +176,14 @@ class Saving:
     def _write(self) -> list[WrittenFile]:
         if self._stage_error is not None:
             raise self._stage_error
-        return write_parts(
-            self._folder, self._ranks.rank, self._parts, threads=self._threads, checksum=self._checksum, on_write=self._on_write
-        )
+        with failing_as(f"writing to {self._folder.parent}"):
+            return write_parts(
+                self._folder, self._ranks.rank, self._parts, threads=self._threads, checksum=self._checksum, on_write=self._on_write
+            )
+
+    def _commit(self, commit: Callable[[Manifest], Path], files: list[WrittenFile]) -> Path:
+        with failing_as(f"writing to {self._folder.parent}"):
+            return commit(self._check(files))
 
     def _check(self, files: list[WrittenFile]) -> Manifest:
         check_written(self._plans, files)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import subprocess
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,10 @@ from meshpar.checkpoints import (
     Safetensors,
     export_safetensors,
     import_safetensors,
+    list_steps,
     read_manifest,
     verify_files,
+    verify_step,
 )
 from meshpar.checkpoints.manifest import MANIFEST_NAME
 from meshpar.errors import CheckpointError
@@ -295,6 +299,64 @@ def test_a_plain_object_in_a_foreign_checkpoint_is_not_unpickled(tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
+def reseal(folder: Path, **changes) -> None:
+    """Write a manifest whose checksum fits, as somebody does who means to deceive."""
+    (folder / MANIFEST_NAME).write_text(replace(read_manifest(folder), **changes).to_json())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("step", "1"), ("files", []), ("files", {"x": {"size": "1", "crc32": 0}}), ("tensors", {"x": 1}), ("metrics", {"loss": "low"}),
+     ("tensors", {"x": {"dtype": "float32", "shape": [1], "chunks": [[0]]}}), ("optimizer", []), ("mesh", {"tp": None}), ("tied", [1])],
+)  # fmt: skip
+def test_a_manifest_with_other_types_is_refused_in_one_line_by_the_entry(tmp_path, field, value):
+    manager = CheckpointManager(tmp_path, best="loss")
+    folders = [manager.save(number, linear(number), metrics={"loss": 1.0}) for number in (1, 2)]
+    reseal(folders[1], **{field: value})
+    with pytest.raises(CheckpointError, match=rf"cannot be read: .*values of other types in {field}") as raised:
+        manager.restore(linear())
+    assert "other types" in list_steps(tmp_path)
+    assert manager.restore(linear(), fallback=True).step == 1 and "Traceback" not in str(raised.value)
+
+
+def test_a_manifest_nested_too_deep_is_one_damaged_step(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for number in (1, 2):
+        manager.save(number, linear(number))
+    (tmp_path / "step-00000002" / MANIFEST_NAME).write_text("[" * 200_000)
+    lines = list_steps(tmp_path).splitlines()
+    assert lines[1].startswith("1 ") and "damaged" in lines[2]
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../step-00000001/__0_0.distcp"])
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(step, name):
+    files = read_manifest(step).files
+    reseal(step, files={**files, name: files[".metadata"]})
+    with pytest.raises(CheckpointError, match=r"meshpar\.json names a file outside of its folder: got"):
+        read_manifest(step)
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", MANIFEST_NAME])
+def test_a_link_in_the_place_of_a_file_is_refused(step, tmp_path, file):
+    (step / file).rename(tmp_path / "elsewhere")
+    (step / file).symlink_to(tmp_path / "elsewhere")
+    for level in ("none", "size", "full"):
+        with pytest.raises(CheckpointError, match=rf"{re.escape(file)}.* link.*cp -L"):
+            CheckpointManager(step.parent).restore(linear(), verify=level)
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", MANIFEST_NAME])
+def test_a_device_or_a_pipe_in_the_place_of_a_file_is_refused_unread(step, file):
+    (step / file).unlink()
+    os.mkfifo(step / file)
+    with pytest.raises(CheckpointError, match=r"regular file|a link or a device"):
+        verify_step(step)
+    (step / file).unlink()
+    (step / file).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="link"):
+        verify_step(step)
+
+
 @pytest.mark.parametrize("path", ["../elsewhere.distcp", "/etc/passwd", "..", "", "a/b.distcp"])
 def test_a_path_out_of_the_folder_is_refused(tmp_path, path):
     dcp.save({"a": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
@@ -354,7 +416,7 @@ def test_a_disk_that_fills_up_while_writing_fails_the_save_and_leaves_the_last_s
     manager.save(1, heavy(1))
     manager.wait()
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="No space left on device"):
+        with pytest.raises(CheckpointError, match=r"writing to .* failed: .*No space left on device; free some space there"):
             manager.save(2, heavy(2))
             manager.wait()
         assert manager.steps() == [1] and not manager.ignored()
@@ -378,7 +440,10 @@ def fill_on_two(root: str) -> None:
         if dist.get_rank() == 0:  # rank 0 has little to write, and rank 1 what does not fit
             job = Job(nn.Linear(2, 2))
         # Rank 0's few bytes may come before or after rank 1 has filled the disk.
-        with pytest.raises(CheckpointError, match=r"writing step 1 failed on [12] of 2 ranks:[\s\S]* rank 1: OSError: .*No space left"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"writing step 1 failed on [12] of 2 ranks:[\s\S]* rank 1: writing to .*No space left on device; free some space there",
+        ):
             manager.save(1, job, rank_extra=None)
         dist.barrier()
         assert not manager.steps() and not manager.ignored()

@@ -185,6 +185,18 @@ def test_a_second_export_to_one_target_is_told_who_writes_it(runs, tmp_path, ove
     assert [each.name for each in tmp_path.iterdir()] == ["hf"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_dtype_that_needs_scales_is_refused(runs, tmp_path, dtype):
+    with pytest.raises(CheckpointError, match=r"expected a floating-point dtype of 16 bits or more"):
+        export_safetensors(runs / "llama", tmp_path / "hf", dtype=dtype)
+
+
+def test_a_step_that_is_deleted_during_its_export_is_named_with_the_remedy(runs, tmp_path):
+    step = shutil.copytree((runs / "llama" / "latest").resolve(), tmp_path / "steps" / "step-00000001")
+    with pytest.raises(CheckpointError, match=r"cannot open .*its folder does not exist: retention .* \(meshpar checkpoints pin\)"):
+        export_safetensors(step, tmp_path / "hf", max_shard_size=1, progress=lambda *_: shutil.rmtree(step, ignore_errors=True))
+
+
 def test_a_file_is_exported_over_when_told(runs, tmp_path):
     (tmp_path / "hf").write_text("work")
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
