@@ -9,6 +9,7 @@ from meshpar.lazy import lazily
 if TYPE_CHECKING:
     from meshpar.checkpoints.dcp import DistributedCheckpoint
     from meshpar.checkpoints.export import export_safetensors
+    from meshpar.checkpoints.foreign import TorchWeights
     from meshpar.checkpoints.importing import import_safetensors
     from meshpar.checkpoints.inspecting import diff_steps, list_steps, pin_step, prune_steps, show_step, verify_step
     from meshpar.checkpoints.manager import CheckpointManager
@@ -25,6 +26,7 @@ __all__ = [
     "Manifest",
     "RestoredState",
     "Safetensors",
+    "TorchWeights",
     "diff_steps",
     "export_module",
     "export_safetensors",
@@ -45,6 +47,7 @@ _HOMES = {
     "Manifest": "manifest",
     "RestoredState": "restoring",
     "Safetensors": "safetensors",
+    "TorchWeights": "foreign",
     "diff_steps": "inspecting",
     "export_module": "module",
     "export_safetensors": "export",

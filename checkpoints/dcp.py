@@ -18,6 +18,7 @@ import torch
 from meshpar.checkpoints.archive import find_tensor
 from meshpar.checkpoints.checksums import crc32, joined
 from meshpar.checkpoints.files import Box, ReadFile, inside, local
+from meshpar.checkpoints.foreign import remedy
 from meshpar.checkpoints.pickles import PickledObject, read_metadata
 from meshpar.errors import CheckpointError, brief
 from meshpar.patterns import nearest
@@ -58,17 +59,26 @@ class DistributedCheckpoint:
         folder: the checkpoint's folder.
         checked: compare the bytes of each part that is read as a whole with the CRC-32 in its archive.
         sums: CRC-32 of each part's archive, by tensor and offsets, compared when the part is located.
+        prefix: only tensors whose name begins with it, without it: ``"model."`` for a checkpoint of ``{"model": ..., "optimizer": ...}``.
 
     Raises:
         CheckpointError: the folder has no complete distributed checkpoint, or its metadata lacks a part of a tensor.
     """
 
     def __init__(
-        self, folder: str | Path, *, checked: bool = True, sums: Mapping[tuple[str, tuple[int, ...]], int] = MappingProxyType({})
+        self,
+        folder: str | Path,
+        *,
+        checked: bool = True,
+        sums: Mapping[tuple[str, tuple[int, ...]], int] = MappingProxyType({}),
+        prefix: str = "",
     ) -> None:
         self.folder, self._checked, self._sums = local(folder), checked, sums
+        if self.folder.is_dir() and not (self.folder / METADATA_NAME).exists():
+            raise CheckpointError(f"{self.folder} is not a distributed checkpoint: it has no {METADATA_NAME}{remedy(self.folder)}")
         metadata = ReadFile(self.folder / METADATA_NAME, links=False)
-        self.tensors: Mapping[str, Stored] = _tensors(read_metadata(metadata.bytes(0, metadata.size), metadata.path), metadata.path)
+        found = _tensors(read_metadata(metadata.bytes(0, metadata.size), metadata.path), metadata.path)
+        self.tensors: Mapping[str, Stored] = {name.removeprefix(prefix): each for name, each in found.items() if name.startswith(prefix)}
         self._files: dict[str, ReadFile] = {}
         self._boxes: dict[Chunk, Box] = {}
 
@@ -87,7 +97,7 @@ class DistributedCheckpoint:
         stored = self.tensors[name]
         spans = spans_of(index, stored.shape)
         for chunk in stored.chunks:
-            here = _overlap(spans, chunk)
+            here = overlap(spans, chunk)
             if here is not None:
                 target = out[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(here, spans))]
                 self.box(name, chunk).read(tuple((a - o, b - o) for (a, b), o in zip(here, chunk.offsets)), target)
@@ -102,7 +112,7 @@ class DistributedCheckpoint:
         stored = self.tensors[name]
         spans = spans_of(index, stored.shape)
         for chunk in stored.chunks:
-            if _overlap(spans, chunk) is not None:
+            if overlap(spans, chunk) is not None:
                 self.box(name, chunk)
 
     def box(self, name: str, chunk: Chunk) -> Box:
@@ -118,12 +128,18 @@ class DistributedCheckpoint:
                 if self._checked:
                     _check_around(box, payload or 0, chunk, self._sums.get((name, chunk.offsets)))
                     box = replace(box, name=name, crc32=payload)
-            except CheckpointError as error:
+            except CheckpointError:
+                if _is_safetensors(file):
+                    error = CheckpointError("it was saved with SerializationFormat.SAFETENSORS, which is not read: save it as TORCH_SAVE")
                 raise CheckpointError(f"{file.path}: the part of {name!r} at byte {chunk.position} is damaged: {error}") from error
             file.forget(chunk.position, box.position)
             file.forget(box.position + box.nbytes, chunk.position + chunk.length)
             self._boxes[chunk] = box
         return self._boxes[chunk]
+
+
+def _is_safetensors(file: ReadFile) -> bool:
+    return file.size > 10 and file.bytes(8, 2) == b'{"'
 
 
 def _check_around(box: Box, payload: int, chunk: Chunk, expected: int | None) -> None:
@@ -137,7 +153,8 @@ def _check_around(box: Box, payload: int, chunk: Chunk, expected: int | None) ->
         )
 
 
-def _overlap(spans: Spans, chunk: Chunk) -> Spans | None:
+def overlap(spans: Spans, chunk: Chunk) -> Spans | None:
+    """Return the part of ``spans`` that a part of the tensor has; None if it has none."""
     both = tuple((max(a, o), min(b, o + n)) for (a, b), o, n in zip(spans, chunk.offsets, chunk.shape))
     return both if all(a < b for a, b in both) else None
 
@@ -171,11 +188,12 @@ def _stored(name: str, entry: PickledObject, places: Mapping[tuple[str, tuple[in
         except CheckpointError as error:
             raise CheckpointError(f"the file of {name!r} is outside of the checkpoint's folder, which is not allowed: {error}") from error
         chunks.append(Chunk(offsets, sizes, file, place.offset, place.length))  # type: ignore[attr-defined]
-    _check_cover(name, shape, chunks)
+    check_cover(name, shape, chunks)
     return Stored(shape, entry.properties.state[0], tuple(chunks))  # type: ignore[attr-defined]
 
 
-def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
+def check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
+    """Raise CheckpointError unless the parts cover a tensor exactly once."""
     if any(o < 0 or o + n > size for chunk in chunks for o, n, size in zip(chunk.offsets, chunk.shape, shape)):
         raise CheckpointError(f"a part of {name!r} exceeds its shape {shape}")
     volume = sum(math.prod(chunk.shape) for chunk in chunks)
@@ -198,7 +216,7 @@ def _any_overlap(chunks: list[Chunk]) -> bool:
     for chunk in sorted(chunks, key=lambda each: each.offsets):
         open_ = [each for each in open_ if each.offsets[:1] == () or each.offsets[0] + each.shape[0] > chunk.offsets[0]]
         spans = tuple((o, o + n) for o, n in zip(chunk.offsets, chunk.shape))
-        if any(_overlap(spans, each) for each in open_):
+        if any(overlap(spans, each) for each in open_):
             return True
         open_.append(chunk)
     return False

@@ -13,14 +13,15 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 from meshpar.checkpoints.checkpointable import MODEL
-from meshpar.checkpoints.copying import ByteCount, Piece, Progress
-from meshpar.checkpoints.files import BLOCK_BYTES, TILE_BYTES, failing_as, memory_of, tiles
+from meshpar.checkpoints.copying import ByteCount, Piece, Progress, StoredSource
+from meshpar.checkpoints.files import BLOCK_BYTES, TILE_BYTES, failing_as, local, memory_of, tiles
+from meshpar.checkpoints.foreign import TorchWeights, is_pickled
 from meshpar.checkpoints.safetensors import Safetensors
 from meshpar.checkpoints.saving import make_manifest
 from meshpar.checkpoints.steps import Steps
 from meshpar.checkpoints.writing import Checksum, Item, divide, write_file, write_item
 from meshpar.errors import CheckpointError
-from meshpar.weights import Mapped, WeightMap
+from meshpar.weights import Mapped, TypedSource, WeightMap
 
 
 def import_safetensors(
@@ -39,7 +40,7 @@ def import_safetensors(
     An import runs without a process group and without building the model.
 
     Args:
-        src: a safetensors file, an index, or a folder of these.
+        src: a safetensors file, an index, or a folder of these; or files of ``torch.save``, as for :class:`TorchWeights`.
         root: the folder of steps in which to write the step.
         weights: rules from our names to those in ``src``; None: they are the same.
         dtype: dtype of the floating-point tensors; None: unchanged.
@@ -56,7 +57,7 @@ def import_safetensors(
         LayoutError: the weight map does not fit the tensors.
     """
     steps, rules = Steps(root), weights if weights is not None else WeightMap()
-    stored = Safetensors(src)
+    stored = TorchWeights(src) if is_pickled(local(src)) else Safetensors(src)
     source = rules.view(stored)
     dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
     total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
@@ -75,15 +76,14 @@ def import_safetensors(
             steps.abandon(folder)
 
 
-def _items(source: Mapped, stored: Safetensors, dtypes: Mapping[str, torch.dtype], told: Callable[[int], None]) -> Iterator[Item]:
+def _items(source: Mapped, stored: TypedSource, dtypes: Mapping[str, torch.dtype], told: Callable[[int], None]) -> Iterator[Item]:
     """Yield the tensors in the order of their files."""
     space = torch.empty(TILE_BYTES, dtype=torch.uint8)
     for name, shape in source.shapes().items():
         origin = source.origin(name)
         same = origin is not None and source.dtypes()[name] == dtypes[name]
-        blocks = (
-            _copied(stored.pieces(origin)[0], space, told) if same and origin else _built(source, name, shape, dtypes[name], space, told)
-        )
+        pieces = stored.pieces(origin) if same and origin and isinstance(stored, StoredSource) else ()
+        blocks = _copied(pieces[0], space, told) if len(pieces) == 1 else _built(source, name, shape, dtypes[name], space, told)
         yield Item(MODEL + name, (0,) * len(shape), shape, dtypes[name], blocks)
 
 

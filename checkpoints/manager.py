@@ -11,6 +11,7 @@ from typing import Any, final
 
 from meshpar.checkpoints.background import Background
 from meshpar.checkpoints.checkpointable import Checkpointable
+from meshpar.checkpoints.foreign import remedy
 from meshpar.checkpoints.leftovers import told_only
 from meshpar.checkpoints.manifest import Manifest
 from meshpar.checkpoints.ranks import Ranks
@@ -281,7 +282,7 @@ class CheckpointManager:
         steps = self.steps()
         if not steps:
             reasons = [f"{path.name}: {reason}" for path, reason in self.ignored().items()]
-            raise CheckpointError("\n  ".join([f"{self.root} holds no committed step", *reasons]))
+            raise CheckpointError("\n  ".join([f"{self.root} holds no committed step{remedy(self.root)}", *reasons]))
         if step is not None and step not in steps:
             raise CheckpointError(f"{self.root} holds no committed step {step}; it holds {', '.join(map(str, steps))}")
         return [self._steps.folder(each) for each in reversed(steps) if step is None or each <= step]

@@ -14,6 +14,7 @@ from typing import Any, final
 
 from meshpar.checkpoints.checksums import crc32
 from meshpar.checkpoints.files import ReadFile, inside
+from meshpar.checkpoints.foreign import remedy
 from meshpar.errors import CheckpointError, brief
 
 MANIFEST_NAME = "meshpar.json"
@@ -81,7 +82,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     if not path.exists():
         reason = "no such folder" if not folder.is_dir() else f"it has no {MANIFEST_NAME}, so it was never committed"
-        raise CheckpointError(f"{folder} is not a checkpoint: {reason}")
+        raise CheckpointError(f"{folder} is not a checkpoint of a run: {reason}{remedy(folder)}")
     file = ReadFile(path, links=False)
     try:
         text = file.bytes(0, file.size)

@@ -15,7 +15,9 @@ from typing import Any, final
 import torch
 
 from meshpar.checkpoints.copying import Piece
+from meshpar.checkpoints.dcp import Chunk, check_cover, overlap
 from meshpar.checkpoints.files import ALIGNMENT, Box, ReadFile, inside, local
+from meshpar.checkpoints.foreign import remedy
 from meshpar.errors import CheckpointError, brief
 from meshpar.patterns import nearest
 from meshpar.weights.views import spans_of
@@ -39,6 +41,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+_SHARDING_INFO = "DCP_SHARDING_INFO"  # of torch's HuggingFaceStorageWriter: name -> {"saved_offsets": [...]}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # the bound of the reference implementation
 
@@ -57,37 +60,55 @@ class Safetensors:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._boxes: dict[str, Box] = {}
+        self._pieces: dict[str, list[Piece]] = {}
         self._path = local(path)
         for file, expected in _files(self._path).items():
-            boxes = read_header(ReadFile(file))
+            boxes, offsets = read_header(ReadFile(file))
             if absent := [name for name in expected if name not in boxes]:
                 raise CheckpointError(f"{file} lacks {len(absent)} tensors of the index: {', '.join(absent[:5])}")
-            if twice := [name for name in boxes if name in self._boxes]:
+            if twice := [name for name in boxes if name in self._pieces and name not in offsets]:
                 raise CheckpointError(
-                    f"{self._boxes[twice[0]].file.path} and {file} both have {', '.join(twice[:5])}; remove one of the files"
+                    f"{self._pieces[twice[0]][0].box.file.path} and {file} both have {', '.join(twice[:5])}; remove one of the files"
                 )
-            self._boxes.update(boxes)
+            for name, box in boxes.items():
+                self._pieces.setdefault(name, []).append(Piece(offsets.get(name, (0,) * len(box.shape)), box))
+        self._shapes = {name: _whole_shape(name, pieces) for name, pieces in self._pieces.items()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return every tensor's name and shape."""
-        return {name: box.shape for name, box in self._boxes.items()}
+        return self._shapes
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Return every tensor's name and dtype."""
-        return {name: box.dtype for name, box in self._boxes.items()}
+        return {name: pieces[0].box.dtype for name, pieces in self._pieces.items()}
 
     def pieces(self, name: str) -> Sequence[Piece]:
-        """Return the tensor as a single piece."""
-        box = self._boxes[name]
-        return [Piece((0,) * len(box.shape), box)]
+        """Return the pieces of a tensor: one, unless torch's HuggingFaceStorageWriter saved the shards of several ranks."""
+        return self._pieces[name]
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""
-        if name not in self._boxes:
-            raise CheckpointError(f"{self._path} has no tensor {name!r}; nearest: {nearest(name, self._boxes)}")
-        box = self._boxes[name]
-        box.read(spans_of(index, box.shape), out)
+        if name not in self._pieces:
+            raise CheckpointError(f"{self._path} has no tensor {name!r}; nearest: {nearest(name, self._pieces)}")
+        spans = spans_of(index, self._shapes[name])
+        for piece in self._pieces[name]:
+            here = overlap(spans, _chunk(piece))
+            if here is not None:
+                target = out[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(here, spans))]
+                piece.box.read(tuple((a - o, b - o) for (a, b), o in zip(here, piece.offsets)), target)
+
+
+def _chunk(piece: Piece) -> Chunk:
+    return Chunk(piece.offsets, piece.box.shape, piece.box.file.path.name, piece.box.position, piece.box.nbytes)
+
+
+def _whole_shape(name: str, pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """Return the shape that the pieces cover; raises CheckpointError if they leave holes, overlap, or differ in dtype."""
+    shape = tuple(max(o + n for o, n in each) for each in zip(*(zip(piece.offsets, piece.box.shape) for piece in pieces)))
+    if len({piece.box.dtype for piece in pieces}) > 1:
+        raise CheckpointError(f"the shards of {name!r} have different dtypes")
+    check_cover(name, shape, [_chunk(piece) for piece in pieces])
+    return shape
 
 
 def _files(path: Path) -> dict[Path, list[str]]:
@@ -98,7 +119,9 @@ def _files(path: Path) -> dict[Path, list[str]]:
             return _files(indices[0])
         files = sorted(path.glob("*.safetensors"))
         if indices or not files:
-            raise CheckpointError(f"expected one safetensors index or some .safetensors files in {path}, found {len(indices)} indices")
+            raise CheckpointError(
+                f"expected one safetensors index or some .safetensors files in {path}, found {len(indices)} indices{remedy(path)}"
+            )
         return {file: [] for file in files}
     if not path.exists():
         raise CheckpointError(f"there is no file or folder {path}")
@@ -118,8 +141,12 @@ def _indexed(path: Path) -> dict[Path, list[str]]:
     return files
 
 
-def read_header(file: ReadFile) -> dict[str, Box]:
-    """Return the position of each tensor of a safetensors file; raises CheckpointError for a truncated or damaged file."""
+def read_header(file: ReadFile) -> tuple[dict[str, Box], dict[str, tuple[int, ...]]]:
+    """Return the position of each tensor of a safetensors file, and the offsets of those that are shards of larger ones.
+
+    Raises:
+        CheckpointError: the file is truncated or damaged.
+    """
     try:
         length = struct.unpack("<Q", file.bytes(0, 8))[0]
         if length > min(_LONGEST_HEADER, file.size - 8):
@@ -133,9 +160,14 @@ def read_header(file: ReadFile) -> dict[str, Box]:
             end += box.nbytes
         if end != file.size:
             raise CheckpointError(f"its tensors end at byte {end}, and the file ends at {file.size}")
+        shards = json.loads((header.get("__metadata__") or {}).get(_SHARDING_INFO, "{}"))
+        offsets = {name: tuple(entry["saved_offsets"]) for name, entry in shards.items() if name in boxes}
+        if odd := [name for name, each in offsets.items() if len(each) != len(boxes[name].shape) or not all(type(o) is int for o in each)]:
+            raise CheckpointError(f"the shard of {odd[0]!r} is at {offsets[odd[0]]} of a tensor of {len(boxes[odd[0]].shape)} dims")
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file.path} is not a complete safetensors file: {error}") from error
-    return boxes
+        other = remedy(file.path) if file.path.suffix != ".safetensors" else ""
+        raise CheckpointError(f"{file.path} is not a complete safetensors file: {error}{other}") from error
+    return boxes, offsets
 
 
 def _box(file: ReadFile, base: int, entry: Mapping[str, Any]) -> Box:

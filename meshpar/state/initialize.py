@@ -126,6 +126,9 @@ def from_source(
     ]
     if problems or unexpected:
         remedy = ["ignore=[...], in a recipe model.ignore, leaves unexpected tensors unread"] if unexpected else []
+        nested = (each[: -len(name)] for name in wanted if not held[name] for each in told.values() if each.endswith(f".{name}"))
+        if prefix := next(nested, None):
+            remedy = [f"these weights' names begin with {prefix!r}: DistributedCheckpoint and TorchWeights take prefix={prefix!r}"]
         raise MeshparError("\n  ".join(["these weights do not fit this model:", *problems, *unexpected, *remedy]))
     _rebuild(module, layout, device, missing, rebuilt)
     twice = [(name, other) for name in wanted if name not in rebuilt for other in held[name][1:]]
