@@ -17,9 +17,10 @@ import meshpar
 from meshpar import CheckpointError, MeshparError, Plan
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, TorchWeights, import_safetensors
 from meshpar.testing import on_ranks
+from meshpar.weights import WeightSource
 
 
-def linear(weights=None) -> meshpar.Parallelized:
+def linear(weights: WeightSource | None = None) -> meshpar.Parallelized:
     with meshpar.distributed("cpu"):
         with torch.device("meta"):
             module = nn.Sequential(nn.Linear(3, 2))
@@ -49,7 +50,7 @@ def test_a_file_of_torch_save_is_read_without_running_it(tmp_path: Path, old: bo
     assert equal(linear(TorchWeights(tmp_path)))
     import_safetensors(tmp_path / "pytorch_model.bin", tmp_path / "steps")
     par = linear(TorchWeights(tmp_path))
-    nn.init.zeros_(par.module[0].weight)  # type: ignore[arg-type]
+    nn.init.zeros_(par.module.get_parameter("0.weight"))
     CheckpointManager(tmp_path / "steps").restore(par)
     assert equal(par)
 
@@ -122,7 +123,7 @@ def test_the_shards_of_torchs_hugging_face_writer_are_read_and_imported(tmp_path
     assert equal(linear(Safetensors(folder)))
     import_safetensors(folder, tmp_path / "steps")
     par = linear(Safetensors(folder))
-    nn.init.zeros_(par.module[0].weight)  # type: ignore[arg-type]
+    nn.init.zeros_(par.module.get_parameter("0.weight"))
     CheckpointManager(tmp_path / "steps").restore(par)
     assert equal(par)
     min(folder.glob("*.safetensors")).unlink()
