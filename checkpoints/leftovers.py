@@ -44,7 +44,7 @@ class Leftover:
     @property
     def ours(self) -> bool:
         """Whether this process works on it: another one may have had its number before."""
-        return self.host == socket.gethostname() and self.process == os.getpid() and self.id.startswith(_identity(os.getpid()) or _ID)
+        return self.host == socket.gethostname() and self.process == os.getpid() and self.id.startswith(process_id(self.process))
 
     @property
     def held(self) -> bool:
@@ -61,10 +61,11 @@ class Leftover:
         """
         if self.host != socket.gethostname():
             return sole_writer or _untouched_s(self.path) > ABANDONED_S
-        if self.ours or self.process in (_NOBODY, os.getpid()) or not _runs(self.process):
-            return not self.ours
-        identity = _identity(self.process)  # its number may be another process's by now
-        return _untouched_s(self.path) > ABANDONED_S if identity is None else not self.id.startswith(identity)
+        if self.ours:
+            return False
+        if self.process in (_NOBODY, os.getpid()) or not is_running(self.process, self.id):
+            return True
+        return _identity(self.process) is None and _untouched_s(self.path) > ABANDONED_S
 
 
 def leftover(path: Path) -> Leftover | None:
@@ -76,7 +77,7 @@ def leftover(path: Path) -> Leftover | None:
 def on_the_way(target: Path, kind: Literal["tmp", "old"], *, process: int | None = None) -> Path:
     """Return a new name beside ``target`` for a folder of this process, or of another; whoever made the folder calls :func:`remove`."""
     process = os.getpid() if process is None else process
-    return target.with_name(f"{target.name}.{kind}-{socket.gethostname()}-{process}-{_identity(process) or _ID}{uuid.uuid4().hex[:8]}")
+    return target.with_name(f"{target.name}.{kind}-{socket.gethostname()}-{process}-{process_id(process)}{uuid.uuid4().hex[:8]}")
 
 
 def remove(path: Path) -> None:
@@ -101,6 +102,16 @@ def told_only(what: str) -> Iterator[None]:
         yield
     except (CheckpointError, OSError) as error:
         _log.warning("%s: %s", what, error)
+
+
+def process_id(process: int) -> str:
+    """Return 8 digits that tell a process of this host from others that have its number at other times."""
+    return _identity(process) or _ID
+
+
+def is_running(process: int, id_: str) -> bool:
+    """Return whether a process of this host is running, and is the one whose ``id_`` begins with its :func:`process_id`."""
+    return _runs(process) and id_.startswith(_identity(process) or "")
 
 
 def _runs(process: int) -> bool:

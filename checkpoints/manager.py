@@ -12,6 +12,7 @@ from typing import Any, final
 from meshpar.checkpoints.background import Background
 from meshpar.checkpoints.checkpointable import Checkpointable
 from meshpar.checkpoints.foreign import remedy
+from meshpar.checkpoints.lease import Lease
 from meshpar.checkpoints.leftovers import told_only
 from meshpar.checkpoints.manifest import Manifest
 from meshpar.checkpoints.ranks import Ranks
@@ -72,6 +73,7 @@ class CheckpointManager:
         self._background = Background()
         self._made_ranks: Ranks | None = None
         self._temporary: Path | None = None  # on rank 0: of the save that began last
+        self._lease: Lease | None = None  # on rank 0, after own()
         self.writes = 0
 
     @property
@@ -100,6 +102,16 @@ class CheckpointManager:
         if self._best is None:
             raise CheckpointError("this manager has no metric; pass best='validation_loss', or another name that save(metrics=) receives")
         return self._steps.best(self._best)
+
+    def own(self) -> None:
+        """Take the folder for this job until :meth:`close`, so that no second job writes it. A holder that died is replaced.
+
+        Collective: every rank calls it. Waits up to 30 seconds for a sign of a holder on another host.
+
+        Raises:
+            CheckpointError: on every rank, that names the holder: another job that owns the folder is running.
+        """
+        self._ranks().share(f"taking {self.root}", self._own)
 
     def save(
         self,
@@ -160,6 +172,9 @@ class CheckpointManager:
         try:
             self._background.close()
         finally:
+            if self._lease is not None:
+                self._lease.release()
+                self._lease = None
             if self._made_ranks is not None:
                 self._made_ranks.close()
             self._made_ranks, self._stager = None, Stager(self._threads) if self._stager is not None else None
@@ -246,6 +261,12 @@ class CheckpointManager:
             self._made_ranks = Ranks(self._timeout_s)
         return self._made_ranks
 
+    def _own(self) -> None:
+        if self._lease is None:
+            lease = Lease(self.root)
+            lease.take()
+            self._lease = lease
+
     def _begin(self, noted: Noted, replace: bool) -> Path:
         if not isinstance(noted.step, int) or noted.step < 0:
             raise CheckpointError(f"step is {noted.step!r}; expected a whole number of 0 or more")
@@ -254,6 +275,8 @@ class CheckpointManager:
             raise CheckpointError(
                 f"metrics[{odd[0]!r}] is a {type(noted.metrics[odd[0]]).__name__}; expected a number, such as loss.item()"
             )
+        if self._lease is not None:
+            self._lease.check()
         self._steps.reap(sole_writer=True)
         self._temporary = self._steps.begin(noted.step, replace=replace)
         return self._temporary

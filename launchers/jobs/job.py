@@ -77,6 +77,7 @@ def run_job(recipe: Recipe) -> Outcome:
             flops_per_token=flops_per_token(par.module),
         )
         with manager, contextlib.ExitStack() as stack:
+            manager.own()
             come_from = _resume(recipe, manager, saved, optimizer, trainer)
             left = settings.total_steps(train.steps_per_epoch) - trainer.step
             if recipe.profile and left >= PROFILED:

@@ -1,0 +1,104 @@
+"""The right to write a folder, which a dead process cannot hold for ever, also on a file system that hosts share."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any, final
+
+from meshpar.checkpoints.leftovers import is_running, process_id, told_only
+from meshpar.errors import CheckpointError
+
+LEASE_NAME = ".writer"
+
+
+@final
+class Lease:
+    """A file that names the holder and counts while the holder lives.
+
+    A holder on this host is dead if its process has ended. A holder on another host is dead if its count has not risen for ``dead_s``, by
+    this host's clock: clocks of hosts are not compared.
+
+    Args:
+        folder: the folder to write.
+        beat_s: seconds between two counts.
+        dead_s: seconds without a count after which a holder on another host is dead.
+    """
+
+    def __init__(self, folder: Path, *, beat_s: float = 5.0, dead_s: float = 30.0) -> None:
+        self._path, self._beat_s, self._dead_s = folder / LEASE_NAME, beat_s, dead_s
+        self._us = {"host": socket.gethostname(), "process": os.getpid(), "id": process_id(os.getpid())}
+        self._since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._ended, self._thread = threading.Event(), threading.Thread(target=self._beat, name="meshpar-lease", daemon=True)
+
+    def take(self) -> None:
+        """Take the folder, after waiting for up to ``dead_s`` for a sign of its holder; raises CheckpointError if the holder lives."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._path.open("x").close()
+        except FileExistsError as error:
+            held = self._read()
+            if not self._is_ours(held) and self._lives(held):
+                raise CheckpointError(f"{self._path.parent} {_told(held)}; end that job, or train in another folder") from error
+        self._write(0)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise CheckpointError if another process has taken the folder since, because this one seemed dead."""
+        held = self._read()
+        if not self._is_ours(held):
+            raise CheckpointError(f"{self._path.parent} {_told(held)}, which took it while this job gave no sign of life; end one of them")
+
+    def release(self) -> None:
+        """Give the folder up."""
+        self._ended.set()
+        self._thread.join()
+        if self._is_ours(self._read()):
+            self._path.unlink(missing_ok=True)
+
+    def _lives(self, held: dict[str, Any]) -> bool:
+        if held.get("host") == self._us["host"]:
+            return is_running(held["process"], held["id"])
+        deadline = time.monotonic() + self._dead_s
+        while time.monotonic() < deadline:
+            time.sleep(self._beat_s / 5)
+            if self._read() != held:
+                return True
+        return False
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._ended.wait(self._beat_s):
+            count += 1
+            with told_only(f"cannot renew {self._path}"):
+                if not self._is_ours(self._read()):
+                    return  # the next check() raises
+                self._write(count)
+
+    def _write(self, count: int) -> None:
+        """Write in place: over NFS, who opens a file sees what was written before it was closed, but may miss that it was replaced."""
+        with self._path.open("r+") as file:
+            file.write(json.dumps({**self._us, "since": self._since, "count": count}).ljust(512))
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self._path.read_text())
+        except (FileNotFoundError, ValueError):
+            return {}  # given up, or being written
+        return found if isinstance(found, dict) and {*self._us, "since"} <= found.keys() else {}
+
+    def _is_ours(self, held: dict[str, Any]) -> bool:
+        return {key: held.get(key) for key in self._us} == self._us
+
+
+def _told(held: dict[str, Any]) -> str:
+    who = f"process {held['process']} on {held['host']} since {held['since']}" if held else "an unknown process"
+    return f"is written by another job: {who}"
