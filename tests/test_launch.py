@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
@@ -233,6 +233,53 @@ def test_options_of_a_target_are_checked_all_at_once() -> None:
     assert "'partitoin=gpu': slurm has no such option; nearest: partition" in str(caught.value)
     assert "'signal_s=soon': expected a whole number" in str(caught.value)
     assert "qos" not in str(caught.value)
+
+
+HARD = "a: [b\n#SBATCH --nodes=9 'c\"\\"
+
+
+@pytest.mark.parametrize("target", ["slurm", "kubernetes", "trainjob", "skypilot"])
+def test_no_text_changes_the_structure_of_a_job_file(folder: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    """A line break is refused where a job file has one line, and text is quoted elsewhere."""
+    cls = registry.plugin("meshpar.launchers", target)
+    for name, hint in get_type_hints(cls).items():
+        if hint is str:
+            with pytest.raises(LaunchError, match="expected one line without control characters"):
+                make_target(target, cls, [f"{name}={HARD}"])
+    with pytest.raises(LaunchError, match=r"the run's name is 'a\\nb'"):
+        launch_job(target, "job.yaml", ['name="a\\nb"'], nodes=2, gpus_per_node=0, nproc=1, mesh="auto")
+    monkeypatch.setattr(sys, "argv", ["meshpar", "launch", HARD])
+    hard = HARD.replace("\n", " ")
+    options = {
+        "slurm": [f"setup=echo '{HARD}'"], "skypilot": [f"setup={HARD}", f"bucket={hard}"], "trainjob": [f"image={hard}", f"workdir={hard}"],
+        "kubernetes": [f"image={hard}", f"claim={hard}", f"workdir={hard}"],
+    }[target]  # fmt: skip
+    made = render(target, *options)
+    words = subprocess.run(["bash", "-c", f"printf '%s|' {(made / 'command.txt').read_text()}"], capture_output=True, text=True, check=True)
+    assert words.stdout == f"meshpar|launch|{HARD}|"
+    if target == "slurm":
+        text = (made / "job.sbatch").read_text()
+        assert "--nodes=9" not in text.partition("set -eo pipefail")[0].replace((made / "command.txt").read_text().strip(), "")
+        return
+    documents = list(yaml.safe_load_all((made / "job.yaml").read_text()))
+    assert any(hard in text for text in _texts(documents))
+
+
+def _texts(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        return [text for key, value in node.items() for text in (str(key), *_texts(value))]
+    return [text for each in node for text in _texts(each)] if isinstance(node, list) else [str(node)]
+
+
+def test_setup_runs_as_scripts_of_conda_expect(folder: Path) -> None:
+    """They read variables that are not set; a command that fails ends the job still."""
+    script = render("slurm", 'setup=echo "[$NOT_SET]"') / "job.sbatch"
+    environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n" and "SLURM_JOB_NODELIST: unbound variable" in done.stderr
+    failing = render("slurm", "setup=false") / "job.sbatch"
+    done = subprocess.run(["bash", failing], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_submission_without_the_engine_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

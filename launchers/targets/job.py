@@ -12,11 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Protocol, final
+from typing import NewType, Protocol, final
 
 from meshpar.errors import LaunchError
 from meshpar.mesh import MeshSpec
 from meshpar.patterns import nearest
+from meshpar.training.bounds import bound_problems
+
+Shell = NewType("Shell", str)
+"""The type of an option with lines of shell. Every other option of a target is one line, because job files have lines of their own."""
 
 RECIPE, MESH, COMMAND = "recipe.resolved.yaml", "mesh.json", "command.txt"
 """Files that are written beside the job file."""
@@ -49,6 +53,16 @@ class Job:
     elastic: bool
     command: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        for what, text in (("name", self.name), ("folder", str(self.folder))):
+            if not text.isprintable():
+                raise LaunchError(f"the run's {what} is {text!r}; expected one line without control characters")
+
+    @property
+    def made_by(self) -> str:
+        """The command as one line of shell."""
+        return " ".join(shlex.quote(word) if word.isprintable() else _escaped(word) for word in self.command)
+
     def mesh_json(self) -> str:
         """Return the mesh as JSON: its axes, and the node, local rank and coordinates of each rank."""
         ranks = [
@@ -61,7 +75,7 @@ class Job:
 
     def files(self) -> dict[str, str]:
         """Return the files that every target writes beside its job file: name -> text."""
-        return {RECIPE: self.recipe, MESH: self.mesh_json(), COMMAND: shlex.join(self.command) + "\n"}
+        return {RECIPE: self.recipe, MESH: self.mesh_json(), COMMAND: self.made_by + "\n"}
 
 
 class Target(Protocol):
@@ -102,13 +116,16 @@ def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
             values[key] = _read(hints[key], value)
         except ValueError as error:
             problems.append(f"{text!r}: {error}")
+    made: Target = cls(**values)
+    problems += bound_problems(made)
     if problems:
         raise LaunchError("\n  ".join(["unknown or invalid options:", *problems]))
-    made: Target = cls(**values)
     return made
 
 
 def _read(hint: object, text: str) -> object:
+    if hint is not Shell and not text.isprintable():
+        raise ValueError("expected one line without control characters")
     if hint is bool:
         if text.lower() not in ("true", "false"):
             raise ValueError("expected true or false")
@@ -120,27 +137,31 @@ def _read(hint: object, text: str) -> object:
     return text
 
 
-class _Template(string.Template):
+def _escaped(word: str) -> str:
+    """Return text with line breaks as bash reads it: ``$'...'``."""
+    return "$'" + "".join(c if c.isprintable() and c not in "'\\" else f"\\U{ord(c):08x}" for c in word) + "'"
+
+
+class Template(string.Template):
     """Text with ``@{name}``: the dollars are the shell's."""
 
     delimiter = "@"
 
 
+def template_text(name: str) -> str:
+    """Return the text of a template of this package."""
+    return (resources.files("meshpar.launchers.targets") / name).read_text(encoding="utf-8")
+
+
 def fill(template: str, values: Mapping[str, object]) -> str:
     """Return the text of a template of this package, without lines whose only content is an empty value."""
-    text = (resources.files("meshpar.launchers.targets") / template).read_text(encoding="utf-8")
-    kept = [line for line in text.splitlines() if not _is_empty(line, values)]
-    return _Template("\n".join(kept)).substitute({name: str(value) for name, value in values.items()}) + "\n"
+    kept = [line for line in template_text(template).splitlines() if not _is_empty(line, values)]
+    return Template("\n".join(kept)).substitute(values) + "\n"
 
 
 def _is_empty(line: str, values: Mapping[str, object]) -> bool:
     alone = re.fullmatch(r"\s*@\{(\w+)\}\s*", line)
     return alone is not None and not str(values[alone[1]])
-
-
-def indented(text: str, spaces: int) -> str:
-    """Return text with every line but the first indented."""
-    return text.rstrip().replace("\n", "\n" + " " * spaces)
 
 
 def dns_label(name: str) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import final
 
 from meshpar.launchers.agent.failures import NO_USE
-from meshpar.launchers.targets.job import Job, dns_label, fill, indented
+from meshpar.launchers.targets.documents import fill_yaml
+from meshpar.launchers.targets.job import Job, dns_label
 
 
 @final
@@ -42,30 +43,27 @@ class Kubernetes:
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the file for ``kubectl apply`` and the files beside it."""
         name = dns_label(job.name)
-        limits = {"nvidia.com/gpu": str(job.gpus_per_node)} if job.gpus_per_node else {}
-        limits |= {key: value for key, value in (("cpu", self.cpu), ("memory", self.memory)) if value}
-        resources = [" " * 12 + f'{key}: "{value}"' for key, value in limits.items()]
-        volume = f"persistentVolumeClaim:\n            claimName: {self.claim}" if self.claim else "emptyDir: {}"
+        limits = {"nvidia.com/gpu": str(job.gpus_per_node or ""), "cpu": self.cpu, "memory": self.memory}
+        storage = {"persistentVolumeClaim": {"claimName": self.claim}} if self.claim else {"emptyDir": {}}
+        options = f'--nodes={job.nodes} --nproc={job.ranks_per_node} --node-rank="$JOB_COMPLETION_INDEX" --head={name}-0.{name}:{self.port}'
         values = {
             "name": name,
             "mesh": job.mesh,
-            "command": " ".join(job.command),
-            "namespace": f"  namespace: {self.namespace}" if self.namespace else "",
+            "command": job.made_by,
+            "namespace": self.namespace,
             "nodes": job.nodes,
             "backoff": self.restarts * job.nodes,
             "no_use": NO_USE,
             "image": self.image,
             "workdir": self.workdir,
-            "ranks": job.ranks_per_node,
-            "port": self.port,
-            "recipe": indented(job.recipe, 4),
-            "resources": "\n".join(["          resources:", "            limits:", *("  " + each for each in resources)]) if limits else "",
-            "volume": volume,
-            "volume_note": "" if self.claim else "  # checkpoints go with the pod: give a PersistentVolumeClaim (claim=NAME)",
+            "words": ["bash", "-c", f'exec meshpar run {options} "$@"', "meshpar", "/job/recipe.yaml"],
+            "recipe": job.recipe,
+            "limits": {key: value for key, value in limits.items() if value},
+            "volume": {"name": "workspace", **storage},
             "shm": self.shm,
             "grace_s": self.grace_s,
         }
-        return {"job.yaml": fill("kubernetes.yaml", values), **job.files()}
+        return {"job.yaml": fill_yaml("kubernetes.yaml", values), **job.files()}
 
     def submit(self, path: Path) -> Sequence[str]:
         """Return the kubectl command that submits the job."""

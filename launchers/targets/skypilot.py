@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from meshpar.errors import LaunchError
-from meshpar.launchers.targets.job import Job, dns_label, fill, indented
+from meshpar.launchers.targets.documents import fill_yaml
+from meshpar.launchers.targets.job import Job, Shell, dns_label
 
 
 @final
@@ -18,14 +20,14 @@ class SkyPilot:
 
     Attributes:
         accelerators: SkyPilot's name of the GPU, such as H100; required for a job with GPUs.
-        setup: a line of shell that prepares a node.
+        setup: lines of shell that prepares a node.
         bucket: storage of the run's folder, such as ``s3://runs``; empty: the nodes' disks, whose content is lost with the nodes.
         port: the port of node 0 to which the nodes connect.
         restarts: how many times a managed job is restarted after a failure.
     """
 
     accelerators: str = ""
-    setup: str = "pip install 'meshpar[train]'"
+    setup: Shell = Shell("pip install 'meshpar[train]'")
     bucket: str = ""
     port: int = 29400
     restarts: int = 10
@@ -38,21 +40,21 @@ class SkyPilot:
         """
         if job.gpus_per_node and not self.accelerators:
             raise LaunchError("skypilot requires the name of the GPUs; add -o accelerators=H100, or another name")
-        mounts = f"file_mounts:\n  ~/sky_workdir/{_relative(job)}:\n    source: {self.bucket}\n    mode: MOUNT" if self.bucket else ""
         values = {
             "name": dns_label(job.name),
             "mesh": job.mesh,
-            "command": " ".join(job.command),
+            "command": job.made_by,
             "nodes": job.nodes,
             "ranks": job.ranks_per_node,
-            "accelerators": f"  accelerators: {self.accelerators}:{job.gpus_per_node}" if job.gpus_per_node else "",
+            "accelerators": f"{self.accelerators}:{job.gpus_per_node}" if job.gpus_per_node else "",
             "restarts": self.restarts,
             "setup": self.setup,
-            "mounts": mounts,
+            "mounts": {f"~/sky_workdir/{_relative(job)}": {"source": self.bucket, "mode": "MOUNT"}} if self.bucket else {},
             "port": self.port,
-            "recipe": indented(job.recipe, 2),
+            "recipe": f'recipe=$(mktemp -d)/recipe.yaml\nprintf %s {shlex.quote(job.recipe)} > "$recipe"',
+            "words": '"$recipe"',
         }
-        return {"job.yaml": fill("skypilot.yaml", values), **job.files()}
+        return {"job.yaml": fill_yaml("skypilot.yaml", values), **job.files()}
 
     def submit(self, path: Path) -> Sequence[str]:
         """Return the SkyPilot command that submits a managed job, which SkyPilot recovers when its machines are lost."""

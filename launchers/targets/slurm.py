@@ -11,7 +11,7 @@ from typing import final
 
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.agent.local import COMPLETE, NO_RESTART
-from meshpar.launchers.targets.job import RECIPE, Job, fill
+from meshpar.launchers.targets.job import RECIPE, Job, Shell, fill
 
 
 @final
@@ -29,7 +29,7 @@ class Slurm:
         restarts: how many times the ranks of an elastic job restart within one start of the job.
         rejoin_s: for an elastic job: seconds without an answer after which a node is lost, and then seconds in which others may join.
         meshpar: path of the command on the nodes; empty: this environment's.
-        setup: a line of shell that runs first, such as ``module load cuda``.
+        setup: lines of shell that run first, such as ``module load cuda``.
     """
 
     time: str = ""
@@ -45,7 +45,7 @@ class Slurm:
     restarts: int = 10
     rejoin_s: int = 15
     meshpar: str = ""
-    setup: str = ""
+    setup: Shell = Shell("")
 
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the batch script and the files beside it."""
@@ -55,12 +55,12 @@ class Slurm:
             given["cpus-per-task"] = self.cpus_per_task
         if job.gpus_per_node and not self.gres:
             given["gpus-per-node"] = job.gpus_per_node
-        lines = [f"#SBATCH --{name}={value}" for name, value in given.items()]
+        lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in given.items()]
         lines += [] if self.cpus_per_task else ["#SBATCH --exclusive"]
         lines += ["#SBATCH --no-kill  # a lost node does not end the job"] if job.elastic else []
         values = {
             "name": shlex.quote(job.name),
-            "command": shlex.join(job.command),
+            "command": job.made_by,
             "mesh": job.mesh,
             "folder": shlex.quote(str(job.folder)),
             "output": shlex.quote(str(job.folder / "logs" / "slurm-%j.out")),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from meshpar.launchers.targets.job import Job, dns_label, fill, indented
+from meshpar.launchers.targets.documents import fill_yaml
+from meshpar.launchers.targets.job import Job, dns_label
+
+_RUN = 'recipe=$(mktemp -d)/recipe.yaml\nprintf %s "$1" > "$recipe"\nexec meshpar run "$recipe"\n'
 
 
 @final
@@ -32,23 +36,21 @@ class TrainJob:
 
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the file for ``kubectl apply`` and the files beside it."""
-        limits = {"nvidia.com/gpu": str(job.gpus_per_node)} if job.gpus_per_node else {}
-        limits |= {key: value for key, value in (("cpu", self.cpu), ("memory", self.memory)) if value}
-        lines = ["    resourcesPerNode:", "      limits:", *(f'        {key}: "{value}"' for key, value in limits.items())]
+        limits = {"nvidia.com/gpu": str(job.gpus_per_node or ""), "cpu": self.cpu, "memory": self.memory}
+        enter = f"cd {shlex.quote(self.workdir)}\n" if self.workdir else ""
         values = {
             "name": dns_label(job.name),
             "mesh": job.mesh,
-            "command": " ".join(job.command),
-            "namespace": f"  namespace: {self.namespace}" if self.namespace else "",
+            "command": job.made_by,
+            "namespace": self.namespace,
             "runtime": self.runtime,
             "image": self.image,
             "nodes": job.nodes,
             "ranks": job.ranks_per_node,
-            "resources": "\n".join(lines) if limits else "",
-            "enter": f"        cd {self.workdir}" if self.workdir else "",
-            "recipe": indented(job.recipe, 8),
+            "limits": {key: value for key, value in limits.items() if value},
+            "words": [f"{enter}{_RUN}", "meshpar", job.recipe],
         }
-        return {"job.yaml": fill("trainjob.yaml", values), **job.files()}
+        return {"job.yaml": fill_yaml("trainjob.yaml", values), **job.files()}
 
     def submit(self, path: Path) -> Sequence[str]:
         """Return the kubectl command that submits the job."""
