@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -52,8 +54,8 @@ def test_a_batch_script_is_complete_and_legal_shell(folder: Path) -> None:
     assert subprocess.run(["bash", "-n", made / "job.sbatch"], check=False).returncode == 0
     for line in (
         "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --time=1:00:00", "#SBATCH --partition=gpu", "#SBATCH --exclusive",
-        "#SBATCH --signal=B:USR1@120", "#SBATCH --requeue", "set -euo pipefail", "module load x", "max_requeues=3",
-        'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")', "export MESHPAR_RUN_ID=$SLURM_JOB_ID-$restart",
+        "#SBATCH --signal=B:USR1@120", "#SBATCH --requeue", "set -euo pipefail", "module load x",
+        'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")', "export MESHPAR_JOB_ID=$SLURM_JOB_ID MESHPAR_RUN_ID=$SLURM_JOB_ID-$restart",
     ):  # fmt: skip
         assert line in text.splitlines()
     assert '--node-rank="$SLURM_NODEID"' in text and "--nodes=2 --nproc=4" in text and "--kill-on-bad-exit=1" in text
@@ -104,23 +106,61 @@ def test_the_head_node_is_known_or_the_job_ends(folder: Path) -> None:
     assert not (folder / "started").exists()
 
 
-@pytest.mark.parametrize(
-    ("code", "restart", "ends", "requeued"), [(0, 0, 0, 0), (1, 0, 0, 1), (1, 2, 1, 0), (78, 0, 78, 0), (138, 1, 0, 1)]
-)
-def test_a_batch_script_requeues_with_a_cap(folder: Path, code: int, restart: int, ends: int, requeued: int) -> None:
-    script = render("slurm", "max_requeues=2") / "job.sbatch"
+def run_batch(folder: Path, script: Path, code: int, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a batch script whose srun ends with ``code``; what it requeues is written to the file ``requeues``."""
     fakes = folder / "bin"
-    fakes.mkdir()
+    fakes.mkdir(exist_ok=True)
     (fakes / "scontrol").write_text('#!/bin/bash\nif [ "$1" = show ]; then echo n1; else echo "$@" >> requeues; fi\n')
     (fakes / "srun").write_text(f"#!/bin/bash\nexit {code}\n")
     for fake in fakes.iterdir():
         fake.chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_RESTART_COUNT": str(restart),
-    }  # fmt: skip
-    assert subprocess.run(["bash", script], env=environment, check=False, capture_output=True).returncode == ends
+    variables = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", **more}
+    return subprocess.run(["bash", script], env=os.environ | variables, check=False, capture_output=True, text=True)
+
+
+def requeues(folder: Path) -> list[str]:
     log = folder / "requeues"
-    assert (log.read_text() if log.exists() else "") == "requeue 7\n" * requeued
+    return log.read_text().splitlines() if log.exists() else []
+
+
+@pytest.mark.parametrize(("code", "ends", "requeued"), [(0, 0, []), (1, 0, ["requeue 7"]), (78, 78, []), (138, 0, ["requeue 7"])])
+def test_a_batch_script_requeues_what_may_succeed(folder: Path, code: int, ends: int, requeued: list[str]) -> None:
+    assert run_batch(folder, render("slurm") / "job.sbatch", code).returncode == ends
+    assert requeues(folder) == requeued
+
+
+def test_requeues_for_failures_have_a_budget_that_time_limits_do_not_use(folder: Path) -> None:
+    script = render("slurm", "max_requeues=2") / "job.sbatch"
+    ended = [
+        run_batch(folder, script, code, SLURM_RESTART_COUNT=str(number)).returncode
+        for number, code in enumerate([138, 1, 138, 138, 1, 138, 1])
+    ]
+    assert ended == [0, 0, 0, 0, 0, 0, 1] and len(requeues(folder)) == 6
+
+
+def test_a_task_of_a_job_array_requeues_itself_alone(folder: Path) -> None:
+    run_batch(folder, render("slurm") / "job.sbatch", 1, SLURM_JOB_ID="7", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    assert requeues(folder) == ["requeue 7_3"]
+
+
+def test_a_time_limit_leaves_time_before_the_signal(folder: Path) -> None:
+    for limit in ("soon", "1h", "0-", "1:2:3:4", "1-2:3:4:5"):
+        with pytest.raises(LaunchError, match=f"time={limit}: expected MINUTES"):
+            make_target("slurm", Slurm, [f"time={limit}"])
+    for limit in ("6", "5:59", "0:06:00", "0-0:06", "0-0:5:59", "360:00"):
+        refused = limit != "360:00"
+        with pytest.raises(LaunchError, match="it must be above 360 s") if refused else contextlib.nullcontext():
+            make_target("slurm", Slurm, [f"time={limit}"])
+    for limit in ("7", "6:01", "0:6:1", "0-1", "UNLIMITED"):
+        make_target("slurm", Slurm, [f"time={limit}"])
+    done = run_batch(folder, render("slurm") / "job.sbatch", 1, SLURM_JOB_END_TIME=str(int(time.time()) + 300))
+    assert done.returncode == 78 and "the time limit must be above 360 s" in done.stderr and not requeues(folder)
+
+
+def test_numbers_of_targets_have_bounds() -> None:
+    for name, text in (("slurm", "signal_s=0"), ("slurm", "signal_s=65536"), ("kubernetes", "port=0"), ("skypilot", "port=65536")):
+        with pytest.raises(LaunchError, match=f"{text.partition('=')[0]} must be a whole number from 1"):
+            make_target(name, registry.plugin("meshpar.launchers", name), [text])
 
 
 def test_kubernetes_takes_the_files(folder: Path) -> None:

@@ -8,17 +8,18 @@ import re
 import shlex
 import string
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import NewType, Protocol, final
+from typing import Annotated, NewType, Protocol, final
 
 from meshpar.errors import LaunchError
 from meshpar.mesh import MeshSpec
 from meshpar.patterns import nearest
-from meshpar.training.bounds import bound_problems
+from meshpar.training.bounds import Bound, bound_problems
 
+Port = Annotated[int, Bound(ge=1, le=65535)]
 Shell = NewType("Shell", str)
 """The type of an option with lines of shell. Every other option of a target is one line, because job files have lines of their own."""
 
@@ -79,7 +80,14 @@ class Job:
 
 
 class Target(Protocol):
-    """A plugin of the group ``meshpar.launchers``: a dataclass whose fields are the target's options (``str``, ``int`` or ``bool``)."""
+    """A plugin of the group ``meshpar.launchers``: a dataclass whose fields are the target's options (``str``, ``int`` or ``bool``).
+
+    Bounds of numbers are annotations of the fields (:class:`meshpar.training.bounds.Bound`).
+    """
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with the options together, one line each."""
+        return ()
 
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the files to write, name -> text; the first is the job file."""
@@ -117,7 +125,7 @@ def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
         except ValueError as error:
             problems.append(f"{text!r}: {error}")
     made: Target = cls(**values)
-    problems += bound_problems(made)
+    problems += [*bound_problems(made), *made.problems()]
     if problems:
         raise LaunchError("\n  ".join(["unknown or invalid options:", *problems]))
     return made

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Annotated, final
 
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.targets.documents import fill_yaml
-from meshpar.launchers.targets.job import Job, dns_label
+from meshpar.launchers.targets.job import Job, Port, Target, dns_label
+from meshpar.training.bounds import Bound, Count
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kubernetes:
+class Kubernetes(Target):
     """Render an Indexed Job of ``batch/v1``.
 
     Attributes:
@@ -33,12 +34,12 @@ class Kubernetes:
     namespace: str = ""
     claim: str = ""
     workdir: str = "/workspace"
-    restarts: int = 10
-    port: int = 29400
+    restarts: Annotated[int, Bound(ge=0)] = 10
+    port: Port = 29400
     cpu: str = ""
     memory: str = ""
     shm: str = "16Gi"
-    grace_s: int = 300
+    grace_s: Count = 300
 
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the file for ``kubectl apply`` and the files beside it."""

@@ -6,16 +6,17 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Annotated, final
 
 from meshpar.errors import LaunchError
 from meshpar.launchers.targets.documents import fill_yaml
-from meshpar.launchers.targets.job import Job, Shell, dns_label
+from meshpar.launchers.targets.job import Job, Port, Shell, Target, dns_label
+from meshpar.training.bounds import Bound
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SkyPilot:
+class SkyPilot(Target):
     """Render a task file.
 
     Attributes:
@@ -29,8 +30,8 @@ class SkyPilot:
     accelerators: str = ""
     setup: Shell = Shell("pip install 'meshpar[train]'")
     bucket: str = ""
-    port: int = 29400
-    restarts: int = 10
+    port: Port = 29400
+    restarts: Annotated[int, Bound(ge=0)] = 10
 
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the task file and the files beside it.

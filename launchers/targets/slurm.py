@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import re
 import shlex
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Annotated, final
 
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.agent.local import COMPLETE, NO_RESTART
-from meshpar.launchers.targets.job import RECIPE, Job, Shell, fill
+from meshpar.launchers.targets.job import RECIPE, Job, Shell, Target, fill
+from meshpar.training.bounds import Bound, Count
+
+_EARLY_S = 60  # by which SLURM may send the signal before --signal says
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slurm:
+class Slurm(Target):
     """Render a batch script.
 
     Attributes:
@@ -25,7 +31,7 @@ class Slurm:
         gres: generic resources of a node, instead of ``--gpus-per-node``.
         cpus_per_task: CPUs of a node for the job; 0: the whole node (``--exclusive``).
         signal_s: seconds before the time limit at which the job writes a checkpoint and is requeued.
-        max_requeues: how many times a job that failed or reached its time limit is requeued.
+        max_requeues: how many times a job that failed is requeued. Requeues at the time limit are not counted.
         restarts: how many times the ranks of an elastic job restart within one start of the job.
         rejoin_s: for an elastic job: seconds without an answer after which a node is lost, and then seconds in which others may join.
         meshpar: path of the command on the nodes; empty: this environment's.
@@ -40,12 +46,23 @@ class Slurm:
     reservation: str = ""
     gres: str = ""
     cpus_per_task: int = 0
-    signal_s: int = 300
-    max_requeues: int = 10
-    restarts: int = 10
-    rejoin_s: int = 15
+    signal_s: Annotated[int, Bound(ge=1, le=65535)] = 300
+    max_requeues: Annotated[int, Bound(ge=0)] = 10
+    restarts: Annotated[int, Bound(ge=0)] = 10
+    rejoin_s: Count = 15
     meshpar: str = ""
     setup: Shell = Shell("")
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the options together."""
+        limit = _seconds(self.time) if self.time else math.inf
+        if limit is None:
+            yield f"time={self.time}: expected MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS[:MINUTES[:SECONDS]] or UNLIMITED"
+        elif limit <= self.signal_s + _EARLY_S:
+            yield (
+                f"time={self.time} is {limit:.0f} s; it must be above {self.signal_s + _EARLY_S} s: signal_s={self.signal_s} for the "
+                f"checkpoint, and SLURM's signal may come {_EARLY_S} s earlier; raise time, or lower signal_s"
+            )
 
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the batch script and the files beside it."""
@@ -67,7 +84,9 @@ class Slurm:
             "cwd": shlex.quote(str(Path.cwd())),
             "nodes": job.nodes,
             "options": "\n".join(lines),
-            "signal": f"B:USR1@{self.signal_s}",
+            "signal_s": self.signal_s,
+            "least_s": self.signal_s + _EARLY_S,
+            "stopped": 128 + signal.SIGUSR1,
             "setup": self.setup,
             "max_requeues": self.max_requeues,
             "cpus": f"--cpus-per-task={self.cpus_per_task} " if self.cpus_per_task else "",
@@ -88,3 +107,18 @@ class Slurm:
     def submit(self, path: Path) -> Sequence[str]:
         """Return the sbatch command that submits the job."""
         return ["sbatch", str(path)]
+
+
+def _seconds(limit: str) -> float | None:
+    """Return a time limit of SLURM in seconds; None if SLURM would refuse it."""
+    if limit.upper() in ("UNLIMITED", "INFINITE", "-1"):
+        return math.inf
+    days = re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if days:
+        day, hours, minutes, seconds = (int(each or 0) for each in days.groups())
+        return ((day * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not re.fullmatch(r"\d+(:\d+){0,2}", limit):
+        return None
+    parts = [int(each) for each in limit.split(":")]
+    hours, minutes, seconds = parts if len(parts) == 3 else (0, *parts, *([0] if len(parts) == 1 else []))
+    return (hours * 60 + minutes) * 60 + seconds

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import final
 
 from meshpar.launchers.targets.documents import fill_yaml
-from meshpar.launchers.targets.job import Job, dns_label
+from meshpar.launchers.targets.job import Job, Target, dns_label
 
 _RUN = 'recipe=$(mktemp -d)/recipe.yaml\nprintf %s "$1" > "$recipe"\nexec meshpar run "$recipe"\n'
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainJob:
+class TrainJob(Target):
     """Render a TrainJob of ``trainer.kubeflow.org/v1alpha1``.
 
     Attributes:
