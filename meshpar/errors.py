@@ -49,6 +49,10 @@ class LaunchError(MeshparError):
     """A job that cannot be started or has failed."""
 
 
+class RepeatedFailureError(LaunchError):
+    """A job that is not started again, because its last starts failed before their first step."""
+
+
 class PreflightError(LaunchError):
     """A machine that does not fit the job: what the doctor found before training."""
 

@@ -16,6 +16,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import PContext
 
 from meshpar import LaunchError
+from meshpar.launchers.agent import starts
 from meshpar.launchers.agent.check_in import checked_in
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.agent.local import Placement, _patient
@@ -127,6 +128,46 @@ def test_what_no_restart_heals_has_its_own_exit_code(tmp_path: Path) -> None:
     done = subprocess.run([*RUN, "job.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == NO_USE
     assert "unknown key; nearest: steps" in done.stderr
+
+
+RECIPE = """\
+name: job
+device: cpu
+model: {dim: 16, layers: 1, heads: 2, hidden: 32, max_positions: 32, dropout: 0.0}
+data: {source: files, paths: [text.md], cache: cache, sequence_length: 32, micro_batch: 2}
+training: {steps: 3, log_every: 1, tensorboard: false}
+"""
+
+
+def run_recipe(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    (folder / "job.yaml").write_text(RECIPE)
+    (folder / "text.md").write_text((Path(__file__).parent.parent / "README.md").read_text())
+    environment = os.environ | {"OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run([*RUN, *options, "job.yaml"], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_job_without_a_step_is_not_started_a_third_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "job" / "metrics.jsonl").mkdir(parents=True)  # the ranks need a file there
+    restarted = run_recipe(tmp_path, "--restarts", "5")
+    (log,) = (tmp_path / "runs" / "job" / "logs").glob("*/rank-0.log")
+    assert restarted.returncode == NO_USE, log.read_text()
+    assert "the job's last 2 starts ended before their first step, so it is not started again" in restarted.stderr
+
+    monkeypatch.setenv("MESHPAR_JOB_ID", "7")  # as a batch script sets it
+    logs = tmp_path / "runs" / "job" / "logs"
+    starts.begin(logs / "7-0")
+    second = run_recipe(tmp_path, "--run-id", "7-1")
+    assert second.returncode == NO_USE and (logs / "7-1" / "no-restart").exists()
+    assert "IsADirectoryError" in second.stderr and "not started again" in second.stderr
+
+
+def test_a_step_gives_a_job_new_starts(tmp_path: Path) -> None:
+    starts.begin(tmp_path / "a")
+    starts.begin(tmp_path / "a")  # ranks that start again as a node joins
+    starts.made_step(tmp_path / "a")
+    done = run_recipe(tmp_path, "--run-id", "x")
+    assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "runs" / "job" / "logs").glob("*.no-step")), "the first step removes the note"
 
 
 def test_inside_torchrun_it_is_one_of_its_ranks(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from types import TracebackType
 from typing import final
 
 from meshpar import errors
-from meshpar.errors import LaunchError, LayoutError, MeshError, MeshparError, PlanError, PreflightError, RecipeError
+from meshpar.errors import LaunchError, LayoutError, MeshError, MeshparError, PlanError, PreflightError, RecipeError, RepeatedFailureError
 
 NO_USE = 78
-"""Exit code when another start would fail as well (sysexits.h: EX_CONFIG): problems of a recipe or plan, a failed preflight."""
+"""Exit code when another start would fail as well (sysexits.h: EX_CONFIG): problems of a recipe or plan, a failed preflight,
+or starts that make no step."""
 
 
 @final
@@ -124,7 +125,7 @@ def first_error(logs: Path, exit_codes: Mapping[int, int]) -> MeshparError:
 
 def exit_code(error: MeshparError) -> int:
     """Return the exit code of a launcher's process after an error."""
-    return NO_USE if isinstance(error, RecipeError | PlanError | MeshError | LayoutError | PreflightError) else 1
+    return NO_USE if isinstance(error, RecipeError | PlanError | MeshError | LayoutError | PreflightError | RepeatedFailureError) else 1
 
 
 def _as_raised(failure: Failure) -> MeshparError:

@@ -19,10 +19,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from meshpar.errors import LaunchError, MeshparError
+from meshpar.errors import LaunchError, MeshparError, RepeatedFailureError
 from meshpar.launchers.agent.check_in import checked_in
 from meshpar.launchers.agent.failures import NO_USE, exit_code, first_error, record_kills, recorded
 from meshpar.launchers.agent.rank_logs import Shown, log_file, start_id
+from meshpar.launchers.agent.starts import IN_VAIN, in_vain
 from meshpar.launchers.recipes.recipe import Recipe
 
 SHUTDOWN_S = 600
@@ -156,6 +157,8 @@ def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextI
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             stopped = _STOPPED & set(codes.values())
             if stopped and set(codes.values()) <= _STOPPED | {-signal.SIGTERM}:  # the agent ends the others when one has gone
+                if in_vain(logs):
+                    (logs / NO_RESTART).touch()
                 return max(stopped)
             record_kills(logs, codes)
             if placement.nodes > 1:
@@ -184,6 +187,8 @@ def _identified(placement: Placement) -> Iterator[Placement]:
 
 def _noted(error: MeshparError, logs: Path) -> MeshparError:
     """Write a marker file for the scheduler if another start is useless: it may see another node's exit code."""
+    if in_vain(logs) and exit_code(error) != NO_USE:
+        error = RepeatedFailureError(f"{error}\n{IN_VAIN}")
     if exit_code(error) == NO_USE:
         (logs / NO_RESTART).touch()
     return error

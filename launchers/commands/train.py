@@ -15,7 +15,7 @@ from meshpar.launchers.agent.nodes_here import launch_nodes_here
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.batch_size import find_batch_size
 from meshpar.launchers.jobs.job import run_job
-from meshpar.launchers.jobs.worker import exit_code
+from meshpar.launchers.jobs.worker import code_of
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 
 
@@ -70,14 +70,14 @@ def launch(recipe: Recipe, ranks: int, *, quiet: bool = False) -> int:
     check(recipe, ranks, build.machine_problems(recipe, ranks))
     if not quiet:
         show(recipe)
-    return exit_code(run_job(recipe).stopped) if ranks == 1 else launch_local(recipe, ranks)
+    return code_of(run_job(recipe).stopped) if ranks == 1 else launch_local(recipe, ranks)
 
 
 @record  # torchrun shows the error of the rank that failed first
 def run_as_rank(recipe: Recipe) -> int:
     """Check and run a recipe in a process that another launcher made a rank, and return the exit code."""
     check(recipe, runtime.world_size(), [])
-    return exit_code(run_job(recipe).stopped)
+    return code_of(run_job(recipe).stopped)
 
 
 def check(recipe: Recipe, ranks: int, found: Sequence[str]) -> None:

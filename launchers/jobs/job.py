@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
@@ -18,6 +20,7 @@ from meshpar.checkpoints.checkpointable import Checkpointable as Saved
 from meshpar.checkpoints.manifest import step_name, step_of
 from meshpar.checkpoints.published import stored_model
 from meshpar.errors import CheckpointError, RecipeError
+from meshpar.launchers.agent.starts import made_step
 from meshpar.launchers.agent.watching import watched
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.feedback import forecast_feedback
@@ -84,6 +87,7 @@ def run_job(recipe: Recipe) -> Outcome:
                 trainer.data = _profiled(train, par, optimizer, recipe.folder / PROFILE)
             if runtime.is_main():
                 _begin_folder(recipe, data)
+                _note_first_step(optimizer)
                 reporters = _reporters(recipe, settings.total_steps(train.steps_per_epoch), trainer.step)
                 trainer.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
                 for reporter in trainer.reporters:
@@ -199,6 +203,13 @@ def _begin_folder(recipe: Recipe, data: build.Data) -> None:
     (recipe.folder / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
     if data.tokenizer is not None:
         data.tokenizer.save(recipe.folder / TOKENIZER)
+
+
+def _note_first_step(optimizer: torch.optim.Optimizer) -> None:
+    """Note the first step of this start for the launcher, which does not start a job without steps again and again."""
+    logs, once = os.environ.get("MESHPAR_LOGS"), functools.cache(made_step)
+    if logs is not None:
+        optimizer.register_step_post_hook(lambda *_: once(Path(logs)))
 
 
 def _reporters(recipe: Recipe, steps: int, step: int) -> tuple[Reporter, ...]:

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from meshpar.launchers.agent.failures import error_file, record
+from meshpar.errors import MeshparError
+from meshpar.launchers.agent.failures import NO_USE, error_file, exit_code, record
 from meshpar.launchers.agent.rank_logs import copy_output, redirect
+from meshpar.launchers.agent.starts import begin
 from meshpar.launchers.agent.startup import quick_imports
 
 _SET_DEATH_SIGNAL = 1  # linux/prctl.h: PR_SET_PDEATHSIG
@@ -35,6 +37,8 @@ def main() -> int:
         record(folder, rank, error, hide=__file__)
         if rank:  # the launcher shows rank 0's log, and the error itself once
             traceback.print_exc()
+        if isinstance(error, MeshparError) and exit_code(error) == NO_USE and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+            os.kill(os.getppid(), signal.SIGTERM)  # the agent restarts ranks whatever their error is
         return 1
 
 
@@ -45,16 +49,18 @@ def run_recipe(path: str) -> int:
         from meshpar.launchers.jobs.job import run_job
         from meshpar.launchers.recipes.recipe import load_recipe
 
+    if os.environ["RANK"] == "0":
+        begin(Path(os.environ["MESHPAR_LOGS"]))
     recipe = load_recipe(path)
     known = len(recipe.notes)
     recipe = fitted(recipe, int(os.environ["WORLD_SIZE"]))
     if os.environ["RANK"] == "0":
         for note in recipe.notes[known:]:
             print(f"note: {note}", file=sys.stderr)
-    return exit_code(run_job(recipe).stopped)
+    return code_of(run_job(recipe).stopped)
 
 
-def exit_code(stopped: str | None) -> int:
+def code_of(stopped: str | None) -> int:
     """Return 0 for a complete run, and 128 + the signal's number for one that was asked to stop."""
     return 0 if stopped is None else 128 + {"SIGINT": 2, "SIGUSR1": 10, "SIGTERM": 15}.get(stopped, 15)
 
