@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from meshpar.launchers.agent.check_in import checked_in
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.agent.local import Placement, _patient
 from meshpar.launchers.agent.nodes_here import free_port
+from meshpar.launchers.agent.rank_logs import Shown
 from meshpar.launchers.commands.run import from_kubeflow, placed
 
 RUN = [sys.executable, "-m", "meshpar.launchers", "run"]
@@ -76,6 +78,57 @@ def test_the_first_failing_rank_is_shown_and_no_other(tmp_path: Path) -> None:
     )
     assert done.stderr.count("Traceback") == 1
     assert "only 0" not in done.stderr and "elastic" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("sys.exit('no data for me')", "meshpar: rank 1 failed with SystemExit: no data for me\n"),
+        ("sys.exit(3)", "meshpar: rank 1 failed with SystemExit: 3\n"),
+        ("os._exit(4)", "meshpar: rank 1 ended itself with os._exit(4)\n"),
+        ("os._exit(0)", "meshpar: rank 1 ended itself with os._exit(0)\n"),
+        ("ctypes.CDLL(None)._exit(5)", "meshpar: rank 1 ended with exit code 5 and without a Python error"),
+    ],
+)
+def test_a_rank_that_ends_without_an_exception_is_named_and_not_its_victim(tmp_path: Path, end: str, told: str) -> None:
+    script = (
+        "import ctypes, glob, os, sys, time, torch.distributed as dist, meshpar\n"
+        "with meshpar.distributed('cpu'):\n"
+        f"    if dist.get_rank() == 1: {end}\n"
+        "    dist.barrier()\n"
+    )
+    done = run(tmp_path, script, "--nproc", "2")
+    assert done.returncode == 1 and done.stderr.startswith(told)
+    if end == "os._exit(0)":
+        assert "\nThen rank 0 failed with" in done.stderr, "alone it is no failure"
+    if "CDLL" not in end:
+        assert 'File "job.py", line 3' in done.stderr
+
+
+def test_a_full_disk_of_logs_ends_no_job_and_hides_no_error(tmp_path: Path) -> None:
+    logs = tmp_path / "logs" / "x"
+    logs.mkdir(parents=True)
+    for name in ("rank-1.log", "rank-1.error.tmp"):  # rank 0's log is read as well, and this device never ends
+        (logs / name).symlink_to("/dev/full")
+    script = (
+        "import os, sys\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    for _ in range(3): print('a line' * 9999)\n"
+        "    if len(sys.argv) > 1: raise ValueError('the cause')\n"
+    )
+    options = ("--nproc", "2", "--logs", "logs", "--run-id", "x")
+    assert run(tmp_path, script, *options).returncode == 0
+    assert run(tmp_path, script, *options, arguments=("fail",)).stderr.startswith("meshpar: rank 1 failed with ValueError: the cause\n")
+
+
+def test_a_character_that_is_written_in_two_parts_is_shown_whole(tmp_path: Path) -> None:
+    path, shown = tmp_path / "log", io.StringIO()
+    show = Shown(path, shown)
+    for part in ("é".encode()[:1], "é\n".encode()[1:]):
+        with path.open("ab") as file:
+            file.write(part)
+        show._copy()
+    assert shown.getvalue() == "é\n"
 
 
 def test_restarts_run_the_ranks_again(tmp_path: Path) -> None:

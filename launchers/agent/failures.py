@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import NoReturn, final
 
 from meshpar import errors
 from meshpar.errors import LaunchError, LayoutError, MeshError, MeshparError, PlanError, PreflightError, RecipeError, RepeatedFailureError
@@ -19,6 +20,18 @@ from meshpar.errors import LaunchError, LayoutError, MeshError, MeshparError, Pl
 NO_USE = 78
 """Exit code when another start would fail as well (sysexits.h: EX_CONFIG): problems of a recipe or plan, a failed preflight,
 or starts that make no step."""
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that are passed on to the ranks, which then save and stop."""
+
+STOPPED = {128 + each for each in SIGNALS}
+"""Exit codes of ranks that one of these signals stopped."""
+
+SCRATCH = "MESHPAR_SCRATCH"
+"""Environment variable with a folder of this machine for errors that cannot be written to the logs, as on a full disk."""
+
+_OS_EXIT = "os._exit"
 
 
 @final
@@ -75,16 +88,49 @@ def record_stall(logs: Path, rank: int, message: str, *, cause: bool = True) -> 
     _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message, seconds=seconds))
 
 
+def note_os_exit(logs: Path, rank: int) -> None:
+    """Make ``os._exit`` write who called it: a rank that it ends leaves no other trace, and its peers fail in its place."""
+    end, own = os._exit, os.getpid()
+
+    def noted(status: int) -> NoReturn:
+        if os.getpid() == own and status not in STOPPED and not error_file(logs, rank).exists():
+            trace = "".join(traceback.format_stack()[:-1])
+            # A status of 0 is no failure by itself; where others fail, it is the likely cause.
+            failure = Failure(rank=rank, host=socket.gethostname(), kind=_OS_EXIT, message=str(status), trace=trace)
+            _write(logs, replace(failure, seconds=time.time() if status else -0.5))
+        end(status)
+
+    os._exit = noted
+
+
+def forget(logs: Path, rank: int) -> None:
+    """Delete a rank's error of an earlier start."""
+    for folder in _folders(logs):
+        error_file(folder, rank).unlink(missing_ok=True)
+
+
 def _write(logs: Path, failure: Failure) -> None:
-    path = error_file(logs, failure.rank)
-    temporary = path.with_suffix(".tmp")  # others may look at any moment
-    temporary.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    temporary.replace(path)
+    for folder in _folders(logs):
+        path = error_file(folder, failure.rank)
+        temporary = path.with_suffix(".tmp")  # others may look at any moment
+        try:
+            temporary.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        except OSError:  # the next folder may have room
+            continue
+        temporary.replace(path)
+        return
+
+
+def _folders(logs: Path) -> list[Path]:
+    return [logs, *([Path(os.environ[SCRATCH])] if SCRATCH in os.environ else [])]
 
 
 def record_kills(logs: Path, exit_codes: Mapping[int, int]) -> None:
-    """Write which ranks a signal ended, ordered before the errors of other ranks, which follow from it."""
+    """Write which ranks ended without an error of their own, ordered before the errors of other ranks, which follow from it."""
     for rank, code in exit_codes.items():
+        if code > 0 and code not in STOPPED and not any(error_file(folder, rank).exists() for folder in _folders(logs)):
+            message = f"rank {rank} ended with exit code {code} and without a Python error; see its log"
+            _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message))
         if code < 0 and code != -signal.SIGTERM:
             out_of_memory = "; the kernel does this to a process when memory runs out" if code == -signal.SIGKILL else ""
             message = f"rank {rank} was ended by {signal.Signals(-code).name}{out_of_memory}"
@@ -98,7 +144,7 @@ def error_file(logs: Path, rank: int) -> Path:
 
 def recorded(logs: Path) -> list[Failure]:
     """Return the recorded failures, the earliest first."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob("rank-*.error.json")]
+    found = [json.loads(path.read_text(encoding="utf-8")) for each in _folders(logs) for path in each.glob("rank-*.error.json")]
     return sorted(
         (Failure(**{**each, "problems": tuple(each["problems"])}) for each in found), key=lambda failure: (failure.seconds, failure.rank)
     )
@@ -116,7 +162,9 @@ def first_error(logs: Path, exit_codes: Mapping[int, int]) -> MeshparError:
     found = recorded(logs)
     if not found:
         return LaunchError(f"ranks ended without an error message, exit codes {dict(exit_codes)}; see their logs in {logs}")
-    first = found[0]
+    first, *others = found
+    if first.kind == _OS_EXIT and first.message == "0" and others:
+        return LaunchError(f"{_as_raised(first)}\nThen {_as_raised(others[0])}")
     if first.host != socket.gethostname() and exit_codes:
         there = error_file(logs, first.rank)
         return LaunchError(f"rank {first.rank} on {first.host} failed first; see its error there, or in {there}")
@@ -134,4 +182,6 @@ def _as_raised(failure: Failure) -> MeshparError:
         return PlanError(failure.problems)
     if isinstance(kind, type) and issubclass(kind, MeshparError):
         return kind(failure.message)
+    if failure.kind == _OS_EXIT:
+        return LaunchError(f"rank {failure.rank} ended itself with os._exit({failure.message})\n{failure.trace}".rstrip())
     return LaunchError(f"rank {failure.rank} failed with {failure.kind}: {failure.message}\n{failure.trace}".rstrip())

@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshpar.errors import LaunchError, MeshparError, RepeatedFailureError
 from meshpar.launchers.agent.check_in import checked_in
-from meshpar.launchers.agent.failures import NO_USE, exit_code, first_error, record_kills, recorded
+from meshpar.launchers.agent.failures import NO_USE, SCRATCH, SIGNALS, STOPPED, exit_code, first_error, record_kills, recorded
 from meshpar.launchers.agent.rank_logs import Shown, log_file, start_id
 from meshpar.launchers.agent.starts import IN_VAIN, in_vain
 from meshpar.launchers.recipes.recipe import Recipe
@@ -37,8 +37,6 @@ MEETING_S = 900
 
 _SHUTDOWN_AFTER_FAILURE_S = 30  # torch's own
 _OTHERS_S = 1.0  # what a node gives the others to write their errors, to name the first
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-_STOPPED = {128 + each for each in _SIGNALS}  # what ranks end with that one of them was asked to stop
 
 
 @final
@@ -147,6 +145,7 @@ def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextI
         logs.mkdir(parents=True, exist_ok=True)
         terminal = console.isatty() and placement.nodes == 1
         _set_environment(placement, terminal)
+        os.environ[SCRATCH] = folder
         config = _config(placement, folder)
         if not terminal and not placement.node_rank:
             stack.enter_context(Shown(log_file(logs, 0), console))
@@ -155,8 +154,8 @@ def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextI
         except ChildFailedError as failed:
             _ignore_signals()
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            stopped = _STOPPED & set(codes.values())
-            if stopped and set(codes.values()) <= _STOPPED | {-signal.SIGTERM}:  # the agent ends the others when one has gone
+            stopped = STOPPED & set(codes.values())
+            if stopped and set(codes.values()) <= STOPPED | {-signal.SIGTERM}:  # the agent ends the others when one has gone
                 if in_vain(logs):
                     (logs / NO_RESTART).touch()
                 return max(stopped)
@@ -220,7 +219,7 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
         run_id=placement.run_id,
         max_restarts=placement.restarts,
         logs_specs=DefaultLogsSpecs(log_dir=folder),
-        signals_to_handle=",".join(each.name for each in _SIGNALS),
+        signals_to_handle=",".join(each.name for each in SIGNALS),
         **meeting,
     )
 
@@ -243,7 +242,7 @@ def _set_environment(placement: Placement, terminal: bool) -> None:
 
 @contextmanager
 def _signals_restored() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
     finally:
@@ -253,7 +252,7 @@ def _signals_restored() -> Iterator[None]:
 
 def _ignore_signals() -> None:
     """Ignore signals after the ranks ended, so that a scheduler which ends the job now does not cut off the report."""
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

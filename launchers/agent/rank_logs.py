@@ -11,11 +11,13 @@ torch's elastic agent has logs of its own (DefaultLogsSpecs, ``tee``, TailLog), 
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, final
 
@@ -37,20 +39,43 @@ def redirect(logs: Path, rank: int) -> None:
         os.dup2(file.fileno(), sys.stderr.fileno())
     if isinstance(sys.stdout, io.TextIOWrapper):  # it was made for what the process began with
         sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout, sys.stderr = _Lenient(sys.stdout), _Lenient(sys.stderr)  # type: ignore[assignment]
 
 
 def copy_output(logs: Path, rank: int) -> None:
     """Write to the terminal and to the log, except control sequences (a progress bar), which go to the terminal alone."""
     logs.mkdir(parents=True, exist_ok=True)
     file = log_file(logs, rank).open("a", encoding="utf-8", buffering=1)
-    sys.stdout, sys.stderr = _Both(sys.stdout, file), _Both(sys.stderr, file)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = _Both(sys.stdout, _Lenient(file)), _Both(sys.stderr, _Lenient(file))  # type: ignore[assignment]
+
+
+@final
+class _Lenient:
+    """A log's stream. Text that cannot be written, as on a full disk, is lost; training goes on."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """Write what the disk takes."""
+        with suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what was held back, if the disk takes it."""
+        with suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as the file's
+        return getattr(self._file, name)
 
 
 @final
 class _Both:
     """Write to a terminal's stream and to a file."""
 
-    def __init__(self, terminal: TextIO, file: TextIO) -> None:
+    def __init__(self, terminal: TextIO, file: _Lenient) -> None:
         self._terminal, self._file = terminal, file
 
     def write(self, text: str) -> int:
@@ -70,6 +95,7 @@ class Shown:
     def __init__(self, path: Path, to: TextIO) -> None:
         self._path, self._to = path, to
         self._position = path.stat().st_size if path.exists() else 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may be written in two parts
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="meshpar-log", daemon=True)
 
@@ -94,8 +120,9 @@ class Shown:
             text = file.read()
         self._position += len(text)
         if text:
-            self._to.write(text.decode("utf-8", errors="replace"))
-            self._to.flush()
+            with suppress(BrokenPipeError):  # `meshpar run ... | head`: the log has every line
+                self._to.write(self._decoder.decode(text))
+                self._to.flush()
 
 
 def start_id() -> str:

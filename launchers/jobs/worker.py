@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from meshpar.errors import MeshparError
-from meshpar.launchers.agent.failures import NO_USE, error_file, exit_code, record
+from meshpar.launchers.agent.failures import NO_USE, STOPPED, exit_code, forget, note_os_exit, record
 from meshpar.launchers.agent.rank_logs import copy_output, redirect
 from meshpar.launchers.agent.starts import begin
 from meshpar.launchers.agent.startup import quick_imports
@@ -28,12 +28,15 @@ def main() -> int:
     folder, rank = Path(logs), int(os.environ["RANK"])
     on_terminal = rank == 0 and os.environ.get("MESHPAR_TERMINAL") == "1"
     (copy_output if on_terminal else redirect)(folder, rank)
-    error_file(folder, rank).unlink(missing_ok=True)  # of the start before this one
+    forget(folder, rank)
+    note_os_exit(folder, rank)
     os.environ["MESHPAR_LOGS"] = logs  # for the watchdog's report
     _end_with_launcher()
     try:
         return run_recipe(what) if kind == "recipe" else run_code(kind, what, arguments)
-    except Exception as error:  # noqa: BLE001  whatever ended this rank is handed to the launcher
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0, *STOPPED):
+            raise
         record(folder, rank, error, hide=__file__)
         if rank:  # the launcher shows rank 0's log, and the error itself once
             traceback.print_exc()
