@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -45,7 +47,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def render(target: str, *options: str, mesh: str | None = "auto", nodes: int = 2, nproc: int = 1, **more: Any) -> Path:
     launch_job(target, "job.yaml", [f"output=runs/{target}"], nodes=nodes, gpus_per_node=0, nproc=nproc, mesh=mesh, options=options, **more)
-    return Path("runs") / target
+    return latest(Path("runs") / target)
+
+
+def latest(run: Path) -> Path:
+    """The folder of a run's newest launch."""
+    return max((run / "launches").iterdir())
 
 
 def test_a_batch_script_is_complete_and_legal_shell(folder: Path) -> None:
@@ -70,9 +77,9 @@ def test_a_gpu_job_asks_for_gpus(folder: Path) -> None:
     text = Path("job.yaml").read_text().replace("device: cpu\n", "")
     Path("job.yaml").write_text(text)
     launch_job("slurm", "job.yaml", ["output=runs/gpu"], nodes=2, gpus_per_node=8, mesh="auto,tp=2")
-    text = Path("runs/gpu/job.sbatch").read_text()
+    text = (latest(Path("runs/gpu")) / "job.sbatch").read_text()
     assert "#SBATCH --gpus-per-node=8" in text and "--nproc=8" in text
-    assert json.loads(Path("runs/gpu/mesh.json").read_text())["mesh"] == "dp_replicate=2,dp_shard=4,tp=2"
+    assert json.loads((latest(Path("runs/gpu")) / "mesh.json").read_text())["mesh"] == "dp_replicate=2,dp_shard=4,tp=2"
 
 
 def test_mesh_auto_makes_hybrid_sharding_of_full(folder: Path) -> None:
@@ -228,7 +235,7 @@ def test_the_commands_run_as_two_hosts(folder: Path) -> None:
     except Unavailable as reason:
         pytest.skip(str(reason))
     for target, at in made.items():
-        lines = [json.loads(line) for line in (at / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (at.parent.parent / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3], target
 
 
@@ -243,13 +250,13 @@ def test_skypilots_command_says_where_a_node_is(folder: Path) -> None:
     done = subprocess.run(["bash", "-c", task["run"]], env=os.environ | variables, capture_output=True, text=True, check=True)
     said, _, recipe = done.stdout.partition("\n")
     assert said.startswith("run --nodes=2 --nproc=1 --node-rank=1 --head=10.0.0.7:29401 ")
-    assert recipe == (folder / "runs" / "skypilot" / "recipe.resolved.yaml").read_text()
+    assert recipe == (latest(folder / "runs" / "skypilot") / "recipe.resolved.yaml").read_text()
 
 
 def test_problems_are_found_before_anything_is_written(folder: Path) -> None:
     with pytest.raises(PlanError, match="the recipe has device: cpu and the job has 8 GPUs"):
         launch_job("slurm", "job.yaml", ["output=runs/x"], nodes=1, gpus_per_node=8, mesh="dp_shard=8")
-    with pytest.raises(PlanError, match="--elastic requires the target slurm"):
+    with pytest.raises(LaunchError, match="--elastic requires the target slurm"):
         render("kubernetes", elastic=True)
     with pytest.raises(MeshError, match="needs 2 ranks, got 4"):
         render("slurm", mesh=None, nproc=2)
@@ -263,8 +270,127 @@ def test_problems_are_found_before_anything_is_written(folder: Path) -> None:
 def _with_gpus() -> Any:
     from meshpar.launchers.targets.job import Job
 
-    return Job(name="x", folder=Path("/x"), recipe="", mesh=MeshSpec("dp_shard=8"), nodes=1, gpus_per_node=8, ranks_per_node=8,
+    return Job(name="x", run=Path("/x"), folder=Path("/x"), mesh=MeshSpec("dp_shard=8"), nodes=1, gpus_per_node=8, ranks_per_node=8,
                elastic=False, command=())  # fmt: skip
+
+
+def test_each_launch_has_a_folder_of_its_own(folder: Path) -> None:
+    first = render("slurm")
+    (first / "job.sbatch").write_text("edited")
+    second = render("slurm", "time=1:00:00")
+    assert (first.name, second.name) == ("001", "002") and (first / "job.sbatch").read_text() == "edited"
+    assert f"work=({folder}/runs/slurm/launches/002/recipe.resolved.yaml)" in (second / "job.sbatch").read_text()
+
+
+def test_a_script_is_launched_with_its_arguments(folder: Path) -> None:
+    (folder / "train.py").write_text("")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "meshpar").write_text('#!/bin/bash\nprintf "%s|" "$@"\n')
+    (folder / "bin" / "srun").write_text('#!/bin/bash\nexec "${@:2}"\n')
+    (folder / "bin" / "scontrol").write_text("#!/bin/bash\necho n1\n")
+    for fake in (folder / "bin").iterdir():
+        fake.chmod(0o755)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NODEID": "0", "JOB_COMPLETION_INDEX": "0", "SKYPILOT_TASK_ID": "t"}
+    environment = os.environ | variables | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SKYPILOT_NODE_IPS": "n1"}
+    for what, module, told in (("train.py", False, "train.py|--lr|3 '4|"), ("jobs.train", True, "-m|jobs.train|--lr|3 '4|")):
+        for target in ("slurm", "kubernetes", "trainjob", "skypilot"):
+            options = [f"meshpar={folder / 'bin' / 'meshpar'}"] if target == "slurm" else []
+            launch_job(target, what, ["--lr", "3 '4"], nodes=2, gpus_per_node=0, nproc=2, options=options, module=module)
+            made = latest(Path("runs/train"))
+            *_, job = yaml.safe_load_all((made / "job.yaml").read_text()) if target != "slurm" else [None]
+            command = {
+                "slurm": lambda _, made=made: ["bash", made / "job.sbatch"],
+                "kubernetes": lambda job: job["spec"]["template"]["spec"]["containers"][0]["command"],
+                "trainjob": lambda job: [*job["spec"]["trainer"]["command"], *job["spec"]["trainer"]["args"]],
+                "skypilot": lambda job: ["bash", "-c", job["run"]],
+            }[target](job)
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            assert done.stdout.startswith("run|") and done.stdout.endswith(told), (target, done)
+            assert not (made / "mesh.json").exists(), "a script makes its own mesh"
+    for options, refused in (({"mesh": "auto"}, "--mesh is for recipes"), ({"preflight": "fail"}, "--preflight is for recipes")):
+        with pytest.raises(LaunchError, match=refused):
+            launch_job("slurm", "train.py", [], nodes=2, gpus_per_node=8, **options)
+    with pytest.raises(LaunchError, match=r"there is no file absent\.py"):
+        launch_job("slurm", "absent.py", [], nodes=2, gpus_per_node=8)
+
+
+def test_further_options_of_sbatch_are_passed_on_and_those_that_meshpar_writes_are_not(folder: Path) -> None:
+    lines = (render("slurm", "sbatch=--mem=0 --exclude=n7", "sbatch=--array=0-9%1") / "job.sbatch").read_text().splitlines()
+    assert {"#SBATCH --mem=0", "#SBATCH --exclude=n7", "#SBATCH --array=0-9%1"} <= set(lines)
+    told = {
+        "-x n7": "'-x' is not a long option", "--mem 0": "'0' is not a long option", "--time=5:00": "write -o time=5:00",
+        "--nodes=3": "meshpar writes --nodes", "--array=0-9": "would train in one folder; write --array=0-9%1",
+    }  # fmt: skip
+    for given, expected in told.items():
+        with pytest.raises(LaunchError, match=re.escape(expected)):
+            make_target("slurm", Slurm, [f"sbatch={given}"])
+
+
+PATCH = """\
+spec:
+  ttlSecondsAfterFinished: 600
+  podFailurePolicy:
+    rules:
+      - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
+  template:
+    spec:
+      tolerations: [{key: gpu, operator: Exists}]
+      containers:
+        - name: train
+          securityContext: {capabilities: {add: [IPC_LOCK]}}
+          env: [{name: NCCL_DEBUG, value: INFO}]
+---
+kind: Service
+metadata: {labels: {team: me}}
+"""
+
+
+def test_a_patch_adds_to_a_kubernetes_job_and_changes_nothing(folder: Path) -> None:
+    Path("patch.yaml").write_text(PATCH)
+    service, _, job = yaml.safe_load_all((render("kubernetes", "patch=patch.yaml") / "job.yaml").read_text())
+    plain = list(yaml.safe_load_all((render("kubernetes") / "job.yaml").read_text()))[2]
+    assert service["metadata"]["labels"] == {"team": "me"} and job["spec"]["ttlSecondsAfterFinished"] == 600
+    assert [rule["action"] for rule in job["spec"]["podFailurePolicy"]["rules"]] == ["FailJob", "Ignore"]
+    pod, before = job["spec"]["template"]["spec"], plain["spec"]["template"]["spec"]
+    (train,), (as_before,) = pod["containers"], before["containers"]
+    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists"}] and train["command"] == as_before["command"]
+    assert [each["name"] for each in train["env"]] == ["MESHPAR_JOB_ID", "NCCL_DEBUG"]
+    told = {
+        "spec: {completions: 3}": "sets Job.spec.completions to 3, and meshpar writes 2",
+        "spec: {template: {spec: {containers: [{name: train, command: [sh]}]}}}": "containers.train.command to ['sh'], and meshpar writes",
+        "kind: Secret": "is a patch of a Secret; expected one of Service, ConfigMap, Job",
+        "- a": "is not a mapping", "a: [": "cannot read patch",
+    }  # fmt: skip
+    if importlib.util.find_spec("kubernetes_validate") is not None:
+        told["spec: {ttlSeconds: 3}"] = "the patched Job is not valid: spec: Additional properties are not allowed ('ttlSeconds'"
+    for text, expected in told.items():
+        Path("patch.yaml").write_text(text)
+        with pytest.raises(LaunchError, match=re.escape(expected)):
+            render("kubernetes", "patch=patch.yaml")
+
+
+def test_files_of_the_cluster_are_checked_there_and_the_launch_says_so(folder: Path) -> None:
+    there = ["data.paths=[/cluster/text]", "model.weights=/cluster/weights", "output=runs/x"]
+    shape = {"nodes": 2, "gpus_per_node": 0, "nproc": 1, "mesh": "auto"}
+    told = launch_job("kubernetes", "job.yaml", there, **shape)
+    assert "note: data.paths: /cluster/text is not on this machine; the job checks it when it starts" in told
+    assert "note: model.weights: /cluster/weights is not on this machine; the job checks it when it starts" in told
+    with pytest.raises(RecipeError, match="weights: /cluster/weights does not exist"):
+        launch_job("slurm", "job.yaml", there, **shape)
+    with pytest.raises(PlanError, match=r"tp"):
+        launch_job("kubernetes", "job.yaml", there, **{**shape, "nodes": 1, "nproc": 3, "mesh": "tp=3"})
+    model = ["model={kind: huggingface, config: /cluster/llama}", "passes=[HybridShard]"]
+    assert "note: the plan is checked when the job starts" in launch_job("kubernetes", "job.yaml", [*there[::2], *model], **shape)
+
+
+def test_two_runs_have_folders_of_their_own_in_a_bucket(folder: Path) -> None:
+    mounts = []
+    for name in "ab":
+        launch_job(
+            "skypilot", "job.yaml", [f"output=runs/{name}"], nodes=2, gpus_per_node=0, nproc=1, mesh="auto", options=["bucket=s3://b"]
+        )
+        mounts.append(yaml.safe_load((latest(Path("runs") / name) / "job.yaml").read_text())["file_mounts"])
+    assert mounts == [{f"~/sky_workdir/runs/{name}": {"source": f"s3://b/runs/{name}", "mode": "MOUNT"}} for name in "ab"]
 
 
 def test_options_of_a_target_are_checked_all_at_once() -> None:
@@ -333,7 +459,7 @@ def test_the_command_tells_what_it_made(folder: Path) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert done.output.startswith("My_Job: 4 ranks, dp_replicate=2,dp_shard=2 on 2 x 2\n")
-    assert f"submit it: sbatch {folder}/runs/My_Job/job.sbatch" in done.output
+    assert f"submit it: sbatch {folder}/runs/My_Job/launches/001/job.sbatch" in done.output
 
 
 def test_names_that_kubernetes_takes() -> None:

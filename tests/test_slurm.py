@@ -116,7 +116,7 @@ def test_hybrid_sharding_on_two_nodes_trains_as_one_process_does(slurm: Slurm, f
     job = submit(slurm, folder, "whole", "--mesh", "auto")
     slurm.wait(job)
     assert_losses(folder, "whole", expected)
-    ranks = json.loads((folder / "whole" / "mesh.json").read_text())["ranks"]
+    ranks = json.loads((folder / "whole" / "launches" / "001" / "mesh.json").read_text())["ranks"]
     assert [(each["node"], each["dp_replicate"], each["dp_shard"]) for each in ranks] == [(0, 0, 0), (0, 0, 1), (1, 1, 0), (1, 1, 1)]
     assert sorted(path.name for path in (folder / "whole" / "logs" / f"{job}-0").glob("*.log")) == [f"rank-{n}.log" for n in range(4)]
 

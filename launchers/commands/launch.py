@@ -70,8 +70,11 @@ def run(
 
 def launch(
     target: Annotated[str, typer.Argument(help="slurm, kubernetes, trainjob, skypilot, or another plugin of meshpar.launchers.")],
-    recipe: Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that comes with meshpar.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set.", show_default=False)] = None,
+    what: Annotated[str, typer.Argument(metavar="SCRIPT_OR_RECIPE", help="A .py file, a YAML file, or the name of a recipe.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ARGS]...", help="The recipe's KEY=VALUE, or after -- the script's arguments.", show_default=False),
+    ] = None,
     nodes: Annotated[int, typer.Option(help="Number of nodes.", min=1)] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="Accelerators per node; 0: run on CPUs, with --nproc.", min=0)] = 8,
     nproc: Annotated[int | None, typer.Option(help="Ranks per node; default: one per accelerator.", min=1)] = None,
@@ -82,18 +85,19 @@ def launch(
     preflight: Annotated[str | None, typer.Option(help="Effect of the doctor's findings before training: warn, fail, off.")] = None,
     option: Annotated[list[str] | None, typer.Option("-o", "--option", help="An option of the target: -o partition=gpu")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the job.")] = False,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT_OR_RECIPE is a module's name.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Render a recipe as a job of SLURM, Kubernetes, ...
+    """Render a script or a recipe as a job of SLURM, Kubernetes, ...
 
-    Writes the job file, the mesh, the resolved recipe and the command to the run's folder.
+    Writes the job file, the mesh, the resolved recipe and the command to a folder of this launch in the run's folder.
     """
     with quick_imports():
         from meshpar.launchers.targets.launching import launch_job
 
     told = launch_job(
-        target, recipe, overrides or [], nodes=nodes, gpus_per_node=gpus_per_node, nproc=nproc, mesh=mesh, elastic=elastic,
-        preflight=preflight, options=option or [], submit=submit,
+        target, what, arguments or [], nodes=nodes, gpus_per_node=gpus_per_node, nproc=nproc, mesh=mesh, elastic=elastic,
+        preflight=preflight, options=option or [], submit=submit, module=module,
     )  # fmt: skip
     print(told)
 

@@ -122,19 +122,20 @@ def _written(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _written(value) if isinstance(value, dict) else value for name, value in fields.items() if value is not None}
 
 
-def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(source: str | Path, overrides: Sequence[str] = (), *, disks: bool = True) -> Recipe:
     """Read a recipe, with fields set from the command line.
 
     Args:
         source: a YAML file, or the name of a recipe that comes with meshpar (:func:`shipped`).
         overrides: ``training.steps=50``; values are YAML.
+        disks: whether the folders of the model must exist here; False: the recipe is for a machine with other disks.
 
     Raises:
         RecipeError: listing everything that is wrong.
     """
     document = _find(source)
     apply_overrides(document, overrides)
-    return resolve(document)
+    return resolve(document, disks=disks)
 
 
 def shipped() -> dict[str, Path]:
@@ -145,7 +146,7 @@ def shipped() -> dict[str, Path]:
     }
 
 
-def resolve(document: Document) -> Recipe:
+def resolve(document: Document, *, disks: bool = True) -> Recipe:
     """Return the recipe of a document, or raise RecipeError with every problem."""
     data = dict(document.data)
     problems: list[str] = []
@@ -158,7 +159,7 @@ def resolve(document: Document) -> Recipe:
     data["output"] = data.get("output") or f"runs/{data['name']}"
     found = validate(Recipe, data, document)
     if isinstance(found, Recipe):
-        problems += [f"{document.where(place)}: {text}" for place, text in _conflicts(found)]
+        problems += [f"{document.where(place)}: {text}" for place, text in _conflicts(found, disks=disks)]
     else:
         assert isinstance(found, list)
         problems = found + problems
@@ -202,7 +203,7 @@ def _read_mesh(text: object, document: Document, problems: list[str], at: Place)
         return None
 
 
-def _conflicts(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield fields that are right by themselves and wrong together."""
     data, training = recipe.data, recipe.training
     if training.steps is None and training.epochs is None:
@@ -241,7 +242,7 @@ def _conflicts(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
             yield ("lora",), str(error)
     # The folders of a teacher may be made by a run before; whether they are there is seen when the job is checked.
     for name, section in (("model", recipe.model), *([] if recipe.teacher is None else [("teacher.model", recipe.teacher.model)])):
-        files = folder_problems(section) if name == "model" else ()
+        files = folder_problems(section) if disks and name == "model" else ()
         yield from ((tuple(name.split(".")), text) for text in (*files, *_model_problems(section)))
 
 

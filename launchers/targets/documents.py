@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import yaml
 
+from meshpar.errors import LaunchError
 from meshpar.launchers.targets.job import Template, template_text
 
 
@@ -22,15 +25,25 @@ def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _write_text)
 
 
-def fill_yaml(template: str, values: Mapping[str, object]) -> str:
-    """Return the text of a YAML template with its ``@{name}`` replaced.
+def fill_yaml(template: str, values: Mapping[str, object], patches: Sequence[str] = ()) -> str:
+    """Return the text of a YAML template with its ``@{name}`` replaced, and with what the files ``patches`` add.
 
     A scalar that is ``@{name}`` alone becomes the value itself, and an empty value removes its key or list item. The comment at the top of
     the template is kept.
+
+    Raises:
+        LaunchError: a patch cannot be read, or changes a value of the template.
     """
     text = template_text(template)
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
-    documents = [_filled(each, values) for each in yaml.safe_load_all(text)]
+    documents: list[Any] = [_filled(each, values) for each in yaml.safe_load_all(text)]
+    for name in patches:
+        for patch in _patches(name):
+            kinds = {each.get("kind", ""): each for each in documents}
+            kind = patch.get("kind", documents[-1].get("kind", ""))
+            if kind not in kinds:
+                raise LaunchError(f"{name} is a patch of a {kind}; expected one of {', '.join(kinds)}, or no kind for {list(kinds)[-1]}")
+            _add(kinds[kind], patch, kind, name)
     return Template(head).substitute(values) + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
@@ -44,3 +57,37 @@ def _filled(node: object, values: Mapping[str, object]) -> object:
         return node
     alone = re.fullmatch(r"@\{(\w+)\}", node)
     return values[alone[1]] if alone else Template(node).substitute(values)
+
+
+def _patches(name: str) -> list[dict[str, Any]]:
+    try:
+        found = list(yaml.safe_load_all(Path(name).expanduser().read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise LaunchError(f"cannot read patch {name}: {error}") from error
+    if not all(isinstance(each, dict) for each in found):
+        raise LaunchError(f"patch {name} is not a mapping; expected fields of the job file, such as spec: ...")
+    return found
+
+
+def _add(into: dict[str, Any], patch: dict[str, Any], place: str, name: str) -> None:
+    """Add a patch's values; lists are joined, and their items of one name are merged.
+
+    A value that meshpar writes stays: each has its option, and the job depends on the others.
+    """
+    for key, value in patch.items():
+        here, old = f"{place}.{key}".lstrip("."), into.get(key)
+        if key not in into:
+            into[key] = value
+        elif isinstance(old, dict) and isinstance(value, dict):
+            _add(old, value, here, name)
+        elif isinstance(old, list) and isinstance(value, list) and all(isinstance(each, dict) for each in (*old, *value)):
+            named = {each["name"]: each for each in old if "name" in each and "mountPath" not in each}
+            for item in value:
+                if item.get("name") in named:
+                    _add(named[item["name"]], item, f"{here}.{item['name']}", name)
+                else:
+                    old.append(item)
+        elif old != value:
+            raise LaunchError(
+                f"patch {name} sets {here} to {value!r}, and meshpar writes {old!r}; use an option (-o), or edit the job file"
+            )

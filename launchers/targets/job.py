@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, NewType, Protocol, final
+from typing import Annotated, Any, ClassVar, NewType, Protocol, final
 
 from meshpar.errors import LaunchError
 from meshpar.mesh import MeshSpec
@@ -30,13 +30,15 @@ RECIPE, MESH, COMMAND = "recipe.resolved.yaml", "mesh.json", "command.txt"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job to render: a recipe, a mesh and nodes.
+    """A job to render: a recipe with its mesh, or a script, on nodes.
 
     Attributes:
         name: the run's name.
-        folder: the run's folder, an absolute path; all files are written into it.
-        recipe: text of the resolved recipe.
-        mesh: the resolved mesh, with ranks in the order of the nodes.
+        run: the run's folder, an absolute path.
+        folder: this launch's own folder in ``run``, into which all files are written.
+        recipe: text of the resolved recipe; empty for a script.
+        script: a script or ``-m MODULE`` and its arguments, as ``meshpar run`` takes them; empty for a recipe.
+        mesh: the resolved mesh of a recipe, with ranks in the order of the nodes; None for a script, which makes its own.
         nodes: number of nodes.
         gpus_per_node: accelerators per node; 0: the job runs on CPUs.
         ranks_per_node: ranks per node.
@@ -45,9 +47,11 @@ class Job:
     """
 
     name: str
+    run: Path
     folder: Path
-    recipe: str
-    mesh: MeshSpec
+    recipe: str = ""
+    script: tuple[str, ...] = ()
+    mesh: MeshSpec | None = None
     nodes: int
     gpus_per_node: int
     ranks_per_node: int
@@ -60,30 +64,46 @@ class Job:
                 raise LaunchError(f"the run's {what} is {text!r}; expected one line without control characters")
 
     @property
+    def shape(self) -> str:
+        """The mesh, or the number of ranks on each node."""
+        return str(self.mesh or f"{self.nodes} x {self.ranks_per_node} ranks")
+
+    def work(self, recipe: str) -> list[str]:
+        """Return what ``meshpar run`` runs: the script and its arguments, or the path ``recipe``."""
+        return list(self.script) or [recipe]
+
+    @property
     def made_by(self) -> str:
         """The command as one line of shell."""
         return " ".join(shlex.quote(word) if word.isprintable() else _escaped(word) for word in self.command)
 
-    def mesh_json(self) -> str:
+    def mesh_json(self, mesh: MeshSpec) -> str:
         """Return the mesh as JSON: its axes, and the node, local rank and coordinates of each rank."""
         ranks = [
-            {"rank": rank, "node": rank // self.ranks_per_node, "local_rank": rank % self.ranks_per_node, **self.mesh.coordinates(rank)}
-            for rank in range(self.mesh.size)
+            {"rank": rank, "node": rank // self.ranks_per_node, "local_rank": rank % self.ranks_per_node, **mesh.coordinates(rank)}
+            for rank in range(mesh.size)
         ]
         rows = ",\n  ".join(json.dumps(each) for each in ranks)
-        head = {"mesh": str(self.mesh), "axes": dict(self.mesh.axes), "nodes": self.nodes, "ranks_per_node": self.ranks_per_node}
+        head = {"mesh": str(mesh), "axes": dict(mesh.axes), "nodes": self.nodes, "ranks_per_node": self.ranks_per_node}
         return f'{json.dumps(head)[:-1]}, "ranks": [\n  {rows}\n]}}\n'
 
     def files(self) -> dict[str, str]:
         """Return the files that every target writes beside its job file: name -> text."""
-        return {RECIPE: self.recipe, MESH: self.mesh_json(), COMMAND: self.made_by + "\n"}
+        recipe = {} if self.mesh is None else {RECIPE: self.recipe, MESH: self.mesh_json(self.mesh)}
+        return {**recipe, COMMAND: self.made_by + "\n"}
 
 
 class Target(Protocol):
-    """A plugin of the group ``meshpar.launchers``: a dataclass whose fields are the target's options (``str``, ``int`` or ``bool``).
+    """A plugin of the group ``meshpar.launchers``: a dataclass whose fields are the target's options.
 
-    Bounds of numbers are annotations of the fields (:class:`meshpar.training.bounds.Bound`).
+    An option is ``str``, ``int``, ``bool``, or ``tuple[str, ...]`` if it can be given several times. Bounds of numbers are annotations of
+    the fields (:class:`meshpar.training.bounds.Bound`).
+
+    Attributes:
+        shares_disks: whether the job sees the files of the machine that launches it. If not, the job checks them when it starts.
     """
+
+    shares_disks: ClassVar[bool] = True
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with the options together, one line each."""
@@ -111,7 +131,7 @@ def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     problems = []
     for text in options:
         key, equals, value = text.partition("=")
@@ -121,7 +141,8 @@ def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
             problems.append(f"{text!r}: {name} has no such option; nearest: {', '.join(near)}; write KEY=VALUE")
             continue
         try:
-            values[key] = _read(hints[key], value)
+            several = hints[key] == tuple[str, ...]
+            values[key] = (*values.get(key, ()), _read(str, value)) if several else _read(hints[key], value)
         except ValueError as error:
             problems.append(f"{text!r}: {error}")
     made: Target = cls(**values)

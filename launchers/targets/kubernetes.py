@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, final
+from typing import Annotated, ClassVar, final
 
+import yaml
+
+from meshpar.errors import LaunchError
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.targets.documents import fill_yaml
 from meshpar.launchers.targets.job import Job, Port, Target, dns_label
@@ -28,7 +31,10 @@ class Kubernetes(Target):
         cpu, memory: limits of a node; empty: none.
         shm: size of /dev/shm; NCCL and data workers need more than the 64 MiB of a container.
         grace_s: seconds between SIGTERM, after which a checkpoint is written, and SIGKILL.
+        patch: a YAML file with further fields of the job file, or with a document of another ``kind``; can be given several times.
     """
+
+    shares_disks: ClassVar[bool] = False
 
     image: str = "meshpar:latest"
     namespace: str = ""
@@ -40,6 +46,7 @@ class Kubernetes(Target):
     memory: str = ""
     shm: str = "16Gi"
     grace_s: Count = 300
+    patch: tuple[str, ...] = ()
 
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the file for ``kubectl apply`` and the files beside it."""
@@ -49,7 +56,7 @@ class Kubernetes(Target):
         options = f'--nodes={job.nodes} --nproc={job.ranks_per_node} --node-rank="$JOB_COMPLETION_INDEX" --head={name}-0.{name}:{self.port}'
         values = {
             "name": name,
-            "mesh": job.mesh,
+            "shape": job.shape,
             "command": job.made_by,
             "namespace": self.namespace,
             "nodes": job.nodes,
@@ -57,15 +64,32 @@ class Kubernetes(Target):
             "no_use": NO_USE,
             "image": self.image,
             "workdir": self.workdir,
-            "words": ["bash", "-c", f'exec meshpar run {options} "$@"', "meshpar", "/job/recipe.yaml"],
+            "work": ["bash", "-c", f'exec meshpar run {options} "$@"', "meshpar", *job.work("/job/recipe.yaml")],
             "recipe": job.recipe,
             "limits": {key: value for key, value in limits.items() if value},
             "volume": {"name": "workspace", **storage},
             "shm": self.shm,
             "grace_s": self.grace_s,
         }
-        return {"job.yaml": fill_yaml("kubernetes.yaml", values), **job.files()}
+        text = fill_yaml("kubernetes.yaml", values, self.patch)
+        if self.patch:
+            _validate(text)
+        return {"job.yaml": text, **job.files()}
 
     def submit(self, path: Path) -> Sequence[str]:
         """Return the kubectl command that submits the job."""
         return ["kubectl", "apply", "-f", str(path)]
+
+
+def _validate(text: str) -> None:
+    """Check a patched file against Kubernetes's schema if kubernetes-validate is installed; otherwise kubectl does when it is applied."""
+    try:
+        import kubernetes_validate
+    except ImportError:
+        return
+    for document in yaml.safe_load_all(text):
+        try:
+            kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+        except kubernetes_validate.ValidationError as error:
+            place = ".".join(map(str, error.path))
+            raise LaunchError(f"the patched {document['kind']} is not valid: {place}: {error.message}; correct the patch") from error

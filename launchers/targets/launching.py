@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import glob
+import itertools
+import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
 
 from meshpar import registry
 from meshpar.errors import LaunchError, PlanError
 from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
-from meshpar.launchers.targets.job import Job, make_target
+from meshpar.launchers.targets.job import Job, Target, make_target
 from meshpar.mesh import MeshSpec, is_auto
 
 
 def launch_job(
     target: str,
-    source: str,
-    overrides: Sequence[str],
+    what: str,
+    arguments: Sequence[str],
     *,
     nodes: int,
     gpus_per_node: int,
@@ -27,13 +32,14 @@ def launch_job(
     preflight: str | None = None,
     options: Sequence[str] = (),
     submit: bool = False,
+    module: bool = False,
 ) -> str:
-    """Render a job into the run's folder and return a summary as text.
+    """Render a job into a folder of its own in the run's folder, and return a summary as text.
 
     Args:
         target: name of a plugin of ``meshpar.launchers``.
-        source: the recipe: a file, or a name.
-        overrides: fields of the recipe to set.
+        what: a file ending in ``.py``, a module's name, or a recipe: a file, or a name.
+        arguments: of the script; fields of the recipe to set.
         nodes: number of nodes.
         gpus_per_node: accelerators per node; 0: run on CPUs.
         nproc: ranks per node; None: one per accelerator.
@@ -42,6 +48,7 @@ def launch_job(
         preflight: ``warn``, ``fail`` or ``off``; None: the recipe's value, or ``warn`` if that is ``off``.
         options: options of the target, ``partition=gpu``.
         submit: whether to submit the job.
+        module: whether ``what`` is a module's name.
 
     Raises:
         MeshparError: listing every problem.
@@ -50,37 +57,66 @@ def launch_job(
     if not ranks:
         raise LaunchError("the number of ranks per node is 0; pass --gpus-per-node, or for CPUs --gpus-per-node 0 --nproc RANKS")
     plugin = make_target(target, registry.plugin("meshpar.launchers", target), options)
-    wants = overrides if mesh is None else [*overrides, f"mesh={MeshSpec.placed(mesh, nodes * ranks, ranks)}"]
-    wants = wants if preflight is None else [*wants, f"preflight='{preflight}'"]
-    recipe = load_recipe(source, wants)
-    spec = MeshSpec.placed(recipe.mesh, nodes * ranks, ranks)
-    if is_auto(recipe.mesh if mesh is None else mesh):
-        recipe = _hybrid(recipe)
-    wanted = "warn" if preflight is None and recipe.preflight == "off" else recipe.preflight
-    recipe = recipe.model_copy(update={"mesh": str(spec), "preflight": wanted}).noting(recipe.notes)
-    _refuse_problems(recipe, spec, gpus_per_node, elastic=elastic, target=target)
-    folder = recipe.folder.absolute()
-    job = Job(
-        name=recipe.name,
-        folder=folder,
-        recipe=recipe.to_yaml(),
-        mesh=spec,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        ranks_per_node=ranks,
-        elastic=elastic,
-        command=("meshpar", *sys.argv[1:]),
-    )
-    files = plugin.render(job)
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    path = folder / next(iter(files))
-    told = [f"{job.name}: {spec.size} ranks, {spec} on {nodes} x {ranks}", *(f"  {folder / name}" for name in files)]
-    told += [f"note: {note}" for note in recipe.notes]
+    if elastic and target != "slurm":
+        raise LaunchError(f"--elastic requires the target slurm; {target} restarts the whole job after a failure")
+    notes: Sequence[str] = ()
+    place: _Place = {"nodes": nodes, "gpus_per_node": gpus_per_node, "ranks_per_node": ranks, "elastic": elastic}
+    if module or what.endswith(".py"):
+        run, work = _script(what, arguments, module=module, mesh=mesh, preflight=preflight)
+    else:
+        wants = arguments if mesh is None else [*arguments, f"mesh={MeshSpec.placed(mesh, nodes * ranks, ranks)}"]
+        wants = wants if preflight is None else [*wants, f"preflight='{preflight}'"]
+        recipe = load_recipe(what, wants, disks=plugin.shares_disks)
+        spec = MeshSpec.placed(recipe.mesh, nodes * ranks, ranks)
+        if is_auto(recipe.mesh if mesh is None else mesh):
+            recipe = _hybrid(recipe)
+        wanted = "warn" if preflight is None and recipe.preflight == "off" else recipe.preflight
+        recipe = recipe.model_copy(update={"mesh": str(spec), "preflight": wanted}).noting(recipe.notes)
+        notes = [*recipe.notes, *_problems_or_notes(recipe, spec, gpus_per_node, shares_disks=plugin.shares_disks)]
+        run, work = recipe.folder.absolute(), {"name": recipe.name, "recipe": recipe.to_yaml(), "mesh": spec}
+    job, files = _written(plugin, run, {**work, **place, "command": ("meshpar", *sys.argv[1:])})
+    path = job.folder / next(iter(files))
+    told = [f"{job.name}: {nodes * ranks} ranks, {job.shape} on {nodes} x {ranks}", *(f"  {job.folder / name}" for name in files)]
+    told += [f"note: {note}" for note in notes]
     command = plugin.submit(path)
-    told.append(_submitted(command) if submit else f"submit it: {' '.join(command)}")
+    told.append(_submitted(command) if submit else f"submit it: {shlex.join(command)}")
     return "\n".join(told)
+
+
+class _Place(TypedDict):
+    nodes: int
+    gpus_per_node: int
+    ranks_per_node: int
+    elastic: bool
+
+
+def _script(what: str, arguments: Sequence[str], *, module: bool, mesh: str | None, preflight: str | None) -> tuple[Path, dict[str, Any]]:
+    """Return a script's folder of runs, and the job's fields that describe the script."""
+    if not module and not Path(what).is_file():
+        raise LaunchError(f"there is no file {what}; give the path of a script, -m MODULE, or a recipe")
+    for option, given in (("--mesh", mesh), ("--preflight", preflight)):
+        if given is not None:
+            raise LaunchError(f"{option} is for recipes, and {what} is a {'module' if module else 'script'}; leave it out")
+    name = what.rpartition(".")[2] if module else Path(what).stem
+    return (Path("runs") / name).absolute(), {"name": name, "script": (*(["-m"] if module else []), what, *arguments)}
+
+
+def _written(plugin: Target, run: Path, fields: Mapping[str, Any]) -> tuple[Job, Mapping[str, str]]:
+    """Write the job's files to a new folder, so that a queued job never reads files of a later launch."""
+    for number in itertools.count(1):
+        job = Job(run=run, folder=run / "launches" / f"{number:03}", **fields)
+        if job.folder.exists():
+            continue
+        files = plugin.render(job)
+        try:
+            job.folder.mkdir(parents=True)
+        except FileExistsError:  # another launch was quicker
+            continue
+        (run / "logs").mkdir(exist_ok=True)
+        for name, text in files.items():
+            (job.folder / name).write_text(text, encoding="utf-8")
+        return job, files
+    raise AssertionError
 
 
 def _hybrid(recipe: Recipe) -> Recipe:
@@ -90,23 +126,49 @@ def _hybrid(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"passes": passes}).noting([*recipe.notes, *([note] if note else [])])
 
 
-def _refuse_problems(recipe: Recipe, spec: MeshSpec, gpus_per_node: int, *, elastic: bool, target: str) -> None:
-    problems = build.check_job(recipe, spec.size)
+def _problems_or_notes(recipe: Recipe, spec: MeshSpec, gpus_per_node: int, *, shares_disks: bool) -> Sequence[str]:
+    """Raise PlanError with every problem, or return notes about what only the job itself can check."""
+    seen, notes = (recipe, []) if shares_disks else _seen_from_here(recipe)
+    problems = [] if seen is None else build.check_job(seen, spec.size)
     if gpus_per_node and recipe.device == "cpu":
         problems.append(f"the recipe has device: cpu and the job has {gpus_per_node} GPUs per node; remove one of the two")
     if not gpus_per_node and recipe.device not in ("auto", "cpu"):
         problems.append(f"the recipe has device: {recipe.device} and the job has no GPUs; pass --gpus-per-node")
-    if elastic and target != "slurm":
-        problems.append(f"--elastic requires the target slurm; {target} restarts the whole job after a failure")
     if problems:
         raise PlanError(problems)
+    return notes
+
+
+def _seen_from_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
+    """Return the recipe without files that are not on this machine, None if the model is one of them, and a note for each file."""
+    notes: list[str] = []
+
+    def absent(field: str, *paths: object) -> bool:
+        found = [str(path) for path in paths if path is not None and not Path(str(path)).expanduser().exists()]
+        found = [path for path in found if not glob.glob(str(Path(path).expanduser()))]
+        notes.extend(f"{field}: {path} is not on this machine; the job checks it when it starts" for path in found)
+        return bool(found)
+
+    data = recipe.data
+    tokenizer = None if data.tokenizer in (None, "bytes", "bpe") else data.tokenizer
+    if absent("data.paths", *data.paths) | absent("data.validation_paths", *data.validation_paths):
+        data = data.model_copy(update={"source": "stdlib", "paths": (), "validation_paths": (), "validation_fraction": 0.1})
+    if absent("data.tokenizer", tokenizer):
+        data = data.model_copy(update={"tokenizer": None})
+    models = [("model", recipe.model), *([] if recipe.teacher is None else [("teacher.model", recipe.teacher.model)])]
+    configs: list[tuple[str, Any]] = [(name, each) for name, each in models]
+    unknown = [absent(f"{name}.config", each.config) for name, each in configs if isinstance(getattr(each, "config", None), str)]
+    gone = [absent(f"{name}.weights", each.weights) for name, each in configs]
+    if any(unknown) or any(gone[1:]):
+        return None, [*notes, "the plan is checked when the job starts, because the model's files are not on this machine"]
+    return recipe.model_copy(update={"data": data}), notes
 
 
 def _submitted(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise LaunchError(f"{command[0]} is not installed here; submit from a machine that has it: {' '.join(command)}") from error
+        raise LaunchError(f"{command[0]} is not installed here; submit from a machine that has it: {shlex.join(command)}") from error
     if done.returncode:
-        raise LaunchError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
+        raise LaunchError(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip()

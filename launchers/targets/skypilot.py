@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, final
+from typing import Annotated, ClassVar, final
 
 from meshpar.errors import LaunchError
 from meshpar.launchers.targets.documents import fill_yaml
@@ -22,16 +22,21 @@ class SkyPilot(Target):
     Attributes:
         accelerators: SkyPilot's name of the GPU, such as H100; required for a job with GPUs.
         setup: lines of shell that prepares a node.
-        bucket: storage of the run's folder, such as ``s3://runs``; empty: the nodes' disks, whose content is lost with the nodes.
+        bucket: storage of the runs, such as ``s3://runs``, in which each run has a folder of its own; empty: the nodes' disks, whose
+            content is lost with the nodes.
         port: the port of node 0 to which the nodes connect.
         restarts: how many times a managed job is restarted after a failure.
+        patch: a YAML file with further fields of the job file, or with a document of another ``kind``; can be given several times.
     """
+
+    shares_disks: ClassVar[bool] = False
 
     accelerators: str = ""
     setup: Shell = Shell("pip install 'meshpar[train]'")
     bucket: str = ""
     port: Port = 29400
     restarts: Annotated[int, Bound(ge=0)] = 10
+    patch: tuple[str, ...] = ()
 
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the task file and the files beside it.
@@ -41,21 +46,24 @@ class SkyPilot(Target):
         """
         if job.gpus_per_node and not self.accelerators:
             raise LaunchError("skypilot requires the name of the GPUs; add -o accelerators=H100, or another name")
+        folder = _relative(job)
         values = {
             "name": dns_label(job.name),
-            "mesh": job.mesh,
+            "shape": job.shape,
             "command": job.made_by,
             "nodes": job.nodes,
             "ranks": job.ranks_per_node,
             "accelerators": f"{self.accelerators}:{job.gpus_per_node}" if job.gpus_per_node else "",
             "restarts": self.restarts,
             "setup": self.setup,
-            "mounts": {f"~/sky_workdir/{_relative(job)}": {"source": self.bucket, "mode": "MOUNT"}} if self.bucket else {},
+            "mounts": {f"~/sky_workdir/{folder}": {"source": f"{self.bucket.rstrip('/')}/{folder}", "mode": "MOUNT"}}
+            if self.bucket
+            else {},
             "port": self.port,
-            "recipe": f'recipe=$(mktemp -d)/recipe.yaml\nprintf %s {shlex.quote(job.recipe)} > "$recipe"',
-            "words": '"$recipe"',
+            "recipe": f'recipe=$(mktemp -d)/recipe.yaml\nprintf %s {shlex.quote(job.recipe)} > "$recipe"' if job.recipe else "",
+            "work": shlex.join(job.script) or '"$recipe"',
         }
-        return {"job.yaml": fill_yaml("skypilot.yaml", values), **job.files()}
+        return {"job.yaml": fill_yaml("skypilot.yaml", values, self.patch), **job.files()}
 
     def submit(self, path: Path) -> Sequence[str]:
         """Return the SkyPilot command that submits a managed job, which SkyPilot recovers when its machines are lost."""
@@ -63,4 +71,4 @@ class SkyPilot(Target):
 
 
 def _relative(job: Job) -> str:
-    return str(job.folder.relative_to(Path.cwd())) if job.folder.is_relative_to(Path.cwd()) else f"runs/{job.name}"
+    return str(job.run.relative_to(Path.cwd())) if job.run.is_relative_to(Path.cwd()) else f"runs/{job.name}"

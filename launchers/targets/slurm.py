@@ -17,6 +17,11 @@ from meshpar.launchers.agent.local import COMPLETE, NO_RESTART
 from meshpar.launchers.targets.job import RECIPE, Job, Shell, Target, fill
 from meshpar.training.bounds import Bound, Count
 
+_OPTIONS = ("time", "partition", "account", "qos", "constraint", "reservation", "gres", "cpus-per-task")
+_WRITTEN = {
+    *("job-name", "chdir", "output", "open-mode", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "exclusive", "requeue"),
+    *("no-requeue", "no-kill", "signal", "wrap"),
+}
 _EARLY_S = 60  # by which SLURM may send the signal before --signal says
 
 
@@ -35,6 +40,7 @@ class Slurm(Target):
         restarts: how many times the ranks of an elastic job restart within one start of the job.
         rejoin_s: for an elastic job: seconds without an answer after which a node is lost, and then seconds in which others may join.
         meshpar: path of the command on the nodes; empty: this environment's.
+        sbatch: further options of sbatch, ``--mem=0 --exclude=n7``; can be given several times.
         setup: lines of shell that run first, such as ``module load cuda``.
     """
 
@@ -51,10 +57,21 @@ class Slurm(Target):
     restarts: Annotated[int, Bound(ge=0)] = 10
     rejoin_s: Count = 15
     meshpar: str = ""
+    sbatch: tuple[str, ...] = ()
     setup: Shell = Shell("")
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the options together."""
+        for word in self._further():
+            name, _, value = word.removeprefix("--").partition("=")
+            if not re.fullmatch(r"--[a-z][a-z-]*(=.*)?", word):
+                yield f"sbatch: {word!r} is not a long option; write --NAME or --NAME=VALUE, such as --mem=0"
+            elif name in _OPTIONS:
+                yield f"sbatch: --{name} is an option of its own; write -o {name.replace('-', '_')}={value or 'VALUE'}"
+            elif name in _WRITTEN:
+                yield f"sbatch: meshpar writes --{name}, which its batch script depends on; leave it out"
+            elif name == "array" and not value.endswith("%1"):
+                yield f"sbatch: the tasks of --array={value} would train in one folder; write --array={value}%1 to run them in turn"
         limit = _seconds(self.time) if self.time else math.inf
         if limit is None:
             yield f"time={self.time}: expected MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS[:MINUTES[:SECONDS]] or UNLIMITED"
@@ -66,21 +83,20 @@ class Slurm(Target):
 
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the batch script and the files beside it."""
-        names = ("time", "partition", "account", "qos", "constraint", "reservation", "gres")
-        given = {name: getattr(self, name) for name in names if getattr(self, name)}
-        if self.cpus_per_task:
-            given["cpus-per-task"] = self.cpus_per_task
+        options = {name: getattr(self, name.replace("-", "_")) for name in _OPTIONS}
+        given = {name: value for name, value in options.items() if value}
         if job.gpus_per_node and not self.gres:
             given["gpus-per-node"] = job.gpus_per_node
         lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in given.items()]
         lines += [] if self.cpus_per_task else ["#SBATCH --exclusive"]
+        lines += [f"#SBATCH {shlex.quote(word)}" for word in self._further()]
         lines += ["#SBATCH --no-kill  # a lost node does not end the job"] if job.elastic else []
         values = {
             "name": shlex.quote(job.name),
             "command": job.made_by,
-            "mesh": job.mesh,
-            "folder": shlex.quote(str(job.folder)),
-            "output": shlex.quote(str(job.folder / "logs" / "slurm-%j.out")),
+            "shape": job.shape,
+            "run": shlex.quote(str(job.run)),
+            "output": shlex.quote(str(job.run / "logs" / "slurm-%j.out")),
             "cwd": shlex.quote(str(Path.cwd())),
             "nodes": job.nodes,
             "options": "\n".join(lines),
@@ -92,13 +108,16 @@ class Slurm(Target):
             "cpus": f"--cpus-per-task={self.cpus_per_task} " if self.cpus_per_task else "",
             "on_failure": "--kill-on-bad-exit=0 --no-kill" if job.elastic else "--kill-on-bad-exit=1",
             "placement": self._placement(job),
-            "recipe": shlex.quote(str(job.folder / RECIPE)),
+            "work": shlex.join(job.work(str(job.folder / RECIPE))),
             "meshpar": self.meshpar or shlex.quote(str(Path(sys.executable).parent / "meshpar")),
             "no_use": NO_USE,
             "no_restart": NO_RESTART,
             "complete": COMPLETE,
         }
         return {"job.sbatch": fill("job.sbatch", values), **job.files()}
+
+    def _further(self) -> list[str]:
+        return [word for text in self.sbatch for word in shlex.split(text)]
 
     def _placement(self, job: Job) -> str:
         nodes = f"1:{job.nodes} --restarts={self.restarts} --rejoin-s={self.rejoin_s}" if job.elastic else str(job.nodes)

@@ -6,12 +6,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import ClassVar, final
 
 from meshpar.launchers.targets.documents import fill_yaml
 from meshpar.launchers.targets.job import Job, Target, dns_label
 
 _RUN = 'recipe=$(mktemp -d)/recipe.yaml\nprintf %s "$1" > "$recipe"\nexec meshpar run "$recipe"\n'
+
+_SCRIPT = 'exec meshpar run "$@"\n'
 
 
 @final
@@ -25,7 +27,10 @@ class TrainJob(Target):
         runtime: the ClusterTrainingRuntime, which defines the mount of the checkpoints' volume.
         workdir: working directory of the job; empty: the image's.
         cpu, memory: limits of a node; empty: none.
+        patch: a YAML file with further fields of the job file, or with a document of another ``kind``; can be given several times.
     """
+
+    shares_disks: ClassVar[bool] = False
 
     image: str = "meshpar:latest"
     namespace: str = ""
@@ -33,6 +38,7 @@ class TrainJob(Target):
     workdir: str = ""
     cpu: str = ""
     memory: str = ""
+    patch: tuple[str, ...] = ()
 
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the file for ``kubectl apply`` and the files beside it."""
@@ -40,7 +46,7 @@ class TrainJob(Target):
         enter = f"cd {shlex.quote(self.workdir)}\n" if self.workdir else ""
         values = {
             "name": dns_label(job.name),
-            "mesh": job.mesh,
+            "shape": job.shape,
             "command": job.made_by,
             "namespace": self.namespace,
             "runtime": self.runtime,
@@ -48,9 +54,9 @@ class TrainJob(Target):
             "nodes": job.nodes,
             "ranks": job.ranks_per_node,
             "limits": {key: value for key, value in limits.items() if value},
-            "words": [f"{enter}{_RUN}", "meshpar", job.recipe],
+            "work": [f"{enter}{_RUN if job.recipe else _SCRIPT}", "meshpar", *job.work(job.recipe)],
         }
-        return {"job.yaml": fill_yaml("trainjob.yaml", values), **job.files()}
+        return {"job.yaml": fill_yaml("trainjob.yaml", values, self.patch), **job.files()}
 
     def submit(self, path: Path) -> Sequence[str]:
         """Return the kubectl command that submits the job."""
