@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import PContext
 
 from meshpar import LaunchError
-from meshpar.launchers.agent import starts
+from meshpar.launchers.agent import starts, waiting
 from meshpar.launchers.agent.check_in import checked_in
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.agent.local import Placement, _patient
@@ -253,6 +255,56 @@ def test_the_command_ends_where_a_node_does_not_come() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
     assert done.returncode == 1
     assert f"nodes that did not come to {head} within 1 s: 1; there came 0 (" in done.stderr
+
+
+def test_a_wait_says_for_whom_and_ends_at_control_c(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(waiting, "EVERY_S", 0.0)
+    head, ends = f"127.0.0.1:{free_port()}", threading.Event()
+
+    def interrupt(_: float) -> None:
+        ends.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(waiting.time, "sleep", interrupt)
+    for node, whom in ((0, f"nodes 1, 2 to come to {head}"), (1, f"node 0 at {head} (")):
+        ends.clear()
+        with pytest.raises(KeyboardInterrupt), checked_in(head, node, 3, "", 900.0):
+            pass
+        told = capfd.readouterr().err
+        assert ends.is_set() and f"meshpar: waiting for {whom}" in told and " of 900 s\n" in told
+
+
+def test_options_that_start_ranks_are_refused_in_a_rank(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("")
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for command in (["run", "--nproc", "2", "job.py"], ["doctor", "--nproc", "2"]):
+        done = subprocess.run([*RUN[:-1], *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert "--nproc: this is already one of 8 ranks that torchrun or srun started" in done.stderr
+
+
+def test_a_rank_that_ignores_sigterm_does_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: open('asked', 'w').close())\n"
+        "open('pid.new', 'w').write(str(os.getpid())); os.rename('pid.new', 'pid')\n"
+        "while True: time.sleep(60)\n"
+    )
+    environment = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
+    process = subprocess.Popen([*RUN, "--nproc", "1", "job.py"], cwd=tmp_path, env=environment)
+
+    def until(true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 90
+        while not true():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    until((tmp_path / "pid").exists)
+    rank = Path("/proc") / (tmp_path / "pid").read_text()
+    process.kill()
+    process.wait()
+    until(lambda: not rank.exists())
+    assert (tmp_path / "asked").exists(), "it had its time to save"
 
 
 def test_nodes_without_an_id_agree_on_one(tmp_path: Path) -> None:

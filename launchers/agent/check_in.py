@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from meshpar.errors import LaunchError
 from meshpar.launchers.agent.rank_logs import start_id
+from meshpar.launchers.agent.waiting import Waiting, unreached
 
 _TOLD_S = 10.0  # in which node 0's word reaches the others
 
@@ -27,6 +28,10 @@ def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float
         LaunchError: nodes did not connect within ``wait_s`` seconds, or two nodes have the same number; the message names them.
     """
     host, _, port = head.rpartition(":")
+    if node_rank and (why := unreached(host, int(port), wait_s, "node 0")):
+        raise LaunchError(
+            f"node 0 does not answer at {head} within {wait_s:.0f} s; check that node 0 runs, its host name and its port ({why})"
+        )
     try:
         store = dist.TCPStore(
             host, int(port), is_master=node_rank == 0, timeout=timedelta(seconds=wait_s), wait_for_workers=False, multi_tenant=True
@@ -44,8 +49,8 @@ def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float
     space.set(f"host/{node_rank}", socket.gethostname())
     if node_rank == 0:
         space.set("id", run_id or start_id())
-        space.set("missing", ",".join(map(str, _missing(space, nodes, wait_s))))
-    missing = _told(space, wait_s)
+        space.set("missing", ",".join(map(str, _missing(space, nodes, wait_s, head))))
+    missing = _told(space, nodes, wait_s, head)
     if missing:
         came = ", ".join(f"{node} ({space.get(f'host/{node}').decode()})" for node in range(nodes) if str(node) not in missing)
         _let_read(space, node_rank, [node for node in range(nodes) if str(node) not in missing])
@@ -53,13 +58,15 @@ def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float
     yield space.get("id").decode()
 
 
-def _missing(store: dist.Store, nodes: int, wait_s: float) -> list[int]:
-    deadline = time.monotonic() + wait_s
-    while True:
-        missing = [node for node in range(nodes) if not store.check([f"host/{node}"])]
-        if not missing or time.monotonic() > deadline:
-            return missing
-        time.sleep(0.05)
+def _absent(store: dist.Store, nodes: int) -> list[int]:
+    return [node for node in range(nodes) if not store.check([f"host/{node}"])]
+
+
+def _missing(store: dist.Store, nodes: int, wait_s: float, head: str) -> list[int]:
+    waiting = Waiting(wait_s)
+    while (missing := _absent(store, nodes)) and waiting.more(f"nodes {', '.join(map(str, missing))} to come to {head}"):
+        pass
+    return missing
 
 
 def _let_read(store: dist.Store, node_rank: int, came: list[int]) -> None:
@@ -70,10 +77,9 @@ def _let_read(store: dist.Store, node_rank: int, came: list[int]) -> None:
         time.sleep(0.05)
 
 
-def _told(store: dist.Store, wait_s: float) -> list[str]:
-    deadline = time.monotonic() + wait_s + _TOLD_S
+def _told(store: dist.Store, nodes: int, wait_s: float, head: str) -> list[str]:
+    waiting = Waiting(wait_s + _TOLD_S)
     while not store.check(["missing"]):
-        if time.monotonic() > deadline:
+        if not waiting.more(f"nodes {', '.join(map(str, _absent(store, nodes))) or '0'} to come to {head}"):
             raise LaunchError(f"node 0 connected and then did not answer for {wait_s:.0f} s; see its log")
-        time.sleep(0.05)
     return list(filter(None, store.get("missing").decode().split(",")))

@@ -12,7 +12,7 @@ from meshpar import runtime
 from meshpar.errors import LaunchError
 from meshpar.launchers.agent import slurm
 from meshpar.launchers.agent.local import launch
-from meshpar.launchers.commands.run import placed, said
+from meshpar.launchers.commands.run import placed, refuse_placement, said
 from meshpar.launchers.jobs.worker import run_code
 
 _RANK = "meshpar.launchers.doctor.rank"
@@ -38,6 +38,7 @@ def run_doctor(mesh: str, placement: Mapping[str, object], *, folder: Path | Non
     if "nodes" not in given:
         slurm.adopt()
         if runtime.launched():
+            refuse_placement(placement)
             return run_code("module", _RANK, arguments)
     with tempfile.TemporaryDirectory(prefix="meshpar-doctor-") as logs:
         # What rank 0 prints is the report; the exit code of findings is no failure of a rank.

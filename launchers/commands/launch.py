@@ -36,6 +36,7 @@ def run(
     head: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, to which all nodes connect.")] = None,
     restarts: Annotated[int | None, typer.Option(help="How many times to restart failed ranks.", min=0)] = None,
     rejoin_s: Annotated[int | None, typer.Option(help="With MIN:MAX: seconds without an answer after which a node is lost.", min=1)] = None,
+    wait: Annotated[int | None, typer.Option(help="Seconds within which all nodes must connect; default: 900.", min=1)] = None,
     run_id: Annotated[str | None, typer.Option(help="Id of this start: equal on all nodes, different for each start.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Folder of logs, one file per rank; default: runs/NAME/logs.")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT_OR_RECIPE is a module's name.")] = False,
@@ -57,6 +58,7 @@ def run(
         "head": head,
         "restarts": restarts,
         "rejoin_s": rejoin_s,
+        "meeting_s": wait,
         "run_id": run_id,
     }
     try:

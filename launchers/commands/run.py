@@ -45,7 +45,7 @@ def run(what: str, arguments: Sequence[str], placement: Mapping[str, object], *,
     Args:
         what: a file ending in ``.py``, a module's name, or a recipe.
         arguments: of the script; overrides of the recipe.
-        placement: the given options of ``nproc``, ``nodes``, ``node_rank``, ``head``, ``restarts`` and ``run_id``. Kubeflow's variables
+        placement: the given options of a :class:`Placement`. Kubeflow's variables
             (``PET_*``) set the others.
         module: whether ``what`` is a module's name.
         logs: the folder of logs; None: ``logs`` in the recipe's output folder, or ``runs/<script>/logs``.
@@ -60,6 +60,7 @@ def run(what: str, arguments: Sequence[str], placement: Mapping[str, object], *,
     if "nodes" not in given:
         slurm.adopt()
         if runtime.launched():
+            refuse_placement(placement)
             return _as_rank(kind, what, arguments)
     if kind == "recipe":
         recipe = load_recipe(what, arguments)
@@ -75,6 +76,16 @@ def run(what: str, arguments: Sequence[str], placement: Mapping[str, object], *,
 def said(placement: Mapping[str, object]) -> Given:
     """Return what was said of a placement."""
     return cast("Given", {name: value for name, value in placement.items() if value is not None})
+
+
+def refuse_placement(placement: Mapping[str, object]) -> None:
+    """Raise LaunchError if options that start ranks are given to a process that is a rank already."""
+    names = ", ".join("--" + {"meeting_s": "wait"}.get(name, name).replace("_", "-") for name in said(placement))
+    if names:
+        raise LaunchError(
+            f"{names}: this is already one of {runtime.world_size()} ranks that torchrun or srun started; leave the option out, or, "
+            "to start ranks from one process on each node, also pass --nodes, --node-rank and --head"
+        )
 
 
 def from_kubeflow(environment: Mapping[str, str]) -> Given:

@@ -10,7 +10,8 @@ from typing import Any, final
 import torch.distributed as dist
 
 from meshpar import runtime
-from meshpar.errors import PreflightError
+from meshpar.errors import LaunchError
+from meshpar.launchers.agent.waiting import Waiting, unreached
 
 _READ_S = 2.0
 _TOLD_S = 10.0  # in which rank 0's word reaches the others
@@ -28,16 +29,18 @@ class Meeting:
             name: purpose of the exchange; keys of different names are separate.
 
         Raises:
-            PreflightError: rank 0 does not answer.
+            LaunchError: rank 0 does not answer.
         """
         self.rank, self.world = runtime.rank(), runtime.world_size()
         self._wait_s = wait_s
+        place = runtime.settings("MASTER_")
+        if self.rank and {"MASTER_ADDR", "MASTER_PORT"} <= place.keys():  # in Python, so that Ctrl-C ends the wait
+            unreached(place["MASTER_ADDR"], int(place["MASTER_PORT"]), wait_s, "rank 0")
         try:
             self._store = runtime.meeting_store(name, timeout_s=wait_s)
         except dist.DistError as error:
-            where = runtime.settings("MASTER_")
-            raise PreflightError(
-                f"rank 0 does not answer at {where.get('MASTER_ADDR')}:{where.get('MASTER_PORT')} within {wait_s:.0f} s; check that its "
+            raise LaunchError(
+                f"rank 0 does not answer at {place.get('MASTER_ADDR')}:{place.get('MASTER_PORT')} within {wait_s:.0f} s; check that its "
                 f"node runs, that its name resolves to the same address here, and that the port is open ({_first_line(error)})"
             ) from error
 
@@ -45,7 +48,7 @@ class Meeting:
         """Return every rank's value, in the order of ranks.
 
         Raises:
-            PreflightError: on every rank that connected; the message names the ranks that did not.
+            LaunchError: on every rank that connected; the message names the ranks that did not.
         """
         self._store.set(f"{name}/{self.rank}", json.dumps(value))
         if self.rank == 0:
@@ -55,7 +58,7 @@ class Meeting:
         told = self._told(name)
         if told["missing"]:
             self._let_read(name, set(range(self.world)) - set(told["missing"]))
-            raise PreflightError(missing_text(told["missing"], told["found"], self._wait_s))
+            raise LaunchError(missing_text(told["missing"], told["found"], self._wait_s))
         return list(told["found"])
 
     def part(self) -> None:
@@ -71,25 +74,22 @@ class Meeting:
 
     def _collect(self, name: str) -> dict[int, Any]:
         found: dict[int, Any] = {}
-        deadline = time.monotonic() + self._wait_s
-        while len(found) < self.world and time.monotonic() < deadline:
+        waiting = Waiting(self._wait_s)
+        while True:
             for rank in set(range(self.world)) - set(found):
                 if self._store.check([f"{name}/{rank}"]):
                     found[rank] = json.loads(self._store.get(f"{name}/{rank}"))
-            time.sleep(0.01)
-        return found
+            missing = [str(rank) for rank in range(self.world) if rank not in found]
+            if not missing or not waiting.more(f"ranks {', '.join(missing)}"):
+                return found
 
     def _told(self, name: str) -> dict[str, Any]:
-        deadline = time.monotonic() + self._wait_s + _TOLD_S
-        while True:
-            try:
-                told: dict[str, Any] = json.loads(self._store.get(f"{name}/all"))
-                return told
-            except dist.DistError as error:
-                if time.monotonic() > deadline:
-                    raise PreflightError(
-                        f"rank 0 connected and then did not answer for {self._wait_s:.0f} s; see its log ({_first_line(error)})"
-                    ) from error
+        waiting = Waiting(self._wait_s + _TOLD_S)
+        while not self._store.check([f"{name}/all"]):
+            if not waiting.more("rank 0's list of all ranks"):
+                raise LaunchError(f"rank 0 connected and then did not answer for {self._wait_s:.0f} s; see its log")
+        told: dict[str, Any] = json.loads(self._store.get(f"{name}/all"))
+        return told
 
 
 def missing_text(missing: Sequence[int], found: Sequence[Mapping[str, Any] | None], wait_s: float) -> str:

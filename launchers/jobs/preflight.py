@@ -11,9 +11,10 @@ import torch
 
 from meshpar import runtime
 from meshpar.errors import PreflightError
+from meshpar.launchers.agent.local import MEETING_S
 from meshpar.launchers.doctor.examine import Folder, Report
 from meshpar.launchers.doctor.meeting import Meeting
-from meshpar.launchers.doctor.rank import WAIT_S, examined, measured, mesh_of
+from meshpar.launchers.doctor.rank import examined, measured, mesh_of
 from meshpar.launchers.doctor.report import findings_text, rate_text
 from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe
@@ -30,6 +31,7 @@ def opened(recipe: Recipe, data: build.Data, kind: str) -> Iterator[torch.device
 
     Raises:
         PreflightError: the findings, the same on every rank.
+        LaunchError: ranks did not connect within the time in which nodes must; another start may succeed.
     """
     timeout_s = patience_s(recipe)
     if recipe.preflight == "off" or not runtime.launched() or runtime.world_size() == 1:
@@ -37,7 +39,7 @@ def opened(recipe: Recipe, data: build.Data, kind: str) -> Iterator[torch.device
             yield device
         return
     spec = mesh_of(recipe.mesh)
-    meeting = Meeting(WAIT_S, "preflight")  # held to the end: its store may be rank 0's own
+    meeting = Meeting(MEETING_S, "preflight")  # held to the end: its store may be rank 0's own
     report = examined(meeting, spec, runtime.device(kind), _folder(recipe, data))
     _tell(recipe, report)
     with runtime.distributed(kind, timeout_s=timeout_s) as device:

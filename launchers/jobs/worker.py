@@ -6,8 +6,11 @@ import builtins
 import ctypes
 import os
 import runpy
+import select
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,9 +88,18 @@ def run_code(kind: str, what: str, arguments: Sequence[str]) -> int:
 
 
 def _end_with_launcher() -> None:
-    """Make the kernel send SIGTERM (checkpoint and stop) to this rank when the launcher is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
+    """Make the kernel send SIGTERM (checkpoint and stop) to this rank when the launcher is killed; a rank that does not end is killed."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
+    launcher, limit_s = os.pidfd_open(os.getppid()), float(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+
+    def follow() -> None:
+        select.select([launcher], [], [])
+        time.sleep(limit_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="meshpar-launcher", daemon=True).start()
 
 
 if __name__ == "__main__":
