@@ -17,17 +17,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshpar import MeshSpec, PreflightError
+from meshpar import LaunchError, MeshSpec
 from meshpar.forecasting.hardware import Hardware
+from meshpar.launchers.agent.failures import exit_code
+from meshpar.launchers.doctor import examine as examine_module
 from meshpar.launchers.doctor import measure as measure_module
 from meshpar.launchers.doctor import meeting as meeting_module
 from meshpar.launchers.doctor.checks import all_findings
 from meshpar.launchers.doctor.examine import Folder, Report, _folder_findings, _leave_token, _looked
 from meshpar.launchers.doctor.facts import collect
-from meshpar.launchers.doctor.measure import AxisSpeed, _rounds
+from meshpar.launchers.doctor.measure import AxisSpeed, PairSpeed, _rounds
 from meshpar.launchers.doctor.meeting import Meeting
 from meshpar.launchers.doctor.placement import placement_findings, price_of_sharding, spans
-from meshpar.launchers.doctor.rank import _speed_findings
+from meshpar.launchers.doctor.rank import _link_findings, _speed_findings
 from tests.hosts import Hosts, Unavailable
 
 MESHPAR = [sys.executable, "-m", "meshpar.launchers"]
@@ -42,7 +44,7 @@ def healthy(ranks: int = 4, hosts: int = 2) -> list[dict[str, Any]]:
             "rank": rank, "local_rank": rank % (ranks // hosts), "ranks_per_node": ranks // hosts, "host": f"n{host + 1}", "pid": 100 + rank,
             "device": {"name": f"cuda:{rank % (ranks // hosts)}", "kind": "H100", "id": f"GPU-{rank}", "memory": 85e9},
             "versions": {"python": "3.11", "torch": "2.13", "meshpar": "0.1", "nccl": "2.27", "driver": "580"},
-            "settings": {"NCCL_SOCKET_IFNAME": "eth"},
+            "settings": {"NCCL_SOCKET_IFNAME": "eth"}, "visible": {"CUDA_VISIBLE_DEVICES": str(rank % (ranks // hosts))},
             "interfaces": {
                 "lo": {"up": True, "loopback": True, "address": "127.0.0.1"},
                 "eth0": {"up": True, "loopback": False, "address": f"10.0.0.{host}"},
@@ -93,6 +95,9 @@ SLOW = [{"port": "mlx5_0/1", "state": "4: ACTIVE", "rate": "100 Gb/sec"}]
         (on_second_host("device", H200), "devices differ", "H200 on ranks 2, 3 (n2)", "one kind"),
         (lambda facts: facts[1]["device"].update(id="GPU-0"), "2 ranks share one device of n1", "ranks 0, 1 (n1)", "--nproc"),
         (setting("NCCL_DEBUG", "INFO", slice(2, 4)), "NCCL_DEBUG differs", "unset on ranks 0, 1 (n1); INFO on ranks 2, 3 (n2)", "set the same value"),
+        (setting("UCX_TLS", "tcp", slice(2, 4)), "UCX_TLS differs", "unset on ranks 0, 1 (n1); tcp on ranks 2, 3 (n2)", "set the same value"),
+        (on_second_host("visible", {"CUDA_VISIBLE_DEVICES": "7"}), "CUDA_VISIBLE_DEVICES differs between hosts", "n1: 0; 1, n2: 7; 7", "the same devices"),
+        (on_second_host("open_files", 256), "the limit of open files is low", "n2: 256", "ulimit -n"),
         (setting("GLOO_SOCKET_IFNAME", "ib9"), "GLOO_SOCKET_IFNAME=ib9 names no interface", "n1, which has eth0, lo", "set it to one of these"),
         (setting("NCCL_SOCKET_IFNAME", "lo"), "is the loopback interface", "n1", "set it to one that does: eth0"),
         (setting("NCCL_SOCKET_IFNAME", "^eth"), "is the loopback interface", "n1", "eth0"),
@@ -179,6 +184,47 @@ def test_an_axis_inside_a_host_that_is_slower_than_the_network_is_found(inside: 
     assert [each.what for each in findings] == ["axis dp_shard, inside hosts, reaches 1 GB/s; one between hosts reaches 2.1 GB/s"] * found
 
 
+@pytest.mark.parametrize(
+    ("forth", "back", "where"),
+    [
+        ((1e9, 1e9), (1e9, 2e9), None),
+        ((1e9, 1e9), (9e7, 9e7), "n2 to n1: 0.09 GB/s"),
+        ((2.5e6, 2.5e6), (2.5e6, 2.5e6), "n1 to n2: 0.0025 GB/s; n2 to n1: 0.0025 GB/s"),
+        ((1e9, 1e9), (1e9, 1e6), None),  # one of two measurements of a link was held up
+    ],
+)
+def test_a_slow_link_is_found_in_either_direction(forth: tuple[float, ...], back: tuple[float, ...], where: str | None) -> None:
+    pairs = [PairSpeed(axis="dp_replicate", first=n, second=n + 2, rate=rate) for n, rate in enumerate(forth)]
+    pairs += [PairSpeed(axis="dp_replicate", first=n + 2, second=n, rate=rate) for n, rate in enumerate(back)]
+    pairs += [PairSpeed(axis="dp_shard", first=0, second=1, rate=5e10)]  # inside a host
+    findings = list(_link_findings(Report(facts=tuple(healthy()), findings=(), pairs=tuple(pairs))))
+    assert [each.where for each in findings] == ([] if where is None else [where])
+
+
+def test_a_slow_file_system_is_no_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock, met = [1000.0], []
+
+    def leave(path: Path) -> dict[str, str]:
+        clock[0] += 60.0
+        return {"name": "x"}
+
+    class Alone:
+        rank = 0
+
+        def gather(self, name: str, value: Any) -> list[Any]:
+            met.append(value)
+            return [value]
+
+        def part(self) -> None: ...
+
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(examine_module, "_leave_token", leave)
+    monkeypatch.setattr(examine_module.time, "time", lambda: clock[0])
+    examine_module.examine(Alone(), torch.device("cpu"), Folder(path=tmp_path))  # type: ignore[arg-type]
+    assert met[1]["time"] == 1000.0
+
+
 def test_a_checkpoint_folder_that_is_not_shared_or_not_writable_or_full_is_found(tmp_path: Path) -> None:
     token = _leave_token(tmp_path / "here")
     good = _looked(tmp_path / "here", token)
@@ -205,8 +251,9 @@ def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.Mo
     for rank in (1, 2):
         server.set(f"facts/{rank}", json.dumps(facts[rank]))
     began = time.monotonic()
-    with pytest.raises(PreflightError, match=r"did not connect within 1 s: 3 \(on n2\)"):
+    with pytest.raises(LaunchError, match=r"did not connect within 1 s: 3 \(on n2\)") as raised:
         Meeting(1.0).gather("facts", facts[0])
+    assert exit_code(raised.value) == 1, "another start may succeed"
     assert time.monotonic() - began < 20
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from meshpar.launchers.doctor.facts import INTERFACES
+from meshpar.launchers.doctor.facts import INTERFACES, VISIBLE
 
 Facts = Mapping[str, Any]
 Found = Sequence[Facts]
@@ -15,6 +15,7 @@ GIB = 2**30
 CLOCK_S = 2.0
 SHM = 1 * GIB
 OPEN_FILES = 4096
+FEW_FILES = 1024  # with few ranks
 
 
 @final
@@ -41,7 +42,7 @@ class Finding:
 def all_findings(found: Found) -> list[Finding]:
     """Return the findings on the machines; ``found`` has each rank's facts, in the order of ranks."""
     checks: tuple[Callable[[Found], Iterator[Finding]], ...] = (
-        _versions, _devices, _settings, _interfaces, _names, _infiniband, _clocks, _limits, _shm,
+        _versions, _devices, _settings, _visible, _interfaces, _names, _infiniband, _clocks, _limits, _shm,
     )  # fmt: skip
     return [finding for check in checks for finding in check(found)]
 
@@ -112,6 +113,18 @@ def _settings(found: Found) -> Iterator[Finding]:
         where = _differ(found, _of("settings", name, "unset"))
         if where:
             yield Finding(what=f"{name} differs between ranks", where=where, do="set the same value on every node, or unset it on all")
+
+
+def _visible(found: Found) -> Iterator[Finding]:
+    hosts = _groups(found, lambda each: each["host"])
+    for name in VISIBLE:
+        values = {host: "; ".join(each["visible"].get(name, "unset") for each in members) for host, members in hosts.items()}
+        if len(set(values.values())) > 1:
+            yield Finding(
+                what=f"{name} differs between hosts",
+                where=", ".join(f"{host}: {value}" for host, value in list(values.items())[:8]),
+                do="let every host show the same devices to its ranks",
+            )
 
 
 def _interfaces(found: Found) -> Iterator[Finding]:
@@ -203,7 +216,7 @@ def _limits(found: Found) -> Iterator[Finding]:
             where="; ".join(f"{each['host']}: {each['locked_memory'] / GIB:.2f} GiB" for each in low),
             do="set it unlimited: ulimit -l unlimited (limits.conf, or LimitMEMLOCK of slurmd's unit)",
         )
-    few = [each for each in _one_a_host(found) if 0 < each["open_files"] < OPEN_FILES and len(found) > 16]
+    few = [each for each in _one_a_host(found) if 0 < each["open_files"] < (OPEN_FILES if len(found) > 16 else FEW_FILES)]
     if few:
         yield Finding(
             what="the limit of open files is low; each peer uses some",

@@ -56,15 +56,16 @@ def examine(meeting: Meeting, device: torch.device, folder: Folder | None) -> Re
     """Examine all machines without a collective, so that every wait is bounded. Every rank calls it.
 
     Raises:
-        PreflightError: ranks did not connect.
+        LaunchError: ranks did not connect.
     """
     facts = meeting.gather("facts", collect(device))
+    now = time.time()  # all ranks have just read the same answer; a slow file system below would look like a clock
     firsts = {each["host"]: each["rank"] for each in reversed(facts)}
     speaks = meeting.rank in firsts.values()
     token = None if folder is None or meeting.rank else _leave_token(folder.path)
     with ExitStack() as stack:
         place = _listen(stack) if speaks else None
-        met = meeting.gather("met", {"time": time.time(), "listens": place, "token": token})
+        met = meeting.gather("met", {"time": now, "listens": place, "token": token})
         for each, other in zip(facts, met):
             each["clock"] = other["time"]
         own = {

@@ -19,7 +19,9 @@ import torch
 import meshpar
 from meshpar import runtime
 
-SETTINGS = ("NCCL_", "GLOO_", "TORCH_")
+SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "FI_", "UCX_", "OMP_")
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Settings that may differ between the ranks of a host, and must be alike between hosts."""
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 _ADDRESS, _FLAGS = 0x8915, 0x8913  # SIOCGIFADDR, SIOCGIFFLAGS: linux/sockios.h
@@ -38,6 +40,7 @@ def collect(device: torch.device) -> dict[str, Any]:
         "device": _device(device),
         "versions": _versions(device),
         "settings": runtime.settings(*SETTINGS),
+        "visible": runtime.settings(*VISIBLE),
         "interfaces": dict(_interfaces()),
         "address": _resolved(host),
         "infiniband": list(_infiniband()),

@@ -1,7 +1,8 @@
-"""Measure collectives on each axis of a mesh, and the slowest pair of ranks."""
+"""Measure collectives on each axis of a mesh, and pairs of ranks in both directions."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class PairSpeed:
 
 
 def measure(mesh: DeviceMesh, device: torch.device) -> tuple[list[AxisSpeed], list[PairSpeed]]:
-    """Measure all-reduce, all-gather and the slowest pair of neighbours on each axis of size > 1.
+    """Measure all-reduce, all-gather and all pairs of neighbours on each axis of size > 1; the slowest pair of an axis comes first.
 
     Collective: every rank of the mesh calls it.
     """
@@ -60,7 +61,7 @@ def measure(mesh: DeviceMesh, device: torch.device) -> tuple[list[AxisSpeed], li
         if size == 1:
             continue
         speeds += [_collective(axis, operation, group, size, device) for operation in ("all_reduce", "all_gather")]
-        pairs.append(_slowest_pair(axis, group, size, device))
+        pairs += _pairs(axis, group, size, device)
     return speeds, pairs
 
 
@@ -108,31 +109,32 @@ def _slowest(seconds: float, device: torch.device) -> float:
     return float(value)
 
 
-def _slowest_pair(axis: str, group: dist.ProcessGroup, size: int, device: torch.device) -> PairSpeed:
-    """Time pairs of neighbours: even pairs, odd pairs, then the ring's end, so that a rank is in one pair at a time."""
+def _pairs(axis: str, group: dist.ProcessGroup, size: int, device: torch.device) -> list[PairSpeed]:
+    """Time neighbours in both directions: even pairs, odd pairs, then the ring's end, so that a rank is in one pair at a time."""
     ranks = dist.get_process_group_ranks(group)
     mine = ranks.index(dist.get_rank())
     data = torch.zeros((1 << 20) // 4, device=device)
-    slowest = (float("inf"), -1, -1)
+    rates: dict[tuple[int, int], float] = {}
     for pairs in _rounds(size):
         here = next((pair for pair in pairs if mine in pair), None)
-        for timed in (False, True):
+        for timed, back in itertools.product((False, True, True), (False, True)):
             dist.barrier()
             if here is None:
                 continue
+            first, second = here[::-1] if back else here
             start = time.perf_counter()
-            if mine == here[0]:
-                dist.send(data, ranks[here[1]], group=group)
+            if mine == first:
+                dist.send(data, ranks[second], group=group)
             else:
-                dist.recv(data, ranks[here[0]], group=group)
+                dist.recv(data, ranks[first], group=group)
             _wait(device)
-            rate = data.numel() * 4 / (time.perf_counter() - start)
-            if timed and mine == here[1] and rate < slowest[0]:
-                slowest = (rate, ranks[here[0]], ranks[here[1]])
-    found: list[tuple[float, int, int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, slowest)
-    rate, first, second = min(each for each in found if each is not None)
-    return PairSpeed(axis=axis, first=first, second=second, rate=rate)
+            if timed and mine == second:
+                rate = data.numel() * 4 / (time.perf_counter() - start)
+                rates[first, second] = max(rate, rates.get((first, second), 0.0))
+    own = [(rate, ranks[first], ranks[second]) for (first, second), rate in rates.items()]
+    found: list[list[tuple[float, int, int]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, own)
+    return [PairSpeed(axis=axis, first=first, second=second, rate=rate) for rate, first, second in sorted(itertools.chain(*found))]
 
 
 def _rounds(size: int) -> list[list[tuple[int, int]]]:

@@ -27,6 +27,12 @@ WAIT_S = 60.0
 MEASURE_S = 60.0
 """Seconds without progress after which the measurement ends with the names of the ranks that did not arrive."""
 
+SLOW_LINK = 10.0
+"""A pair of ranks on two hosts that is slower than the fastest such pair by this factor is a finding."""
+
+LEAST_RATE = 12.5e6
+"""Bytes a second (100 Mbit/s) between two hosts below which no network is as intended."""
+
 UNEVEN = 2.0
 """An axis between hosts that is faster than one inside hosts by this factor is a finding."""
 
@@ -71,7 +77,7 @@ def look(spec: MeshSpec, kind: str, folder: Folder | None, *, wait_s: float = WA
         profile: also measure a hardware profile.
 
     Raises:
-        PreflightError: ranks did not connect.
+        LaunchError: ranks did not connect.
     """
     device = runtime.device(kind)
     meeting = Meeting(wait_s)
@@ -89,7 +95,7 @@ def examined(meeting: Meeting, spec: MeshSpec, device: torch.device, folder: Fol
     The meeting's store may be rank 0's own: keep ``meeting`` until the process group is closed.
 
     Raises:
-        PreflightError: ranks did not connect.
+        LaunchError: ranks did not connect.
     """
     report = examine(meeting, device, folder)
     hosts = [each["host"] for each in report.facts]
@@ -103,7 +109,25 @@ def measured(report: Report, spec: MeshSpec, device: torch.device) -> Report:
     with watched(MEASURE_S, lambda: 0):
         speeds, pairs = measure(spec.build(device.type), device)
     report = replace(report, speeds=tuple(speeds), pairs=tuple(pairs))
-    return replace(report, findings=(*report.findings, *_speed_findings(report, spec)))
+    return replace(report, findings=(*report.findings, *_speed_findings(report, spec), *_link_findings(report)))
+
+
+def _link_findings(report: Report) -> Iterator[Finding]:
+    """Yield a finding for the links between hosts that are far slower than others, or than any network."""
+    hosts = [each["host"] for each in report.facts]
+    best: dict[tuple[str, str], float] = {}
+    for pair in report.pairs:
+        link = hosts[pair.first], hosts[pair.second]
+        best[link] = max(pair.rate, best.get(link, 0.0))
+    links = sorted((rate, *link) for link, rate in best.items() if link[0] != link[1])
+    fastest = max((rate for rate, *_ in links), default=0.0)
+    slow = [each for each in links if each[0] < max(LEAST_RATE, fastest / SLOW_LINK)]
+    if slow:
+        yield Finding(
+            what=f"links between hosts are slow: the slowest reaches {rate_text(slow[0][0])}, the fastest of all {rate_text(fastest)}",
+            where="; ".join(f"{first} to {second}: {rate_text(rate)}" for rate, first, second in slow[:8]),
+            do="check cable, port and speed of the link (ethtool), and which interface the collectives use (NCCL_SOCKET_IFNAME)",
+        )
 
 
 def _speed_findings(report: Report, spec: MeshSpec) -> Iterator[Finding]:
