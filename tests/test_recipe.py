@@ -299,10 +299,10 @@ def test_the_vocabulary_comes_from_the_data_unless_a_shape_has_its_own(tmp_path:
 
 def test_a_model_too_small_for_its_data_is_refused_before_anything_runs() -> None:
     assert build.check_job(read(SMALL, "model.vocab_size=200"), 2) == [
-        "the data has 257 different tokens and the model a vocab_size of 200; raise the model's"
+        "small.yaml:3: model: the data has 257 different tokens and the model a vocab_size of 200; raise the model's"
     ]
     assert build.check_job(read(SMALL, "data.sequence_length=4096"), 2) == [
-        "data.sequence_length is 4096 and the model has 2048 positions; shorten it, or give the model more"
+        "small.yaml:3: model: data.sequence_length is 4096 and the model has 2048 positions; shorten it, or give the model more"
     ]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,9 +151,10 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
     try:
         vocab_size = vocab_size_of(recipe)
     except RecipeError as error:
-        problems.append(f"data: {error}")
-        vocab_size = 0
+        problems.append(f"{recipe.where('data.paths' if recipe.data.source == 'tokens' else 'data.tokenizer')}: {error}")
+        vocab_size = 1  # which fits every model
     problems += data_problems(recipe)
+    problems += _unwritable(recipe)
     problems += _unmeasured(recipe)
     try:
         model = build_model(recipe, vocab_size)
@@ -163,11 +166,23 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
     except PlanError as error:
         problems += error.problems
     except (RecipeError, LayoutError) as error:
-        problems.append(str(error))
+        problems.append(f"{recipe.where('model')}: {error}")
     if recipe.training.objective not in registry.names(OBJECTIVES):
         known = ", ".join(registry.names(OBJECTIVES))
         problems.append(f"training.objective: no objective {recipe.training.objective!r} is installed; there are: {known}")
     return problems
+
+
+def _unwritable(recipe: Recipe) -> Iterator[str]:
+    """Yield the folders that a run writes to and cannot."""
+    for field, text in (("output", recipe.output), ("data.cache", recipe.data.cache)):
+        there = Path(text).expanduser().absolute()
+        while not there.exists():
+            there = there.parent
+        if not there.is_dir():
+            yield f"{recipe.where(field)}: {there} is a file; expected a folder, or a path where one can be made"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            yield f"{recipe.where(field)}: {there} is not writable; correct its mode, or choose another folder"
 
 
 def _unmeasured(recipe: Recipe) -> Iterator[str]:

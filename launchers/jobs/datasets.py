@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
@@ -20,6 +22,8 @@ from meshpar.training.records import RecordSource
 from meshpar.training.text import STDLIB, TextSource
 from meshpar.training.tokenizer import TextTokenizer, load_tokenizer
 from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens
+
+_LOOKED_AT, _LINES_READ = 1 << 20, 100
 
 
 @final
@@ -129,13 +133,18 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile, par: Parallelized) ->
 
 
 def data_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield the problems of the data's files, before anything is prepared."""
-    if recipe.data.source in ("files", "jsonl"):
+    """Yield the problems of the data's files, before anything is prepared; of lines of JSON and of tokens, the beginning is read."""
+    source = recipe.data.source
+    if source != "stdlib":
         for path in (*recipe.data.paths, *recipe.data.validation_paths):
             try:
-                _source(recipe, (path,)).files()
+                if source == "tokens":
+                    file = TokenFile.open(Path(path).expanduser())
+                    file.check_ids(file.ids()[:_LOOKED_AT])
+                elif _source(recipe, (path,)).files() and source == "jsonl":
+                    deque(islice(_source(recipe, (path,)).documents(), _LINES_READ), maxlen=0)
             except RecipeError as error:
-                yield f"data: {error}"
+                yield f"{recipe.where('data.paths')}: {error}"
 
 
 def _source(recipe: Recipe, inputs: tuple[str, ...]) -> TextSource | RecordSource:

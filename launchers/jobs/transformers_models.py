@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -10,7 +11,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from meshpar.errors import RecipeError
+from meshpar.errors import RecipeError, brief
+from meshpar.patterns import nearest
 
 _HEADS = {
     "causal_lm": "AutoModelForCausalLM",
@@ -57,21 +59,35 @@ def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFa
     if isinstance(source, Mapping):
         values = {**_ids(head, facts), **source}
         kind = values.pop("model_type")
-        try:
+        with _refused("config"):
             config = transformers.AutoConfig.for_model(kind, **values)
-        except ValueError as error:
-            raise RecipeError(f"model.config: {str(error).splitlines()[0]}") from error
+            known = transformers.AutoConfig.for_model(kind)
+        unknown = [name for name in source if not name.startswith("_") and not hasattr(known, name)]
+        if unknown:
+            near = {name: ", ".join(nearest(name, known.to_dict())) or "none" for name in unknown}
+            told = "; ".join(f"{name} (nearest: {text})" for name, text in near.items())
+            raise RecipeError(f"config: transformers has no such field of {kind}: {told}; correct its name, or leave it out")
     else:
-        config = transformers.AutoConfig.from_pretrained(str(Path(source).expanduser()), local_files_only=True)
+        with _refused("config"):
+            config = transformers.AutoConfig.from_pretrained(str(Path(source).expanduser()), local_files_only=True)
     if head == "sequence_classification" and facts.classes:
         config.id2label = dict(enumerate(facts.classes))
         config.label2id = {name: number for number, name in enumerate(facts.classes)}
     config.use_cache = False
-    with torch.device("meta"):
-        try:
-            return getattr(transformers, _HEADS[head]).from_config(config, dtype=torch.float32)
-        except ValueError as error:
-            raise RecipeError(f"transformers has no {head} for model_type {config.model_type!r}: {str(error).splitlines()[0]}") from error
+    auto = getattr(transformers, _HEADS[head])
+    if type(config) not in auto._model_mapping:
+        raise RecipeError(f"transformers has no {head} for model_type {config.model_type!r}")
+    with torch.device("meta"), _refused("config"):
+        return auto.from_config(config, dtype=torch.float32)
+
+
+@contextmanager
+def _refused(field: str) -> Iterator[None]:
+    """Convert an error of transformers about a config's values: each class of its models checks, or does not check, in its own way."""
+    try:
+        yield
+    except Exception as error:
+        raise RecipeError(f"{field}: transformers cannot use these values: {brief(error)}") from error
 
 
 def _ids(head: str, facts: DataFacts) -> dict[str, Any]:

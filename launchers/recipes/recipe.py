@@ -75,11 +75,22 @@ class Recipe(Section):
     training: TrainingSection
     checkpoint: CheckpointSection = CheckpointSection()
     _notes: tuple[str, ...] = PrivateAttr(())
+    _document: Document | None = PrivateAttr(None)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the fields; the place where they were written is no part of a recipe."""
+        return isinstance(other, Recipe) and dict(self) == dict(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What became of old names."""
         return self._notes
+
+    def where(self, field: str) -> str:
+        """Return a field with its file and line, or its override, for a message."""
+        return field if self._document is None else self._document.where(tuple(field.split(".")))
 
     @property
     def folder(self) -> Path:
@@ -167,6 +178,7 @@ def resolve(document: Document, *, disks: bool = True) -> Recipe:
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in this recipe"
         raise RecipeError("\n  ".join([count, *problems]))
     assert isinstance(found, Recipe)
+    found._document = document
     return found.noting(notes)
 
 

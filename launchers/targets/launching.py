@@ -161,7 +161,7 @@ def _seen_from_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
     gone = [absent(f"{name}.weights", each.weights) for name, each in configs]
     if any(unknown) or any(gone[1:]):
         return None, [*notes, "the plan is checked when the job starts, because the model's files are not on this machine"]
-    return recipe.model_copy(update={"data": data}), notes
+    return recipe.model_copy(update={"data": data.model_copy(update={"cache": "."}), "output": "."}), notes
 
 
 def _submitted(command: Sequence[str]) -> str:

@@ -53,12 +53,14 @@ def bound_problems(settings: Any) -> Iterator[str]:
     """Yield one line for each field of a dataclass object whose value is outside its bounds."""
     for name, hint in get_type_hints(type(settings), include_extras=True).items():
         kinds = [hint] if get_origin(hint) is Annotated else list(get_args(hint))
-        for number in kinds:
+        several = get_origin(hint) is tuple
+        for place, number in enumerate(kinds):
             if get_origin(number) is not Annotated:
                 continue
             kind, bound = get_args(number)
             others = [None if each is NoneType else each for one in kinds if one is not number for each in get_args(one) or [one]]
-            value = getattr(settings, name)
+            others = [] if several else others
+            value = getattr(settings, name)[place] if several else getattr(settings, name)
             if value not in others and not (isinstance(value, kind if kind is int else (int, float)) and value in bound):
                 whole = "a whole number " if kind is int else ""
                 yield f"{name} must be {whole}{bound}{''.join(f' or {each!r}' for each in others)}, got {value!r}"

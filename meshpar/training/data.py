@@ -80,6 +80,7 @@ class PackedTokens:
             if index == FILLER:
                 continue
             window = self._ids[index * self.length : (index + 1) * self.length + 1]
+            self.tokens.check_ids(window)
             inputs[row, : window.size - 1] = window[:-1]
             labels[row, : window.size - 1] = window[1:]
         return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshpar.errors import RecipeError
-from meshpar.training.bounds import Bound, bound_problems
+from meshpar.training.bounds import Bound, Part, bound_problems
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps", "mtia")
 
@@ -28,7 +28,7 @@ class AdamWSettings:
     """
 
     lr: Annotated[float, Bound(gt=0)] = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Part, Part] = (0.9, 0.95)
     eps: Annotated[float, Bound(gt=0)] = 1e-8
     weight_decay: Annotated[float, Bound(ge=0)] = 0.1
     fused: bool | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Literal, final
 
 from meshpar.errors import RecipeError
-from meshpar.training.text import STDLIB, TextSource, standard_library, standard_library_root
+from meshpar.training.text import STDLIB, TextSource, json_values, standard_library, standard_library_root
 
 TextPair = tuple[str, str]
 """An input text, and a target text or a label."""
@@ -81,24 +80,17 @@ class RecordSource:
                 yield from self._json_lines(path)
 
     def _json_lines(self, path: Path) -> Iterator[TextPair]:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    entry = json.loads(line)
-                except ValueError as error:
-                    raise RecipeError(f"{path}:{number} is not JSON: {error}") from error
-                keys = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
-                text, output = (entry.get(key) if isinstance(entry, dict) else None for key in (self.field, self.output_field))
-                if not isinstance(text, str):
-                    raise RecipeError(f"{path}:{number} has no text under {self.field!r}; it has {keys}; name the key with data.field")
-                if not isinstance(output, str if self.kind == "pairs" else (str, int)):
-                    wanted, name = ("text", "target_field") if self.kind == "pairs" else ("label", "label_field")
-                    raise RecipeError(
-                        f"{path}:{number} has no {wanted} under {self.output_field!r}; it has {keys}; name the key with data.{name}"
-                    )
-                yield text, str(output)
+        for number, entry in json_values(path):
+            keys = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+            text, output = (entry.get(key) if isinstance(entry, dict) else None for key in (self.field, self.output_field))
+            if not isinstance(text, str):
+                raise RecipeError(f"{path}:{number} has no text under {self.field!r}; it has {keys}; name the key with data.field")
+            if not isinstance(output, str if self.kind == "pairs" else (str, int)):
+                wanted, name = ("text", "target_field") if self.kind == "pairs" else ("label", "label_field")
+                raise RecipeError(
+                    f"{path}:{number} has no {wanted} under {self.output_field!r}; it has {keys}; name the key with data.{name}"
+                )
+            yield text, str(output)
 
 
 def documented_functions() -> Iterator[TextPair]:

@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from meshpar.errors import RecipeError
 
@@ -113,16 +113,25 @@ def _text(path: Path, separator: str | None) -> list[str]:
     return [text] if separator is None else text.split(separator)
 
 
-def _json_lines(path: Path, field: str) -> Iterator[str]:
-    with path.open(encoding="utf-8") as file:
+def json_values(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield each line's number and value; raises RecipeError if a line is not JSON in UTF-8."""
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                yield number, json.loads(line.decode())
+            except UnicodeDecodeError as error:
+                raise RecipeError(
+                    f"{path}:{number} is not UTF-8 text (byte {error.start} of the line: {error.reason}); convert it"
+                ) from error
             except ValueError as error:
                 raise RecipeError(f"{path}:{number} is not JSON: {error}") from error
-            if not isinstance(record, dict) or not isinstance(record.get(field), str):
-                keys = sorted(record) if isinstance(record, dict) else type(record).__name__
-                raise RecipeError(f"{path}:{number} has no text under {field!r}; it has {keys}")
-            yield record[field]
+
+
+def _json_lines(path: Path, field: str) -> Iterator[str]:
+    for number, record in json_values(path):
+        if not isinstance(record, dict) or not isinstance(record.get(field), str):
+            keys = sorted(record) if isinstance(record, dict) else type(record).__name__
+            raise RecipeError(f"{path}:{number} has no text under {field!r}; it has {keys}")
+        yield record[field]

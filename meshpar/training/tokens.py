@@ -71,6 +71,14 @@ class TokenFile:
         more = {"documents": fields.get("documents", 0), "fingerprint": fields.get("fingerprint", "")}
         return cls(path=path, tokens=size // width, **known, **more)
 
+    def check_ids(self, ids: np.ndarray) -> None:
+        """Raise RecipeError if ids of this file are outside its vocabulary."""
+        if ids.size and int(ids.max()) >= self.vocab_size:
+            raise RecipeError(
+                f"{self.path} has id {int(ids.max())} and a vocab_size of {self.vocab_size} in the .json beside it; correct it, "
+                "or write the tokens again with their own tokenizer"
+            )
+
     def ids(self) -> np.ndarray:
         """Return the ids, memory-mapped and read-only."""
         numpy = need("numpy")
