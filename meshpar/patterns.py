@@ -63,7 +63,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Return up to ``count`` of ``known`` that look most like ``name``, best first, one for all that differ by a number."""
     collapsed = dict.fromkeys(".".join("*" if part.isdigit() else part for part in each.split(".")) for each in known if each)
     wanted = ".".join("*" if part.isdigit() else part for part in name.split("."))
-    return difflib.get_close_matches(wanted, collapsed, n=count, cutoff=0.3)
+    return difflib.get_close_matches(wanted, collapsed, n=count, cutoff=0.5)
 
 
 def class_name(module: nn.Module) -> str:

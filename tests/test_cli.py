@@ -21,7 +21,7 @@ from meshpar import CheckpointError, LaunchError, MeshparError
 from meshpar.launchers.agent import slurm
 from meshpar.launchers.agent.failures import Failure, first_error, record_kills
 from meshpar.launchers.cli import app
-from meshpar.launchers.commands.train import exit_code
+from meshpar.launchers.commands.train import code_of
 from meshpar.launchers.export.run import bytes_of
 from meshpar.models import TransformerConfig
 
@@ -68,7 +68,7 @@ def test_an_error_is_one_message_on_stderr_and_exit_code_1(recipe: str) -> None:
     assert done.exit_code == 1
     assert done.stdout == ""
     assert done.stderr == (
-        "meshpar: 1 problem in this recipe\n  override 'training.stps=3': training.stps: unknown key; nearest: steps, validate_steps, epochs\n"
+        "meshpar: 1 problem in this recipe\n  override 'training.stps=3': training.stps: unknown key; nearest: steps\n"
     )
 
 
@@ -144,7 +144,7 @@ def test_sizes_are_read_with_their_units() -> None:
 
 
 def test_a_stopped_run_ends_with_128_and_the_signal() -> None:
-    assert (exit_code(None), exit_code("SIGTERM"), exit_code("SIGINT"), exit_code("another rank was asked to stop")) == (0, 143, 130, 143)
+    assert (code_of(None), code_of("SIGTERM"), code_of("SIGINT"), code_of("another rank was asked to stop")) == (0, 143, 130, 143)
 
 
 def write_error(folder: Path, rank: int, kind: str, message: str, seconds: float) -> None:

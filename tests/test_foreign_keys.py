@@ -259,6 +259,13 @@ def test_accelerates_file_is_read_as_it_is() -> None:
         assert key == "config" or f"{key}: " in told, key
 
 
+def test_fp8_of_accelerate_becomes_float8() -> None:
+    fp8 = ACCELERATE_1.replace("mixed_precision: bf16", "mixed_precision: fp8\nfp8_config: {backend: AO}")
+    recipe = read("training: {steps: 3}\n" + fp8 + "dynamo_config: {dynamo_backend: INDUCTOR}\n")
+    assert [type(each).__name__ for each in make_passes(recipe.passes)] == ["Float8", "Compile", "HybridShard"]
+    assert make_passes(recipe.passes)[-1] == make_passes(read("training: {steps: 3}\n" + ACCELERATE_1).passes)[0]
+
+
 def test_converting_writes_a_recipe_without_foreign_keys(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(MODEL + "training: {steps: 3}\nlearning_rate: 1e-4\n" + ACCELERATE_1)
@@ -317,7 +324,7 @@ def test_other_engines_and_kinds_of_jobs() -> None:
     assert read("training: {steps: 3}\ndistributed_type: 'NO'\n").mesh == ""
     assert read("training: {steps: 3}\nuse_cpu: true\n").device == "cpu"
     assert "DEEPSPEED is refused" in problems("training: {steps: 3}\ndistributed_type: DEEPSPEED\n")
-    assert "fp8 is refused" in problems("training: {steps: 3}\nmixed_precision: fp8\n")
+    assert "the backend TE is refused: the pass Float8 computes with torchao" in problems("training: {steps: 3}\nfp8_config: {backend: TE}\n")
     assert "mixed precision needs a data-parallel pass" in problems("training: {steps: 3}\ndistributed_type: 'NO'\nmixed_precision: bf16\n")
     assert "the backend EAGER is refused" in problems("training: {steps: 3}\ndynamo_config: {dynamo_backend: EAGER}\n")
     compiled = read("training: {steps: 3}\nmesh: tp=2\ndynamo_config: {dynamo_backend: INDUCTOR}\n")

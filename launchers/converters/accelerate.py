@@ -25,7 +25,9 @@ def _distributed(value: object, result: Translated) -> str | None:
 
 def _precision(value: object, result: Translated) -> str:
     if str(value) == "fp8":
-        raise ValueError("fp8 is refused: computing in 8 bits is a pass of its own, which is not there yet; use bf16")
+        result.before.insert(0, "Float8")  # before recomputation and compilation
+        result.fsdp["mixed_precision"] = "bf16"
+        return "fp8 became the pass Float8 and mixed_precision: bf16 of the data-parallel pass"
     if str(value).lower() in ("no", "false", "none"):
         return "has no effect: it is the default"
     result.fsdp["mixed_precision"] = str(value)
@@ -70,6 +72,13 @@ def _parallelism(value: object, result: Translated) -> str:
     return f"became mesh: {mesh or 'one process'}" + (f"; {', '.join(rest)} have no effect: context parallelism is off" if rest else "")
 
 
+def _fp8(value: object, result: Translated) -> str:
+    backend = str((value or {}).get("backend", "AO")) if isinstance(value, Mapping) else str(value)
+    if backend.upper() != "AO":
+        raise ValueError(f"the backend {backend} is refused: the pass Float8 computes with torchao; write backend: AO")
+    return "has no effect: the pass Float8 has options of its own (recipe, skip)"
+
+
 PARALLELISM = (
     "dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "cp_comm_strategy", "sp_size", "sp_backend", "sp_seq_length",
     "sp_seq_length_is_variable", "sp_attn_implementation", "tp_handler", "cp_handler", "sp_handler",
@@ -83,6 +92,7 @@ ACCELERATE = Keys(
         "num_processes": _processes,
         "num_machines": _machines,
         "use_cpu": values.cpu,
+        "fp8_config": _fp8,
         "dynamo_config": _compile,
         "parallelism_config": _parallelism,
     },
@@ -102,7 +112,6 @@ ACCELERATE = Keys(
         "downcast_bf16": (("no", False), _TPU),
         "deepspeed_config": (({},), DEEPSPEED),
         "megatron_lm_config": (({},), "Megatron-LM is another engine; TensorParallel and FullyShard do its part"),
-        "fp8_config": (({},), "computing in 8 bits is a pass of its own, which is not there yet; use mixed_precision: bf16"),
         "mpirun_config": (({},), "start the ranks with torchrun, srun or `meshpar launch`"),
         "command_file": (("",), _TPU),
         "commands": (("", []), _TPU),
