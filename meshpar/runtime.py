@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -103,7 +104,18 @@ def _open_group(here: torch.device, timeout_s: float) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     _need_address()
-    dist.init_process_group(backend, timeout=timeout)
+    if not _MEETINGS["group"]:
+        _MEETINGS["group"] += 1
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    # The launcher's store still has the addresses of the group before, which torch would write and read under the same keys.
+    dist.init_process_group(
+        backend, store=meeting_store("group", timeout_s=timeout_s), rank=rank(), world_size=world_size(), timeout=timeout
+    )
+
+
+_MEETINGS: Counter[str] = Counter()
+"""How often this process has used each name of a meeting; every rank does so equally often."""
 
 
 def _need_address() -> None:
@@ -113,7 +125,9 @@ def _need_address() -> None:
 
 
 def meeting_store(name: str, *, timeout_s: float) -> dist.Store:
-    """Return a connection of its own to the store where the launcher's ranks meet; keys are apart from others' and from other starts'.
+    """Return a connection of its own to the store where the launcher's ranks meet; keys are apart from every other meeting's.
+
+    Every rank calls it equally often.
 
     Args:
         name: of what it is for, equal on all ranks.
@@ -134,7 +148,8 @@ def meeting_store(name: str, *, timeout_s: float) -> dist.Store:
         wait_for_workers=False,
         multi_tenant=True,  # the group that is opened next shares the server
     )
-    return dist.PrefixStore(f"meshpar/{name}/{_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    _MEETINGS[name] += 1
+    return dist.PrefixStore(f"meshpar/{name}/{_number('TORCHELASTIC_RESTART_COUNT', 0)}/{_MEETINGS[name]}", store)
 
 
 def settings(*prefixes: str) -> dict[str, str]:

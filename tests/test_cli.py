@@ -67,9 +67,7 @@ def test_an_error_is_one_message_on_stderr_and_exit_code_1(recipe: str) -> None:
     done = invoke("check", recipe, "training.stps=3")
     assert done.exit_code == 1
     assert done.stdout == ""
-    assert done.stderr == (
-        "meshpar: 1 problem in this recipe\n  override 'training.stps=3': training.stps: unknown key; nearest: steps\n"
-    )
+    assert done.stderr == ("meshpar: 1 problem in this recipe\n  override 'training.stps=3': training.stps: unknown key; nearest: steps\n")
 
 
 def test_debug_shows_the_traceback(recipe: str) -> None:

@@ -324,7 +324,9 @@ def test_other_engines_and_kinds_of_jobs() -> None:
     assert read("training: {steps: 3}\ndistributed_type: 'NO'\n").mesh == ""
     assert read("training: {steps: 3}\nuse_cpu: true\n").device == "cpu"
     assert "DEEPSPEED is refused" in problems("training: {steps: 3}\ndistributed_type: DEEPSPEED\n")
-    assert "the backend TE is refused: the pass Float8 computes with torchao" in problems("training: {steps: 3}\nfp8_config: {backend: TE}\n")
+    assert "the backend TE is refused: the pass Float8 computes with torchao" in problems(
+        "training: {steps: 3}\nfp8_config: {backend: TE}\n"
+    )
     assert "mixed precision needs a data-parallel pass" in problems("training: {steps: 3}\ndistributed_type: 'NO'\nmixed_precision: bf16\n")
     assert "the backend EAGER is refused" in problems("training: {steps: 3}\ndynamo_config: {dynamo_backend: EAGER}\n")
     compiled = read("training: {steps: 3}\nmesh: tp=2\ndynamo_config: {dynamo_backend: INDUCTOR}\n")

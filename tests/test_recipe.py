@@ -101,9 +101,7 @@ passes:
 
 
 def test_overrides_name_themselves_in_messages() -> None:
-    assert (
-        only(SMALL, "training.stps=5") == "override 'training.stps=5': training.stps: unknown key; nearest: steps"
-    )
+    assert only(SMALL, "training.stps=5") == "override 'training.stps=5': training.stps: unknown key; nearest: steps"
     assert only(SMALL, "optimiser.lr=1").startswith("override 'optimiser.lr=1': optimiser: unknown key; nearest: optimizer")
     assert only(SMALL, "data.workers=-1").startswith("override 'data.workers=-1': data.workers: must be greater than or equal to 0, got -1")
 

@@ -147,6 +147,18 @@ def test_restarts_run_the_ranks_again(tmp_path: Path) -> None:
     assert done.stdout.endswith("done by 2 at 1\n")
 
 
+def test_two_groups_of_one_process_meet_apart(tmp_path: Path) -> None:
+    script = (
+        "import torch, torch.distributed as dist, meshpar\n"
+        "for _ in range(3):\n"
+        "    with meshpar.distributed('cpu'):\n"
+        "        total = torch.ones(1); dist.all_reduce(total)\n"
+        "        if dist.get_rank() == 0: print(int(total))\n"
+    )
+    done = run(tmp_path, script, "--nproc", "2")
+    assert (done.returncode, done.stdout) == (0, "2\n2\n2\n"), done.stderr
+
+
 def test_control_c_ends_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("import os, time\nopen(os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
     process = subprocess.Popen([*RUN, "--nproc", "2", "job.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
