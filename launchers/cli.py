@@ -22,9 +22,22 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 app = typer.Typer(
-    name="meshpar", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-    help="Train a model on any mesh of devices, resume it on another mesh, export it.",
+    name="meshpar", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import meshpar
+
+        print(f"meshpar {meshpar.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
+    """Train a model on any mesh of devices, resume it on another mesh, export it."""
+
 
 RecipeArgument = Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that comes with meshpar.")]
 Overrides = Annotated[

@@ -12,15 +12,18 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+import meshpar
 from meshpar import CheckpointError, LaunchError, MeshparError
 from meshpar.launchers.agent import slurm
 from meshpar.launchers.agent.failures import Failure, first_error, record_kills
 from meshpar.launchers.cli import app
+from meshpar.launchers.commands.generating import Completer
 from meshpar.launchers.commands.train import code_of
 from meshpar.launchers.export.run import bytes_of
 from meshpar.models import TransformerConfig
@@ -222,3 +225,24 @@ def test_the_first_host_of_a_node_list(text: str, host: str) -> None:
 def test_an_unreadable_node_list_is_refused() -> None:
     with pytest.raises(MeshparError, match="cannot read SLURM node list"):
         slurm.first_node("n[x")
+
+
+def test_the_version_and_a_shells_completion() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"meshpar {meshpar.__version__}\n"
+    assert "_MESHPAR_COMPLETE" in CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="meshpar").output
+
+
+@pytest.mark.parametrize(("bos", "eos", "start"), [(5, 7, 5), (None, 7, 7)])
+def test_an_empty_prompt_begins_a_text(bos: int | None, eos: int, start: int) -> None:
+    def tokenizer(text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.zeros(1, 0), "attention_mask": torch.zeros(1, 0)}  # as transformers does for no text
+
+    tokenizer.bos_token_id, tokenizer.eos_token_id = bos, eos  # type: ignore[attr-defined]
+    tokenizer.decode = lambda ids, skip_special_tokens: str(ids.tolist())  # type: ignore[attr-defined]
+    completer = Completer.__new__(Completer)
+    completer.tokenizer = tokenizer
+    completer.model = SimpleNamespace(generate=lambda input_ids, **_: torch.cat([input_ids, input_ids + 1], 1))
+    assert completer.complete("") == str([start + 1])
+    tokenizer.bos_token_id = tokenizer.eos_token_id = None  # type: ignore[attr-defined]
+    with pytest.raises(MeshparError, match="the prompt is empty"):
+        completer.complete("")

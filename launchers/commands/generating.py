@@ -39,8 +39,16 @@ class Completer:
         self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
 
     def complete(self, prompt: str, *, tokens: int = 64, temperature: float = 0.0) -> str:
-        """Return the text after ``prompt``: at most ``tokens`` tokens, always the most likely ones if ``temperature`` is 0."""
+        """Return the text after ``prompt``: at most ``tokens`` tokens, always the most likely ones if ``temperature`` is 0.
+
+        An empty prompt begins a new text.
+        """
         ids = self.tokenizer(prompt, return_tensors="pt")
+        if not prompt or not ids["input_ids"].shape[1]:
+            start = self.tokenizer.eos_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
+            if start is None:
+                raise MeshparError("the prompt is empty, and the tokenizer has no token that begins a text; give a prompt")
+            ids = {"input_ids": torch.tensor([[start]]), "attention_mask": torch.ones(1, 1, dtype=torch.int64)}
         choice: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         with torch.no_grad():
             made = self.model.generate(**ids, max_new_tokens=tokens, pad_token_id=self.tokenizer.eos_token_id, **choice)
