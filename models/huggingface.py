@@ -10,9 +10,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         tied=_tied(model),
         fp32=_fp32(model),
         dropout=_has_dropout(model),
-        init=_initialiser(model),
+        init=_Initialiser(model),
         rebuilt=tuple(sorted(model._keys_to_ignore_on_save or ())),
         ignored=_ignored(model),
         weights=weight_map(model),
@@ -167,26 +167,28 @@ def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
     return refusals
 
 
-def _initialiser(model: Any) -> Callable[[nn.Module], None]:
-    """Return a function that initialises one module's own tensors by the model's ``_init_weights``."""
-    parents = {child: parent for parent in model.modules() for child in parent.children()}
-    owners = dict(_with_owners(model))
+@final
+class _Initialiser:
+    """Initialise one module's own tensors by the model's ``_init_weights``. A class, because a forecast sends layouts to its process."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._parents = {child: parent for parent in model.modules() for child in parent.children()}
+        self._owners = dict(_with_owners(model))
 
     @torch.no_grad()
-    def initialise(module: nn.Module) -> None:
+    def __call__(self, module: nn.Module) -> None:
         own = {**module._parameters, **module._buffers}
         versions = {name: (tensor, tensor._version) for name, tensor in own.items() if tensor is not None}
-        drawing, around = module, parents.get(module)
+        drawing, around = module, self._parents.get(module)
         while True:
             with _writing_only(tuple(tensor for tensor, _ in versions.values()), drawing):
-                owners.get(drawing, model)._init_weights(drawing)
+                self._owners.get(drawing, self._model)._init_weights(drawing)
             # Some parents draw a child's weight again, smaller (GPT-2's residual projections), and some models fill what no parent does.
             if around is None or (drawing is not module and not _unwritten(module, versions)):
                 break
-            drawing, around = around, parents.get(around)
+            drawing, around = around, self._parents.get(around)
         _as_constructed(module, _unwritten(module, versions))
-
-    return initialise
 
 
 def _unwritten(module: nn.Module, versions: Mapping[str, tuple[torch.Tensor, int]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import tempfile
 from pathlib import Path
@@ -137,6 +138,15 @@ def test_adapters_on_fused_and_transposed_projections() -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
+
+
+def test_a_layout_with_adapters_can_be_sent_to_a_forecasts_process() -> None:
+    with torch.device("meta"):
+        model = qwen3()
+    model, layout = pickle.loads(pickle.dumps((model, add_adapters(model, SETTINGS))))
+    layer = next(each for name, each in model.to_empty(device="cpu").named_modules() if name.endswith("q_proj.lora_B.default"))
+    layout.init(layer)
+    assert not layer.weight.any(), "its modules are those of the model that was sent with it"
 
 
 def test_a_seed_gives_adapters_that_change_nothing_yet() -> None:

@@ -194,7 +194,7 @@ def _adapted(layout: ModelLayout, model: nn.Module, adapted: Mapping[str, Any]) 
     for pattern, count in layout.heads.items():
         for name, _ in find_modules(model, pattern):
             heads |= dict.fromkeys([f"{name}.base_layer", f"{name}.lora_B.{NAME}"] if name in adapted else [name], count)
-    init = _initialiser(layout, adapted)
+    init = _Initialiser(layout, adapted)
     tied = tuple(tuple(_moved(name, adapted) for name in group) for group in layout.tied)
     return replace(layout, tensor=table, heads=heads, refusals=refusals, init=init, tied=tied, copied_heads=())
 
@@ -231,22 +231,24 @@ class WholeA(Style):
             sum_gradients(name, module, context)
 
 
-def _initialiser(layout: ModelLayout, adapted: Mapping[str, Any]) -> Callable[[nn.Module], None]:
-    """Return the layout's initialisation, with the adapters' own."""
-    parts = {id(getattr(layer, part)[NAME]): part for layer in adapted.values() for part in ("lora_A", "lora_B")}
+@final
+class _Initialiser:
+    """A layout's initialisation, with the adapters' own. A class, because a forecast sends layouts to its process."""
 
-    def initialise(module: nn.Module) -> None:
-        part = parts.get(id(module))
+    def __init__(self, layout: ModelLayout, adapted: Mapping[str, Any]) -> None:
+        self._init = layout.init
+        self._parts = {getattr(layer, part)[NAME]: part for layer in adapted.values() for part in ("lora_A", "lora_B")}
+
+    def __call__(self, module: nn.Module) -> None:
+        part = self._parts.get(module)
         if part == "lora_A":
             nn.init.kaiming_uniform_(module.get_parameter("weight"), a=math.sqrt(5))
         elif part == "lora_B":
             nn.init.zeros_(module.get_parameter("weight"))
-        elif layout.init is not None:
-            layout.init(module)
+        elif self._init is not None:
+            self._init(module)
         else:
             next(_own_init(module))()
-
-    return initialise
 
 
 def _own_init(module: nn.Module) -> Iterator[Callable[[], Any]]:
