@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,12 +63,6 @@ def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFa
         kind = values.pop("model_type")
         with _refused("config"):
             config = transformers.AutoConfig.for_model(kind, **values)
-            known = transformers.AutoConfig.for_model(kind)
-        unknown = [name for name in source if not name.startswith("_") and not hasattr(known, name)]
-        if unknown:
-            near = {name: ", ".join(nearest(name, known.to_dict())) or "none" for name in unknown}
-            told = "; ".join(f"{name} (nearest: {text})" for name, text in near.items())
-            raise RecipeError(f"config: transformers has no such field of {kind}: {told}; correct its name, or leave it out")
     else:
         with _refused("config"):
             config = transformers.AutoConfig.from_pretrained(str(Path(source).expanduser()), local_files_only=True)
@@ -77,8 +73,22 @@ def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFa
     auto = getattr(transformers, _HEADS[head])
     if type(config) not in auto._model_mapping:
         raise RecipeError(f"transformers has no {head} for model_type {config.model_type!r}")
+    if isinstance(source, Mapping):
+        _refuse_unknown(source, transformers.AutoConfig.for_model(config.model_type), auto._model_mapping[type(config)])
     with torch.device("meta"), _refused("config"):
         return auto.from_config(config, dtype=torch.float32)
+
+
+def _refuse_unknown(fields: Mapping[str, Any], known: Any, model: Any) -> None:  # noqa: ANN401 - a config of transformers
+    """Refuse fields that neither the config's class nor the model's module names: transformers accepts any field and ignores it."""
+    module = inspect.getmodule(model[0] if isinstance(model, tuple) else model)
+    # Some models read fields that their config does not declare.
+    words = set(re.findall(r"\w+", "" if module is None else inspect.getsource(module)))
+    unknown = [name for name in fields if not name.startswith("_") and not hasattr(known, name) and name not in words]
+    if unknown:
+        near = {name: ", ".join(nearest(name, known.to_dict())) or "none" for name in unknown}
+        told = "; ".join(f"{name} (nearest: {text})" for name, text in near.items())
+        raise RecipeError(f"config: transformers has no such field of {known.model_type}: {told}; correct its name, or leave it out")
 
 
 @contextmanager
