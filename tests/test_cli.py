@@ -20,10 +20,12 @@ from typer.testing import CliRunner, Result
 
 import meshpar
 from meshpar import CheckpointError, LaunchError, MeshparError
+from meshpar.forecasting.hardware import Hardware
 from meshpar.launchers.agent import slurm
 from meshpar.launchers.agent.failures import Failure, first_error, record_kills
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.generating import Completer
+from meshpar.launchers.commands.plan import ranks_of
 from meshpar.launchers.commands.train import code_of
 from meshpar.launchers.export.run import bytes_of
 from meshpar.models import TransformerConfig
@@ -227,9 +229,18 @@ def test_an_unreadable_node_list_is_refused() -> None:
         slurm.first_node("n[x")
 
 
+@pytest.mark.parametrize(
+    ("mesh", "search", "ranks"),
+    [("dp_shard=2", False, 2), ("dp_shard=8,tp=2", False, 16), ("dp_shard=-1,tp=2", False, 8), ("auto", False, 8), ("dp_shard=2", True, 8)],
+)
+def test_a_recipes_mesh_says_for_how_many_ranks_it_is_planned(mesh: str, search: bool, ranks: int) -> None:
+    assert ranks_of(mesh, Hardware.load("h100"), search=search) == ranks
+
+
 def test_the_version_and_a_shells_completion() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"meshpar {meshpar.__version__}\n"
-    assert "_MESHPAR_COMPLETE" in CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="meshpar").output
+    asked = {"_MESHPAR_COMPLETE": "complete_bash", "COMP_WORDS": "meshpar tr", "COMP_CWORD": "1"}
+    assert CliRunner().invoke(app, [], env=asked, prog_name="meshpar").output.split() == ["train"]
 
 
 @pytest.mark.parametrize(("bos", "eos", "start"), [(5, 7, 5), (None, 7, 7)])

@@ -19,7 +19,7 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set: mesh=dp_shard=-1,tp=8", show_default=False)
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Number of nodes.", min=1)] = 1,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes; default: those that the mesh's ranks fill, or 1.", min=1)] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="Accelerators per node; default: the profile's.", min=1)] = None,
     hardware: Annotated[str, typer.Option(help="h100, h200, a100, b200, or the YAML file of a profile.")] = "h100",
     search: Annotated[bool, typer.Option("--search", help="Rank every legal mesh and setting instead.")] = False,
@@ -36,7 +36,9 @@ def plan(
     profile = Hardware.load(hardware)
     if gpus_per_node is not None:
         profile = replace(profile, node=gpus_per_node)
-    forecasts, ranking, without = _forecasts(recipe, overrides or [], profile, nodes * profile.node, search=search, full=full)
+    forecasts, ranking, without = _forecasts(
+        recipe, overrides or [], profile, None if nodes is gpus_per_node is None else (nodes or 1) * profile.node, search=search, full=full
+    )
     if ranking is not None:
         from meshpar.forecasting.search import ranking_text
 
@@ -58,7 +60,7 @@ def plan(
 
 
 def _forecasts(
-    source: str, overrides: Sequence[str], profile: Hardware, ranks: int, *, search: bool, full: bool
+    source: str, overrides: Sequence[str], profile: Hardware, ranks: int | None, *, search: bool, full: bool
 ) -> tuple[Sequence[Forecast], Ranking | None, Forecast | None]:
     """Return the forecasts to report, the best first, the ranking of a search, and the forecast without the plan's recomputation."""
     from meshpar.errors import MeshparError
@@ -71,7 +73,8 @@ def _forecasts(
     from meshpar.registry import layout_for
 
     recipe = recipe_or_shape(source, overrides)
-    model = build.build_model(recipe, build.vocab_size_of(recipe))
+    ranks = ranks or ranks_of(recipe.mesh, profile, search=search)
+    model = build.build_shape(recipe)
     data = recipe.data
     batch = Batch(sequence=data.sequence_length, micro_batch=data.micro_batch, accumulate=data.accumulate)
     if not search:
@@ -90,6 +93,14 @@ def _forecasts(
         nearest = min(ranking.out, key=lambda each: each.peak or float("inf"))
         raise MeshparError(f"nothing fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; use more nodes")
     return ranking.best, ranking, None
+
+
+def ranks_of(mesh: str, profile: Hardware, *, search: bool) -> int:
+    """Return the ranks of a mesh that says how many there are; otherwise, and in a search, a node's."""
+    from meshpar.mesh import MeshSpec, is_auto
+
+    spec = None if search or not mesh or is_auto(mesh) else MeshSpec(mesh)
+    return profile.node if spec is None or -1 in spec.axes.values() else spec.size
 
 
 def _recomputation(made: Forecast, without: Forecast) -> str:
