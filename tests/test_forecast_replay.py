@@ -73,8 +73,7 @@ def real_step(case, expected):
     """On every rank: steps of a real job after the first; the ranks of which a simulation is known hold theirs against it."""
     par = Plan(*CASES[case]).apply(on_meta(case)).materialize(seed=0)
     optimizer = build_adamw(par.module, AdamWSettings(fused=True))
-    rows = (BATCH.micro_batch, BATCH.sequence)
-    batches = [(torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)) for _ in range(BATCH.accumulate)]
+    batches = [{name: each.zero_() for name, each in BATCH.tensors(par.device).items()} for _ in range(BATCH.accumulate)]
     record_step(par, optimizer, batches)
     # Gloo's threads let go of a collective's input some time after its result is there, now and then at the peak: the least of a few steps.
     steps = [record_step(par, optimizer, batches) for _ in range(4)]

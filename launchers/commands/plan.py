@@ -64,31 +64,27 @@ def _forecasts(
 ) -> tuple[Sequence[Forecast], Ranking | None, Forecast | None]:
     """Return the forecasts to report, the best first, the ranking of a search, and the forecast without the plan's recomputation."""
     from meshpar.errors import MeshparError
-    from meshpar.forecasting.api import forecast
     from meshpar.forecasting.search import search as search_plans
-    from meshpar.forecasting.step import Batch, ObjectiveLoss, summed_token_loss
     from meshpar.launchers.commands.inspecting import recipe_or_shape
     from meshpar.launchers.jobs import build
+    from meshpar.launchers.jobs.planned import batch_of, forecast_job
+    from meshpar.passes.base import Stage
     from meshpar.plan import Plan
     from meshpar.registry import layout_for
 
     recipe = recipe_or_shape(source, overrides)
     ranks = ranks or ranks_of(recipe.mesh, profile, search=search)
-    model = build.build_shape(recipe)
-    data = recipe.data
-    batch = Batch(sequence=data.sequence_length, micro_batch=data.micro_batch, accumulate=data.accumulate)
+    plan = build.plan_of(recipe)
     if not search:
-        loss = ObjectiveLoss(build.objective_of(recipe)) if recipe.training.objective == "causal_lm" else summed_token_loss
         depth: Literal["all", "probes"] = "all" if full else "probes"
-        plan = build.plan_of(recipe)
-        plain = Plan(plan.mesh, [each for each in plan.passes if each.name != "ActivationCheckpoint"])
-        made = [
-            forecast(each, model, batch, hardware=profile, world_size=ranks, loss=loss, depth=depth)
-            for each in (plan, plain)
-            if each is plan or len(plain.passes) < len(plan.passes)
-        ]
+        plain = Plan(plan.mesh, [each for each in plan.passes if each.stage != Stage.RECOMPUTE])
+        plans = [plan, plain] if len(plain.passes) < len(plan.passes) else [plan]
+        made = [forecast_job(recipe, profile, ranks, plan=each, depth=depth) for each in plans]
         return made[:1], None, made[1] if len(made) > 1 else None
-    ranking = search_plans(model, layout_for(model), batch, profile, ranks, plan=build.plan_of(recipe))
+    if recipe.training.objective != "causal_lm" or recipe.lora is not None:
+        raise MeshparError("--search trains a whole model on packed text; forecast this recipe's plans one by one, without --search")
+    model = build.build_shape(recipe)
+    ranking = search_plans(model, layout_for(model), batch_of(recipe), profile, ranks, plan=plan)
     if not ranking.best:
         nearest = min(ranking.out, key=lambda each: each.peak or float("inf"))
         raise MeshparError(f"nothing fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; use more nodes")

@@ -9,7 +9,6 @@ from typing import Any, Literal, final
 import torch
 
 from meshpar import runtime
-from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.training.metrics import Metrics, Reporter
 
@@ -81,24 +80,19 @@ class ForecastFeedback:
         self._thread = None
 
     def _run(self, ranks: int) -> None:
-        from meshpar.forecasting.api import forecast
-        from meshpar.forecasting.step import Batch, ObjectiveLoss
+        from meshpar.launchers.jobs.planned import forecast_job
 
         try:
-            data = self._recipe.data
-            batch = Batch(sequence=data.sequence_length, micro_batch=data.micro_batch, accumulate=data.accumulate)
-            model = build.build_model(self._recipe, build.vocab_size_of(self._recipe))
-            loss = ObjectiveLoss(build.objective_of(self._recipe))  # a causal language model's: see forecast_feedback
-            self._forecast = forecast(build.plan_of(self._recipe), model, batch, hardware=self._hardware, world_size=ranks, loss=loss)
+            self._forecast = forecast_job(self._recipe, self._hardware, ranks)
         except Exception as error:  # a job trains on, whatever its forecast does
             log.info("no forecast", exc_info=True)
             self._failure = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
 
 
 def forecast_feedback(recipe: Recipe, device: torch.device, console: Reporter) -> list[Reporter]:
-    """Return the reporter if the recipe requests a forecast, for causal language models on hardware with a profile."""
+    """Return the reporter if the recipe requests a forecast, on hardware with a profile."""
     wanted = recipe.training.forecast
     hardware = wanted if isinstance(wanted, str) else profile_of(device) if wanted else None
-    if hardware is None or recipe.training.objective != "causal_lm":
+    if hardware is None:
         return []
     return [ForecastFeedback(recipe, hardware, console, counted="cuda" if device.type == "cuda" else "cpu")]

@@ -37,6 +37,7 @@ def forecast(
     world_size: int | None = None,
     layout: ModelLayout | None = None,
     loss: Loss = summed_token_loss,
+    teacher: tuple[Plan, nn.Module] | None = None,
     depth: Literal["probes", "all"] = "probes",
     device: Literal["cuda", "cpu"] = "cuda",
 ) -> Forecast:
@@ -53,7 +54,8 @@ def forecast(
         hardware: a profile, the name of one (``"h100"``) or its YAML file.
         world_size: number of ranks; None: the size of the mesh.
         layout: the model's layout; None: the module's own.
-        loss: ``(model, input_ids, labels) -> summed loss``, importable by name.
+        loss: ``(model, batch) -> summed loss``, importable by name. The batch has the tensors of :meth:`Batch.tensors`.
+        teacher: the plan and module of a frozen model on the meta device that ``loss`` holds.
         depth: ``"probes"`` replays two and three blocks and extrapolates; ``"all"`` replays every block.
         device: device type whose attention kernels and allocator are simulated.
 
@@ -69,7 +71,9 @@ def forecast(
         raise MeshparError(f"mesh {plan.mesh!r} does not say how many ranks there are; give world_size=")
     spec = plan.check(model, known, size)
     settled = Plan(spec, plan.passes)
-    job = Simulation(plan=settled, model=model, layout=layout, batch=Batch.of(batch), world_size=size, loss=loss, device=device)
+    job = Simulation(
+        plan=settled, model=model, layout=layout, batch=Batch.of(batch), world_size=size, loss=loss, teacher=teacher, device=device
+    )
     trace, replayed = trace_of(job, known, depth)
     return evaluated(trace, profile, job, replayed)
 

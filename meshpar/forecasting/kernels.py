@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshpar.forecasting.private import grouped_mm_shape
+
 _HALF = (torch.bfloat16, torch.float16)
 _MOST_CHANNELS = 256
 _CHANNELS_STEP = 8
@@ -23,7 +25,8 @@ def kernels_of(target: str) -> Iterator[None]:
     """Send attention and RMS normalisation to the kernels that ``target`` would run; on an unknown device torch takes none of them.
 
     Attention on ``"cuda"``: flash attention in half precision without a mask; the memory-efficient kernel in float32 or with a mask, where
-    each head has its own keys; else the plain computation, which holds the scores. ``"cpu"``: torch's flash attention for CPUs.
+    each head has its own keys; else the plain computation, which holds the scores. ``"cpu"``: torch's flash attention for CPUs, and with
+    dropout the plain computation.
     """
     # Not a TorchFunctionMode: torch 2.13's autograd threads of a device written in Python abort under one.
     attention, norm = F.scaled_dot_product_attention, F.rms_norm
@@ -56,7 +59,9 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     aten, masked = torch.ops.aten, attn_mask is not None
-    if target == "cpu" and dropout_p == 0.0:
+    if target == "cpu":
+        if dropout_p:
+            return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale)
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     channels = query.shape[-1]
     if query.dtype in _HALF and not masked and channels <= _MOST_CHANNELS and channels % _CHANNELS_STEP == 0:
@@ -114,6 +119,7 @@ def define() -> list[Any]:
     whole = torch.library.Library("aten", "IMPL")
     for name in _ONE_KERNEL:
         whole.impl(name, lambda grad, x: torch.empty_like(x), "PrivateUse1")
+    whole.impl("_grouped_mm", grouped_mm_shape, "Meta")
     library = torch.library.Library("meshpar_forecast", "DEF")
     library.define("rms_norm(Tensor x, Tensor weight) -> (Tensor, Tensor)")
     library.define("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)")

@@ -8,14 +8,14 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshpar import runtime
 from meshpar.errors import MeshparError
@@ -48,6 +48,7 @@ class Simulation:
         rank: which one; 0 holds the largest part of everything that does not divide.
         device: whose attention kernels and allocator: ``"cuda"`` or ``"cpu"``.
         loss: what is trained; must be importable by name.
+        teacher: the plan of a module that ``loss`` holds, which is frozen, and the module.
     """
 
     plan: Plan
@@ -58,6 +59,7 @@ class Simulation:
     rank: int = 0
     device: Literal["cuda", "cpu"] = "cuda"
     loss: Loss = summed_token_loss
+    teacher: tuple[Plan, nn.Module] | None = None
 
 
 def simulate(jobs: Sequence[Simulation], *, workers: int = 1) -> list[Trace]:
@@ -191,6 +193,12 @@ def run(job: Simulation) -> Trace:
         initialize.allocate(par.module, par.device, par.home)
         private.settle(par, job.device)
         par.module.train()
+        beside = []
+        if job.teacher is not None:
+            frozen = job.teacher[0].apply(job.teacher[1], device_type=device.NAME)
+            initialize.allocate(frozen.module, frozen.device, frozen.home)
+            private.settle(frozen, job.device)
+            beside.append(frozen.module)
         optimizer = build_adamw(par.module, AdamWSettings(fused=True))
         _fill_state(par.module, optimizer)
         device.begin(None)
@@ -200,7 +208,8 @@ def run(job: Simulation) -> Trace:
             rounding=ALLOCATOR_ROUNDING if job.device == "cuda" else 1,
         )
         device.begin(recorder)
-        trace = record_step(par, optimizer, list(_batches(job.batch, par.device)), loss=job.loss, recorder=recorder)
+        batches = [job.batch.tensors(par.device) for _ in range(job.batch.accumulate)]
+        trace = record_step(par, optimizer, batches, loss=job.loss, reduce_each=job.batch.reduce_each, beside=beside, recorder=recorder)
         device.begin(None)
     return replace(trace, compiled=compiled)
 
@@ -218,9 +227,3 @@ def _fill_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-
-def _batches(batch: Batch, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    for _ in range(batch.accumulate):
-        ids, labels = (torch.empty(batch.micro_batch, batch.sequence, dtype=torch.int64, device=device) for _ in range(2))
-        yield ids, labels

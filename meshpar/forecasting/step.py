@@ -21,6 +21,7 @@ from meshpar.loss import token_loss
 from meshpar.parallelized import Parallelized
 from meshpar.passes.base import find_blocks
 from meshpar.placements import local_tensor
+from meshpar.training.objectives import EXAMPLES
 
 
 @final
@@ -32,16 +33,24 @@ class Batch:
         sequence: tokens of a sample.
         micro_batch: samples in one forward pass.
         accumulate: micro-batches in a step.
+        examples: what a sample is: ``tokens`` of packed text, ``pairs`` of a text and its target, or a text with one of ``labels``.
+        target: tokens of a pair's target.
+        reduce_each: gradients are reduced after every micro-batch.
     """
 
     sequence: int
     micro_batch: int = 1
     accumulate: int = 1
+    examples: str = "tokens"
+    target: int = 1
+    reduce_each: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("sequence", "micro_batch", "accumulate"):
+        for name in ("sequence", "micro_batch", "accumulate", "target"):
             if getattr(self, name) < 1:
                 raise MeshparError(f"Batch({name}={getattr(self, name)}) must be 1 or more")
+        if self.examples not in EXAMPLES:
+            raise MeshparError(f"Batch(examples={self.examples!r}) is not known; use one of {', '.join(EXAMPLES)}")
 
     @classmethod
     def of(cls, batch: Batch | Mapping[str, Tensor]) -> Batch:
@@ -60,38 +69,51 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a data rank in a step."""
-        return self.sequence * self.micro_batch * self.accumulate
+        """Counted labels of a data rank in a step: tokens, or one a sample."""
+        return {"tokens": self.sequence, "pairs": self.target, "labels": 1}[self.examples] * self.micro_batch * self.accumulate
+
+    def tensors(self, device: torch.device) -> dict[str, Tensor]:
+        """Return one micro-batch, as a model takes it, with values of no meaning: int64, (B, L), targets (B, T), labels of texts (B)."""
+        sizes = {"input_ids": (self.micro_batch, self.sequence)}
+        if self.examples != "tokens":
+            sizes["attention_mask"] = sizes["input_ids"]
+        if self.examples == "pairs":
+            sizes["decoder_input_ids"] = (self.micro_batch, self.target)
+        labels = {"tokens": (self.sequence,), "pairs": (self.target,), "labels": ()}[self.examples]
+        made = {name: torch.empty(size, dtype=torch.int64, device=device) for name, size in sizes.items()}
+        return made | {"labels": torch.empty((self.micro_batch, *labels), dtype=torch.int64, device=device)}
 
 
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""``(model, input_ids (B, L), labels (B, L)) -> loss summed over the tokens``."""
+Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+"""``(model, batch) -> loss summed over the labels``; the batch has the names and shapes of :meth:`Batch.tensors`."""
 
 
-def summed_token_loss(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
+def summed_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the causal objective's loss, as ``meshpar train`` computes it."""
-    return token_loss(model(input_ids=input_ids).logits, labels, reduction="sum")
+    return token_loss(model(input_ids=batch["input_ids"]).logits, batch["labels"], reduction="sum")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ObjectiveLoss:
-    """The loss of a training objective (of packed text), to be replayed as the job will compute it."""
+    """The loss of a training objective, to be replayed as the job will compute it."""
 
     objective: Any
 
-    def __call__(self, model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss."""
-        return self.objective.loss(model, {"input_ids": input_ids, "labels": labels})[0]
+        return self.objective.loss(model, batch)[0]
 
 
 def record_step(
     par: Parallelized,
     optimizer: torch.optim.Optimizer,
-    batches: Sequence[tuple[Tensor, Tensor]],
+    batches: Sequence[Mapping[str, Tensor]],
     *,
     loss: Loss = summed_token_loss,
     clip: float = 1.0,
+    reduce_each: bool = False,
+    beside: Sequence[nn.Module] = (),
     recorder: Recorder | None = None,
     parameters: int | None = None,
 ) -> Trace:
@@ -103,9 +125,11 @@ def record_step(
     Args:
         par: the model, materialized.
         optimizer: over its parameters, with its state in place.
-        batches: (input_ids, labels), both (B, L) int64 on the model's device, for each micro-batch.
-        loss: the loss, summed over the tokens.
+        batches: the micro-batches, with ``input_ids`` and ``labels``, (B, L) int64 on the model's device.
+        loss: the loss, summed over the labels.
         clip: gradients are clipped to this norm.
+        reduce_each: gradients are reduced after every micro-batch.
+        beside: other modules whose parameters are in memory: a teacher.
         recorder: None: one for a real device.
         parameters: of the whole model; None: counted.
 
@@ -114,12 +138,12 @@ def record_step(
     recorder = recorder or Recorder(axis_groups(par))
     settle(par, par.device.type)
     gc.collect()
-    held, exact = _hold_state(recorder, par, optimizer, batches)
+    held, exact = _hold_state(recorder, par, optimizer, batches, beside)
     with _collector_off(), _scopes(recorder, par), recorder:
         recorder.phase("start")
-        _step(par, optimizer, batches, loss, clip, recorder, exact)
+        _step(par, optimizer, batches, loss, clip, recorder, exact, reduce_each=reduce_each)
         phases = recorder.finished()
-    tokens = sum(ids.numel() for ids, _ in batches)
+    tokens = sum(batch["labels"].numel() for batch in batches)
     return Trace(
         axes=dict(par.spec.axes),
         depth=len(find_blocks(par.module, par.layout)),
@@ -136,16 +160,19 @@ def record_step(
 def _step(
     par: Parallelized,
     optimizer: torch.optim.Optimizer,
-    batches: Sequence[tuple[Tensor, Tensor]],
+    batches: Sequence[Mapping[str, Tensor]],
     loss: Loss,
     clip: float,
     recorder: Recorder,
     exact: dict[str, int],
+    *,
+    reduce_each: bool,
 ) -> None:
-    scale = par.token_scale(torch.full((), sum(ids.numel() for ids, _ in batches), dtype=torch.float32, device=par.device))
-    for input_ids, labels in par.accumulate(par.split(pair) for pair in batches):
+    tokens = sum(batch["labels"].numel() for batch in batches)
+    scale = par.token_scale(torch.full((), tokens, dtype=torch.float32, device=par.device))
+    for batch in par.accumulate((par.split(each) for each in batches), reduce_each=reduce_each):
         recorder.phase("forward")
-        value = loss(par.module, input_ids, labels) * scale
+        value = loss(par.module, batch) * scale
         recorder.phase("backward")
         value.backward()
         del value
@@ -163,20 +190,24 @@ def axis_groups(par: Parallelized) -> dict[str, str]:
 
 
 def _hold_state(
-    recorder: Recorder, par: Parallelized, optimizer: torch.optim.Optimizer, batches: Sequence[tuple[Tensor, Tensor]]
+    recorder: Recorder,
+    par: Parallelized,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Mapping[str, Tensor]],
+    beside: Sequence[nn.Module],
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Tell the recorder what is there before the step; returns bytes as allocated, and to the byte."""
     state = [each for states in optimizer.state.values() for each in states.values() if isinstance(each, Tensor) and each.ndim]
     counters = [each for states in optimizer.state.values() for each in states.values() if isinstance(each, Tensor) and not each.ndim]
     parts: dict[str, list[Tensor]] = {
-        "parameters": [_stored(each) for each in par.module.parameters()],
+        "parameters": [_stored(each) for module in (par.module, *beside) for each in module.parameters()],
         "optimizer": [_stored(each) for each in (*state, *counters)],
         "buffers": [_stored(each) for each in par.module.buffers()],
-        "inputs": [each for pair in batches for each in pair],
+        "inputs": [each for batch in batches for each in batch.values()],
     }
     held = {name: recorder.hold(iter(tensors), name) for name, tensors in parts.items()}
     exact = {
-        "parameters": sum(local_tensor(each).nbytes for each in par.module.parameters()),
+        "parameters": sum(local_tensor(each).nbytes for module in (par.module, *beside) for each in module.parameters()),
         "gradients": 0,
         "optimizer": sum(local_tensor(each).nbytes for each in state),
         "buffers": sum(local_tensor(each).nbytes for each in par.module.buffers()),

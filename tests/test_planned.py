@@ -1,0 +1,93 @@
+"""What `meshpar plan` replays of a recipe is what its job does: objectives, adapters, teachers, reductions, experts."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from meshpar.errors import RecipeError
+from meshpar.forecasting.step import ObjectiveLoss, record_step
+from meshpar.forecasting.trace import Trace
+from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs.planned import batch_of, forecast_job
+from meshpar.launchers.recipes.recipe import load_recipe, shipped
+from meshpar.testing import launch
+from meshpar.training.optimizer import AdamWSettings, build_adamw
+
+pytest.importorskip("transformers")
+
+MOE = ("model.config.num_hidden_layers=2", "data.sequence_length=32", "data.micro_batch=2")
+CASES = {
+    "seq2seq": ("t5_summarisation", ("data.micro_batch=2", "data.sequence_length=16", "data.target_length=8")),
+    "classification": ("bert_classification", ("data.micro_batch=2", "data.sequence_length=16")),
+    "experts": ("qwen3_moe_teacher", MOE),
+    "reduced each": ("qwen3_moe_teacher", (*MOE, "data.accumulate=3", "training.reduce_each=true")),
+    "distillation": (
+        "qwen3_moe_distillation",
+        ("data.sequence_length=32", "per_device_train_batch_size=2", "teacher.model.weights=null", "teacher.model.config={config}"),
+    ),
+    "adapters": ("qwen3_moe_teacher", (*MOE, "lora.targets=[q_proj, v_proj]", "lora.rank=4", "model.weights={config}")),
+}
+
+
+@functools.cache
+def folder_with_a_model():
+    """A published model's folder: the MoE's of the shipped recipe."""
+    import tempfile
+
+    import transformers
+
+    folder = Path(tempfile.mkdtemp(prefix="meshpar-planned-"))
+    config = load_recipe("qwen3_moe_teacher").model.config
+    kind = transformers.AutoConfig.for_model(**config)
+    transformers.AutoModelForCausalLM.from_config(kind).save_pretrained(folder)
+    return folder
+
+
+def recipe_of(case, folder):
+    name, overrides = CASES[case]
+    return load_recipe(name, [each.replace("{config}", str(folder)) for each in overrides])
+
+
+def real_step(case, folder, expected):
+    recipe = recipe_of(case, folder)
+    model = build.build_shape(recipe)
+    par = build.plan_of(recipe).apply(model, build.layout_of(recipe, model), device_type="cpu").materialize(seed=0)
+    teacher = None
+    if recipe.teacher is not None:
+        teacher = build.teacher_plan_of(recipe).apply(build.build_teacher(recipe, 0), device_type="cpu").materialize(seed=0).module
+    objective = build.objective_of(recipe, teacher)
+    optimizer = build_adamw(par.module, AdamWSettings(fused=True))
+    batch = batch_of(recipe)
+    batches = [{name: each.zero_() for name, each in batch.tensors(par.device).items()} for _ in range(batch.accumulate)]
+    options = {"loss": ObjectiveLoss(objective), "reduce_each": batch.reduce_each, "beside": [] if teacher is None else [teacher]}
+    record_step(par, optimizer, batches, **options)  # the first one makes the optimizer's state
+    fact = record_step(par, optimizer, batches, **options)
+    if dist.get_rank() == 0:
+        plan = Trace.from_json(expected)
+        assert plan.collectives() == fact.collectives()
+        assert plan.exact == fact.exact
+        assert plan.flops() == fact.flops()
+        want, got = plan.memory().peak, fact.memory().peak
+        assert want == pytest.approx(got, rel=0.1), f"planned {want}, measured {got}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_planned_step_of_a_recipe_is_its_jobs(case):
+    folder = folder_with_a_model()
+    made = forecast_job(recipe_of(case, folder), "h100", 2, depth="all", device="cpu")
+    launch(__name__, "real_step", 2, (case, folder, made.trace.to_json()))
+
+
+@pytest.mark.parametrize("name", sorted(set(shipped()) - {"qwen3_moe_distillation", "gpt2", "gpt2_small", "hybrid_two_nodes", "hsdp_tp"}))
+def test_a_shipped_recipe_is_planned_by_name(name):
+    assert forecast_job(load_recipe(name), "h100", 2).cost.seconds > 0
+
+
+def test_a_teacher_that_is_not_there_is_named():
+    recipe = load_recipe("qwen3_moe_distillation", ["teacher.model.config=nowhere/export", "teacher.model.weights=nowhere/export"])
+    with pytest.raises(RecipeError, match=r"teacher.model.*nowhere/export.*train and export the teacher first"):
+        forecast_job(recipe, "h100", 2)
