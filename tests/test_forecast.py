@@ -6,9 +6,12 @@ import functools
 import importlib.util
 import json
 import math
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -298,6 +301,43 @@ def test_every_profile_reads_and_a_wrong_one_says_what_is_wrong(tmp_path):
 def test_a_plan_that_cannot_run_is_refused_before_anything_is_simulated():
     with pytest.raises(PlanError, match="tp=3"):
         forecast(Plan("tp=3", [TensorParallel()]), transformer(SMALL), Batch(sequence=64), hardware="h100")
+
+
+def test_a_simulation_ends_with_the_process_that_asked(tmp_path):
+    script = tmp_path / "asks.py"
+    script.write_text("""
+import os, signal, subprocess, time, torch, meshpar
+class Endless(torch.nn.Linear):
+    def forward(self, x):
+        time.sleep(10_000)
+if __name__ == "__main__":
+    start = subprocess.Popen
+    def started(*args, **options):
+        process = start(*args, **options)
+        print(process.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    subprocess.Popen = started
+    meshpar.forecast(
+        meshpar.Plan("dp_shard=2", [meshpar.FullyShard()]),
+        Endless(4, 4, device="meta"),
+        meshpar.forecasting.Batch(sequence=8),
+        hardware="h100",
+        layout=meshpar.ModelLayout(),
+    )
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    deadline = time.monotonic() + 100
+    while running(done.stdout.strip()):
+        assert time.monotonic() < deadline, "the simulation goes on without who asked"
+        time.sleep(0.05)
+
+
+def running(pid):
+    try:
+        return "State:\tZ" not in (Path("/proc") / pid / "status").read_text()
+    except OSError:
+        return False
 
 
 def test_a_model_that_a_script_defines_is_forecast(tmp_path):

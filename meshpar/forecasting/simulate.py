@@ -82,8 +82,9 @@ def simulate(jobs: Sequence[Simulation], *, workers: int = 1) -> list[Trace]:
                 results[number::share] = _collect(process, where)
         finally:
             for process, _ in running:
-                if process.poll() is None:
-                    process.kill()
+                assert process.stdin is not None
+                process.stdin.close()
+                process.kill()
                 process.wait()
     return results
 
@@ -102,7 +103,9 @@ def _start(jobs: Sequence[Simulation], where: Path) -> tuple[subprocess.Popen[by
             "at the top of a module, and build the model on the meta device"
         ) from error
     command = [sys.executable, "-m", "meshpar.forecasting.worker", str(where)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=where.with_suffix(".err").open("wb")), where
+    # The pipe is never written to: it ends with this process, and the simulation with it.
+    with where.with_suffix(".err").open("wb") as errors:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors), where
 
 
 def _preparation(jobs: Sequence[Simulation]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
+import threading
 import traceback
 from pathlib import Path
 
@@ -30,5 +32,12 @@ def main(where: Path) -> None:
     temporary.rename(where.with_suffix(".traces"))
 
 
+def _end_with_who_asked() -> None:
+    """End this process when the one that asked is gone, however it went: its end of the pipe closes."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_who_asked, daemon=True).start()
     main(Path(sys.argv[1]))
