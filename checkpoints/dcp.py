@@ -128,10 +128,10 @@ class DistributedCheckpoint:
                 if self._checked:
                     _check_around(box, payload or 0, chunk, self._sums.get((name, chunk.offsets)))
                     box = replace(box, name=name, crc32=payload)
-            except CheckpointError:
-                if _is_safetensors(file):
-                    error = CheckpointError("it was saved with SerializationFormat.SAFETENSORS, which is not read: save it as TORCH_SAVE")
-                raise CheckpointError(f"{file.path}: the part of {name!r} at byte {chunk.position} is damaged: {error}") from error
+            except CheckpointError as error:
+                other = "it was saved with SerializationFormat.SAFETENSORS, which is not read: save it as TORCH_SAVE"
+                why = other if _is_safetensors(file) else error
+                raise CheckpointError(f"{file.path}: the part of {name!r} at byte {chunk.position} is damaged: {why}") from error
             file.forget(chunk.position, box.position)
             file.forget(box.position + box.nbytes, chunk.position + chunk.length)
             self._boxes[chunk] = box
