@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -34,10 +35,12 @@ class Lease:
         self._path, self._beat_s, self._dead_s = folder / LEASE_NAME, beat_s, dead_s
         self._us = {"host": socket.gethostname(), "process": os.getpid(), "id": process_id(os.getpid())}
         self._since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._made = False
         self._ended, self._thread = threading.Event(), threading.Thread(target=self._beat, name="meshpar-lease", daemon=True)
 
     def take(self) -> None:
         """Take the folder, after waiting for up to ``dead_s`` for a sign of its holder; raises CheckpointError if the holder lives."""
+        self._made = not self._path.parent.exists()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._path.open("x").close()
@@ -55,11 +58,14 @@ class Lease:
             raise CheckpointError(f"{self._path.parent} {_told(held)}, which took it while this job gave no sign of life; end one of them")
 
     def release(self) -> None:
-        """Give the folder up."""
+        """Give the folder up, and leave none where there was none and nothing was written."""
         self._ended.set()
         self._thread.join()
         if self._is_ours(self._read()):
             self._path.unlink(missing_ok=True)
+        if self._made:
+            with suppress(OSError):
+                self._path.parent.rmdir()
 
     def _lives(self, held: dict[str, Any]) -> bool:
         if held.get("host") == self._us["host"]:
