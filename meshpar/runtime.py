@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -103,19 +103,9 @@ def _open_group(here: torch.device, timeout_s: float) -> None:
     if not launched():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    _need_address()
-    if not _MEETINGS["group"]:
-        _MEETINGS["group"] += 1
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    # The launcher's store still has the addresses of the group before, which torch would write and read under the same keys.
-    dist.init_process_group(
-        backend, store=meeting_store("group", timeout_s=timeout_s), rank=rank(), world_size=world_size(), timeout=timeout
-    )
-
-
-_MEETINGS: Counter[str] = Counter()
-"""How often this process has used each name of a meeting; every rank does so equally often."""
+    # Not env://: for a second group torch would write and read addresses under the keys of the first.
+    store = meeting_store("group", timeout_s=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout)
 
 
 def _need_address() -> None:
@@ -140,16 +130,18 @@ def meeting_store(name: str, *, timeout_s: float) -> dist.Store:
     if not launched():
         raise LaunchError("there is no launcher whose ranks could meet; start with meshpar run, torchrun or srun")
     _need_address()
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        _number("MASTER_PORT", 0),
-        is_master=rank() == 0 and not dist.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=True,  # the group that is opened next shares the server
-    )
-    _MEETINGS[name] += 1
-    return dist.PrefixStore(f"meshpar/{name}/{_number('TORCHELASTIC_RESTART_COUNT', 0)}/{_MEETINGS[name]}", store)
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+    if rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        _server(address, port)
+    store = dist.TCPStore(address, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    start = f"meshpar/{name}/{_number('TORCHELASTIC_RESTART_COUNT', 0)}"
+    return dist.PrefixStore(f"{start}/{store.add(f'{start}/meetings of {rank()}', 1)}", store)
+
+
+@functools.cache
+def _server(address: str, port: int) -> dist.TCPStore:
+    """Serve the store where the ranks meet until this process ends: between two groups others still read it."""
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 def settings(*prefixes: str) -> dict[str, str]:
