@@ -109,7 +109,7 @@ def test_like_blocks_of_other_models_are_compiled_once(name: str) -> None:
 
 def test_a_report_is_read_later_than_it_is_begun() -> None:
     class Alone:
-        device, data_rank, data_size = torch.device("cpu"), 0, 1
+        device, loss_rank, loss_size = torch.device("cpu"), 0, 1
 
         def data_sum(self, values: torch.Tensor) -> torch.Tensor:
             return values
