@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -296,6 +297,10 @@ def test_every_profile_reads_and_a_wrong_one_says_what_is_wrong(tmp_path):
         Hardware.load(wrong)
     with pytest.raises(MeshparError, match="nearest: h100"):
         Hardware.load("h10")
+    text = profiles()["h100"].read_text()
+    wrong.write_text(re.sub(r"(?m)^reserved:.*", "reserved: 1.0e12", text))
+    with pytest.raises(MeshparError, match=r"reserved is 1e\+12 bytes of a memory of .*; expected a part of it"):
+        Hardware.load(wrong)
 
 
 def test_a_plan_that_cannot_run_is_refused_before_anything_is_simulated():

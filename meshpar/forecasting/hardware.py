@@ -95,8 +95,12 @@ class Hardware:
         problems += [f"missing field {name}" for name in sorted(names - optional - set(data))]
         if problems:
             raise MeshparError(f"hardware profile {where}: {'; '.join(problems)}")
-        values = {name: _number(name, value, where) for name, value in data.items()}
-        return cls(**values)  # type: ignore[arg-type]
+        made = cls(**{name: _number(name, value, where) for name, value in data.items()})  # type: ignore[arg-type]
+        if not 0 <= made.reserved < made.memory:
+            raise MeshparError(
+                f"hardware profile {where}: reserved is {made.reserved:g} bytes of a memory of {made.memory:g}; expected a part of it"
+            )
+        return made
 
     def flops(self, dtype: str) -> float:
         """Return the peak for ``dtype``; one that is not listed counts as float32.

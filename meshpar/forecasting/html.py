@@ -80,7 +80,7 @@ def _stacks(forecasts: Sequence[Forecast]) -> str:
     scale, drawn = 900 / most, []
     for place, each in enumerate(forecasts):
         top, left = place * 46, 0.0
-        said = f"{each.mesh}, {_time(each.cost.seconds)} a step, micro-batch {each.batch.micro_batch}"
+        said = f"{each.mesh}, micro-batch {each.batch.micro_batch}, {each.cost.tokens_per_second:,.0f} tokens/s"
         drawn.append(f"<text x=0 y={top + 12}>{escape(said)}</text>")
         for name in HELD:
             size = each.memory.held.get(name, 0)
