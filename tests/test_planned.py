@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from meshpar.errors import RecipeError
 from meshpar.forecasting.step import ObjectiveLoss, record_step
 from meshpar.forecasting.trace import Trace
+from meshpar.launchers.commands.inspecting import describe_recipe
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.planned import batch_of, forecast_job
 from meshpar.launchers.recipes.recipe import load_recipe, shipped
@@ -85,6 +87,22 @@ def test_the_planned_step_of_a_recipe_is_its_jobs(case):
 @pytest.mark.parametrize("name", sorted(set(shipped()) - {"qwen3_moe_distillation", "gpt2", "gpt2_small", "hybrid_two_nodes", "hsdp_tp"}))
 def test_a_shipped_recipe_is_planned_by_name(name):
     assert forecast_job(load_recipe(name), "h100", 2).cost.seconds > 0
+
+
+def test_a_recipe_with_adapters_is_described_with_them():
+    name, overrides = CASES["adapters"]
+    folder = str(folder_with_a_model())
+    with_adapters = describe_recipe(name, [each.replace("{config}", folder) for each in overrides], world_size=2)
+    without = describe_recipe(name, MOE, world_size=2)
+    kib = [
+        float(re.search(r"([\d.]+) (KiB|MiB) of AdamW state", text)[1]) * {"KiB": 1, "MiB": 1024}[unit(text)]
+        for text in (with_adapters, without)
+    ]
+    assert kib[0] < kib[1] / 20, "only adapters have moments"
+
+
+def unit(text):
+    return re.search(r"[\d.]+ (KiB|MiB) of AdamW state", text)[1]
 
 
 def test_a_teacher_that_is_not_there_is_named():

@@ -28,7 +28,7 @@ def describe_recipe(source: str, overrides: Sequence[str] = (), *, mesh: str | N
     recipe = recipe_or_shape(source, [*overrides, *([] if mesh is None else [f"mesh={mesh}"])])
     model = build.build_shape(recipe)
     ranks = build.world_size_of(recipe) if world_size is None else world_size
-    return str(build.plan_of(recipe).describe(model, world_size=ranks))
+    return str(build.plan_of(recipe).describe(model, build.layout_of(recipe, model), world_size=ranks))
 
 
 def check_recipe(source: str, overrides: Sequence[str] = (), *, world_size: int | None = None) -> str:
