@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import multiprocessing
@@ -19,6 +20,7 @@ from meshpar.training import text
 from meshpar.training.data import FILLER, Batches, LoaderSettings, OrderedBatches, PackedTokens
 from meshpar.training.once import build_once
 from meshpar.training.order import permuted
+from meshpar.training.records import RecordSource
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, train_bpe
 from meshpar.training.tokens import TokenFile, prepare_tokenizer, prepare_tokens, split_tokens, write_tokens
@@ -117,6 +119,35 @@ def test_json_lines_give_a_document_a_line(tmp_path: Path) -> None:
     file.write_text("{oops\n")
     with pytest.raises(RecipeError, match=r"lines.jsonl:1 is not JSON"):
         list(TextSource(inputs=(str(file),)).documents())
+
+
+def test_csv_and_compressed_files_are_read_by_name(tmp_path: Path) -> None:
+    rows = 'text,label\n"two\nlines",1\n"said ""yes""",0\n' + f'"{"long " * 40_000}",1\n'
+    (tmp_path / "a.csv").write_text(rows)
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(rows.encode("utf-8-sig")))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "packed", "label": 3}\n'))
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"plain"))
+    texts = ["two\nlines", 'said "yes"', "long " * 40_000]
+    assert list(TextSource(inputs=(str(tmp_path),)).documents()) == [*texts, *texts, "packed", "plain"]
+    found = list(RecordSource(inputs=(str(tmp_path / "*.gz"),), kind="labels", output_field="label").records())
+    assert [label for _, label in found] == ["1", "0", "1", "3"]
+
+
+def test_damaged_and_unknown_tables_are_named(tmp_path: Path) -> None:
+    def message_of(name: str, content: bytes) -> str:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(RecipeError) as caught:
+            list(TextSource(inputs=(str(tmp_path / name),)).documents())
+        return str(caught.value)
+
+    packed = gzip.compress(b"text\n" + random.Random(0).randbytes(4000).hex().encode() + b"\n")
+    assert "a.csv:3 has another number of cells than the first line" in message_of("a.csv", b"text,label\none,1\ntwo\n")
+    assert "b.csv:2 has no text under 'text'; it has ['body']" in message_of("b.csv", b"body\none\n")
+    assert "c.csv.gz cannot be unpacked" in message_of("c.csv.gz", packed[: len(packed) // 2])
+    assert "d.txt.gz cannot be unpacked" in message_of("d.txt.gz", b"plain")
+    assert "unpack it first (zstd -d e.jsonl.zst)" in message_of("e.jsonl.zst", b"")
+    assert "f.csv is not UTF-8 text" in message_of("f.csv", "text\ncafé\n".encode("latin-1"))
+    assert "g.csv:2 is not CSV" in message_of("g.csv", b'text\n"one" two\n')
 
 
 def test_a_separator_divides_a_file(tmp_path: Path) -> None:

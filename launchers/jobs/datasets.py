@@ -141,7 +141,7 @@ def data_problems(recipe: Recipe) -> Iterator[str]:
                 if source == "tokens":
                     file = TokenFile.open(Path(path).expanduser())
                     file.check_ids(file.ids()[:_LOOKED_AT])
-                elif _source(recipe, (path,)).files() and source == "jsonl":
+                elif _source(recipe, (path,)).files() and source in ("jsonl", "csv"):
                     deque(islice(_source(recipe, (path,)).documents(), _LINES_READ), maxlen=0)
             except RecipeError as error:
                 yield f"{recipe.where('data.paths')}: {error}"

@@ -32,6 +32,7 @@ from meshpar.models.transformer_config import RopeScaling, TransformerConfig
 from meshpar.patterns import nearest
 from meshpar.training.bounds import Bound
 from meshpar.training.lora import LoRA
+from meshpar.training.text import kind_of
 
 
 class UnknownRecipeError(RecipeError):
@@ -231,10 +232,10 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
             ("data", "tokenizer"),
             "the input is tokens already: leave it out, or give the folder of the tokenizer that made them, for the export",
         )
-    if data.source == "jsonl":
+    if data.source in ("jsonl", "csv"):
         for path in data.paths:
-            if Path(path).suffix not in ("", ".jsonl") and not Path(path).expanduser().is_dir():
-                yield ("data", "paths"), f"JSON lines are files ending in .jsonl, got {path!r}"
+            if kind_of(Path(path)) not in ("", f".{data.source}") and not Path(path).expanduser().is_dir():
+                yield ("data", "paths"), f"source: {data.source} reads files ending in .{data.source} or .{data.source}.gz, got {path!r}"
     yield from _objective_problems(recipe)
     if data.validation_paths and data.validation_fraction:
         yield ("data", "validation_fraction"), "validation is text of its own (validation_paths) or a part of this text, not both"
@@ -267,10 +268,10 @@ def _objective_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
     if wants_teacher(factory) != (recipe.teacher is not None):
         words = "needs a teacher: give it a model and its weights" if recipe.teacher is None else "has no use for a teacher"
         yield ("teacher",), f"the objective {training.objective} {words}"
-    if getattr(factory, "examples", "tokens") != "tokens" and data.source not in ("stdlib", "jsonl"):
+    if getattr(factory, "examples", "tokens") != "tokens" and data.source not in ("stdlib", "jsonl", "csv"):
         yield (
             ("data", "source"),
-            f"the objective {training.objective} learns from stdlib or jsonl, which hold two fields, got {data.source!r}",
+            f"the objective {training.objective} learns from stdlib, jsonl or csv, which hold two fields, got {data.source!r}",
         )
 
 

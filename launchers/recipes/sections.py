@@ -94,9 +94,10 @@ class DataSection(Section):
 
     Attributes:
         source: ``stdlib`` (the source of Python's standard library; for pairs of texts its functions with the first sentence of their
-            docstrings, for labels its lines with their modules), ``files`` (text), ``jsonl``, or ``tokens`` (a ``.bin`` and its ``.json``).
+            docstrings, for labels its lines with their modules), ``files`` (text), ``jsonl``, ``csv``, or ``tokens`` (a ``.bin`` and its
+            ``.json``). Text may be compressed by gzip.
         paths: files, folders and globs; one token file for ``tokens``.
-        field: the key of the text in a line of JSON.
+        field: the key of the text in a line of JSON, or its column in CSV.
         target_field: the key of the target text, where the objective wants pairs of texts.
         label_field: the key of the label, where it wants labels.
         separator: text that divides a file into documents; None: a file is one document.
@@ -118,7 +119,7 @@ class DataSection(Section):
         cache: where tokenizers and tokens are kept.
     """
 
-    source: Literal["stdlib", "files", "jsonl", "tokens"] = "stdlib"
+    source: Literal["stdlib", "files", "jsonl", "csv", "tokens"] = "stdlib"
     paths: tuple[str, ...] = ()
     field: str = "text"
     target_field: str = "target"

@@ -1,4 +1,4 @@
-"""Texts with targets or labels, from JSON lines, or from the source of Python's standard library."""
+"""Texts with targets or labels, from JSON lines or CSV, or from the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, final
 
 from meshpar.errors import RecipeError
-from meshpar.training.text import STDLIB, TextSource, json_values, standard_library, standard_library_root
+from meshpar.training.text import STDLIB, TextSource, is_table, records_of, standard_library, standard_library_root
 
 TextPair = tuple[str, str]
 """An input text, and a target text or a label."""
@@ -30,7 +30,7 @@ class RecordSource:
     """Distinct records, in the same order on every rank.
 
     Attributes:
-        inputs: ``.jsonl`` files, folders and globs; or ``stdlib`` alone.
+        inputs: ``.jsonl`` and ``.csv`` files, also with ``.gz`` behind, folders and globs; or ``stdlib`` alone.
         kind: ``pairs`` or ``labels``. Pairs of ``stdlib`` are the source of every documented function with the first sentence of its
             docstring. Labels of ``stdlib`` are lines of code with their module or package, of the largest twelve.
         field: key of the input text in a line of JSON.
@@ -76,11 +76,11 @@ class RecordSource:
             yield from documented_functions() if self.kind == "pairs" else lines_of_modules()
             return
         for path in self.files():
-            if path.suffix == ".jsonl":
-                yield from self._json_lines(path)
+            if is_table(path):
+                yield from self._table(path)
 
-    def _json_lines(self, path: Path) -> Iterator[TextPair]:
-        for number, entry in json_values(path):
+    def _table(self, path: Path) -> Iterator[TextPair]:
+        for number, entry in records_of(path):
             keys = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
             text, output = (entry.get(key) if isinstance(entry, dict) else None for key in (self.field, self.output_field))
             if not isinstance(text, str):

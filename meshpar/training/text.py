@@ -1,20 +1,28 @@
-"""Read text from files, folders, globs, JSON lines, or the source of Python's standard library."""
+"""Read text from files, folders, globs, JSON lines, CSV, or the source of Python's standard library; also compressed by gzip."""
 
 from __future__ import annotations
 
+import csv
 import glob
+import gzip
 import hashlib
+import io
 import json
 import sysconfig
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import IO, Any, cast, final
 
 from meshpar.errors import RecipeError
 
 STDLIB = "stdlib"
-_TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
+_TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
+_TABLES = (".jsonl", ".csv")
+_LONGEST_CELL = 1 << 30  # characters; the csv module's own limit is for tables of numbers
+_COMPRESSED = {".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
 # encodings has tables of code points, an eighth of all the text, from which a model learns to write tables
 _NOT_SOURCE = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 
@@ -25,10 +33,10 @@ class TextSource:
     """Text as documents, in the same order on every rank.
 
     Attributes:
-        inputs: files, globs (``**`` crosses folders), folders (all .txt, .md, .rst, .py and .jsonl files in them) or ``stdlib``, the
-            source of Python's standard library without its tests and code tables.
-        field: key of the text in a line of a ``.jsonl`` file.
-        separator: text that divides a file (not .jsonl) into documents; None: a file is one document.
+        inputs: files, globs (``**`` crosses folders), folders (all .txt, .md, .rst, .py, .jsonl and .csv files in them, also with .gz
+            behind) or ``stdlib``, the source of Python's standard library without its tests and code tables.
+        field: key of the text in a line of a ``.jsonl`` file, or its column in a ``.csv`` file with a first line of names.
+        separator: text that divides a file of text into documents; None: a file is one document.
     """
 
     inputs: tuple[str, ...]
@@ -64,7 +72,7 @@ class TextSource:
             RecipeError: a file is not UTF-8, or a line is not JSON with the field.
         """
         for path in self.files():
-            documents = _json_lines(path, self.field) if path.suffix == ".jsonl" else _text(path, self.separator)
+            documents = _column(path, self.field) if is_table(path) else _text(path, self.separator)
             yield from (document for document in documents if document.strip())
 
     def fingerprint(self) -> str:
@@ -81,7 +89,7 @@ def _expand(text: str) -> list[Path]:
         return standard_library()
     path = Path(text).expanduser()
     if path.is_dir():
-        return sorted(each for each in path.rglob("*") if each.suffix in _TEXT_SUFFIXES and each.is_file())
+        return sorted(each for each in path.rglob("*") if kind_of(each) in _TEXT_SUFFIXES and each.is_file())
     if path.is_file():
         return [path]
     return sorted(Path(each) for each in glob.glob(str(path), recursive=True) if Path(each).is_file())
@@ -103,9 +111,32 @@ def standard_library() -> list[Path]:
     return sorted(found)
 
 
+def kind_of(path: Path) -> str:
+    """Return a file's suffix, without ``.gz``."""
+    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+
+
+def is_table(path: Path) -> bool:
+    """Tell whether a file has records with names: JSON lines or CSV."""
+    return kind_of(path) in _TABLES
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, also one compressed by gzip; raises RecipeError for other compression, and for damage found while it is read."""
+    if (tool := _COMPRESSED.get(path.suffix)) is not None:
+        raise RecipeError(f"{path} is compressed by something else than gzip; unpack it first ({tool} {path.name})")
+    try:
+        with cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as file:
+            yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise RecipeError(f"{path} cannot be unpacked: {error}; it is damaged, or not compressed by gzip") from error
+
+
 def _text(path: Path, separator: str | None) -> list[str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with _opened(path) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8").read()
     except UnicodeDecodeError as error:
         raise RecipeError(
             f"{path} is not UTF-8 text (byte {error.start}: {error.reason}); convert it or remove it from the inputs"
@@ -113,9 +144,12 @@ def _text(path: Path, separator: str | None) -> list[str]:
     return [text] if separator is None else text.split(separator)
 
 
-def json_values(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield each line's number and value; raises RecipeError if a line is not JSON in UTF-8."""
-    with path.open("rb") as file:
+def records_of(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the line number and value of each line of JSON, or each row of CSV as a dict; raises RecipeError for a line that is neither."""
+    with _opened(path) as file:
+        if kind_of(path) == ".csv":
+            yield from _rows(path, file)
+            return
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -129,8 +163,22 @@ def json_values(path: Path) -> Iterator[tuple[int, Any]]:
                 raise RecipeError(f"{path}:{number} is not JSON: {error}") from error
 
 
-def _json_lines(path: Path, field: str) -> Iterator[str]:
-    for number, record in json_values(path):
+def _rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, dict[str, str]]]:
+    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
+    reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise RecipeError(f"{path}:{reader.line_num} has another number of cells than the first line, which names the columns")
+            yield reader.line_num, row
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not UTF-8 text behind line {reader.line_num} ({error.reason}); convert it") from error
+    except csv.Error as error:
+        raise RecipeError(f"{path}:{reader.line_num + 1} is not CSV: {error}") from error
+
+
+def _column(path: Path, field: str) -> Iterator[str]:
+    for number, record in records_of(path):
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
             keys = sorted(record) if isinstance(record, dict) else type(record).__name__
             raise RecipeError(f"{path}:{number} has no text under {field!r}; it has {keys}")
