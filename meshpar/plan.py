@@ -215,15 +215,23 @@ class Plan:
             PlanError: problems that :meth:`check` finds.
             ParallelError: names the modules that differ, the size of the difference and the style to check.
         """
-        size = world_size or (self.mesh.size if isinstance(self.mesh, MeshSpec) and -1 not in self.mesh.axes.values() else None)
-        spec, layout = self._checked(module, layout, size)
+        spec, layout = self._checked(module, layout, self._size(world_size))
         blocks = [name for name, _ in find_blocks(module, layout)]
         told = Verification(modules={}, differences=(), skipped={}, seconds=0.0)
         for each in self.passes:
             for axis in axes_of([each], spec, Role.FEATURES):
                 if spec.axes[axis] > 1:
-                    told = verified(prove(module, partial(_split_copy, each, layout), axis, spec.axes[axis], blocks, batch))
+                    told = verified(
+                        prove(module, partial(_split_copy, each, layout), axis, spec.axes[axis], blocks, batch, plan_text=str(self))
+                    )
         return told
+
+    def _size(self, world_size: int | None) -> int:
+        """Return a number of ranks: as given, else of the mesh, else of this job."""
+        if world_size is not None:
+            return world_size
+        sized = isinstance(self.mesh, MeshSpec) and -1 not in self.mesh.axes.values()
+        return self.mesh.size if sized and isinstance(self.mesh, MeshSpec) else runtime.world_size()
 
     def _run_passes(self, module: nn.Module, layout: ModelLayout, mesh: Any, held_on: Any) -> None:
         names, ties = [name for name, _ in module.named_parameters()], tied_names(module)
@@ -235,16 +243,22 @@ class Plan:
             if tied_names(module) != ties:
                 raise MeshparError(f"{each.name} untied tied parameters: expected {ties}, got {tied_names(module)}")
 
-    def describe(self, module: nn.Module, layout: ModelLayout | None = None, *, world_size: int) -> Description:
+    def describe(self, module: nn.Module, layout: ModelLayout | None = None, *, world_size: int | None = None) -> Description:
         """Return what the rank with the most parameters would store, block by block. See :meth:`Parallelized.describe`.
 
         Applies the passes to ``module`` in this one process. The module must be on the meta device and cannot be used afterwards.
 
+        Args:
+            module: the model.
+            layout: description of the model. Defaults to the module's own, then to the registered layouts.
+            world_size: number of ranks. Defaults to the size of the mesh, or the ranks of this job.
+
         Raises:
             PlanError: problems that :meth:`check` finds.
         """
-        self.check(module, layout, world_size)
-        with runtime.simulated(world_size):
+        size = self._size(world_size)
+        self.check(module, layout, size)
+        with runtime.simulated(size):
             return self.apply(module, layout, device_type="cpu").describe()
 
 

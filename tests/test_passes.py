@@ -6,7 +6,7 @@ import pytest
 import torch
 from models_for_parity import VOCAB, gpt2, transformer
 
-from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, Plan, PlanError, Replicate, TensorParallel
+from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, Pass, Plan, PlanError, Replicate, TensorParallel
 from meshpar.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, random_tokens, token_loss_sum, token_steps
 
@@ -193,3 +193,19 @@ def test_a_module_is_parallelized_once():
     par = Plan("dp_shard=2", [FullyShard()]).apply(on_meta(transformer))
     with pytest.raises(PlanError, match="parallelized already"):
         Plan("dp_shard=2", [FullyShard()]).apply(par.module)
+
+
+class Frozen(Pass):
+    """Changes what is trained, on any mesh."""
+
+    name, stage = "Frozen", 1
+
+    def apply(self, module, layout, mesh):
+        module.head.requires_grad_(False)
+
+
+@on_ranks(2)
+def test_parity_gives_one_process_the_passes_that_change_what_is_trained():
+    assert_parity(transformer, "dp_replicate=2", [Frozen(), Replicate()], token_steps(VOCAB), alone=[Frozen()])
+    with pytest.raises(AssertionError, match=r"gradients: names differ, \['head.weight'\]"):
+        assert_parity(transformer, "dp_replicate=2", [Frozen(), Replicate()], token_steps(VOCAB))

@@ -171,6 +171,28 @@ def test_a_large_parameter_that_nothing_splits():
     assert "embed.weight (1048576 x 32, 128 MiB) is split by no pass" in text
 
 
+def test_an_override_replaces_what_the_table_says_of_its_modules():
+    module = model()
+    left = TensorParallel(styles={f"layers.0.mlp.{part}": None for part in ("gate", "up", "down")} | {"layers.0.mlp": None})
+    split = left.shards(module, module.meshpar_layout())
+    assert not [name for name in split if name.startswith("layers.0.mlp")] and "layers.1.mlp.up.weight" in split
+    Plan("tp=2", [left]).check(module, world_size=2)
+    text = only("tp=2", [TensorParallel(styles={"layers.*.mlp.upp": None})], world_size=2)
+    assert "'layers.*.mlp.upp': None}) leaves out nothing, for the table has no entry for it; nearest: layers.*.mlp.up" in text
+
+
+def test_a_part_of_torchs_multihead_attention_is_refused():
+    module = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
+    layout = ModelLayout(tensor={"attn.out_proj": "rowwise"})
+    with pytest.raises(PlanError, match=r"attn.out_proj is a part of attn, a nn.MultiheadAttention, which reads its weights itself"):
+        Plan("tp=2", [TensorParallel()]).check(module, layout, world_size=2)
+
+
+def test_describe_takes_the_ranks_of_the_mesh():
+    with torch.device("meta"):
+        assert Plan("dp_shard=2", [FullyShard()]).describe(model()).title.endswith("dp_shard=2 [FullyShard]")
+
+
 def test_heads_that_the_axis_does_not_divide():
     found = problems("tp=8", [TensorParallel()])
     assert "layers.*.attn.q has 4 heads, which tp=8 does not divide; tp in 2, 4 would" in found

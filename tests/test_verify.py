@@ -163,3 +163,9 @@ def test_an_output_that_refers_to_itself_is_searched_once():
     box, tensor = Box(), torch.ones(1)
     box.itself, box.held = box, [tensor]
     assert list(leaves(box, objects=True)) == [tensor]
+
+
+def test_a_projection_that_got_a_part_is_named_with_its_remedy():
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    with pytest.raises(ParallelError, match=r"2 \(Linear\) failed(.|\n)*remedy: give it the style 'rowwise'.*'2': 'rowwise'"):
+        Plan("tp=2", [TensorParallel()]).prove(module, torch.zeros(1, 4, 8), ModelLayout(tensor={"0": "colwise"}), world_size=2)

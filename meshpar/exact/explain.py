@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshpar.errors import MeshparError, ParallelError
+from meshpar.passes.applied import applied
 from meshpar.patterns import class_name
 
 _Cause = tuple[str, str, str]
@@ -22,6 +23,11 @@ _SHAPES: _Cause = (
     "the code counts on all heads or features where this rank holds its share of them",
     "take the count from the tensor: x.unflatten(-1, (-1, head_dim)) instead of x.view(batch, length, heads, head_dim), "
     "x.chunk(3, dim=-1) instead of x.split(width, dim=-1)",
+)
+_WHOLE: _Cause = (
+    r"mat1 and mat2 shapes cannot be multiplied",
+    "it has no style and so its whole weight, and its input is this rank's part, which a 'colwise' layer before it left",
+    "give it the style 'rowwise' in the tensor-parallel table ('{module}': 'rowwise'), or leave the layer before it whole",
 )
 _OUTSIDE: _Cause = (
     r"mixed torch\.Tensor and DTensor",
@@ -101,6 +107,9 @@ class Explanation:
         frames = list(_frames(error.__traceback__))
         name, culprit, line = self._innermost(frames)
         causes = (*self._causes, _SHARE) if self._splits_features and type(error) is RuntimeError else self._causes
+        split = applied(self._module).split
+        if isinstance(culprit, nn.Linear) and split is not None and name not in split.styles:
+            causes = (_WHOLE, *causes)
         cause = self._outside_of_its_block(text, name, frames) or next(
             ((why, remedy) for pattern, why, remedy in causes if re.search(pattern, text)), None
         )

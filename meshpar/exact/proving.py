@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from meshpar import runtime
+from meshpar.exact.explain import Explanation
 from meshpar.exact.verify import SplitTest, Verification, call
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.simulated import Meeting, SimulatedGroup
@@ -20,7 +21,9 @@ Install = Callable[[nn.Module, Any, Any, int], Context | None]
 """``(module, mesh, group, rank) -> context``: splits ``module`` as one rank of the axis holds it."""
 
 
-def prove(module: nn.Module, install: Install, axis: str, size: int, blocks: Sequence[str], batch: object) -> Verification:
+def prove(
+    module: nn.Module, install: Install, axis: str, size: int, blocks: Sequence[str], batch: object, *, plan_text: str
+) -> Verification:
     """Split copies of ``module`` for ``size`` ranks of ``axis`` and try one block of each kind on ``batch``.
 
     Args:
@@ -30,6 +33,7 @@ def prove(module: nn.Module, install: Install, axis: str, size: int, blocks: Seq
         size: its number of ranks.
         blocks: names of the repeated blocks.
         batch: as :meth:`meshpar.Parallelized.verify` takes it.
+        plan_text: how messages call the plan.
 
     Raises:
         Whatever a rank raises first.
@@ -49,7 +53,8 @@ def prove(module: nn.Module, install: Install, axis: str, size: int, blocks: Seq
             try:
                 test = SplitTest(copies[rank], contexts[rank], blocks, lambda name: module.get_parameter(name).detach())
                 with test.watch(), torch.enable_grad():
-                    call(copies[rank], batch)
+                    explanation = Explanation(copies[rank], plan_text, splits_features=True, unit_pass=None)
+                    explanation.told(call, (copies[rank], batch), {})
                 told[rank] = test.run()
             except BaseException as error:  # noqa: BLE001  handed to the caller below
                 told[rank] = error

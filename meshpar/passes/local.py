@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from meshpar._torch import is_shard
@@ -42,6 +43,9 @@ def replaced_problems(name: str, module: nn.Module, base: type[nn.Module]) -> It
         yield f"{name} is a {class_name(module)} with a forward of its own, which a style for {known} would skip; {leave}"
     elif own_forward(module) is not None:
         yield f"{name} has a forward that was set on it, which a style for {known} would skip; set it after apply, or {leave}"
+    elif kind is NonDynamicallyQuantizableLinear:
+        around = name.rpartition(".")[0] or "the model"
+        yield f"{name} is a part of {around}, a nn.MultiheadAttention, which reads its weights itself and cannot be split; {leave}"
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     if any(hooks):
         yield (

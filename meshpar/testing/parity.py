@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshpar.errors import MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.loss import IGNORE_INDEX, token_loss
 from meshpar.mesh import MeshSpec
@@ -121,14 +122,15 @@ def assert_parity(
     loss_sum: LossSum = token_loss_sum,
     max_norm: float = 1.0,
     expected: Record | None = None,
+    alone: Sequence[Pass] = (),
 ) -> Parallelized:
     """Assert that training under a plan equals training in one process on the concatenated batches.
 
-    Both runs start from the weights of ``seed``; rank 0 runs the one process. Loss and gradient norm of every step, every gradient
-    of the first step and every weight after the last must agree to ``tolerance`` of each tensor's largest value.
+    Both runs start from the weights of ``seed``. Rank 0 runs the one process, without the plan's passes. Loss and gradient norm of every
+    step, every gradient of the first step and every weight after the last must agree to ``tolerance`` of each tensor's largest value.
 
     Args:
-        build: makes the model; called twice, the second time on the meta device.
+        build: makes the model; called twice, on the meta device. Modules with parameters of their own need ``reset_parameters``.
         mesh: of the whole world.
         passes: the plan.
         steps: see :func:`train_steps`.
@@ -137,6 +139,7 @@ def assert_parity(
         tolerance: relative to each tensor's largest absolute value.
         loss_sum: the loss.
         max_norm: gradients are clipped to this norm, so that clipping is part of what must agree.
+        alone: passes without axes that the one process has too, because they change what is trained.
         expected: what :func:`one_process` returned for the same model and steps, to hold several plans against it; None: runs it.
 
     Returns:
@@ -148,7 +151,7 @@ def assert_parity(
     Collective: every rank calls it.
     """
     if expected is None:
-        expected = one_process(build, steps, layout=layout, seed=seed, loss_sum=loss_sum, max_norm=max_norm)
+        expected = one_process(build, steps, layout=layout, seed=seed, loss_sum=loss_sum, max_norm=max_norm, passes=alone)
     with torch.device("meta"):
         module = build()
     par = Plan(mesh, passes).apply(module, layout).materialize(seed=seed)
@@ -173,18 +176,26 @@ def one_process(
     seed: int = 0,
     loss_sum: LossSum = token_loss_sum,
     max_norm: float = 1.0,
+    passes: Sequence[Pass] = (),
 ) -> Record:
-    """Return what training in one process leaves, on rank 0; an empty record on the others, which wait for nobody."""
+    """Return what training in one process leaves, on rank 0; an empty record on the others, which wait for nobody.
+
+    ``passes`` are applied first; they have no axes, and get no mesh.
+    """
     if dist.get_rank() != 0:
         return Record()
-    return train_steps(_alone(build, layout, seed), steps, loss_sum=loss_sum, max_norm=max_norm)
+    return train_steps(_alone(build, layout, seed, passes), steps, loss_sum=loss_sum, max_norm=max_norm)
 
 
-def _alone(build: Callable[[], nn.Module], layout: ModelLayout | None, seed: int) -> Parallelized:
+def _alone(build: Callable[[], nn.Module], layout: ModelLayout | None, seed: int, passes: Sequence[Pass]) -> Parallelized:
     """Return the model in this one process, without any pass, as a Parallelized whose mesh nobody shares."""
     with torch.device("meta"):
         module = build()
     known = layout or layout_for(module)
+    for each in passes:
+        if each.axes:
+            raise MeshparError(f"{each.name} works over {', '.join(each.axes)}, which one process does not have; leave it out of alone=")
+        each.apply(module, known, None)  # type: ignore[arg-type]
     lonely = MeshSpec()
     par = Parallelized(module, None, lonely, Plan(lonely), known, torch.device("cpu"))  # type: ignore[arg-type]
     return par.materialize(seed=seed)

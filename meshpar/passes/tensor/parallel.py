@@ -22,7 +22,7 @@ from meshpar.passes.random import SplitState, draws_random
 from meshpar.passes.tensor.context import Arrivals, Context, Style
 from meshpar.passes.tensor.parts import CopiedHeads, Parts
 from meshpar.passes.tensor.styles import PARAMETER_STYLES, PER_HEAD, Colwise, Sequence, parse
-from meshpar.patterns import find_modules, matches
+from meshpar.patterns import find_modules, matches, nearest
 
 _WHOLE_SHARE = 0.25
 
@@ -172,10 +172,20 @@ class TensorParallel(Pass):
         applied(module).split = context
 
     def _table(self, module: nn.Module, layout: ModelLayout) -> _Table:
-        """Return the layout's table with this pass's entries laid over it, its text parsed."""
-        table = _Table()
+        """Return the layout's table, its text parsed. This pass's entries replace what it says of the modules that they match."""
+        table, entries = _Table(), dict(layout.tensor)
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        for pattern, text in {**layout.tensor, **self.styles}.items():
+        for pattern, text in self.styles.items():
+            replaced = _take_out(module, entries, pattern)
+            if text is not None:
+                entries[pattern] = text
+            elif not replaced:
+                near = nearest(pattern, entries)
+                table.problems.append(
+                    f"TensorParallel(styles={{{pattern!r}: None}}) leaves out nothing, for the table has no entry for it"
+                    + (f"; nearest: {', '.join(near)}" if near else "")
+                )
+        for pattern, text in entries.items():
             if text is None:
                 continue
             if any(matches(pattern, name) for name in names):
@@ -205,6 +215,19 @@ class TensorParallel(Pass):
             if inside and len(inside) < len(group):
                 missing = next(name for name in group if name not in split)
                 yield f"{inside[0]} is tied to {missing}, and only {inside[0]} is split over tp; give both a style, or neither"
+
+
+def _take_out(module: nn.Module, entries: dict[str, Any], pattern: str) -> bool:
+    """Take the modules that ``pattern`` matches out of a table, and tell whether there were any."""
+    if entries.pop(pattern, None) is not None:
+        return True
+    found = {known: [name for name, _ in find_modules(module, known)] for known in entries}
+    left = {name for name, _ in find_modules(module, pattern)}
+    hit = [known for known, held in found.items() if left.intersection(held)]
+    for known in hit:
+        style = entries.pop(known)
+        entries.update({name: style for name in found[known] if name not in left})
+    return bool(hit)
 
 
 def _with_copied_heads(
