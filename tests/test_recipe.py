@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -170,6 +171,20 @@ def test_what_a_run_cannot_measure_is_no_wrong_recipe_but_does_not_start() -> No
         "checkpoint.best: nothing measures val/accuracy; give data.validation_fraction or data.validation_paths",
         "profile: a profile takes 8 steps, and training.steps is 5; train longer, or profile: off",
     ]
+
+
+def test_weights_bring_their_config_and_tokenizer(tmp_path: Path) -> None:
+    folder = tmp_path / "published"
+    folder.mkdir()
+    text = f"model: {{kind: huggingface, weights: {folder}}}\ntraining: {{steps: 1}}\n"
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "tune.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=r"data.tokenizer: missing: .*published has no tokenizer.json; name the folder"):
+        load_recipe(tmp_path / "tune.yaml")
+    assert load_recipe(tmp_path / "tune.yaml", ["data.tokenizer=bytes"]).data.tokenizer == "bytes"
+    (folder / "tokenizer.json").write_text("{}")
+    recipe = load_recipe(tmp_path / "tune.yaml")
+    assert (recipe.model.config, recipe.data.tokenizer) == (str(folder), str(folder))
 
 
 def test_an_unknown_recipe_names_those_that_come_with_meshpar() -> None:

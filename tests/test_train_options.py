@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import meshpar.forecasting.api
 from meshpar import LaunchError, MeshparError, RecipeError
 from meshpar.launchers.jobs import feedback
 from meshpar.launchers.jobs.batch_size import find_batch_size
@@ -103,7 +102,7 @@ def wait_for_forecast(seconds: float) -> None:
 
 
 def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forecast: Any, records: int = 4) -> list[str]:
-    monkeypatch.setattr(meshpar.forecasting.api, "forecast", forecast)
+    monkeypatch.setattr("meshpar.launchers.jobs.planned.forecast", forecast)
     console = Notes()
     reporter = feedback.ForecastFeedback(recipe(tmp_path), "h100", console)
     wait_for_forecast(60)

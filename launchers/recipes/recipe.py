@@ -167,6 +167,7 @@ def resolve(document: Document, *, disks: bool = True) -> Recipe:
         data["teacher"] = dict(data["teacher"])
         data["teacher"].setdefault("mesh", data["mesh"])
         notes += [f"teacher.{note}" for note in _read_plan(data["teacher"], document, problems, ("teacher",))]
+    _take_from_weights(data)
     data["name"] = data.get("name") or Path(document.name).stem
     data["output"] = data.get("output") or f"runs/{data['name']}"
     found = validate(Recipe, data, document)
@@ -204,6 +205,18 @@ def _read_plan(data: dict[str, Any], document: Document, problems: list[str], at
     return [*notes, *more]
 
 
+def _take_from_weights(data: dict[str, Any]) -> None:
+    """Take the config and the tokenizer that published weights come with, where the recipe names none."""
+    model, section = data.get("model"), data.get("data") or {}
+    if not isinstance(model, Mapping) or not isinstance(section, Mapping) or not isinstance(model.get("weights"), str):
+        return
+    folder = Path(model["weights"]).expanduser()
+    if model["kind"] == "huggingface" and (folder / "config.json").is_file():
+        data["model"] = {"config": model["weights"], **model}
+    if section.get("tokenizer") is None and section.get("source") != "tokens" and (folder / "tokenizer.json").is_file():
+        data["data"] = {**section, "tokenizer": model["weights"]}
+
+
 def _read_mesh(text: object, document: Document, problems: list[str], at: Place) -> MeshSpec | str | None:
     if not isinstance(text, str):
         return None  # the section's own type says what is wrong
@@ -231,6 +244,13 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
         yield (
             ("data", "tokenizer"),
             "the input is tokens already: leave it out, or give the folder of the tokenizer that made them, for the export",
+        )
+    weights = recipe.model.weights
+    if weights is not None and weights.expanduser().exists() and data.tokenizer is None and data.source != "tokens":
+        yield (
+            ("data", "tokenizer"),
+            f"missing: {weights} has no tokenizer.json; name the folder of the tokenizer that the weights were trained with, "
+            "or write bytes or bpe for another one",
         )
     if data.source in ("jsonl", "csv"):
         for path in data.paths:

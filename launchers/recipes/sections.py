@@ -101,8 +101,8 @@ class DataSection(Section):
         target_field: the key of the target text, where the objective wants pairs of texts.
         label_field: the key of the label, where it wants labels.
         separator: text that divides a file into documents; None: a file is one document.
-        tokenizer: ``bytes``, ``bpe`` (trained on the text) or a folder with a ``tokenizer.json``; None: ``bytes`` for text, none for
-            tokens.
+        tokenizer: ``bytes``, ``bpe`` (trained on the text) or a folder with a ``tokenizer.json``; None: that of ``model.weights``, else
+            ``bytes`` for text, none for tokens.
         vocab_size: of a trained BPE.
         eos: the token that ends a document, where the tokenizer's folder does not say.
         sequence_length: tokens of a sample; a text with a target or a label is cut to it.
