@@ -210,7 +210,7 @@ def test_a_killed_rank_ends_the_job_with_one_message(folder: Path) -> None:
         rest = rest_of(process)
         assert process.returncode == 1
         assert [line for line in rest.splitlines() if line.startswith("meshpar:")] == [
-            "meshpar: rank 1 was ended by SIGKILL; the kernel does this to a process when memory runs out"
+            "meshpar: rank 1 was ended by SIGKILL; a person or a scheduler does this, or the kernel when memory runs out"
         ]
         assert "Traceback" not in rest
         assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]

@@ -159,6 +159,26 @@ def test_two_groups_of_one_process_meet_apart(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "2\n2\n2\n"), done.stderr
 
 
+def test_a_script_that_does_not_listen_is_no_job_that_stopped_in_time(tmp_path: Path) -> None:
+    deaf = "open(f'{os.environ[\"RANK\"]}', 'w').close()\nwhile True: time.sleep(0.1)\n"
+    listening = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(138))\n" + deaf
+    codes = []
+    for number, script in enumerate((deaf, listening)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "job.py").write_text("import os, signal, sys, time\n" + script)
+        process = subprocess.Popen([*RUN, "--nproc", "2", "job.py"], cwd=folder, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 90
+        while not all((folder / name).exists() for name in "01"):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGUSR1)
+        _, told = process.communicate(timeout=90)
+        codes.append(process.returncode)
+        assert ("the script has no handler for it" in told) == (script is deaf), told
+    assert codes == [1, 138]
+
+
 def test_control_c_ends_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("import os, time\nopen(os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
     process = subprocess.Popen([*RUN, "--nproc", "2", "job.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)

@@ -132,7 +132,7 @@ def record_kills(logs: Path, exit_codes: Mapping[int, int]) -> None:
             message = f"rank {rank} ended with exit code {code} and without a Python error; see its log"
             _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message))
         if code < 0 and code != -signal.SIGTERM:
-            out_of_memory = "; the kernel does this to a process when memory runs out" if code == -signal.SIGKILL else ""
+            out_of_memory = "; a person or a scheduler does this, or the kernel when memory runs out" if code == -signal.SIGKILL else ""
             message = f"rank {rank} was ended by {signal.Signals(-code).name}{out_of_memory}"
             _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message))
 

@@ -14,9 +14,10 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
+from typing import NoReturn
 
-from meshpar.errors import MeshparError
+from meshpar.errors import LaunchError, MeshparError
 from meshpar.launchers.agent.failures import NO_USE, STOPPED, exit_code, forget, note_os_exit, record
 from meshpar.launchers.agent.rank_logs import copy_output, redirect
 from meshpar.launchers.agent.starts import begin
@@ -74,6 +75,7 @@ def code_of(stopped: str | None) -> int:
 def run_code(kind: str, what: str, arguments: Sequence[str]) -> int:
     """Run a script or a module as ``python WHAT ARGS`` does: as ``__main__``, so that spawned processes can load its file."""
     sys.argv = [what, *arguments]
+    signal.signal(signal.SIGUSR1, _unheard)
     if kind == "module":
         sys.path.insert(0, os.getcwd())
         runpy.run_module(what, run_name="__main__", alter_sys=True)
@@ -85,6 +87,16 @@ def run_code(kind: str, what: str, arguments: Sequence[str]) -> int:
     sys.modules["__main__"] = main_module
     exec(code, main_module.__dict__)
     return 0
+
+
+def _unheard(number: int, frame: FrameType | None) -> NoReturn:
+    """End a script that was told that its time is over, and does not listen: this is no stop with a checkpoint, but a failure."""
+    error = LaunchError(
+        "SIGUSR1 told the script to save and stop, and the script has no handler for it, so nothing is saved; set one by "
+        "signal.signal(signal.SIGUSR1, ...), save a checkpoint, and end with sys.exit(128 + signal.SIGUSR1)"
+    )
+    record(Path(os.environ["MESHPAR_LOGS"]), int(os.environ["RANK"]), error)
+    os._exit(1)
 
 
 def _end_with_launcher() -> None:
