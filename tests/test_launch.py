@@ -396,9 +396,20 @@ def test_two_runs_have_folders_of_their_own_in_a_bucket(folder: Path) -> None:
 def test_options_of_a_target_are_checked_all_at_once() -> None:
     with pytest.raises(LaunchError) as caught:
         make_target("slurm", Slurm, ["partitoin=gpu", "signal_s=soon", "qos=high"])
-    assert "'partitoin=gpu': slurm has no such option; nearest: partition" in str(caught.value)
+    assert "'partitoin=gpu': slurm has no such option, written as KEY=VALUE; nearest: partition" in str(caught.value)
     assert "'signal_s=soon': expected a whole number" in str(caught.value)
     assert "qos" not in str(caught.value)
+
+
+def test_options_given_twice_are_joined_or_refused() -> None:
+    made = make_target("slurm", Slurm, ["setup=module load cuda", "setup=conda activate train"])
+    assert made.setup == "module load cuda\nconda activate train"
+    with pytest.raises(LaunchError, match="'time=2:00:00': time is given twice; give it once"):
+        make_target("slurm", Slurm, ["time=1:00:00", "time=2:00:00"])
+    with pytest.raises(
+        LaunchError, match=r"'mem=200G': slurm has no such option.*; for an option of sbatch's own write -o sbatch=--mem=200G"
+    ):
+        make_target("slurm", Slurm, ["mem=200G"])
 
 
 HARD = "a: [b\n#SBATCH --nodes=9 'c\"\\"

@@ -8,7 +8,7 @@ import re
 import shlex
 import string
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -137,12 +137,19 @@ def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
         key, equals, value = text.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or key not in fields:
-            near = nearest(key, fields) or sorted(fields)
-            problems.append(f"{text!r}: {name} has no such option; nearest: {', '.join(near)}; write KEY=VALUE")
+            near = nearest(key, fields)
+            listed = f"nearest: {', '.join(near)}" if near else f"there are {', '.join(sorted(fields))}"
+            problems.append(f"{text!r}: {name} has no such option, written as KEY=VALUE; {listed}{_passed_on(fields, text)}")
             continue
         try:
-            several = hints[key] == tuple[str, ...]
-            values[key] = (*values.get(key, ()), _read(str, value)) if several else _read(hints[key], value)
+            if hints[key] == tuple[str, ...]:
+                values[key] = (*values.get(key, ()), _read(str, value))
+            elif key in values and hints[key] is Shell:
+                values[key] = Shell(f"{values[key]}\n{value}")
+            elif key in values:
+                problems.append(f"{text!r}: {key} is given twice; give it once")
+            else:
+                values[key] = _read(hints[key], value)
         except ValueError as error:
             problems.append(f"{text!r}: {error}")
     made: Target = cls(**values)
@@ -150,6 +157,13 @@ def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
     if problems:
         raise LaunchError("\n  ".join(["unknown or invalid options:", *problems]))
     return made
+
+
+def _passed_on(fields: Collection[str], text: str) -> str:
+    """Return how a target hands its engine what it has no option for."""
+    if "sbatch" in fields:
+        return f"; for an option of sbatch's own write -o sbatch=--{text.lstrip('-').replace('_', '-')}"
+    return "; for other fields of the job file write -o patch=FILE" if "patch" in fields else ""
 
 
 def _read(hint: object, text: str) -> object:

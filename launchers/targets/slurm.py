@@ -25,6 +25,12 @@ _WRITTEN = {
 _EARLY_S = 60  # by which SLURM may send the signal before --signal says
 
 
+def _command(setup: str) -> str:
+    """Return the shell's word for the meshpar command: what the setup puts on the path, else the one that launches."""
+    own = shlex.quote(str(Path(sys.executable).parent / "meshpar"))
+    return f'"$(command -v meshpar || echo {own})"' if setup else own
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slurm(Target):
@@ -39,7 +45,7 @@ class Slurm(Target):
         max_requeues: how many times a job that failed is requeued. Requeues at the time limit are not counted.
         restarts: how many times the ranks of an elastic job restart within one start of the job.
         rejoin_s: for an elastic job: seconds without an answer after which a node is lost, and then seconds in which others may join.
-        meshpar: path of the command on the nodes; empty: this environment's.
+        meshpar: path of the command on the nodes; empty: what ``setup`` puts on the path, else this environment's.
         sbatch: further options of sbatch, ``--mem=0 --exclude=n7``; can be given several times.
         setup: lines of shell that run first, such as ``module load cuda``.
     """
@@ -109,7 +115,7 @@ class Slurm(Target):
             "on_failure": "--kill-on-bad-exit=0 --no-kill" if job.elastic else "--kill-on-bad-exit=1",
             "placement": self._placement(job),
             "work": shlex.join(job.work(str(job.folder / RECIPE))),
-            "meshpar": self.meshpar or shlex.quote(str(Path(sys.executable).parent / "meshpar")),
+            "meshpar": self.meshpar or _command(self.setup),
             "no_use": NO_USE,
             "no_restart": NO_RESTART,
             "complete": COMPLETE,
