@@ -372,14 +372,14 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
         held = held_mesh(passes, mesh)
         for each in ready:
             yield from each.problems(module, layout, _seen_by(each, mesh, held))
+        if any(held.axes[axis] > 1 for axis in axes_of(ready, held, Role.SAMPLES)):
+            yield from batch_norm_problems(module)
     for group in layout.tied:
         absent = [name for name in group if name not in parameters]
         if absent:
             yield f"layout.tied names {absent[0]!r}, which the model does not have"
         elif len({id(parameters[name]) for name in group}) > 1:
             yield f"layout.tied says that {' and '.join(group)} are one tensor, but the model holds them apart; tie them or drop the entry"
-    if any(mesh.axes[axis] > 1 for axis in axes_of(ready, mesh, Role.SAMPLES)):
-        yield from batch_norm_problems(module)
     yield from _unsharded_problems(ready, module, layout, mesh, parameters)
 
 

@@ -188,6 +188,25 @@ def test_a_part_of_torchs_multihead_attention_is_refused():
         Plan("tp=2", [TensorParallel()]).check(module, layout, world_size=2)
 
 
+class Positions(Pass):
+    name, stage, roles = "Positions", 1, {"cp": Role.POSITIONS}
+
+    def apply(self, module, layout, mesh):
+        pass
+
+
+class OwnBatchNorm(nn.BatchNorm1d):
+    def forward(self, x):
+        return x
+
+
+def test_a_data_axis_of_one_rank_holds_parameters_over_positions_too():
+    text = only("dp_shard=1,cp=2", [Positions(), FullyShard()], nn.Sequential(OwnBatchNorm(4)), layout=ModelLayout(), world_size=2)
+    assert "is a batch norm with a forward of its own" in text
+    text = only("cp=2", [Positions()], world_size=2)
+    assert text.endswith("nothing averages gradients over cp; add FullyShard() to the passes and dp_shard=1 to the mesh")
+
+
 def test_describe_takes_the_ranks_of_the_mesh():
     with torch.device("meta"):
         assert Plan("dp_shard=2", [FullyShard()]).describe(model()).title.endswith("dp_shard=2 [FullyShard]")
