@@ -30,7 +30,7 @@ from meshpar.errors import CheckpointError
 from meshpar.weights import TypedSource, WeightMap
 
 _TILE_BYTES = 8 << 20
-_OCCUPIED = "already exists and is not empty; delete it, choose another folder, or pass overwrite=True"
+_OCCUPIED = "already exists and is not empty; delete it, choose another folder, or replace it (--overwrite, in Python overwrite=True)"
 _NOT_TOKENIZER = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".safetensors.index.json")
 
 

@@ -175,7 +175,7 @@ def test_preflight_stops_a_job_before_it_trains(slurm: Slurm, folder: Path) -> N
     assert (done["ExitCode"], done["Restarts"]) == (f"{NO_USE}:0", "0")
     text = told(folder, "refused")
     assert "GLOO_SOCKET_IFNAME=eth7 names no interface\n    where: n1, which has eth0, lo" in text
-    assert "what failed would fail again; the job is not requeued" in text
+    assert "another start would fail in the same way; the job is not requeued" in text
     assert step_of(folder, "refused") == 0 and not list((folder / "refused").glob("checkpoints/step-*"))
 
 
