@@ -187,7 +187,7 @@ def one_process(
     return train_steps(_alone(build, layout, seed, passes), steps, loss_sum=loss_sum, max_norm=max_norm)
 
 
-def _alone(build: Callable[[], nn.Module], layout: ModelLayout | None, seed: int, passes: Sequence[Pass]) -> Parallelized:
+def _alone(build: Callable[[], nn.Module], layout: ModelLayout | None, seed: int, passes: Sequence[Pass] = ()) -> Parallelized:
     """Return the model in this one process, without any pass, as a Parallelized whose mesh nobody shares."""
     with torch.device("meta"):
         module = build()
