@@ -173,7 +173,7 @@ def test_an_error_that_is_not_ours_comes_with_rank_and_traceback(tmp_path: Path)
 def test_a_killed_rank_is_the_cause_of_what_the_others_say(tmp_path: Path) -> None:
     write_error(tmp_path, 0, "RuntimeError", "Connection closed by peer", 1.0)
     record_kills(tmp_path, {0: 1, 1: -signal.SIGKILL})
-    assert "rank 1 was ended by SIGKILL; the kernel" in str(first_error(tmp_path, {0: 1, 1: -signal.SIGKILL}))
+    assert "rank 1 was ended by SIGKILL; a person" in str(first_error(tmp_path, {0: 1, 1: -signal.SIGKILL}))
 
 
 SRUN = {
