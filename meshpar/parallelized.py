@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, Protocol, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
@@ -143,10 +143,10 @@ class Parallelized:
                 if len(mine) % size:
                     raise MeshparError(f"{axis}={size} does not divide {len(mine)} positions; pad the batch to a multiple of {size}")
                 mine = mine[each.positions(len(mine), size, self._place[axis])]
-        part: Any = _selected(batch, mine, dim)
+        part = _selected(batch, mine, dim)
         if isinstance(part, dict) and "position_ids" not in part and "position_ids" in inspect.signature(self.module.forward).parameters:
             part["position_ids"] = mine.to(tensors[0].device)[None].expand(tensors[0].shape[0], -1)
-        return part
+        return cast("Values", part)
 
     @property
     def home(self) -> torch.device:
