@@ -222,6 +222,15 @@ def test_a_search_keeps_a_strangers_passes(stranger, mesh, names, expected):
         assert {one.name for one in each.settings.passes()} >= {one.name for one in passes if "tp" not in one.axes}
 
 
+@pytest.mark.parametrize("mesh", ["dp_shard=1,cp=3", "dp_shard=2,cp=-1"])
+def test_a_search_refuses_axes_that_do_not_divide_its_ranks(stranger, mesh):
+    plan = Plan(mesh, [registry.plugin("meshpar.passes", "SplitPositions")()])
+    with torch.device("meta"):
+        model = transformer(layers=4)
+    with pytest.raises(MeshparError, match=r"the search keeps cp=(3|-1), which must be sizes that divide 8 ranks"):
+        search(model, model.meshpar_layout(), Batch(sequence=16, micro_batch=1), Hardware.load("h100"), 8, plan=plan)
+
+
 def test_an_unknown_name_is_answered_with_the_nearest(fresh_registry):
     with pytest.raises(MeshparError, match=r"no plugin 'FullShard' in meshpar.passes; nearest: \['FullyShard'"):
         registry.plugin("meshpar.passes", "FullShard")

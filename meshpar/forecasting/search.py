@@ -148,12 +148,16 @@ def search(
     fixed = {
         axis: size for axis, size in _sizes(plan).items() if axis in _claimed(beside) and axis not in ("dp_replicate", "dp_shard", "tp")
     }
+    rest, left = divmod(world_size, math.prod(fixed.values()))
+    if left or min(fixed.values(), default=1) < 1:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in fixed.items())
+        raise MeshparError(f"the search keeps {sizes}, which must be sizes that divide {world_size} ranks; write them in the mesh")
     asked = _Asked(
         model=model,
         layout=layout,
         batch=batch,
         hardware=hardware,
-        world_size=world_size // math.prod(fixed.values()),
+        world_size=rest,
         beside=beside,
         fixed=fixed,
     )
@@ -316,11 +320,12 @@ def _replayed(chosen: Sequence[Simulation], layout: ModelLayout, hardware: Hardw
     traces = iter(simulate(jobs, workers=workers))
     _, depth = like_blocks(chosen[0].model, layout) if chosen else ("", 0)
     for place, job in enumerate(chosen):
+        replayed = "all" if place == 0 else "probes"
         try:
             trace = next(traces) if place == 0 else deepened(next(traces), next(traces), depth)
-        except MeshparError:
-            (trace,) = simulate([job], workers=1)
-        yield evaluated(trace, hardware, job, "all" if place == 0 else "probes")
+        except MeshparError:  # as in _estimates
+            (trace,), replayed = simulate([job], workers=1), "all"
+        yield evaluated(trace, hardware, job, replayed)
 
 
 def ranking_text(ranking: Ranking, shown: int = 10) -> str:
