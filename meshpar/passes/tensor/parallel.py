@@ -219,15 +219,15 @@ class TensorParallel(Pass):
 
 def _take_out(module: nn.Module, entries: dict[str, Any], pattern: str) -> bool:
     """Take the modules that ``pattern`` matches out of a table, and tell whether there were any."""
-    if entries.pop(pattern, None) is not None:
-        return True
+    named = pattern in entries
+    entries.pop(pattern, None)
     found = {known: [name for name, _ in find_modules(module, known)] for known in entries}
     left = {name for name, _ in find_modules(module, pattern)}
     hit = [known for known, held in found.items() if left.intersection(held)]
     for known in hit:
         style = entries.pop(known)
         entries.update({name: style for name in found[known] if name not in left})
-    return bool(hit)
+    return named or bool(hit)
 
 
 def _with_copied_heads(
