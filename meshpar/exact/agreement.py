@@ -21,6 +21,10 @@ from meshpar.state.initialize import state
 
 _RELATIVE, _FLOOR = 1e-2, 1e-4
 _FACTOR = 6364136223846793005
+_SAME_BATCH = (
+    "they compute one sample together and must get the same: give the sampler par.data_rank and par.data_size, "
+    "DistributedSampler(data, num_replicas=par.data_size, rank=par.data_rank)"
+)
 
 
 @final
@@ -71,10 +75,7 @@ class Agreement:
         for axis in self._same_axes:
             agree = same(torch.stack(numbers), [self._mesh.get_group(axis)])
             if not agree[0]:
-                raise MeshparError(
-                    f"ranks of {axis} got different batches; they compute one sample together and must get the same: give the sampler "
-                    "par.data_rank and par.data_size, DistributedSampler(data, num_replicas=par.data_size, rank=par.data_rank)"
-                )
+                raise MeshparError(f"ranks of {axis} got different batches; {_SAME_BATCH}")
             if not all(agree):
                 raise MeshparError(
                     f"ranks of {axis} have different random states, and the model draws random numbers where they must be the same; "
@@ -94,10 +95,7 @@ class Agreement:
         self._wholes += 1
         for axis, group in self._split.items():
             if not all(same(digest_of(batch, self._device)[None], [group])):
-                raise MeshparError(
-                    f"ranks of {axis} split different batches; they compute one sample together and must split the same: give the sampler "
-                    "par.data_rank and par.data_size, DistributedSampler(data, num_replicas=par.data_size, rank=par.data_rank)"
-                )
+                raise MeshparError(f"ranks of {axis} split different batches; {_SAME_BATCH}")
 
     def unit(self, name: str, trained: str) -> None:
         """See that all data ranks come to one unit together: every time on a CPU, on an accelerator, where reading waits, the first times.
