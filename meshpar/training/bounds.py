@@ -58,9 +58,11 @@ def bound_problems(settings: Any) -> Iterator[str]:
             if get_origin(number) is not Annotated:
                 continue
             kind, bound = get_args(number)
-            others = [None if each is NoneType else each for one in kinds if one is not number for each in get_args(one) or [one]]
-            others = [] if several else others
-            value = getattr(settings, name)[place] if several else getattr(settings, name)
+            value, others = getattr(settings, name), list[Any]()
+            if several:
+                value = value[place]
+            else:
+                others = [None if each is NoneType else each for one in kinds if one is not number for each in get_args(one) or [one]]
             if value not in others and not (isinstance(value, kind if kind is int else (int, float)) and value in bound):
                 whole = "a whole number " if kind is int else ""
                 yield f"{name} must be {whole}{bound}{''.join(f' or {each!r}' for each in others)}, got {value!r}"

@@ -13,10 +13,8 @@ import torch
 
 from meshpar.errors import LayoutError
 from meshpar.patterns import nearest
-from meshpar.weights.rules import Fuse, Permute, Rename, Rule, Split, Transpose, names_of, rule_from_json
+from meshpar.weights.rules import Rule, names_of, rule_from_json
 from meshpar.weights.views import View, spans_of
-
-__all__ = ["Fuse", "Mapped", "Permute", "Rename", "Rule", "Split", "Transpose", "TypedSource", "WeightMap", "WeightSource"]
 
 
 class WeightSource(Protocol):

@@ -66,11 +66,10 @@ class Parts(Style):
             context.join_after(name)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.sums:
-                args = tuple(_enter(value, context) for value in args)
-                kwargs = {key: _enter(value, context) for key, value in kwargs.items()}
             if not self.sums:
                 return with_own(module, self._held(module, group), lambda: inner(*args, **kwargs))
+            args = tuple(_enter(value, context) for value in args)
+            kwargs = {key: _enter(value, context) for key, value in kwargs.items()}
             first = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
             context.part(module, first)
             output = with_own(module, self._held(module, group), lambda: inner(*args, **kwargs))
