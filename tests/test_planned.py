@@ -60,7 +60,7 @@ def real_step(case, folder, expected):
     par = build.plan_of(recipe).apply(model, build.layout_of(recipe, model), device_type="cpu").materialize(seed=0)
     teacher = None
     if recipe.teacher is not None:
-        teacher = build.teacher_plan_of(recipe).apply(build.build_teacher(recipe, 0), device_type="cpu").materialize(seed=0).module
+        teacher = build.teacher_plan_of(recipe).apply(build.teacher_shape(recipe), device_type="cpu").materialize(seed=0).module
     objective = build.objective_of(recipe, teacher)
     optimizer = build_adamw(par.module, AdamWSettings(fused=True))
     batch = batch_of(recipe)

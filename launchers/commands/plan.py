@@ -36,9 +36,8 @@ def plan(
     profile = Hardware.load(hardware)
     if gpus_per_node is not None:
         profile = replace(profile, node=gpus_per_node)
-    forecasts, ranking, without = _forecasts(
-        recipe, overrides or [], profile, None if nodes is gpus_per_node is None else (nodes or 1) * profile.node, search=search, full=full
-    )
+    ranks = None if nodes is None and gpus_per_node is None else (nodes or 1) * profile.node
+    forecasts, ranking, without = _forecasts(recipe, overrides or [], profile, ranks, search=search, full=full)
     if ranking is not None:
         from meshpar.forecasting.search import ranking_text
 

@@ -59,9 +59,19 @@ def world_size_of(recipe: Recipe) -> int:
 
 def build_shape(recipe: Recipe) -> nn.Module:
     """Return the model on the meta device; the data is looked at only where the model takes its vocabulary from it."""
-    section: Any = recipe.model
+    return build_model(recipe, _vocabulary_for(recipe, recipe.model))
+
+
+def teacher_shape(recipe: Recipe) -> nn.Module:
+    """Return the frozen teacher as :func:`build_shape` returns the model."""
+    assert recipe.teacher is not None
+    return build_teacher(recipe, _vocabulary_for(recipe, recipe.teacher.model))
+
+
+def _vocabulary_for(recipe: Recipe, section: Any) -> int:  # noqa: ANN401 - one of the sections of models
+    """Return the data's vocabulary if a model's section takes it from there, else 0, which fits every model."""
     own = section.kind != "transformer" or section.preset is not None or section.vocab_size is not None
-    return build_model(recipe, 0 if own else vocab_size_of(recipe))
+    return 0 if own else vocab_size_of(recipe)
 
 
 def build_model(recipe: Recipe, vocab_size: int, facts: DataFacts | None = None) -> nn.Module:

@@ -45,7 +45,7 @@ def forecast_job(recipe: Recipe, hardware: Hardware | str, ranks: int, *, plan: 
     if recipe.teacher is not None:
         if missing := list(folder_problems(recipe.teacher.model)):
             raise RecipeError(f"teacher.model.{missing[0]}; train and export the teacher first")
-        teacher = build.teacher_plan_of(recipe), build.build_teacher(recipe, 0)
+        teacher = build.teacher_plan_of(recipe), build.teacher_shape(recipe)
     loss = ObjectiveLoss(build.objective_of(recipe, None if teacher is None else teacher[1]))
     return forecast(
         plan or build.plan_of(recipe),
