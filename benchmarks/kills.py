@@ -1,0 +1,230 @@
+"""Hundreds of kill -9 over whole jobs: is any number lost or doubled, any export wrong, any file of the user's gone?
+
+    python benchmarks/kills.py [--kills 300] [--seed 0]
+
+One job trains undisturbed. Then the same job is started again and again, and each time killed at a random moment: a rank, the launcher,
+or all at once. It writes metrics and TensorBoard's events, validates, saves often and keeps two steps and the best; beside it a loop
+exports the newest step over and over, and is killed as well. A job that comes to its end is compared with the undisturbed one, and the
+next begins. Exits with 1 where anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from reliability import leftovers
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from meshpar.launchers.export.run import export_run
+
+RECIPE = """\
+mesh: dp_shard=2
+device: cpu
+model: {dim: 32, layers: 2, heads: 2, hidden: 64, max_positions: 64, dropout: 0.1}
+data: {source: files, paths: [text.txt], sequence_length: 64, micro_batch: 4, accumulate: 2, validation_fraction: 0.1, cache: cache}
+optimizer: {lr: 1e-3}
+training: {steps: 300, log_every: 1, validate_every: 10, validate_steps: 2}
+checkpoint: {every: 5, keep: 2, best: val/loss}
+"""
+MESHPAR = [sys.executable, "-m", "meshpar.launchers"]
+WHOM = ("a rank", "a rank", "the launcher", "all")
+MINE = ("notes.txt", "checkpoints/notes.txt", "checkpoints/mine/weights.bin", "tensorboard/notes.txt", "logs/notes.txt")
+LONGEST_S = 120.0
+
+
+def started(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([*MESHPAR, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def train(*overrides: str) -> subprocess.Popen[str]:
+    return started("train", "job.yaml", *overrides, "--quiet")
+
+
+def killed(process: subprocess.Popen[str], whom: str, draw: random.Random) -> None:
+    """Kill part of a job and wait until all of it is gone."""
+    with contextlib.suppress(OSError):
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        if whom == "all":
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            os.kill(int(draw.choice(ranks)) if whom == "a rank" and ranks else process.pid, signal.SIGKILL)
+    process.wait(LONGEST_S)
+    deadline = time.monotonic() + LONGEST_S
+    while any(process_group(each) == process.pid for each in leftovers(Path("job.yaml"))):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"after {whom} was killed, others ran on for {LONGEST_S:.0f} s")
+        time.sleep(0.05)
+
+
+def process_group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def life(output: str, draw: random.Random, told: list[str]) -> bool:
+    """Start the job and kill it at a random moment, of its start or of its steps; tell whether it came to its end."""
+    process = train(f"output={output}")
+    stepping = threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            told.append(line)
+            if line.startswith("step"):
+                stepping.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    if draw.random() < 0.8:
+        while not stepping.wait(0.1) and process.poll() is None:
+            pass
+        wait = draw.uniform(0, 4)
+    else:
+        wait = draw.uniform(0, 10)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(wait)
+    ended = process.poll() == 0
+    if not ended:
+        whom = draw.choice(WHOM)
+        killed(process, whom, draw)
+        KILLS[whom] += 1
+    reader.join()
+    return ended
+
+
+KILLS: Counter[str] = Counter()
+
+
+class Exporter(threading.Thread):
+    """Exports the newest step over and over; some exports are killed, every other must be one of the undisturbed job's steps."""
+
+    def __init__(self, output: str, right: dict[str, int], seed: int) -> None:
+        super().__init__()
+        self.output, self.right, self.draw = output, right, random.Random(seed)
+        self.over = threading.Event()
+        self.wrong: list[str] = []
+        self.done = 0
+
+    def run(self) -> None:
+        while not self.over.wait(self.draw.uniform(0, 3)):
+            if not any(Path(self.output, "checkpoints").glob("step-*/meshpar.json")):
+                continue
+            target = Path("exports", f"{self.draw.randrange(2)}")
+            process = started("export", self.output, str(target), "--overwrite")
+            try:
+                told, _ = process.communicate(timeout=self.draw.uniform(0, 5) if self.draw.random() < 0.3 else LONGEST_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+                KILLS["an export"] += 1
+                continue
+            self.done += 1
+            if process.returncode != 0:
+                self.wrong.append(f"an export failed: {told}")
+            elif digest(target) not in self.right:
+                self.wrong.append(f"{target} is no step of the undisturbed job")
+
+
+def digest(export: Path) -> str:
+    return hashlib.sha256((export / "model.safetensors").read_bytes()).hexdigest()
+
+
+def numbers(output: str) -> list[tuple[int, str, float]]:
+    """Every loss in ``metrics.jsonl``, in order: step, name, value."""
+    rows = map(json.loads, Path(output, "metrics.jsonl").read_text().splitlines())
+    return [(row["step"], key, row[key]) for row in rows for key in ("train/loss", "val/loss") if key in row]
+
+
+def drawn(output: str) -> set[tuple[int, str, float]]:
+    """Every loss that TensorBoard shows; a point that it would show twice is there twice with two values, or it is not there."""
+    events = EventAccumulator(f"{output}/tensorboard", size_guidance={"scalars": 0}).Reload()
+    found = [(point.step, key, point.value) for key in ("train/loss", "val/loss") for point in events.Scalars(key)]
+    if len(found) != len({(step, key) for step, key, _ in found}):
+        raise ValueError("TensorBoard shows a step twice")
+    return set(found)
+
+
+def compare(output: str, told: list[str]) -> list[str]:
+    """Return what differs from the undisturbed job, what the console said and no file has, and files of the user's that are gone."""
+    right, found = numbers("undisturbed"), numbers(output)
+    wrong = [] if found == right else [f"metrics.jsonl: {sorted(set(found) ^ set(right))[:4]}, {len(found)} of {len(right)} numbers"]
+    steps = {(step, f"{value:.4f}") for step, key, value in found if key == "train/loss"}
+    said = {(int(step), loss) for step, loss in re.findall(r"^step (\d+)/\d+  loss (\S+)", "".join(told), re.MULTILINE)}
+    wrong += [f"the console told of {each}, the file does not" for each in sorted(said - steps)[:4]]
+    shown = {(step, key, round(value, 5)) for step, key, value in drawn(output)}
+    wrong += [
+        f"TensorBoard: {each}" for each in sorted(shown ^ {(step, key, round(value, 5)) for step, key, value in drawn("undisturbed")})[:4]
+    ]
+    wrong += [f"the user's {name} is gone or changed" for name in MINE if not mine(Path(output, name))]
+    subprocess.run([*MESHPAR, "export", output, f"exports/{output}"], check=True, capture_output=True)
+    if digest(Path("exports", output)) != digest(Path("exports/undisturbed")):
+        wrong.append("the last weights differ")
+    return [f"{output}: {each}" for each in wrong]
+
+
+def mine(path: Path) -> bool:
+    return path.exists() and path.read_text() == str(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of each restart that it hides
+    draw, wrong, began = random.Random(options.seed), list[str](), time.monotonic()
+    with TemporaryDirectory(prefix="meshpar-kills-") as folder, contextlib.chdir(folder):
+        pairs = [(draw.randrange(50), draw.randrange(50)) for _ in range(4000)]
+        Path("text.txt").write_text("".join(f"def add_{a}_{b}():\n    return {a} + {b}\n\n" for a, b in pairs))
+        Path("job.yaml").write_text(RECIPE)
+        undisturbed = train("output=undisturbed", "checkpoint.keep=null", "checkpoint.every=1")
+        told, _ = undisturbed.communicate()
+        if undisturbed.returncode:
+            raise RuntimeError(told)
+        right = {}
+        for step in sorted(Path("undisturbed/checkpoints").glob("step-*")):
+            target = Path("exports", step.name if step.name != "step-00000300" else "undisturbed")
+            export_run(step, target)
+            right[digest(target)] = step.name
+        print(f"undisturbed: {len(right)} steps, {time.monotonic() - began:.0f} s", flush=True)
+        jobs = 0
+        while sum(KILLS.values()) < options.kills:
+            output, lines = f"job{jobs}", list[str]()
+            for name in MINE:
+                Path(output, name).parent.mkdir(parents=True, exist_ok=True)
+                Path(output, name).write_text(f"{output}/{name}")
+            exporter = Exporter(output, right, draw.randrange(1 << 30))
+            exporter.start()
+            while not life(output, draw, lines):
+                print(f"\r{sum(KILLS.values())} kills, {len(wrong)} wrong, {time.monotonic() - began:.0f} s ", end="", flush=True)
+            exporter.over.set()
+            exporter.join()
+            found = exporter.wrong + compare(output, lines)
+            print(f"\n{output}: {exporter.done} exports ended, {len(found)} wrong", *found, sep="\n", flush=True)
+            wrong += found
+            jobs += 1
+    kinds = ", ".join(f"{count} of {whom}" for whom, count in sorted(KILLS.items()))
+    print(f"{sum(KILLS.values())} kills ({kinds}) of {jobs} jobs in {time.monotonic() - began:.0f} s: {len(wrong)} wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
