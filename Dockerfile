@@ -5,10 +5,10 @@ FROM python:3.12-slim-bookworm
 ARG INDEX=https://pypi.org/simple
 ENV PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PYTHONUNBUFFERED=1
 
-# torch.compile needs a compiler, and NCCL the verbs of InfiniBand. Versions are those of Debian 12.
+# torch.compile needs a compiler, NCCL the verbs of InfiniBand, NUMA binding numactl. Versions are those of Debian 12.
 # hadolint ignore=DL3008
 RUN apt-get update \
- && apt-get install -y --no-install-recommends g++ ibverbs-providers libibverbs1 \
+ && apt-get install -y --no-install-recommends g++ ibverbs-providers libibverbs1 numactl \
  && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /src
