@@ -764,4 +764,22 @@ def test_jobs_of_kubernetes_by_the_real_kubectl(
 
 def test_kubectl_is_what_hands_kubernetes_files_over() -> None:
     target = make_target("kubernetes", registry.plugin("meshpar.launchers", "kubernetes"), [])
-    assert target.submit(Path("job.yaml")) == ["kubectl", "apply", "-f", "job.yaml"]
+    assert target.submit(Path("job.yaml")) == ["kubectl", "create", "-f", "job.yaml"], "which changes no object that exists"
+
+
+def test_jobs_of_skypilot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options are those of skypilot 0.14; it has one name for all starts of a launch."""
+    first = render("skypilot")
+    render("skypilot")
+    (folder / "bin").mkdir()
+    rows = [{"job_id": number, "job_name": "my-job-001", "status": status} for number, status in ((9, "RUNNING"), (4, "FAILED"))]
+    (folder / "rows").write_text(json.dumps([*rows, {"job_id": 8, "job_name": None, "status": None}]))
+    (folder / "bin" / "sky").write_text('#!/bin/bash\necho "$@" >> said\n[ "$2" != queue ] || cat rows\n')
+    (folder / "bin" / "sky").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    assert states("runs") == ["my-job-001 RUNNING", "my-job-002 not submitted"]
+    for command in ("status", "logs", "cancel"):
+        assert CliRunner().invoke(app, ["jobs", command, str(first)]).exit_code == 0
+    queue, name = "jobs queue --all --output=json", "--name=my-job-001"
+    said = [queue, queue, "jobs queue", f"jobs logs --no-follow {name}", queue, f"jobs cancel --yes {name}"]
+    assert (folder / "said").read_text().splitlines() == said

@@ -26,8 +26,8 @@ class OnKubernetes(Target):
     shares_disks: ClassVar[bool] = False
 
     def submit(self, path: Path) -> Sequence[str]:
-        """Return the kubectl command that submits the job."""
-        return ["kubectl", "apply", "-f", str(path)]
+        """Return the kubectl command that submits the job; unlike ``apply`` it leaves objects of another run as they are."""
+        return ["kubectl", "create", "-f", str(path)]
 
     def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
         """Return names and states by ``kubectl get``."""

@@ -112,7 +112,7 @@ _PART = "node"  # name of a JobSet's only replicated job
 
 
 def _validate(text: str) -> None:
-    """Check a patched file against Kubernetes's schema if kubernetes-validate is installed; otherwise kubectl does when it is applied."""
+    """Check a patched file against Kubernetes's schema if kubernetes-validate is installed; otherwise kubectl does when it is submitted."""
     try:
         import kubernetes_validate
     except ImportError:

@@ -15,12 +15,13 @@ LAUNCH = "launch.json"
 
 
 def list_jobs(root: Path) -> str:
-    """Return a table of the launches under ``root``: folder, target, number or name in the engine, state.
+    """Return a table of the launches of the runs in ``root``, or of the run ``root``: folder, target, number or name in the engine, state.
 
     Raises:
         LaunchError: there are none.
     """
-    found = [_read(path) for path in sorted(root.glob("**/launches/*/" + LAUNCH))]
+    depths = ("", "*/", "*/*/")  # not all of it: checkpoints have many files
+    found = [_read(path) for path in sorted(path for depth in depths for path in root.glob(f"{depth}launches/*/{LAUNCH}"))]
     if not found:
         raise LaunchError(f"no launches in {root}; expected {root}/NAME/launches/001, which `meshpar launch` writes")
     known: dict[Path, tuple[str, str]] = {}

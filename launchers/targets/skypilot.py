@@ -73,7 +73,7 @@ class SkyPilot(Target):
     def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
         """Return names and states by ``sky jobs queue``."""
         rows = json.loads(ask(["sky", "jobs", "queue", "--all", "--output=json"]))
-        newest_last = {row["job_name"]: str(row["status"]) for row in sorted(rows, key=lambda row: row["job_id"])}
+        newest_last = {row["job_name"]: row["status"] or "" for row in sorted(rows, key=lambda row: row["job_id"])}
         return [(job.label, newest_last.get(job.label, "")) for job in jobs]
 
     def status(self, job: Launched) -> str:

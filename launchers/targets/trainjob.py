@@ -41,7 +41,7 @@ class TrainJob(OnKubernetes):
     patch: tuple[str, ...] = ()
 
     def render(self, job: Job) -> Mapping[str, str]:
-        """Return the file for ``kubectl apply`` and the files beside it."""
+        """Return the file for kubectl and the files beside it."""
         limits = {"nvidia.com/gpu": str(job.gpus_per_node or ""), "cpu": self.cpu, "memory": self.memory}
         enter = f"cd {shlex.quote(self.workdir)}\n" if self.workdir else ""
         values = {
