@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -92,7 +92,11 @@ def told_while_joining(head: str, nodes: str, wait_s: float) -> Iterator[None]:
 
 def children() -> list[int]:
     """Return the processes that this one has started."""
-    return [int(pid) for path in Path(f"/proc/{os.getpid()}/task").glob("*/children") for pid in path.read_text(encoding="ascii").split()]
+    found = []
+    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended by now
+            found += map(int, path.read_text(encoding="ascii").split())
+    return found
 
 
 def _absent(store: dist.Store, nodes: int) -> list[int]:
