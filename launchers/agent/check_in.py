@@ -92,7 +92,7 @@ def told_while_joining(head: str, nodes: str, wait_s: float) -> Iterator[None]:
 
 def children() -> list[int]:
     """Return the processes that this one has started."""
-    found = []
+    found: list[int] = []
     for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended by now
             found += map(int, path.read_text(encoding="ascii").split())

@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -34,12 +34,12 @@ def register(app: typer.Typer, reported: Reported) -> None:
 class _OfTarget(TyperCommand):
     """``meshpar launch TARGET --help`` also lists the target's options."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - click's, or the one inside of newer typer
         """Keep the words, of which --help leaves none."""
         ctx.meta["words"] = list(args)
         return super().parse_args(ctx, args)
 
-    def format_epilog(self, ctx: typer.Context, formatter: typer.HelpFormatter) -> None:
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - the same
         """Write the options of the targets among the words."""
         from meshpar import registry
 

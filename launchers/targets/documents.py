@@ -41,7 +41,8 @@ def fill_yaml(
     """
     text = template_text(template)
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
-    documents: list[Any] = kept([_filled(each, values) for each in yaml.safe_load_all(text)])
+    filled: list[Any] = [_filled(each, values) for each in yaml.safe_load_all(text)]
+    documents: list[Any] = kept(filled)
     for name in patches:
         for patch in _patches(name):
             kinds = {each.get("kind", ""): each for each in documents}
