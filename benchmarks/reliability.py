@@ -1,10 +1,13 @@
 """Many runs of a 4-process job in a row: is every exit status right, and is anything left running?
 
-    python benchmarks/reliability.py [--runs 100] [--first 0]
+    python benchmarks/reliability.py [--runs 100] [--first 0] [--doctor]
 
 Each run is ``meshpar run --nproc 4`` on a small sharded model. Three of five end well; the others fail on purpose: an exception on one
 rank (exit code 1), a rank killed (1), a rank that leaves with a code of its own (1), SIGTERM to the launcher (143). Exits with 1 when
 a status was wrong or a process was left.
+
+With ``--doctor`` each run is ``meshpar doctor`` on two hosts (network namespaces) of two ranks each, where nothing is wrong: a finding is a
+false alarm.
 """
 
 from __future__ import annotations
@@ -16,8 +19,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.hosts import Hosts
 
 JOB = """
 import os, signal, sys, time
@@ -71,6 +78,20 @@ def one(folder: Path, number: int) -> str:
     return f"run {number} ({mode}) left {len(left)} processes" if left else ""
 
 
+def examined(hosts: Hosts, folder: Path, number: int) -> str:
+    """Run the doctor once; return what it found, or nothing."""
+    command = [sys.executable, "-m", "meshpar.launchers", "doctor", "--nodes", "2", "--nproc", "2", "--head", f"n1:{29000 + number % 1000}"]
+    started = [
+        subprocess.Popen(
+            hosts.command(name, [*command, "--node-rank", str(node), "--folder", str(folder)]),
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for node, name in enumerate(hosts.names)
+    ]  # fmt: skip
+    told = [process.communicate(timeout=180)[0] for process in started]
+    return "" if not any(process.returncode for process in started) else f"run {number}:\n{''.join(told)}"
+
+
 def leftovers(folder: Path) -> list[int]:
     """Return processes whose command line names the folder."""
     found = []
@@ -87,15 +108,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="number of the first run")
+    parser.add_argument("--doctor", action="store_true", help="run the doctor on two hosts; requires root")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     wrong, counts, began = [], Counter[str](), time.monotonic()
-    with TemporaryDirectory(prefix="meshpar-reliability-") as name:
+    with TemporaryDirectory(prefix="meshpar-reliability-") as name, Hosts(2) if options.doctor else nullcontext() as hosts:
         folder = Path(name)
         (folder / "job.py").write_text(JOB)
         for number in range(options.first, options.first + options.runs):
-            found = one(folder, number)
-            counts[MODES[number % len(MODES)]] += 1
+            found = one(folder, number) if hosts is None else examined(hosts, folder, number)
+            counts[MODES[number % len(MODES)] if hosts is None else "doctor"] += 1
             if found:
                 wrong.append(found)
                 print(found, flush=True)

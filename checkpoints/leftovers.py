@@ -26,6 +26,7 @@ LEASE_S = 120.0
 _NAME = re.compile(r"(.+)\.(tmp|old)-(.+)-(\d+)-([0-9a-f]+)")
 _ID = uuid.uuid4().hex[:8]  # of this process, where the system does not tell when a process began
 _NOBODY = 0  # the process in the name of a folder that its own process could not remove
+_HOSTS_OWN = "pid:[4026531836]"  # linux/proc_ns.h: PROC_PID_INIT_INO
 _log = logging.getLogger("meshpar.checkpoints")
 
 
@@ -44,12 +45,12 @@ class Leftover:
     @property
     def ours(self) -> bool:
         """Whether this process works on it: another one may have had its number before."""
-        return self.host == socket.gethostname() and self.process == os.getpid() and self.id.startswith(process_id(self.process))
+        return self.host == host_name() and self.process == os.getpid() and self.id.startswith(process_id(self.process))
 
     @property
     def held(self) -> bool:
         """Whether another process is writing it, as far as can be told."""
-        if self.host != socket.gethostname():
+        if self.host != host_name():
             return _untouched_s(self.path) <= LEASE_S
         return not self.ours and not self.abandoned()
 
@@ -59,7 +60,7 @@ class Leftover:
         Args:
             sole_writer: whether this process is the only writer here, so that folders of other hosts are dead.
         """
-        if self.host != socket.gethostname():
+        if self.host != host_name():
             return sole_writer or _untouched_s(self.path) > ABANDONED_S
         if self.ours:
             return False
@@ -77,7 +78,7 @@ def leftover(path: Path) -> Leftover | None:
 def on_the_way(target: Path, kind: Literal["tmp", "old"], *, process: int | None = None) -> Path:
     """Return a new name beside ``target`` for a folder of this process, or of another; whoever made the folder calls :func:`remove`."""
     process = os.getpid() if process is None else process
-    return target.with_name(f"{target.name}.{kind}-{socket.gethostname()}-{process}-{process_id(process)}{uuid.uuid4().hex[:8]}")
+    return target.with_name(f"{target.name}.{kind}-{host_name()}-{process}-{process_id(process)}{uuid.uuid4().hex[:8]}")
 
 
 def remove(path: Path) -> None:
@@ -102,6 +103,17 @@ def told_only(what: str) -> Iterator[None]:
         yield
     except (CheckpointError, OSError) as error:
         _log.warning("%s: %s", what, error)
+
+
+def host_name() -> str:
+    """Return the host's name, in a container with what tells it from others of that name, whose processes this one cannot see."""
+    try:
+        processes = os.readlink("/proc/self/ns/pid")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        processes = _HOSTS_OWN
+    name = socket.gethostname()
+    return name if processes == _HOSTS_OWN else f"{name}_{crc32(f'{boot} {processes}'.encode()):08x}"
 
 
 def process_id(process: int) -> str:

@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from meshpar.launchers.export.merging import export_adapters
     from meshpar.launchers.export.run import export_run
     from meshpar.launchers.recipes.recipe import Recipe, load_recipe
-    from meshpar.launchers.targets.job import Job, Target
+    from meshpar.launchers.targets.job import Job, Launched, Target
 
 __all__ = [
     "Job",
+    "Launched",
     "Recipe",
     "Target",
     "export_adapters",
@@ -25,6 +26,7 @@ __all__ = [
 
 _HOMES = {
     "Job": "targets.job",
+    "Launched": "targets.job",
     "Recipe": "recipes.recipe",
     "Target": "targets.job",
     "export_adapters": "export.merging",

@@ -70,9 +70,9 @@ class Hosts:
         """Run a command on a host and return its output."""
         return _run(*self.command(name, command))
 
-    def shape(self, rate: str | None) -> None:
-        """Bound what each host sends to the others, such as ``200mbit``; None: no bound. Inside a host nothing is shaped."""
-        for name in self.names:
+    def shape(self, rate: str | None, *names: str) -> None:
+        """Bound what ``names`` (default: each host) send to the others, such as ``200mbit``; None: no bound. Inside a host nothing is shaped."""
+        for name in names or self.names:
             queue = ["ip", "netns", "exec", self._namespace(name), "tc", "qdisc"]
             subprocess.run([*queue, "del", "dev", "eth0", "root"], capture_output=True, check=False)  # there may be none
             if rate is not None:

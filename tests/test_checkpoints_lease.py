@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.lease import LEASE_NAME, Lease
+from meshpar.checkpoints.leftovers import host_name
 from meshpar.errors import CheckpointError
 from meshpar.testing import on_ranks
 from tests.test_checkpoints_commit import linear
@@ -64,6 +66,20 @@ def test_a_holder_on_another_host_lives_while_its_count_rises(tmp_path: Path, mo
         lease.check()
     lease.release()
     assert json.loads((tmp_path / LEASE_NAME).read_text())["host"] == "elsewhere", "only its own is removed"
+
+
+def test_a_pod_of_the_same_name_is_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod that replaces one on a lost node has its name, and cannot see whether its process lives."""
+    pod, name = ["pid:[4026532001]"], socket.gethostname()
+    monkeypatch.setattr("meshpar.checkpoints.leftovers.os.readlink", lambda _: pod[0])
+    first = Lease(tmp_path, beat_s=0.01)
+    first.take()
+    pod[0] = "pid:[4026532002]"
+    with pytest.raises(CheckpointError, match=rf"is written by another job: process \d+ on {name}_"):
+        Lease(tmp_path, beat_s=0.01, dead_s=60).take()
+    first.release()
+    pod[0] = "pid:[4026531836]"
+    assert host_name() == name, "outside of containers"
 
 
 def test_a_holder_counts_while_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

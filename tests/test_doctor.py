@@ -266,16 +266,36 @@ def hosts() -> Any:
         pytest.skip(str(reason))
 
 
-def test_on_two_hosts_a_misplaced_mesh_is_flagged_at_full_speed(hosts: Hosts, tmp_path: Path) -> None:
-    common = ["doctor", "--mesh", "dp_replicate=2,dp_shard=2", "--nodes", "4", "--nproc", "1", "--head", "n1:29411"]
-    places = [hosts.command(host, ["env", "OMP_NUM_THREADS=1", *MESHPAR, *common, "--node-rank", str(n)]) for n, host in enumerate(IN_TURN)]
-    started = [subprocess.Popen(each, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for each in places]
+def examine(hosts: Hosts, folder: Path, names: list[str], *options: str) -> tuple[Any, ...]:
+    """Run the doctor on hosts; return the exit code of the first one, and what each printed."""
+    command = ["env", "OMP_NUM_THREADS=1", *MESHPAR, "doctor", *options, "--node-rank"]
+    started = [
+        subprocess.Popen(hosts.command(name, [*command, str(n)]), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for n, name in enumerate(names)
+    ]
     try:
         told = [process.communicate(timeout=150)[0] for process in started]
     finally:
         for process in started:  # where one hangs, none is left
             process.kill()
-    assert started[0].returncode == 1, told
+    return started[0].returncode, *told
+
+
+@pytest.mark.parametrize(("slow", "other"), [("n1", "n2"), ("n2", "n1")])
+def test_on_two_hosts_a_link_that_is_slow_in_one_direction_is_found(hosts: Hosts, tmp_path: Path, slow: str, other: str) -> None:
+    """About 50 times slower than the link of network namespaces, and above the rate that is no network's."""
+    hosts.shape("110mbit", slow)
+    try:
+        code, told, *_ = examine(hosts, tmp_path, ["n1", "n2"], "--nodes", "2", "--nproc", "1", "--head", "n1:29412")
+    finally:
+        hosts.shape(None)
+    assert code == 1 and re.search(rf"links between hosts are slow: .*\n +where: {slow} to {other}: 0.0\d+ GB/s\n", told), told
+
+
+def test_on_two_hosts_a_misplaced_mesh_is_flagged_at_full_speed(hosts: Hosts, tmp_path: Path) -> None:
+    options = ["--mesh", "dp_replicate=2,dp_shard=2", "--nodes", "4", "--nproc", "1", "--head", "n1:29411"]
+    code, *told = examine(hosts, tmp_path, IN_TURN, *options)
+    assert code == 1, told
     assert "4 ranks on 2 hosts: ranks 0, 2 (n1), 1, 3 (n2)" in told[0]
     assert "axis dp_shard (size 2) should be inside a host and spans 2" in told[0]
     assert [line.split()[0] for line in told[0].splitlines() if "all_gather" in line] == ["dp_replicate=2", "dp_shard=2"]

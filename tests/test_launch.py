@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
+import importlib
 import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 import time
+import urllib.parse
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, final, get_type_hints
 
 import pytest
 import yaml
@@ -21,6 +26,7 @@ from meshpar import LaunchError, MeshError, MeshSpec, PlanError, RecipeError, re
 from meshpar.launchers.cli import app
 from meshpar.launchers.jobs import elastic
 from meshpar.launchers.recipes.recipe import load_recipe
+from meshpar.launchers.targets import job as job_module
 from meshpar.launchers.targets.job import dns_label, make_target
 from meshpar.launchers.targets.launching import launch_job
 from meshpar.launchers.targets.slurm import Slurm
@@ -170,31 +176,88 @@ def test_numbers_of_targets_have_bounds() -> None:
             make_target(name, registry.plugin("meshpar.launchers", name), [text])
 
 
+SCHEMAS = yaml.safe_load((Path(__file__).parent / "kubernetes_schemas.yaml").read_text())
+
+
+def strict(schema: Any) -> Any:
+    """The schema, which knows every field."""
+    if isinstance(schema, dict):
+        closed = {"additionalProperties": False} if isinstance(schema.get("properties"), dict) else {}
+        return {**{key: strict(value) for key, value in schema.items()}, **closed}
+    return schema
+
+
+def checked(path: Path) -> dict[str, Any]:
+    """The documents of a job file by kind, each as its newest schema has it."""
+    validation = pytest.importorskip("kubernetes_validate", reason="pip install 'meshpar[test]'")
+    documents = {each["kind"]: each for each in yaml.safe_load_all(path.read_text())}
+    for kind, document in documents.items():
+        known = document
+        if kind in SCHEMAS:
+            jsonschema = importlib.import_module("jsonschema")
+            jsonschema.validate(document["spec"], strict(SCHEMAS[kind]))
+            known = {key: document[key] for key in ("metadata",)} | {"apiVersion": "v1", "kind": "ConfigMap"}
+        if kind == "JobSet":
+            (part,) = document["spec"]["replicatedJobs"]
+            known = {**known, "apiVersion": "batch/v1", "kind": "Job", **part["template"]}
+        validation.validate(known, validation.latest_version(), strict=True)
+    return documents
+
+
 def test_kubernetes_takes_the_files(folder: Path) -> None:
-    checker = Path(sys.executable).with_name("kubernetes-validate")
-    if not checker.exists():
-        pytest.skip("kubernetes-validate is not installed: pip install 'meshpar[test]'")
     made = render("kubernetes", "image=registry/me:1", "claim=runs", "namespace=team", "memory=8Gi", nproc=2)
-    done = subprocess.run([checker, "--strict", made / "job.yaml"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    service, recipe, job = yaml.safe_load_all((made / "job.yaml").read_text())
+    service, recipe, job = checked(made / "job.yaml").values()
     assert service["spec"]["clusterIP"] == "None" and job["spec"]["completionMode"] == "Indexed"
     assert recipe["data"]["recipe.yaml"] == (made / "recipe.resolved.yaml").read_text()
+    assert {each["metadata"]["namespace"] for each in (service, recipe, job)} == {"team"}
+    assert [rule["action"] for rule in job["spec"]["podFailurePolicy"]["rules"]] == ["Ignore", "FailJob"], "an eviction is no failure"
     pod = job["spec"]["template"]["spec"]
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "runs"}
     assert pod["containers"][0]["resources"]["limits"] == {"memory": "8Gi"}
-    broken = folder / "broken.yaml"
-    broken.write_text((made / "job.yaml").read_text().replace("completionMode", "completionMood"))
-    assert subprocess.run([checker, "--strict", broken], capture_output=True, check=False).returncode != 0
+    for wrong in (("completionMode", "completionMood"), ("clusterIP", "clusterIp")):
+        (folder / "broken.yaml").write_text((made / "job.yaml").read_text().replace(*wrong))
+        with pytest.raises(Exception, match=wrong[1]):
+            checked(folder / "broken.yaml")
+
+
+def test_a_jobset_restarts_all_pods_together(folder: Path) -> None:
+    made = render("kubernetes", "jobset=true", "restarts=3", "kueue=team-a", nproc=2)
+    _, jobset = checked(made / "job.yaml").values()
+    assert jobset["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"} and jobset["spec"]["suspend"] is True
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
+    (part,) = jobset["spec"]["replicatedJobs"]
+    job = part["template"]["spec"]
+    assert (job["backoffLimit"], job["completions"]) == (0, 2) and "suspend" not in job, "JobSet suspends its Jobs by itself"
+    (train,) = job["template"]["spec"]["containers"]
+    assert "--head=my-job-001-node-0-0.my-job-001:29400" in train["command"][2], "the name that JobSet gives the first pod"
+    assert "jobset-uid" in train["env"][0]["valueFrom"]["fieldRef"]["fieldPath"], "equal in all restarts"
+    for wrong in (("FailJobSet", "FailAll"), ("replicas:", "replica:")):
+        (folder / "broken.yaml").write_text((made / "job.yaml").read_text().replace(*wrong))
+        with pytest.raises(Exception, match=wrong[1].rstrip(":")):
+            checked(folder / "broken.yaml")
+
+
+def test_queues_of_kueue_and_volcano(folder: Path) -> None:
+    job = checked(render("kubernetes", "kueue=team-a") / "job.yaml")["Job"]
+    assert job["spec"]["suspend"] is True and job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"}
+    documents = checked(render("kubernetes", "volcano=team-b") / "job.yaml")
+    assert documents["PodGroup"]["spec"] == {"minMember": 2, "queue": "team-b"}
+    template = documents["Job"]["spec"]["template"]
+    assert template["metadata"]["annotations"] == {"scheduling.k8s.io/group-name": documents["PodGroup"]["metadata"]["name"]}
+    assert template["spec"]["schedulerName"] == "volcano"
+    assert "PodGroup" in checked(render("kubernetes", "volcano=team-b", "jobset=true") / "job.yaml")
+    with pytest.raises(LaunchError, match="kueue and volcano: each starts the job by itself"):
+        render("kubernetes", "kueue=a", "volcano=b")
 
 
 def test_kubeflow_takes_the_file(folder: Path) -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install 'meshpar[test]'")
-    text = (render("trainjob", "memory=8Gi", nproc=2) / "job.yaml").read_text()
+    text = (render("trainjob", "memory=8Gi", "kueue=team-a", nproc=2) / "job.yaml").read_text()
     written = yaml.safe_load(text)
     job = models.TrainerV1alpha1TrainJob.from_dict(written)
     assert job.spec.trainer.num_nodes == 2 and job.spec.trainer.num_proc_per_node == 2
-    assert job.spec.runtime_ref.name == "torch-distributed"
+    assert job.spec.runtime_ref.name == "torch-distributed" and job.spec.suspend
+    assert written["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"}
     read = job.to_dict()
     assert read["spec"] == written["spec"], "nothing that its models do not know"
 
@@ -221,7 +284,7 @@ def run_as_hosts(hosts: Hosts, folder: Path, command: list[str], variables: list
 def test_the_commands_run_as_two_hosts(folder: Path) -> None:
     made = {target: render(target) for target in ("kubernetes", "trainjob")}
     try:
-        with Hosts(2, aliases={"my-job-0.my-job": "n1", "my-job-1.my-job": "n2"}) as hosts:
+        with Hosts(2, aliases={f"my-job-001-{node}.my-job-001": f"n{node + 1}" for node in range(2)}) as hosts:
             _, config, job = yaml.safe_load_all((made["kubernetes"] / "job.yaml").read_text())
             mounted = folder / "mounted"  # as the kubelet mounts the ConfigMap at /job
             mounted.mkdir()
@@ -326,34 +389,19 @@ def test_further_options_of_sbatch_are_passed_on_and_those_that_meshpar_writes_a
             make_target("slurm", Slurm, [f"sbatch={given}"])
 
 
-PATCH = """\
-spec:
-  ttlSecondsAfterFinished: 600
-  podFailurePolicy:
-    rules:
-      - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
-  template:
-    spec:
-      tolerations: [{key: gpu, operator: Exists}]
-      containers:
-        - name: train
-          securityContext: {capabilities: {add: [IPC_LOCK]}}
-          env: [{name: NCCL_DEBUG, value: INFO}]
----
-kind: Service
-metadata: {labels: {team: me}}
-"""
-
-
 def test_a_patch_adds_to_a_kubernetes_job_and_changes_nothing(folder: Path) -> None:
-    Path("patch.yaml").write_text(PATCH)
-    service, _, job = yaml.safe_load_all((render("kubernetes", "patch=patch.yaml") / "job.yaml").read_text())
+    """The page's patch has what admins ask for."""
+    page = (Path(__file__).parent.parent / "docs" / "launch.md").read_text()
+    (patch,) = [each for each in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "tolerations" in each]
+    Path("patch.yaml").write_text(f"{patch}---\nkind: Service\nmetadata: {{labels: {{team: me}}}}\n")
+    documents = checked(render("kubernetes", "patch=patch.yaml") / "job.yaml")
     plain = list(yaml.safe_load_all((render("kubernetes") / "job.yaml").read_text()))[2]
-    assert service["metadata"]["labels"] == {"team": "me"} and job["spec"]["ttlSecondsAfterFinished"] == 600
-    assert [rule["action"] for rule in job["spec"]["podFailurePolicy"]["rules"]] == ["FailJob", "Ignore"]
-    pod, before = job["spec"]["template"]["spec"], plain["spec"]["template"]["spec"]
+    assert documents["Service"]["metadata"]["labels"] == {"team": "me"} and documents["Job"]["spec"]["ttlSecondsAfterFinished"] == 86400
+    pod, before = documents["Job"]["spec"]["template"]["spec"], plain["spec"]["template"]["spec"]
     (train,), (as_before,) = pod["containers"], before["containers"]
-    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists"}] and train["command"] == as_before["command"]
+    assert {"nodeSelector", "tolerations", "priorityClassName", "imagePullSecrets", "serviceAccountName"} <= pod.keys() - before.keys()
+    assert train["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}} and "rdma/hca" in train["resources"]["limits"]
+    assert train["command"] == [each.replace("002", "001") for each in as_before["command"]] and train["envFrom"]
     assert [each["name"] for each in train["env"]] == ["MESHPAR_JOB_ID", "NCCL_DEBUG"]
     told = {
         "spec: {completions: 3}": "sets Job.spec.completions to 3, and meshpar writes 2",
@@ -367,6 +415,9 @@ def test_a_patch_adds_to_a_kubernetes_job_and_changes_nothing(folder: Path) -> N
         Path("patch.yaml").write_text(text)
         with pytest.raises(LaunchError, match=re.escape(expected)):
             render("kubernetes", "patch=patch.yaml")
+    Path("patch.yaml").write_text("spec: {replicatedJobs: [{name: node, template: {spec: {ttlSeconds: 3}}}]}")
+    with pytest.raises(LaunchError, match="the patched JobSet is not valid"):
+        render("kubernetes", "jobset=true", "patch=patch.yaml")
 
 
 def test_files_of_the_cluster_are_checked_there_and_the_launch_says_so(folder: Path) -> None:
@@ -538,6 +589,197 @@ def test_a_preflight_of_another_name_is_refused_before_anything_is_rendered(fold
         assert told in (render("slurm", preflight=wanted) / "recipe.resolved.yaml").read_text()
 
 
+def test_the_launch_advises_its_own_options(folder: Path) -> None:
+    with pytest.raises(
+        MeshError, match=r"needs 2 ranks, got 4; pass --mesh auto, or a --mesh of 2 x 2 ranks, or other --nodes and --nproc"
+    ):
+        render("slurm", mesh=None, nproc=2)
+    told = CliRunner().invoke(app, ["launch", "slurm", "--help"]).output
+    assert "Options of slurm, as -o KEY=VALUE:" in told and "signal_s: seconds before" in told and "Options of skypilot" not in told
+
+
+@pytest.mark.parametrize("container", ["pyxis", "apptainer"])
+def test_the_tasks_of_a_batch_script_run_in_a_container(folder: Path, container: str) -> None:
+    with pytest.raises(LaunchError, match="container=docker: expected pyxis or apptainer"):
+        render("slurm", "image=x", "container=docker")
+    made = render("slurm", "image=team/train:1", f"container={container}", "mounts=/data", "mounts=/scratch/a b:/tmp")
+    fakes = folder / "bin"
+    fakes.mkdir()
+    (fakes / "scontrol").write_text("#!/bin/bash\necho n1\n")
+    (fakes / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    for fake in fakes.iterdir():
+        fake.chmod(0o755)
+    environment = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    words = subprocess.run(["bash", made / "job.sbatch"], env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    run, mounts = f"{folder}/runs/slurm", ["/data", "/scratch/a b:/tmp"]
+    expected = {
+        "pyxis": [
+            "--container-image=team/train:1",
+            f"--container-mounts={folder}:{folder},{run}:{run},/data:/data,/scratch/a b:/tmp", f"--container-workdir={folder}",
+        ],
+        "apptainer": ["apptainer", "exec", "--bind", ",".join([str(folder), run, *mounts]), "--pwd", str(folder), "team/train:1"],
+    }[container]  # fmt: skip
+    assert words[1 : words.index("bash")] == expected
+    assert "export MESHPAR=meshpar" in (made / "job.sbatch").read_text(), "the image's"
+
+
+def test_jobs_of_a_slurm_that_has_forgotten_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By sacct where there is accounting; else by what the job itself left."""
+    made = [folder / render("slurm") for _ in range(4)]
+    fakes = folder / "bin"
+    fakes.mkdir()
+    (fakes / "squeue").write_text(f"#!/bin/bash\necho '9|PENDING|{made[2]}/job.sbatch'\n")
+    (fakes / "sacct").write_text('#!/bin/bash\n[ -e accounting ] && printf "%s\\n" "7|TIMEOUT"\n')
+    (fakes / "scancel").write_text('#!/bin/bash\necho "$@" >> cancelled\n')
+    for fake in fakes.iterdir():
+        fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
+    for number, at in ((7, made[0]), (8, made[1])):
+        (at / f"slurm-{number}.out").touch()
+    (folder / "runs" / "slurm" / "logs" / "8-0").mkdir()
+    (folder / "runs" / "slurm" / "logs" / "8-0" / "complete").touch()
+    assert states("runs") == ["7 ended", "8 COMPLETED", "9 PENDING", "- not submitted"]
+    (folder / "accounting").touch()
+    assert states("runs")[:2] == ["7 TIMEOUT", "8 COMPLETED"]
+    assert CliRunner().invoke(app, ["jobs", "cancel", str(made[2])]).output == "cancelled 9\n"
+    assert (folder / "cancelled").read_text() == "9\n"
+    refused = CliRunner().invoke(app, ["jobs", "cancel", "runs/slurm"])
+    assert refused.exit_code == 1 and "runs/slurm/launches/004 cannot be cancelled: not submitted" in refused.output
+    assert "has not started" in CliRunner().invoke(app, ["jobs", "logs", "runs/slurm"]).output
+    assert "no launches in elsewhere" in CliRunner().invoke(app, ["jobs", "ls", "elsewhere"]).output
+    (fakes / "squeue").write_text("#!/bin/bash\nexec sleep 60\n")
+    monkeypatch.setattr("meshpar.launchers.targets.slurm.ask", lambda command: job_module.ask(command, limit_s=0.2))
+    told = CliRunner().invoke(app, ["jobs", "ls"]).output
+    assert "note: squeue did not answer within 0 s" in told and "?" in told
+
+
+def states(root: str) -> list[str]:
+    """Number and state of each launch, as `meshpar jobs ls` prints them."""
+    lines = CliRunner().invoke(app, ["jobs", "ls", root]).output.splitlines()[1:]
+    return [" ".join(line.split()[2:]) for line in lines]
+
+
+@final
+class ApiServer(http.server.BaseHTTPRequestHandler):
+    """As much of Kubernetes's API as kubectl asks for: the kinds, named objects of a namespace, pods and their logs."""
+
+    objects: ClassVar[dict[str, Any]] = {}
+    deleted: ClassVar[list[str]] = []
+    kinds: ClassVar[dict[str, list[tuple[str, str]]]] = {
+        "v1": [("services", "Service"), ("configmaps", "ConfigMap"), ("pods", "Pod")],
+        "batch/v1": [("jobs", "Job")],
+        "jobset.x-k8s.io/v1alpha2": [("jobsets", "JobSet")],
+    }
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0].strip("/")
+        group = path.removeprefix("apis/").removeprefix("api/")
+        if path == "api":
+            self.answer({"kind": "APIVersions", "versions": ["v1"]})
+        elif path == "apis":
+            versions = [{"groupVersion": each, "version": each.partition("/")[2]} for each in self.kinds if "/" in each]
+            groups = [{"name": each["groupVersion"].partition("/")[0], "versions": [each], "preferredVersion": each} for each in versions]
+            self.answer({"kind": "APIGroupList", "apiVersion": "v1", "groups": groups})
+        elif group in self.kinds:
+            listed = [
+                {"name": plural, "kind": kind, "namespaced": True, "verbs": ["get", "list", "delete"]} for plural, kind in self.kinds[group]
+            ]
+            self.answer({"kind": "APIResourceList", "groupVersion": group, "resources": listed})
+        elif path.endswith("/log"):
+            self.answer(f"said in {path.split('/')[-2]}\n".encode())
+        elif path.endswith("/pods"):
+            selected = urllib.parse.parse_qs(self.path.partition("?")[2])["labelSelector"][0]
+            pods = [each for each in self.objects.values() if each["kind"] == "Pod"]
+            pods = [each for each in pods if selected in [f"{key}={value}" for key, value in each["metadata"]["labels"].items()]]
+            self.answer({"kind": "PodList", "apiVersion": "v1", "items": pods})
+        else:
+            self.answer(
+                self.objects.get(path, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404})
+            )
+
+    def do_DELETE(self) -> None:
+        self.deleted.append(self.path.partition("?")[0].strip("/"))
+        self.answer({"kind": "Status", "apiVersion": "v1", "status": "Success"})
+
+    def answer(self, body: Any) -> None:
+        text = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(404 if isinstance(body, dict) and body.get("code") == 404 else 200)
+        self.send_header("Content-Type", "text/plain" if isinstance(body, bytes) else "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(("option", "plural", "label"), [
+    ("jobset=false", "batch/v1/namespaces/team/jobs", "batch.kubernetes.io/job-name"),
+    ("jobset=true", "jobset.x-k8s.io/v1alpha2/namespaces/team/jobsets", "jobset.sigs.k8s.io/jobset-name"),
+])  # fmt: skip
+def test_jobs_of_kubernetes_by_the_real_kubectl(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], option: str, plural: str, label: str
+) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    monkeypatch.setattr(ApiServer, "objects", {})
+    monkeypatch.setattr(ApiServer, "deleted", [])
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ApiServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        user = {"clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+                "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}], "users": [{"name": "u"}], "current-context": "c"}  # fmt: skip
+        (folder / "config").write_text(json.dumps(user))
+        monkeypatch.setenv("KUBECONFIG", str(folder / "config"))
+        monkeypatch.setenv("HOME", str(folder))  # kubectl keeps what it has discovered there
+        first, second = (render("kubernetes", "namespace=team", option) for _ in range(2))
+        documents = list(yaml.safe_load_all((first / "job.yaml").read_text()))
+        assert states("runs") == ["my-job-001 not submitted", "my-job-002 not submitted"]
+        running = {**documents[-1], "status": {"ready": 2, "replicatedJobsStatus": [{"name": "node", "ready": 1}]}}
+        ApiServer.objects[f"apis/{plural}/my-job-001"] = running
+        pods = [{"metadata": {"name": f"p{node}", "namespace": "team", "labels": {label: "my-job-001"}}} for node in range(2)]
+        for each in pods:
+            pod = {"kind": "Pod", "apiVersion": "v1", **each, "spec": {"containers": [{"name": "train"}]}}
+            ApiServer.objects[f"api/v1/namespaces/team/pods/{each['metadata']['name']}"] = pod
+        assert states("runs") == ["my-job-001 Running", "my-job-002 not submitted"]
+        running["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+        assert states("runs")[0] == "my-job-001 Failed"
+        told = CliRunner().invoke(app, ["jobs", "status", str(first)]).output
+        assert "runs/kubernetes/launches/001: kubernetes my-job-001, Failed" in told and "p0" in told and "p1" in told
+        with pytest.raises(SystemExit) as left:
+            app(["jobs", "logs", str(first)])
+        printed = capfd.readouterr().out.splitlines()
+        assert left.value.code == 0 and sorted(printed) == [f"[pod/p{node}/train] said in p{node}" for node in range(2)]
+        assert CliRunner().invoke(app, ["jobs", "cancel", str(second)]).exit_code == 1, "it was never submitted"
+        assert ApiServer.deleted == []
+        assert CliRunner().invoke(app, ["jobs", "cancel", str(first)]).exit_code == 0
+        assert (
+            f"apis/{plural}/my-job-001" in ApiServer.deleted and "api/v1/namespaces/team/configmaps/my-job-001-recipe" in ApiServer.deleted
+        )
+        server.shutdown()
+    told = CliRunner().invoke(app, ["jobs", "status", str(first)])
+    assert told.exit_code == 1 and "refused" in told.output
+    monkeypatch.setenv("PATH", "/nowhere")
+    told = CliRunner().invoke(app, ["jobs", "status", str(first)])
+    assert "kubectl is not installed here; on a machine that has it, run: kubectl get" in told.output
+
+
 def test_kubectl_is_what_hands_kubernetes_files_over() -> None:
     target = make_target("kubernetes", registry.plugin("meshpar.launchers", "kubernetes"), [])
-    assert target.submit(Path("job.yaml")) == ["kubectl", "apply", "-f", "job.yaml"]
+    assert target.submit(Path("job.yaml")) == ["kubectl", "create", "-f", "job.yaml"], "which changes no object that exists"
+
+
+def test_jobs_of_skypilot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options are those of skypilot 0.14; it has one name for all starts of a launch."""
+    first = render("skypilot")
+    render("skypilot")
+    (folder / "bin").mkdir()
+    rows = [{"job_id": number, "job_name": "my-job-001", "status": status} for number, status in ((9, "RUNNING"), (4, "FAILED"))]
+    (folder / "rows").write_text(json.dumps([*rows, {"job_id": 8, "job_name": None, "status": None}]))
+    (folder / "bin" / "sky").write_text('#!/bin/bash\necho "$@" >> said\n[ "$2" != queue ] || cat rows\n')
+    (folder / "bin" / "sky").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    assert states("runs") == ["my-job-001 RUNNING", "my-job-002 not submitted"]
+    for command in ("status", "logs", "cancel"):
+        assert CliRunner().invoke(app, ["jobs", command, str(first)]).exit_code == 0
+    queue, name = "jobs queue --all --output=json", "--name=my-job-001"
+    said = [queue, queue, "jobs queue", f"jobs logs --no-follow {name}", queue, f"jobs cancel --yes {name}"]
+    assert (folder / "said").read_text().splitlines() == said

@@ -19,10 +19,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing import PContext
 
 from meshpar import LaunchError
-from meshpar.launchers.agent import starts, waiting
+from meshpar.launchers.agent import check_in, starts, waiting
 from meshpar.launchers.agent.check_in import checked_in
 from meshpar.launchers.agent.failures import NO_USE
-from meshpar.launchers.agent.local import Placement, _patient
+from meshpar.launchers.agent.local import Placement, _config, _identified, _patient
 from meshpar.launchers.agent.nodes_here import free_port
 from meshpar.launchers.agent.rank_logs import Shown
 from meshpar.launchers.commands.run import from_kubeflow, placed
@@ -304,6 +304,61 @@ def test_a_wait_says_for_whom_and_ends_at_control_c(monkeypatch: pytest.MonkeyPa
             pass
         told = capfd.readouterr().err
         assert ends.is_set() and f"meshpar: waiting for {whom}" in told and " of 900 s\n" in told
+
+
+def test_nodes_of_an_elastic_job_say_for_whom_they_wait(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(waiting, "EVERY_S", 0.0)
+    started: list[int] = []
+    monkeypatch.setattr(check_in, "children", lambda: started)
+    head = f"127.0.0.1:{free_port()}"
+    with pytest.raises(LaunchError, match=f"node 0 does not answer at {head} within 1 s"):
+        with _identified(Placement(ranks=1, nodes=3, least_nodes=2, node_rank=1, head=head, meeting_s=1)):
+            pass
+    assert f"meshpar: waiting for node 0 at {head} (" in capfd.readouterr().err
+    told = ""
+    with _identified(Placement(ranks=1, nodes=3, least_nodes=2, node_rank=0, head=head)):
+        while "meshpar: waiting for 2 to 3 nodes to join at" not in told:
+            told += capfd.readouterr().err
+        started.append(1)
+        while any(thread.name == "meshpar-joining" for thread in threading.enumerate()):
+            time.sleep(0.01)
+
+
+def test_ranks_are_bound_to_numa_nodes_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _config(Placement(ranks=1), "x").numa_options is None
+    monkeypatch.setenv("MESHPAR_NUMA_BINDING", "node")
+    assert _config(Placement(ranks=1), "x").numa_options.affinity_mode.value == "node"
+    monkeypatch.setenv("MESHPAR_NUMA_BINDING", "nodes")
+    with pytest.raises(LaunchError, match="MESHPAR_NUMA_BINDING is 'nodes'; expected one of node, socket"):
+        _config(Placement(ranks=1), "x")
+
+
+def test_of_several_srun_tasks_the_first_to_fail_shows_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "import os, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    open('failed', 'w').close()\n"
+        "    raise ValueError('on purpose')\n"
+        "while not os.path.exists('failed'): time.sleep(0.05)\n"
+        "time.sleep(0.5)\n"
+        "raise RuntimeError('Connection closed by peer')\n"
+    )
+    common = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost",
+              "SLURM_STEP_TASKS_PER_NODE": "3"}  # fmt: skip
+    tasks = [
+        subprocess.Popen(
+            [*RUN, "job.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    told = [task.communicate(timeout=90)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [1, 1, 1]
+    assert ["Traceback" in each for each in told] == [False, True, False]
+    first = (
+        f"meshpar: rank 1 on {socket.gethostname()} failed first, with ValueError: on purpose\nthen this one, rank 0, with RuntimeError\n"
+    )
+    assert told[0].endswith(first)
 
 
 def test_options_that_start_ranks_are_refused_in_a_rank(tmp_path: Path) -> None:

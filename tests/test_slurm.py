@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 from slurm_lab import Slurm
+from typer.testing import CliRunner
 
 from meshpar.launchers.agent.failures import NO_USE
+from meshpar.launchers.cli import app
 from tests.hosts import Hosts, Unavailable
 
 STEPS = 100
@@ -88,7 +90,7 @@ def step_of(folder: Path, output: str) -> int:
 
 
 def told(folder: Path, output: str) -> str:
-    return "".join(path.read_text() for path in (folder / output / "logs").glob("slurm-*.out"))
+    return "".join(path.read_text() for path in (folder / output / "launches").glob("*/slurm-*.out"))
 
 
 def rank_processes(folder: Path, output: str) -> list[int]:
@@ -119,6 +121,37 @@ def test_hybrid_sharding_on_two_nodes_trains_as_one_process_does(slurm: Slurm, f
     ranks = json.loads((folder / "whole" / "launches" / "001" / "mesh.json").read_text())["ranks"]
     assert [(each["node"], each["dp_replicate"], each["dp_shard"]) for each in ranks] == [(0, 0, 0), (0, 0, 1), (1, 1, 0), (1, 1, 1)]
     assert sorted(path.name for path in (folder / "whole" / "logs" / f"{job}-0").glob("*.log")) == [f"rank-{n}.log" for n in range(4)]
+
+
+def test_launched_jobs_are_listed_shown_and_cancelled(slurm: Slurm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "sleep.py").write_text("import time\nprint('at work', flush=True)\ntime.sleep(600)\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+
+    def jobs(*words: str, code: int = 0) -> str:
+        done = CliRunner().invoke(app, list(words))
+        assert done.exit_code == code, done.output
+        return done.output
+
+    def states() -> list[str]:
+        return [line.split()[3] for line in jobs("jobs", "ls").splitlines()[1:]]
+
+    sleep = ["launch", "slurm", "sleep.py", "--gpus-per-node", "0", "--nproc", "1", "-o", "cpus_per_task=1"]
+    answer = jobs(*sleep, "--submit")
+    jobs(*sleep)
+    assert "Submitted batch job" in answer and jobs("jobs", "ls").splitlines()[2].endswith("not submitted")
+    slurm.call("sbatch", "--hold", str(folder / "runs/sleep/launches/002/job.sbatch"))
+    until(lambda: states() == ["RUNNING", "PENDING"])
+    first = "runs/sleep/launches/001"
+    until(lambda: "at work" in "".join(path.read_text() for path in (folder / first).glob("slurm-*.out")))
+    printed = subprocess.run([*MESHPAR, "jobs", "logs", first], env=slurm.environment, capture_output=True, text=True, check=True).stdout
+    assert printed.endswith("at work\n")
+    assert re.search(r"^runs/sleep/launches/001: slurm \d+, RUNNING\n", told := jobs("jobs", "status", first)) and " on n" in told
+    jobs("jobs", "cancel", "runs/sleep")  # the newest launch
+    assert states() == ["RUNNING", "CANCELLED"]
+    jobs("jobs", "cancel", first)
+    until(lambda: states() == ["CANCELLED", "CANCELLED"])
+    assert "has not started" in jobs("jobs", "logs", "runs/sleep", code=1)
 
 
 @pytest.fixture(scope="module")

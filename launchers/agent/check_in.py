@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -27,11 +30,8 @@ def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float
     Raises:
         LaunchError: nodes did not connect within ``wait_s`` seconds, or two nodes have the same number; the message names them.
     """
+    reach_head(head, node_rank, wait_s)
     host, _, port = head.rpartition(":")
-    if node_rank and (why := unreached(host, int(port), wait_s, "node 0")):
-        raise LaunchError(
-            f"node 0 does not answer at {head} within {wait_s:.0f} s; check that node 0 runs, its host name and its port ({why})"
-        )
     try:
         store = dist.TCPStore(
             host, int(port), is_master=node_rank == 0, timeout=timedelta(seconds=wait_s), wait_for_workers=False, multi_tenant=True
@@ -56,6 +56,47 @@ def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float
         _let_read(space, node_rank, [node for node in range(nodes) if str(node) not in missing])
         raise LaunchError(f"nodes that did not come to {head} within {wait_s:.0f} s: {', '.join(missing)}; there came {came}")
     yield space.get("id").decode()
+
+
+def reach_head(head: str, node_rank: int | None, wait_s: float) -> None:
+    """Wait until node 0 answers; node 0 itself, and a node without a number, do not wait.
+
+    Raises:
+        LaunchError: it did not answer within ``wait_s`` seconds.
+    """
+    host, _, port = head.rpartition(":")
+    if node_rank and (why := unreached(host, int(port), wait_s, "node 0")):
+        raise LaunchError(
+            f"node 0 does not answer at {head} within {wait_s:.0f} s; check that node 0 runs, its host name and its port ({why})"
+        )
+
+
+@contextmanager
+def told_while_joining(head: str, nodes: str, wait_s: float) -> Iterator[None]:
+    """Print every ten seconds that nodes are awaited, until this process has started ranks: torch's elastic rendezvous waits silently."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        waiting = Waiting(wait_s)
+        while not ended.is_set() and not children() and waiting.more(f"{nodes} nodes to join at {head}"):
+            pass
+
+    thread = threading.Thread(target=tell, name="meshpar-joining", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def children() -> list[int]:
+    """Return the processes that this one has started."""
+    found: list[int] = []
+    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended by now
+            found += map(int, path.read_text(encoding="ascii").split())
+    return found
 
 
 def _absent(store: dist.Store, nodes: int) -> list[int]:

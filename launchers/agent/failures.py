@@ -8,7 +8,8 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,9 @@ STOPPED = {128 + each for each in SIGNALS}
 
 SCRATCH = "MESHPAR_SCRATCH"
 """Environment variable with a folder of this machine for errors that cannot be written to the logs, as on a full disk."""
+
+OTHERS_S = 1.0
+"""What a rank or node gives the others to write their errors, to name the first."""
 
 _OS_EXIT = "os._exit"
 
@@ -76,6 +80,30 @@ def record(logs: Path, rank: int, error: BaseException, *, hide: str = "") -> No
             seconds=time.time(),
         ),
     )
+
+
+@contextmanager
+def first_told(logs: Path, rank: int) -> Iterator[None]:
+    """Let the rank that fails first show its traceback, where no launcher of ours sees the ranks; the others name it in a LaunchError.
+
+    Args:
+        logs: a folder of this start of the job, which the ranks share.
+        rank: this process's rank.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0, *STOPPED):
+            raise
+        with suppress(OSError):
+            logs.mkdir(parents=True, exist_ok=True)
+        record(logs, rank, error)
+        time.sleep(OTHERS_S)
+        first, *_ = *recorded(logs), None
+        if first is None or first.rank == rank:
+            raise
+        then = f"then this one, rank {rank}, with {type(error).__name__}"
+        raise LaunchError(f"rank {first.rank} on {first.host} failed first, with {first.kind}: {first.message}\n{then}") from error
 
 
 def record_stall(logs: Path, rank: int, message: str, *, cause: bool = True) -> None:

@@ -18,10 +18,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from meshpar.errors import LaunchError, MeshparError, RepeatedFailureError
-from meshpar.launchers.agent.check_in import checked_in
-from meshpar.launchers.agent.failures import NO_USE, SCRATCH, SIGNALS, STOPPED, exit_code, first_error, record_kills, recorded
+from meshpar.launchers.agent.check_in import checked_in, children, reach_head, told_while_joining
+from meshpar.launchers.agent.failures import NO_USE, OTHERS_S, SCRATCH, SIGNALS, STOPPED, exit_code, first_error, record_kills, recorded
 from meshpar.launchers.agent.rank_logs import Shown, log_file, start_id
 from meshpar.launchers.agent.starts import IN_VAIN, in_vain
 from meshpar.launchers.recipes.recipe import Recipe
@@ -36,7 +37,6 @@ MEETING_S = 900
 """Seconds that agents of different nodes wait for each other."""
 
 _SHUTDOWN_AFTER_FAILURE_S = 30  # torch's own
-_OTHERS_S = 1.0  # what a node gives the others to write their errors, to name the first
 
 
 @final
@@ -161,7 +161,7 @@ def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextI
                 return max(stopped)
             record_kills(logs, codes)
             if placement.nodes > 1:
-                time.sleep(_OTHERS_S)
+                time.sleep(OTHERS_S)
             raise _noted(first_error(logs, codes), logs) from None
         except SignalException as stop:
             _ignore_signals()
@@ -176,8 +176,13 @@ def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextI
 @contextmanager
 def _identified(placement: Placement) -> Iterator[Placement]:
     """Yield the placement with the start's id, equal on all nodes; fixed nodes first connect to agree on one."""
-    if placement.nodes == 1 or placement.elastic:
-        yield replace(placement, run_id=placement.run_id or ("elastic" if placement.elastic else start_id()))
+    if placement.nodes == 1:
+        yield replace(placement, run_id=placement.run_id or start_id())
+        return
+    if placement.elastic:
+        reach_head(placement.head, placement.node_rank, placement.meeting_s)
+        with told_while_joining(placement.head, f"{placement.least_nodes} to {placement.nodes}", placement.meeting_s):
+            yield replace(placement, run_id=placement.run_id or "elastic")
         return
     assert placement.node_rank is not None
     with checked_in(placement.head, placement.node_rank, placement.nodes, placement.run_id, placement.meeting_s) as run_id:
@@ -213,6 +218,7 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
         configs = {"rank": placement.node_rank or 0, "timeout": placement.meeting_s}
         meeting = {"rdzv_backend": "static", "rdzv_endpoint": placement.head, "rdzv_configs": configs}
     return LaunchConfig(
+        **_numa(),
         min_nodes=placement.least_nodes if placement.elastic else placement.nodes,
         max_nodes=placement.nodes,
         nproc_per_node=placement.ranks,
@@ -222,6 +228,17 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
         signals_to_handle=",".join(each.name for each in SIGNALS),
         **meeting,
     )
+
+
+def _numa() -> dict[str, Any]:
+    """Return the agent's binding of ranks to NUMA nodes, as torchrun's --numa-binding; none unless the environment sets it."""
+    mode = os.environ.get("MESHPAR_NUMA_BINDING")
+    if not mode:
+        return {}
+    modes = [each.value for each in AffinityMode]
+    if mode not in modes:
+        raise LaunchError(f"MESHPAR_NUMA_BINDING is {mode!r}; expected one of {', '.join(modes)}")
+    return {"numa_options": NumaOptions(affinity_mode=AffinityMode(mode))}
 
 
 def _set_environment(placement: Placement, terminal: bool) -> None:
@@ -262,8 +279,7 @@ def _end_ranks(mark: Path) -> None:
     Args:
         mark: a path that only the command lines of these ranks contain.
     """
-    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-        for child in map(int, path.read_text(encoding="ascii").split()):
-            with suppress(OSError):  # it may be gone by now
-                if os.fsencode(mark) in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
-                    os.kill(child, signal.SIGKILL)
+    for child in children():
+        with suppress(OSError):  # it may be gone by now
+            if os.fsencode(mark) in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+                os.kill(child, signal.SIGKILL)

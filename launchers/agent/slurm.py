@@ -10,15 +10,17 @@ from meshpar.errors import LaunchError
 _PORTS, _FIRST_PORT = 10_000, 20_000
 
 
-def adopt() -> None:
-    """Set RANK, WORLD_SIZE and the others from srun's variables; does nothing outside a step of several tasks, or under torchrun.
+def adopt() -> str:
+    """Set RANK, WORLD_SIZE and the others from srun's variables, and return an id of this start of the step.
+
+    Does nothing outside a step of several tasks, or under torchrun, and returns an empty text.
 
     Raises:
         LaunchError: a variable is missing or the node list cannot be read.
     """
     known = os.environ
     if "RANK" in known or "SLURM_PROCID" not in known or "SLURM_STEP_ID" not in known or int(known.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
-        return
+        return ""
     try:
         nodes = known["SLURM_STEP_NODELIST"]
         per_node = known["SLURM_STEP_TASKS_PER_NODE"]
@@ -37,6 +39,7 @@ def adopt() -> None:
         ) from error
     for name, value in values.items():
         os.environ.setdefault(name, value)
+    return f"{known['SLURM_JOB_ID']}.{known['SLURM_STEP_ID']}-{known.get('SLURM_RESTART_COUNT', '0')}"
 
 
 def first_node(text: str) -> str:

@@ -1,13 +1,15 @@
-"""``meshpar run``, ``launch``, ``doctor``, ``mesh``; the command line calls :func:`register`."""
+"""``meshpar run``, ``launch``, ``jobs``, ``doctor``, ``mesh``; the command line calls :func:`register`."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from meshpar.launchers.agent.startup import quick_imports
 
@@ -20,9 +22,31 @@ _PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 def register(app: typer.Typer, reported: Reported) -> None:
     """Add the commands to ``app``; ``reported`` converts a command's errors to a message and an exit code."""
     app.command("run", context_settings=_PASS_ON)(reported(run))
-    app.command("launch")(reported(launch))
+    app.command("launch", cls=_OfTarget)(reported(launch))
+    group = typer.Typer(no_args_is_help=True, help="List launched jobs, print their state and output, cancel them.")
+    for name, command in (("ls", jobs_ls), ("status", jobs_status), ("logs", jobs_logs), ("cancel", jobs_cancel)):
+        group.command(name)(reported(command))
+    app.add_typer(group, name="jobs")
     app.command("doctor")(reported(doctor))
     app.command("mesh")(reported(mesh))
+
+
+class _OfTarget(TyperCommand):
+    """``meshpar launch TARGET --help`` also lists the target's options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - click's, or the one inside of newer typer
+        """Keep the words, of which --help leaves none."""
+        ctx.meta["words"] = list(args)
+        return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - the same
+        """Write the options of the targets among the words."""
+        from meshpar import registry
+
+        for name in registry.names("meshpar.launchers"):
+            if name in ctx.meta.get("words", ()):
+                told = inspect.getdoc(registry.plugin("meshpar.launchers", name)) or ""
+                formatter.write(f"\nOptions of {name}, as -o KEY=VALUE:\n{told.partition('Attributes:')[2].strip(chr(10))}\n")
 
 
 def run(
@@ -102,6 +126,42 @@ def launch(
         preflight=preflight, options=option or [], submit=submit, module=module,
     )  # fmt: skip
     print(told)
+
+
+Root = Annotated[Path, typer.Argument(help="Folder with the folders of runs.")]
+Launch = Annotated[Path, typer.Argument(help="A run's folder (its newest launch), or a launch's: runs/NAME/launches/001.")]
+
+
+def jobs_ls(root: Root = Path("runs"), debug: Debug = False) -> None:
+    """List the launches of all runs, with the state of their jobs."""
+    from meshpar.launchers.targets.launched import list_jobs
+
+    print(list_jobs(root))
+
+
+def jobs_status(launch: Launch, debug: Debug = False) -> None:
+    """Print the state of a job, and what its engine says of it."""
+    from meshpar.launchers.targets.launched import job_status
+
+    print(job_status(launch))
+
+
+def jobs_logs(
+    launch: Launch,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print what is written from now on, until Ctrl-C.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Print the output of a job."""
+    from meshpar.launchers.targets.launched import show_logs
+
+    return show_logs(launch, follow=follow)
+
+
+def jobs_cancel(launch: Launch, debug: Debug = False) -> None:
+    """Cancel a job."""
+    from meshpar.launchers.targets.launched import cancel_job
+
+    print(cancel_job(launch))
 
 
 def doctor(

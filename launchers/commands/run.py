@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TypedDict, cast
 
 from meshpar import runtime
 from meshpar.errors import LaunchError
 from meshpar.launchers.agent import slurm
+from meshpar.launchers.agent.failures import first_told
 from meshpar.launchers.agent.local import Placement, launch, launch_recipe
 from meshpar.launchers.commands.train import check, run_as_rank, show
 from meshpar.launchers.jobs import build
@@ -58,10 +60,10 @@ def run(what: str, arguments: Sequence[str], placement: Mapping[str, object], *,
         raise LaunchError(f"there is no file {what}; give the path of a script, -m MODULE, or a recipe")
     given: Given = {**from_kubeflow(os.environ), **said(placement)}
     if "nodes" not in given:
-        slurm.adopt()
+        step = slurm.adopt()
         if runtime.launched():
             refuse_placement(placement)
-            return _as_rank(kind, what, arguments)
+            return _as_rank(kind, what, arguments, logs, step)
     if kind == "recipe":
         recipe = load_recipe(what, arguments)
         place = placed(given, recipe)
@@ -69,8 +71,7 @@ def run(what: str, arguments: Sequence[str], placement: Mapping[str, object], *,
         if not place.node_rank:
             show(recipe)
         return launch_recipe(recipe, place, logs)
-    name = Path(what).stem if kind == "script" else what.rpartition(".")[2]
-    return launch([kind, what, *arguments], placed(given, None), logs or Path("runs") / name / "logs", sys.stdout)
+    return launch([kind, what, *arguments], placed(given, None), logs or _script_logs(kind, what), sys.stdout)
 
 
 def said(placement: Mapping[str, object]) -> Given:
@@ -144,10 +145,16 @@ def _ranks_here(recipe: Recipe | None, nodes: int) -> int:
     return world // nodes
 
 
-def _as_rank(kind: str, what: str, arguments: Sequence[str]) -> int:
-    if kind == "recipe":
-        recipe = load_recipe(what, arguments)
+def _as_rank(kind: str, what: str, arguments: Sequence[str], logs: Path | None, step: str) -> int:
+    recipe = load_recipe(what, arguments) if kind == "recipe" else None
+    folder = logs or (_script_logs(kind, what) if recipe is None else recipe.folder / "logs")
+    with first_told(folder / step, runtime.rank()) if step else nullcontext():
+        if recipe is None:
+            return run_code(kind, what, arguments)
         if runtime.is_main():
             show(recipe)
         return run_as_rank(recipe) or 0
-    return run_code(kind, what, arguments)
+
+
+def _script_logs(kind: str, what: str) -> Path:
+    return Path("runs") / (Path(what).stem if kind == "script" else what.rpartition(".")[2]) / "logs"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,24 @@ def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _write_text)
 
 
-def fill_yaml(template: str, values: Mapping[str, object], patches: Sequence[str] = ()) -> str:
+def fill_yaml(
+    template: str,
+    values: Mapping[str, object],
+    patches: Sequence[str] = (),
+    kept: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
+) -> str:
     """Return the text of a YAML template with its ``@{name}`` replaced, and with what the files ``patches`` add.
 
     A scalar that is ``@{name}`` alone becomes the value itself, and an empty value removes its key or list item. The comment at the top of
-    the template is kept.
+    the template is kept. ``kept`` returns the documents that the file has, the job last.
 
     Raises:
         LaunchError: a patch cannot be read, or changes a value of the template.
     """
     text = template_text(template)
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
-    documents: list[Any] = [_filled(each, values) for each in yaml.safe_load_all(text)]
+    filled: list[Any] = [_filled(each, values) for each in yaml.safe_load_all(text)]
+    documents: list[Any] = kept(filled)
     for name in patches:
         for patch in _patches(name):
             kinds = {each.get("kind", ""): each for each in documents}

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import string
+import subprocess
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ Shell = NewType("Shell", str)
 
 RECIPE, MESH, COMMAND = "recipe.resolved.yaml", "mesh.json", "command.txt"
 """Files that are written beside the job file."""
+
+ANSWER_S = 60
+"""Seconds within which an engine's command must answer."""
 
 
 @final
@@ -73,6 +77,11 @@ class Job:
         return list(self.script) or [recipe]
 
     @property
+    def label(self) -> str:
+        """A name of this launch alone that Kubernetes accepts, also with what it appends for pods: at most 44 characters."""
+        return f"{dns_label(self.name)[:40].rstrip('-')}-{self.folder.name}"
+
+    @property
     def made_by(self) -> str:
         """The command as one line of shell."""
         return " ".join(shlex.quote(word) if word.isprintable() else _escaped(word) for word in self.command)
@@ -91,6 +100,24 @@ class Job:
         """Return the files that every target writes beside its job file: name -> text."""
         recipe = {} if self.mesh is None else {RECIPE: self.recipe, MESH: self.mesh_json(self.mesh)}
         return {**recipe, COMMAND: self.made_by + "\n"}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A rendered job.
+
+    Attributes:
+        folder: the launch's own folder, an absolute path.
+        file: path of the job file.
+        label: name of the launch, as the job file has it.
+        submitted: the engine's answer to the submission; empty: it was not submitted by ``meshpar launch``.
+    """
+
+    folder: Path
+    file: Path
+    label: str
+    submitted: str
 
 
 class Target(Protocol):
@@ -116,6 +143,47 @@ class Target(Protocol):
     def submit(self, path: Path) -> Sequence[str]:
         """Return the command that submits the job file."""
         ...
+
+    def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
+        """Return each job's number or name in the engine, and its state in the engine's words; empty: the engine does not know it."""
+        raise self._no_commands()
+
+    def status(self, job: Launched) -> str:
+        """Return the engine's own description of the job."""
+        raise self._no_commands()
+
+    def logs(self, job: Launched, *, follow: bool) -> Sequence[str]:
+        """Return the command that prints the job's output."""
+        raise self._no_commands()
+
+    def cancel(self, job: Launched) -> str:
+        """End the job and return the engine's answer."""
+        raise self._no_commands()
+
+    def _no_commands(self) -> LaunchError:
+        return LaunchError(f"{type(self).__name__} has no `meshpar jobs`; use the commands of its engine")
+
+
+def ask(command: Sequence[str], limit_s: float = ANSWER_S) -> str:
+    """Run a command of an engine and return its output.
+
+    Raises:
+        LaunchError: the command is not installed, failed, or did not answer within ``limit_s`` seconds.
+    """
+    told = shlex.join(command)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s, stdin=subprocess.DEVNULL)
+    except FileNotFoundError as error:
+        raise LaunchError(f"{command[0]} is not installed here; on a machine that has it, run: {told}") from error
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"{command[0]} did not answer within {limit_s:.0f} s; check that its server runs, then repeat: {told}") from error
+    if done.returncode:
+        lines = [
+            line for line in (done.stderr.strip() or done.stdout.strip()).splitlines() if not re.match(r"[EWI]\d{4} ", line)
+        ]  # kubectl's log
+        why = "\n".join(list(dict.fromkeys(lines))[-5:])
+        raise LaunchError(f"{told} ended with {done.returncode}: {why}")
+    return done.stdout.strip()
 
 
 def make_target(name: str, cls: type, options: Sequence[str]) -> Target:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import glob
 import itertools
+import json
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
 from meshpar import registry
-from meshpar.errors import LaunchError, PlanError
+from meshpar.errors import LaunchError, MeshError, PlanError
 from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
-from meshpar.launchers.targets.job import Job, Target, make_target
+from meshpar.launchers.targets.job import Job, Target, ask, make_target
+from meshpar.launchers.targets.launched import LAUNCH
 from meshpar.mesh import MeshSpec, is_auto
+
+SUBMIT_S = 900
+"""Seconds within which an engine must accept a job; SkyPilot may start its controller first."""
 
 
 def launch_job(
@@ -64,10 +68,10 @@ def launch_job(
     if module or what.endswith(".py"):
         run, work = _script(what, arguments, module=module, mesh=mesh, preflight=preflight)
     else:
-        wants = arguments if mesh is None else [*arguments, f"mesh={MeshSpec.placed(mesh, nodes * ranks, ranks)}"]
+        wants = arguments if mesh is None else [*arguments, f"mesh={_placed(mesh, nodes, ranks)}"]
         wants = wants if preflight is None else [*wants, f"preflight='{preflight}'"]
         recipe = load_recipe(what, wants, disks=plugin.shares_disks)
-        spec = MeshSpec.placed(recipe.mesh, nodes * ranks, ranks)
+        spec = _placed(recipe.mesh, nodes, ranks)
         if is_auto(recipe.mesh if mesh is None else mesh):
             recipe = _hybrid(recipe)
         wanted = "warn" if preflight is None and recipe.preflight == "off" else recipe.preflight
@@ -79,7 +83,12 @@ def launch_job(
     told = [f"{job.name}: {nodes * ranks} ranks, {job.shape} on {nodes} x {ranks}", *(f"  {job.folder / name}" for name in files)]
     told += [f"note: {note}" for note in notes]
     command = plugin.submit(path)
-    told.append(_submitted(command) if submit else f"submit it: {shlex.join(command)}")
+    note: Mapping[str, object] = {"target": target, "options": list(options), "file": path.name, "label": job.label}
+    (job.folder / LAUNCH).write_text(json.dumps(note) + "\n", encoding="utf-8")
+    if submit:
+        answer = ask(command, SUBMIT_S)
+        (job.folder / LAUNCH).write_text(json.dumps({**note, "submitted": answer}) + "\n", encoding="utf-8")
+    told.append(answer if submit else f"submit it: {shlex.join(command)}")
     return "\n".join(told)
 
 
@@ -88,6 +97,14 @@ class _Place(TypedDict):
     gpus_per_node: int
     ranks_per_node: int
     elastic: bool
+
+
+def _placed(mesh: str, nodes: int, ranks: int) -> MeshSpec:
+    try:
+        return MeshSpec.placed(mesh, nodes * ranks, ranks)
+    except MeshError as error:
+        advice = f"pass --mesh auto, or a --mesh of {nodes} x {ranks} ranks, or other --nodes and --nproc"
+        raise MeshError(f"{str(error).partition(';')[0]}; {advice}") from error
 
 
 def _script(what: str, arguments: Sequence[str], *, module: bool, mesh: str | None, preflight: str | None) -> tuple[Path, dict[str, Any]]:
@@ -162,13 +179,3 @@ def _seen_from_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
     if any(unknown) or any(gone[1:]):
         return None, [*notes, "the plan is checked when the job starts, because the model's files are not on this machine"]
     return recipe.model_copy(update={"data": data.model_copy(update={"cache": "."}), "output": "."}), notes
-
-
-def _submitted(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise LaunchError(f"{command[0]} is not installed here; submit from a machine that has it: {shlex.join(command)}") from error
-    if done.returncode:
-        raise LaunchError(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout.strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Annotated, ClassVar, final
 
 from meshpar.errors import LaunchError
 from meshpar.launchers.targets.documents import fill_yaml
-from meshpar.launchers.targets.job import Job, Port, Shell, Target, dns_label
+from meshpar.launchers.targets.job import Job, Launched, Port, Shell, Target, ask
 from meshpar.training.bounds import Bound
 
 
@@ -48,7 +49,7 @@ class SkyPilot(Target):
             raise LaunchError("skypilot requires the name of the GPUs; add -o accelerators=H100, or another name")
         folder = _relative(job)
         values = {
-            "name": dns_label(job.name),
+            "name": job.label,
             "shape": job.shape,
             "command": job.made_by,
             "nodes": job.nodes,
@@ -67,7 +68,25 @@ class SkyPilot(Target):
 
     def submit(self, path: Path) -> Sequence[str]:
         """Return the SkyPilot command that submits a managed job, which SkyPilot recovers when its machines are lost."""
-        return ["sky", "jobs", "launch", "--yes", str(path)]
+        return ["sky", "jobs", "launch", "--yes", "--detach-run", str(path)]
+
+    def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
+        """Return names and states by ``sky jobs queue``."""
+        rows = json.loads(ask(["sky", "jobs", "queue", "--all", "--output=json"]))
+        newest_last = {row["job_name"]: row["status"] or "" for row in sorted(rows, key=lambda row: row["job_id"])}
+        return [(job.label, newest_last.get(job.label, "")) for job in jobs]
+
+    def status(self, job: Launched) -> str:
+        """Return the table of ``sky jobs queue``, which has no filter by name."""
+        return ask(["sky", "jobs", "queue"])
+
+    def logs(self, job: Launched, *, follow: bool) -> Sequence[str]:
+        """Return the ``sky`` command that prints the job's output."""
+        return ["sky", "jobs", "logs", "--follow" if follow else "--no-follow", f"--name={job.label}"]
+
+    def cancel(self, job: Launched) -> str:
+        """End the job by ``sky jobs cancel``."""
+        return ask(["sky", "jobs", "cancel", "--yes", f"--name={job.label}"])
 
 
 def _relative(job: Job) -> str:

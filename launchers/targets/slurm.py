@@ -8,13 +8,15 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, final
 
+from meshpar.errors import LaunchError
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.agent.local import COMPLETE, NO_RESTART
-from meshpar.launchers.targets.job import RECIPE, Job, Shell, Target, fill
+from meshpar.launchers.targets.job import RECIPE, Job, Launched, Shell, Target, ask, fill
 from meshpar.training.bounds import Bound, Count
 
 _OPTIONS = ("time", "partition", "account", "qos", "constraint", "reservation", "gres", "cpus-per-task")
@@ -22,6 +24,7 @@ _WRITTEN = {
     *("job-name", "chdir", "output", "open-mode", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "exclusive", "requeue"),
     *("no-requeue", "no-kill", "signal", "wrap"),
 }
+_OUTPUT = "slurm-*.out"
 _EARLY_S = 60  # by which SLURM may send the signal before --signal says
 
 
@@ -47,6 +50,11 @@ class Slurm(Target):
         rejoin_s: for an elastic job: seconds without an answer after which a node is lost, and then seconds in which others may join.
         meshpar: path of the command on the nodes; empty: what ``setup`` puts on the path, else this environment's.
         sbatch: further options of sbatch, ``--mem=0 --exclude=n7``; can be given several times.
+        image: container image with meshpar installed, in which each node's task runs; empty: no container. For pyxis such as
+            ``registry#team/train:1`` or ``train.sqsh``, for apptainer such as ``train.sif`` or ``docker://team/train:1``.
+        container: runtime of the image: ``pyxis`` or ``apptainer``.
+        mounts: further folders that the container sees under the same path, or as ``SOURCE:TARGET``; it always sees the working directory
+            and the run's folder. Can be given several times.
         setup: lines of shell that run first, such as ``module load cuda``.
     """
 
@@ -64,6 +72,9 @@ class Slurm(Target):
     rejoin_s: Count = 15
     meshpar: str = ""
     sbatch: tuple[str, ...] = ()
+    image: str = ""
+    container: str = "pyxis"
+    mounts: tuple[str, ...] = ()
     setup: Shell = Shell("")
 
     def problems(self) -> Iterator[str]:
@@ -78,6 +89,8 @@ class Slurm(Target):
                 yield f"sbatch: meshpar writes --{name}, which its batch script depends on; leave it out"
             elif name == "array" and not value.endswith("%1"):
                 yield f"sbatch: the tasks of --array={value} would train in one folder; write --array={value}%1 to run them in turn"
+        if self.container not in ("pyxis", "apptainer"):
+            yield f"container={self.container}: expected pyxis or apptainer"
         limit = _seconds(self.time) if self.time else math.inf
         if limit is None:
             yield f"time={self.time}: expected MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS[:MINUTES[:SECONDS]] or UNLIMITED"
@@ -102,7 +115,7 @@ class Slurm(Target):
             "command": job.made_by,
             "shape": job.shape,
             "run": shlex.quote(str(job.run)),
-            "output": shlex.quote(str(job.run / "logs" / "slurm-%j.out")),
+            "output": shlex.quote(str(job.folder / "slurm-%j.out")),
             "cwd": shlex.quote(str(Path.cwd())),
             "nodes": job.nodes,
             "options": "\n".join(lines),
@@ -113,9 +126,10 @@ class Slurm(Target):
             "max_requeues": self.max_requeues,
             "cpus": f"--cpus-per-task={self.cpus_per_task} " if self.cpus_per_task else "",
             "on_failure": "--kill-on-bad-exit=0 --no-kill" if job.elastic else "--kill-on-bad-exit=1",
+            "container": self._container(job),
             "placement": self._placement(job),
             "work": shlex.join(job.work(str(job.folder / RECIPE))),
-            "meshpar": self.meshpar or _command(self.setup),
+            "meshpar": self.meshpar or ("meshpar" if self.image else _command(self.setup)),
             "no_use": NO_USE,
             "no_restart": NO_RESTART,
             "complete": COMPLETE,
@@ -125,6 +139,17 @@ class Slurm(Target):
     def _further(self) -> list[str]:
         return [word for text in self.sbatch for word in shlex.split(text)]
 
+    def _container(self, job: Job) -> str:
+        """Return what stands before the task's command: options of srun for pyxis, or a command of apptainer."""
+        if not self.image:
+            return ""
+        cwd, mounts = str(Path.cwd()), ",".join(dict.fromkeys([str(Path.cwd()), str(job.run), *self.mounts]))
+        if self.container == "apptainer":
+            gpus = ["--nv"] if job.gpus_per_node else []
+            return shlex.join(["apptainer", "exec", *gpus, "--bind", mounts, "--pwd", cwd, self.image]) + " "
+        pairs = ",".join(each if ":" in each else f"{each}:{each}" for each in mounts.split(","))
+        return shlex.join([f"--container-image={self.image}", f"--container-mounts={pairs}", f"--container-workdir={cwd}"]) + " "
+
     def _placement(self, job: Job) -> str:
         nodes = f"1:{job.nodes} --restarts={self.restarts} --rejoin-s={self.rejoin_s}" if job.elastic else str(job.nodes)
         return f"--nodes={nodes} --nproc={job.ranks_per_node}"
@@ -132,6 +157,59 @@ class Slurm(Target):
     def submit(self, path: Path) -> Sequence[str]:
         """Return the sbatch command that submits the job."""
         return ["sbatch", str(path)]
+
+    def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
+        """Return numbers and states by squeue, for jobs that it has forgotten by sacct, and without accounting by the job's own marker."""
+        rows = _queue()
+        known = [_numbers(job, rows) for job in jobs]
+        ended: dict[str, str] = {}
+        gone = sorted({number for numbers in known for number in numbers} - {number for number, *_ in rows})
+        if gone:
+            with suppress(LaunchError):  # a cluster without accounting
+                done = ask(["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State", f"--jobs={','.join(gone)}"])
+                ended = dict(line.split("|", 1) for line in done.splitlines())
+        found = []
+        for job, numbers in zip(jobs, known):
+            states = [state for number, state, _ in rows if number in numbers]
+            states += [ended.get(number) or _left(job, number) for number in numbers if number in gone]
+            found.append((",".join(numbers), ",".join(dict.fromkeys(states))))
+        return found
+
+    def status(self, job: Launched) -> str:
+        """Return what squeue says of the job."""
+        numbers = ",".join(_numbers(job, _queue()))
+        with suppress(LaunchError):  # squeue refuses a number that it has forgotten
+            return ask(["squeue", "--noheader", "--states=all", f"--jobs={numbers}", "--format=%i: %T for %M of %l on %N, reason: %r"])
+        return ""
+
+    def logs(self, job: Launched, *, follow: bool) -> Sequence[str]:
+        """Return the command that prints the files of the job's output."""
+        files = sorted(map(str, job.folder.glob(_OUTPUT)))
+        if not files:
+            raise LaunchError(f"there is no output in {job.folder} yet; the job has not started")
+        return ["tail", "--quiet", "--lines=+1", *(["--follow"] if follow else []), *files]
+
+    def cancel(self, job: Launched) -> str:
+        """End the job by scancel."""
+        return ask(["scancel", *_numbers(job, _queue())])
+
+
+def _queue() -> list[list[str]]:
+    """Return number, state and job file of this user's jobs that SLURM still knows."""
+    lines = ask(["squeue", "--me", "--noheader", "--states=all", "--format=%F|%T|%o"]).splitlines()
+    return [line.split("|", 2) for line in lines]
+
+
+def _numbers(job: Launched, rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the numbers of a launch's jobs: from its submission, from its output, and from SLURM if it was submitted by hand."""
+    own = re.findall(r"^Submitted batch job (\d+)", job.submitted)
+    wrote = [path.stem.partition("-")[2] for path in job.folder.glob(_OUTPUT)]
+    queued = [number for number, _, file in rows if file == str(job.file)]
+    return sorted({*own, *wrote, *queued}, key=int)
+
+
+def _left(job: Launched, number: str) -> str:
+    return "COMPLETED" if list(job.folder.parent.parent.glob(f"logs/{number}-*/{COMPLETE}")) else "ended"
 
 
 def _seconds(limit: str) -> float | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar, final
+from typing import final
 
 from meshpar.launchers.targets.documents import fill_yaml
-from meshpar.launchers.targets.job import Job, Target, dns_label
+from meshpar.launchers.targets.job import Job
+from meshpar.launchers.targets.kubectl import KUEUE, OnKubernetes
 
 _RUN = 'recipe=$(mktemp -d)/recipe.yaml\nprintf %s "$1" > "$recipe"\nexec meshpar run "$recipe"\n'
 
@@ -18,7 +18,7 @@ _SCRIPT = 'exec meshpar run "$@"\n'
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainJob(Target):
+class TrainJob(OnKubernetes):
     """Render a TrainJob of ``trainer.kubeflow.org/v1alpha1``.
 
     Attributes:
@@ -26,26 +26,28 @@ class TrainJob(Target):
         namespace: the namespace; empty: kubectl's default.
         runtime: the ClusterTrainingRuntime, which defines the mount of the checkpoints' volume.
         workdir: working directory of the job; empty: the image's.
+        kueue: Kueue's LocalQueue, which starts the job; empty: none.
         cpu, memory: limits of a node; empty: none.
         patch: a YAML file with further fields of the job file, or with a document of another ``kind``; can be given several times.
     """
-
-    shares_disks: ClassVar[bool] = False
 
     image: str = "meshpar:latest"
     namespace: str = ""
     runtime: str = "torch-distributed"
     workdir: str = ""
+    kueue: str = ""
     cpu: str = ""
     memory: str = ""
     patch: tuple[str, ...] = ()
 
     def render(self, job: Job) -> Mapping[str, str]:
-        """Return the file for ``kubectl apply`` and the files beside it."""
+        """Return the file for kubectl and the files beside it."""
         limits = {"nvidia.com/gpu": str(job.gpus_per_node or ""), "cpu": self.cpu, "memory": self.memory}
         enter = f"cd {shlex.quote(self.workdir)}\n" if self.workdir else ""
         values = {
-            "name": dns_label(job.name),
+            "name": job.label,
+            "labels": {KUEUE: self.kueue} if self.kueue else {},
+            "suspend": True if self.kueue else "",
             "shape": job.shape,
             "command": job.made_by,
             "namespace": self.namespace,
@@ -57,7 +59,3 @@ class TrainJob(Target):
             "work": [f"{enter}{_RUN if job.recipe else _SCRIPT}", "meshpar", *job.work(job.recipe)],
         }
         return {"job.yaml": fill_yaml("trainjob.yaml", values, self.patch), **job.files()}
-
-    def submit(self, path: Path) -> Sequence[str]:
-        """Return the kubectl command that submits the job."""
-        return ["kubectl", "apply", "-f", str(path)]

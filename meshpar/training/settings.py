@@ -18,7 +18,7 @@ class TrainSettings:
     Attributes:
         steps: stop after so many steps (None: no bound) ...
         epochs: ... or so many passes over the data, whichever comes first.
-        log_every: steps between two records.
+        log_every: steps between two records. A checkpoint between them adds a record, also the one of a job that is stopped.
         validate_every: between two validations; there is one at the end, too.
         validate_steps: how many batches of the validation data; None: all.
         checkpoint_every: between two checkpoints; there is one at the end, too.

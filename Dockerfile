@@ -1,0 +1,26 @@
+# An image for `meshpar launch kubernetes|trainjob -o image=...`, and for SLURM with pyxis or apptainer:
+#   docker build -t registry/me/meshpar:1 .
+# PyPI's torch brings CUDA and NCCL. For CPUs alone: --build-arg INDEX=https://download.pytorch.org/whl/cpu
+FROM python:3.12-slim-bookworm
+ARG INDEX=https://pypi.org/simple
+ENV PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PYTHONUNBUFFERED=1
+
+# torch.compile needs a compiler, NCCL the verbs of InfiniBand, NUMA binding numactl. Versions are those of Debian 12.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends g++ ibverbs-providers libibverbs1 numactl \
+ && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /src
+# torch first, in a layer of its own, which changes of the code leave as it is.
+COPY constraints.txt ./
+RUN pip install --constraint constraints.txt --index-url "$INDEX" --extra-index-url https://pypi.org/simple torch
+COPY pyproject.toml README.md LICENSE ./
+COPY meshpar meshpar
+COPY models models
+COPY checkpoints checkpoints
+COPY launchers launchers
+RUN pip install --constraint constraints.txt '.[train,transformers]' && meshpar --version
+
+WORKDIR /workspace
+CMD ["meshpar", "--help"]

@@ -1,0 +1,103 @@
+"""``meshpar jobs``: what was launched, as the folders of the launches and the engines' own commands know it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from meshpar import registry
+from meshpar.errors import LaunchError
+from meshpar.launchers.targets.job import Launched, Target, make_target
+
+LAUNCH = "launch.json"
+"""File in a launch's folder with its target, the target's options, and the engine's answer to the submission."""
+
+
+def list_jobs(root: Path) -> str:
+    """Return a table of the launches of the runs in ``root``, or of the run ``root``: folder, target, number or name in the engine, state.
+
+    Raises:
+        LaunchError: there are none.
+    """
+    depths = ("", "*/", "*/*/")  # not all of it: checkpoints have many files
+    found = [_read(path) for path in sorted(path for depth in depths for path in root.glob(f"{depth}launches/*/{LAUNCH}"))]
+    if not found:
+        raise LaunchError(f"no launches in {root}; expected {root}/NAME/launches/001, which `meshpar launch` writes")
+    known: dict[Path, tuple[str, str]] = {}
+    notes = []
+    for name in dict.fromkeys(name for name, _, _ in found):
+        mine = [(target, job) for each, target, job in found if each == name]
+        try:
+            states = mine[0][0].states([job for _, job in mine])
+        except LaunchError as error:
+            states = [("", "?")] * len(mine)
+            notes.append(f"note: {error}")
+        known.update(zip((job.folder for _, job in mine), states))
+    rows = [("LAUNCH", "TARGET", "JOB", "STATE")]
+    rows += [(str(_short(job.folder)), name, known[job.folder][0] or "-", _state(known[job.folder][1], job)) for name, _, job in found]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, *notes])
+
+
+def job_status(folder: Path) -> str:
+    """Return a launch's state and the engine's own description of its job; ``folder`` is the launch's, or its run's (the newest launch)."""
+    name, target, job = _read(_file(folder))
+    ((number, state),) = target.states([job])
+    head = f"{_short(job.folder)}: {name} {number or job.label}, {_state(state, job)}"
+    return "\n".join([head, target.status(job)]) if state else head
+
+
+def show_logs(folder: Path, *, follow: bool) -> int:
+    """Print a job's output and return the exit code of the engine's command.
+
+    Raises:
+        LaunchError: there is no output yet, or the engine's command is not installed.
+    """
+    _, target, job = _read(_file(folder))
+    command = target.logs(job, follow=follow)
+    try:
+        return subprocess.run(command, check=False).returncode
+    except FileNotFoundError as error:
+        raise LaunchError(f"{command[0]} is not installed here; read the ranks' logs in {job.folder.parent.parent / 'logs'}") from error
+
+
+def cancel_job(folder: Path) -> str:
+    """End a job and return the engine's answer.
+
+    Raises:
+        LaunchError: the engine does not know the job.
+    """
+    _, target, job = _read(_file(folder))
+    ((number, state),) = target.states([job])
+    if not state:
+        raise LaunchError(f"{_short(job.folder)} cannot be cancelled: {_state(state, job)}")
+    return target.cancel(job) or f"cancelled {number}"
+
+
+def _state(state: str, job: Launched) -> str:
+    return state or ("not known to the engine any more" if job.submitted else "not submitted")
+
+
+def _short(folder: Path) -> Path:
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+
+
+def _file(folder: Path) -> Path:
+    found = folder / LAUNCH if (folder / LAUNCH).exists() else max(folder.glob(f"launches/*/{LAUNCH}"), default=None)
+    if found is None:
+        raise LaunchError(f"{folder} is no launch; expected a run's folder, such as runs/NAME, or one of runs/NAME/launches")
+    return found
+
+
+def _read(path: Path) -> tuple[str, Target, Launched]:
+    """Return the target's name, the target and the job."""
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+        name, options = read["target"], read["options"]
+        folder = path.parent.absolute()
+        job = Launched(folder=folder, file=folder / read["file"], label=read["label"], submitted=read.get("submitted", ""))
+    except (OSError, ValueError, KeyError) as error:
+        raise LaunchError(f"cannot read {path} ({error}); launch the job again, or use the commands of its engine") from error
+    return name, make_target(name, registry.plugin("meshpar.launchers", name), options), job
