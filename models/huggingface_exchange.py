@@ -7,15 +7,18 @@ model used before.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from meshpar.errors import MeshparError
+from meshpar.models.huggingface_tensor import HEAD_RATIO
 from meshpar.passes.exchange import Exchange
 from meshpar.passes.installed import record
 from meshpar.positions import causal_mask, documents
@@ -45,6 +48,12 @@ def exchange_positions(model: Any, exchange: Exchange) -> None:
 def refusal(model: Any) -> str | None:
     """Return why a transformers model's positions cannot be split, as far as its config tells; None where nothing does."""
     kind = type(model).__name__
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return f"{kind} takes no position_ids, and ContextParallel gives each rank positions of its own; use a mesh without cp"
+    if not model._supports_attention_backend:
+        return f"{kind} computes attention itself, not through transformers' attention interface; use a mesh without cp"
+    if any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
+        return f"{kind} counts its positions from its padding, and ContextParallel from 0; use a mesh without cp"
     if model.config.is_encoder_decoder:
         return f"{kind} attends from one sequence to another, and ContextParallel splits one; use a mesh without cp"
     text = model.config.get_text_config()
@@ -91,7 +100,12 @@ class _Sequence:
         keys = torch.arange(length, device=device)
         queries = keys if self._exchange.transport == "heads" else self._exchange.rows(length, device)
         rows = torch.arange(len(self._documents), device=device)
-        allowed = same & mask_function(rows[:, None, None, None], keys[:1, None, None], queries[:, None], keys[None])
+        try:
+            allowed = same & mask_function(rows[:, None, None, None], keys[:1, None, None], queries[:, None], keys[None])
+        except IndexError as error:
+            raise MeshparError(
+                "the model's mask looks at more than positions (kinds of tokens, blocks), of which a rank has a part; use a mesh without cp"
+            ) from error
         if self._counted is not None:
             allowed = allowed & self._counted[:, None, None]
         if self._inner == "sdpa":
@@ -106,14 +120,29 @@ class _Sequence:
 
         def inner(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
             function = AttentionInterface().get_interface(self._inner, _eager(module))
-            return function(module, q, k, v, mask, **options)[0].transpose(1, 2)
+            with _head_ratio(module, q.shape[1] // k.shape[1]):
+                return function(module, q, k, v, mask, **options)[0].transpose(1, 2)
 
         if options.get("position_bias") is not None:
             raise MeshparError(
                 f"{type(module).__name__} adds a bias of its own to its scores, of a rank's positions; use a mesh without cp"
             )
         causal = bool(getattr(module, "is_causal", True))
-        return self._exchange.attend(inner, query, key, value, attention_mask, causal=causal).transpose(1, 2), None
+        return self._exchange.attend(inner, query, key, value, attention_mask, causal=causal).transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def _head_ratio(module: nn.Module, ratio: int) -> Iterator[None]:
+    """Let a module know how many of these queries' heads share a head of keys: a part of its heads may have fewer."""
+    before = module.__dict__.get(HEAD_RATIO, ratio)
+    if before == ratio:
+        yield
+        return
+    setattr(module, HEAD_RATIO, ratio)
+    try:
+        yield
+    finally:
+        setattr(module, HEAD_RATIO, before)
 
 
 def _eager(module: nn.Module) -> Any:

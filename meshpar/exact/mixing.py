@@ -6,7 +6,6 @@ position sees another. One position of the input is made NaN. Wherever a NaN com
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
@@ -20,8 +19,6 @@ from meshpar.exact.agreement import leaves
 from meshpar.exact.trial import quiet
 from meshpar.passes.exchange import Exchange
 from meshpar.patterns import class_name
-
-log = logging.getLogger(__name__)
 
 
 @final
@@ -62,13 +59,15 @@ class MixingTest:
             try:
                 culprit = self._mixing(name, module, args, kwargs, length)
             except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
-                why = f"it does not run with attention cut: {type(error).__name__}: {str(error).splitlines()[0]}"
-                log.warning("whether %s mixes positions was not tried: %s", name, why)
-                return
+                raise ParallelError(
+                    f"{name} ({class_name(module)}) does not run on a part of the positions ({type(error).__name__}: "
+                    f"{str(error).splitlines()[0]}); it needs attention that goes through transformers' attention interface "
+                    "or meshpar.attention: use a mesh without cp for this model; Plan(..., verify=False) skips this test"
+                ) from error
             if culprit is not None:
                 raise ParallelError(
                     f"{culprit} ({class_name(self._module.get_submodule(culprit))}) mixes positions, of which each rank has a part; "
-                    "ContextParallel exchanges them in attention alone (transformers' attention interface, or meshpar.attention): use a "
+                    "they are exchanged in attention alone (transformers' attention interface, or meshpar.attention): use a "
                     "mesh without cp for this model; Plan(..., verify=False) skips this test"
                 )
 
@@ -87,6 +86,8 @@ class MixingTest:
             return hook
 
         def spoil(value: object) -> Any:
+            if callable(getattr(value, "update", None)):
+                return None  # a cache of keys and values, which this run must not fill
             if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1 and value.shape[1] == length):
                 return value
             spoiled = value.detach().clone()

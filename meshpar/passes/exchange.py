@@ -82,11 +82,16 @@ class Exchange:
             mask: this rank's queries' rows, (B or 1, 1, M, N), from :func:`meshpar.attention_mask`; for ``heads`` of all queries.
             causal: no query sees a later position, so that keys after the last query need not be looked at.
         """
+        rows = q.shape[2] if self.transport == "gather" else q.shape[2] * self.size
+        if mask is None or mask.shape[-2:] != (rows, q.shape[2] * self.size):
+            got = "none" if mask is None else f"one of {mask.shape[-2]} x {mask.shape[-1]}"
+            raise MeshparError(
+                f"attention over a part of the positions needs the mask of {rows} queries and {q.shape[2] * self.size} keys, that of "
+                f"meshpar.attention_mask, got {got}: a model that makes masks of its own cannot be split; use a mesh without cp"
+            )
         if self.cut:
             alone = q.shape[1] // k.shape[1]
             return _own(v, alone) + q.sum(-1, keepdim=True) + _own(k.sum(-1, keepdim=True), alone)
-        if mask is None:
-            raise MeshparError("attention over a part of the positions needs the mask that meshpar.attention_mask makes; got none")
         if k.shape[2] != q.shape[2]:
             raise MeshparError(
                 f"ContextParallel splits self-attention, got {q.shape[2]} queries and {k.shape[2]} keys: attention to another sequence, or "
@@ -114,7 +119,13 @@ class Exchange:
             copies = next(each for each in range(2, heads // groups + 1) if groups * each % self.size == 0 and heads // groups % each == 0)
             k, v = _own(k, copies), _own(v, copies)
         parts = [_ToHeads.apply(each, self) for each in (q, k, v)]
-        return _ToPositions.apply(inner(*parts, mask), self)
+        try:
+            return _ToPositions.apply(inner(*parts, mask), self)
+        except RuntimeError as error:
+            raise MeshparError(
+                f"attention does not run with {heads // self.size} of its {heads} heads ({str(error).splitlines()[0]}): it has values of "
+                "its own for each head; use ContextParallel(transport='gather')"
+            ) from error
 
     def _in_order(self, stacked: Tensor, dim: int) -> Tensor:
         """Join what the ranks hold, stacked along dim 0, along ``dim`` in the sequence's order."""
