@@ -41,8 +41,14 @@ PLANS: dict[str, tuple[str, int]] = {
     "TP 4": ("tp=4", 4),
     "FSDP 2 x TP 2": ("dp_shard=2,tp=2", 4),
     "HSDP 2x2": ("dp_replicate=2,dp_shard=2", 4),
+    "CP 2": ("dp_shard=1,cp=2", 2),
+    "CP 2 by heads": ("dp_shard=1,cp=2", 2),
 }
-ROUNDS = ((("FSDP 2", (0, 1)), ("TP 2", (2, 3))), *(((plan, (0, 1, 2, 3)),) for plan, (_, ranks) in PLANS.items() if ranks == 4))
+PAIRS = (("FSDP 2", "TP 2"), ("CP 2", "CP 2 by heads"))
+ROUNDS = (
+    *(((one, (0, 1)), (other, (2, 3))) for one, other in PAIRS),
+    *(((plan, (0, 1, 2, 3)),) for plan, (_, ranks) in PLANS.items() if ranks == 4),
+)
 EXPORTED = "FSDP 2 x TP 2"  # else, where that is refused, the last plan
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "meshpar", "meshpar.checkpoints"]
 ALONE = "one process"
@@ -132,23 +138,25 @@ def _prepare(state: dict[str, Any], model_type: str, task: str) -> None:
         raise ValueError("every gradient is zero")
 
 
-def loss_sum(model: Any, batch: dict[str, Any], rows: list[int]) -> tuple[Any, int]:
+def loss_sum(model: Any, batch: dict[str, Any], rows: list[int], par: Any = None) -> tuple[Any, int]:
     """Return the summed cross entropy of the model's logits for those ``rows``, against labels that a row's number decides."""
     import torch
 
     from meshpar import token_loss
 
-    output = model(**{name: value[rows] for name, value in batch.items()})
+    inputs = {name: value[rows] for name, value in batch.items()}
+    output = model(**(inputs if par is None else par.split(inputs)))
     logits = output.logits if hasattr(output, "logits") else output.prediction_logits
     per_row = logits.reshape(len(rows), -1, logits.shape[-1])
+    parts = 1 if par is None else par.loss_size // par.data_size
     labels = []
     for row in rows:
         generator = torch.Generator().manual_seed(100 + row)
-        label = torch.randint(logits.shape[-1], per_row.shape[1:2], generator=generator)
+        label = torch.randint(logits.shape[-1], (per_row.shape[1] * parts,), generator=generator)
         if len(label) > 1:
             label[torch.arange(len(label)) % (row + 3) == 1] = -100  # so that rows count different numbers of tokens
         labels.append(label)
-    stacked = torch.stack(labels)
+    stacked = torch.stack(labels) if par is None else par.split(torch.stack(labels))
     return token_loss(per_row, stacked, reduction="sum"), int((stacked != -100).sum())
 
 
@@ -178,11 +186,13 @@ def _under_plan(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any
 
 
 def _plan(name: str, styles: dict[str, Any]) -> Any:
-    from meshpar import FullyShard, HybridShard, Plan, TensorParallel
+    from meshpar import ContextParallel, FullyShard, HybridShard, Plan, TensorParallel
 
     mesh, _ = PLANS[name]
-    shard = HybridShard() if "dp_replicate" in mesh else FullyShard()
-    return Plan(mesh, [*([TensorParallel(styles=styles)] if "tp" in mesh else []), *([shard] if "dp_shard" in mesh else [])])
+    passes: list[Any] = [TensorParallel(styles=styles)] if "tp" in mesh else []
+    passes += [ContextParallel(transport="heads" if "heads" in name else "gather")] if "cp" in mesh else []
+    passes += [HybridShard() if "dp_replicate" in mesh else FullyShard()] if "dp_shard" in mesh else []
+    return Plan(mesh, passes)
 
 
 def _compare(state: dict[str, Any], par: Any) -> dict[str, Any]:
@@ -191,10 +201,10 @@ def _compare(state: dict[str, Any], par: Any) -> dict[str, Any]:
     from meshpar.testing import whole
 
     rows = [row for row in range(len(state["batch"]["input_ids"])) if row % par.data_size == par.data_rank]
-    total, count = loss_sum(par.module, state["batch"], rows)
+    total, count = loss_sum(par.module, state["batch"], rows, par)
     scaled = total * par.token_scale(count)
     scaled.backward()
-    loss = float(par.data_sum(scaled.detach().clone()) / par.data_size)
+    loss = float(par.data_sum(scaled.detach().clone()) / par.loss_size)
     worst, where, wrong = abs(loss - state["loss"]) / max(abs(state["loss"]), 1e-6), "loss", []
     expected = state["gradients"]
     typical = max(float(grad.abs().max()) for grad in expected.values())
@@ -292,14 +302,14 @@ class Pool:
         self._started = []
 
 
-def measure(pool: Pool, case: tuple[str, str], styles: dict[str, Any] | None = None) -> dict[str, Any]:
+def measure(pool: Pool, case: tuple[str, str], styles: dict[str, Any] | None = None, rounds: Any = ROUNDS) -> dict[str, Any]:
     """Return plan -> result for one architecture; ``styles`` are laid over its tensor-parallel table."""
     began = time.monotonic()
     command = {"case": case, "plan": ALONE}
     alone = _joined(pool.ask({0: command}, TIMEOUT_S), 1)
     results: dict[str, Any] = {ALONE: alone}
     if alone["verdict"] == "exact":
-        for together in ROUNDS:
+        for together in rounds:
             export = [plan for plan, _ in together if plan == EXPORTED or (together is ROUNDS[-1] and "export" not in results[EXPORTED])]
             results |= _round(pool, case, together, styles or {}, export)
     return {"plans": results, "seconds": round(time.monotonic() - began, 1)}
@@ -337,6 +347,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="model types, comma separated")
     parser.add_argument("--family", choices=["causal", "seq2seq", "masked", "classifier"])
+    parser.add_argument("--plan", default="", help="plans whose names contain this; of an architecture in the JSON the others stay")
     parser.add_argument("--again", action="store_true", help="measure again what is in the JSON")
     parser.add_argument("--failed", action="store_true", help="measure again what was wrong, crashed or hung")
     parser.add_argument("--unverified", action="store_true", help="split all architectures without a tp_plan by structure")
@@ -360,11 +371,13 @@ def _measure_all(options: argparse.Namespace, known: dict[str, Any]) -> None:
         for name, task in todo:
             key = f"{name}/{task}"
             before = known["cases"].get(key)
-            if before and not options.again and not (options.failed and _failed(before)):
+            if before and not options.again and not options.plan and not (options.failed and _failed(before)):
                 continue
             if time.monotonic() > deadline:
                 break
-            known["cases"][key] = measure(pool, (name, task))
+            rounds = [together for together in ROUNDS if any(options.plan in plan for plan, _ in together)]
+            found = measure(pool, (name, task), rounds=rounds)
+            known["cases"][key] = {**found, "plans": {**(before["plans"] if before and options.plan else {}), **found["plans"]}}
             options.json.write_text(json.dumps(known, indent=1))
             _tell(key, known["cases"][key])
     finally:

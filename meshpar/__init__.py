@@ -27,9 +27,22 @@ if TYPE_CHECKING:
     from meshpar.loss import token_loss
     from meshpar.mesh import MeshSpec
     from meshpar.parallelized import Parallelized
-    from meshpar.passes import ActivationCheckpoint, Compile, Float8, FullyShard, HybridShard, Pass, Replicate, Role, Stage, TensorParallel
+    from meshpar.passes import (
+        ActivationCheckpoint,
+        Compile,
+        ContextParallel,
+        Float8,
+        FullyShard,
+        HybridShard,
+        Pass,
+        Replicate,
+        Role,
+        Stage,
+        TensorParallel,
+    )
     from meshpar.patterns import matches
     from meshpar.plan import Plan
+    from meshpar.positions import attention, attention_mask
     from meshpar.runtime import distributed
     from meshpar.weights import WeightMap, WeightSource
 
@@ -40,6 +53,7 @@ __all__ = [
     "ActivationCheckpoint",
     "CheckpointError",
     "Compile",
+    "ContextParallel",
     "Float8",
     "FullyShard",
     "HybridShard",
@@ -63,6 +77,8 @@ __all__ = [
     "WeightMap",
     "WeightSource",
     "__version__",
+    "attention",
+    "attention_mask",
     "chunked_token_loss",
     "distributed",
     "forecast",
@@ -70,8 +86,12 @@ __all__ = [
     "token_loss",
 ]
 
-_PASSES = ("ActivationCheckpoint", "Compile", "Float8", "FullyShard", "HybridShard", "Pass", "Replicate", "Role", "Stage", "TensorParallel")
+_PASSES = (
+    "ActivationCheckpoint", "Compile", "ContextParallel", "Float8", "FullyShard", "HybridShard", "Pass", "Replicate", "Role", "Stage",
+    "TensorParallel",
+)  # fmt: skip
 _HOMES = {
+    **dict.fromkeys(("attention", "attention_mask"), "positions"),
     "chunked_token_loss": "chunked",
     "forecast": "forecasting.api",
     "ModelLayout": "layout",

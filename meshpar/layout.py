@@ -41,8 +41,11 @@ class ModelLayout:
             ``_keys_to_ignore_on_load_unexpected``.
         weights: names and shapes of the model <-> those of its published form on Hugging Face.
         config: contents of the ``config.json`` of an export. Empty: the model has no published form.
+        attention: patterns of the modules that call :func:`meshpar.attention`. Needed by :class:`meshpar.ContextParallel`.
+        exchange: lets the attention of a model that does not call it exchange positions, given the model and a
+            :class:`meshpar.passes.exchange.Exchange`.
         hidden_inputs: keyword names of the hidden states that a ``region`` receives.
-        refusals: technique (``"tp"``, ``"recompute"``) -> reason why the model does not support it, and the remedy.
+        refusals: technique (``"tp"``, ``"cp"``, ``"recompute"``) -> reason why the model does not support it, and the remedy.
     """
 
     blocks: tuple[str, ...] = ()
@@ -59,5 +62,7 @@ class ModelLayout:
     ignored: tuple[str, ...] = ()
     weights: WeightMap = field(default_factory=WeightMap)
     config: Mapping[str, Any] = field(default_factory=dict)
+    attention: tuple[str, ...] = ()
+    exchange: Callable[[nn.Module, Any], None] | None = None
     hidden_inputs: tuple[str, ...] = ("hidden_states",)
     refusals: Mapping[str, str] = field(default_factory=dict)

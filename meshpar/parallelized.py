@@ -19,12 +19,14 @@ from meshpar.description import Description, describe
 from meshpar.errors import MeshparError
 from meshpar.exact.agreement import leaves
 from meshpar.exact.cycle import Cycle
+from meshpar.exact.mixing import MixingTest
 from meshpar.exact.verify import SplitTest, Verification, call, verified
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes import random
 from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, axes_of, find_blocks, held_mesh
+from meshpar.passes.installed import installed
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, sharded_axes
 from meshpar.replicas import check_equal
@@ -299,6 +301,13 @@ class Parallelized:
         self.reshard()
         groups = {axis: self._held_on.get_group(axis) for axis in self._held.axes}
         return norms.clip_grad_norm_(self.module.parameters(), groups, max_norm, norm_type, self.device)
+
+    def mixing_test(self) -> MixingTest | None:
+        """Return the test of what else than attention mixes positions; None where attention exchanges none."""
+        known = installed(self.module)
+        if known is None or known.exchange is None:
+            return None
+        return MixingTest(self.module, known.exchange, [name for name, _ in find_blocks(self.module, self.layout)])
 
     def split_test(self) -> SplitTest | None:
         """Return the test that compares split blocks with unsplit blocks; None if no features are split."""

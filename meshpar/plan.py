@@ -192,7 +192,8 @@ class Plan:
             cycle.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)
         cycle.explain_calls(part for part in parts.values() if any(True for _ in part.children()))
         draws = (layout.dropout or draws_random(module)) and not sequence_parallel
-        cycle.split_test = par.split_test() if self.verify and not simulated else None
+        if self.verify and not simulated:
+            cycle.split_test, cycle.mixing_test = par.split_test(), par.mixing_test()
         reduced = [axis for axis in data_axes if held.axes[axis] > 1]
         split = {axis: mesh.get_group(axis) for axis in axes_of(self.passes, spec, Role.POSITIONS) if spec.axes[axis] > 1}
         cycle.splits_positions = bool(split)

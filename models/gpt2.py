@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from meshpar.layout import ModelLayout
 from meshpar.models.layers import Embedding, Linear, ModelOutput, next_token_loss, positions_of
+from meshpar.positions import attention, attention_mask
 
 
 @final
@@ -87,7 +88,7 @@ class GPT2(nn.Module):
         Args:
             input_ids: (B, L) int64.
             labels: (B, L) int64, aligned with ``input_ids`` as in transformers: the model shifts them by one. -100 is not counted.
-            position_ids: (B, L) or (1, L) int64; None: 0 .. L-1.
+            position_ids: (B, L) or (1, L) int64, which restart with each document of a row; None: one document, 0 .. L-1.
 
         Returns:
             The logits, and the mean loss if ``labels`` are given.
@@ -96,7 +97,7 @@ class GPT2(nn.Module):
             ValueError: the sequence is longer than ``config.n_positions``.
         """
         positions_BL = positions_of(input_ids, self.config.n_positions) if position_ids is None else position_ids
-        logits_BLV = self.lm_head(self.transformer(input_ids, positions_BL))
+        logits_BLV = self.lm_head(self.transformer(input_ids, positions_BL, attention_mask(self, position_ids)))
         return ModelOutput(None if labels is None else next_token_loss(logits_BLV, labels), logits_BLV)
 
     def meshpar_layout(self) -> ModelLayout:
@@ -107,6 +108,7 @@ class GPT2(nn.Module):
             tensor=_TENSOR,
             heads={"transformer.h.*.attn.c_attn": config.n_head},
             head="lm_head",
+            attention=("transformer.h.*.attn",),
             tied=(("transformer.wte.weight", "lm_head.weight"),) if config.tied else (),
             dropout=config.dropout > 0,
             ignored=(r"\.attn\.(masked_)?bias$",),  # causal masks, which transformers stored once
@@ -126,12 +128,12 @@ class Decoder(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
-    def forward(self, ids_BL: Tensor, positions_BL: Tensor) -> Tensor:
+    def forward(self, ids_BL: Tensor, positions_BL: Tensor, mask: Tensor | None) -> Tensor:
         """Return the hidden states (B, L, D)."""
         # Under sequence parallelism wte returns this rank's positions, and the style of wpe cuts its output to the same.
         x_BLD = self.drop(self.wte(ids_BL) + self.wpe(positions_BL))
         for block in self.h:
-            x_BLD = block(x_BLD)
+            x_BLD = block(x_BLD, mask)
         return self.ln_f(x_BLD)
 
 
@@ -149,9 +151,9 @@ class Block(nn.Module):
         self.attn_drop = nn.Dropout(config.dropout)
         self.mlp_drop = nn.Dropout(config.dropout)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, mask: Tensor | None) -> Tensor:
         """Return the residual stream (B, L, D) after this block."""
-        x_BLD = x_BLD + self.attn_drop(self.attn(self.ln_1(x_BLD)))
+        x_BLD = x_BLD + self.attn_drop(self.attn(self.ln_1(x_BLD), mask))
         return x_BLD + self.mlp_drop(self.mlp(self.ln_2(x_BLD)))
 
 
@@ -166,13 +168,11 @@ class Attention(nn.Module):
         self.c_proj = Conv1D(config.n_embd, config.n_embd, std=_residual_std(config))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, mask: Tensor | None) -> Tensor:
         """Return the update of the residual stream, (B, L, D)."""
         parts = self.c_attn(x_BLD).chunk(3, dim=-1)
         q_BHLC, k_BHLC, v_BHLC = (part.unflatten(-1, (-1, self.channels)).transpose(1, 2) for part in parts)
-        attended_BHLC = F.scaled_dot_product_attention(
-            q_BHLC, k_BHLC, v_BHLC, dropout_p=self.dropout.p if self.training else 0.0, is_causal=True
-        )
+        attended_BHLC = attention(self, q_BHLC, k_BHLC, v_BHLC, mask, dropout=self.dropout.p if self.training else 0.0)
         return self.c_proj(attended_BHLC.transpose(1, 2).flatten(2))
 
 

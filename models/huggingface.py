@@ -19,6 +19,7 @@ from torch import nn
 
 from meshpar.errors import LayoutError
 from meshpar.layout import ModelLayout
+from meshpar.models.huggingface_exchange import exchange_positions, refusal
 from meshpar.models.huggingface_head import head_of_logits
 from meshpar.models.huggingface_tensor import HEAD_RATIO, copied_heads, head_counts, tensor_table
 from meshpar.models.huggingface_vocabulary import generic
@@ -55,6 +56,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         ignored=_ignored(model),
         weights=weight_map(model),
         config=_published_config(model),
+        exchange=exchange_positions,
         refusals=_refusals(model, table),
     )
 
@@ -159,6 +161,8 @@ def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
             f"transformers gives {type(model).__name__} no tp_plan, so nothing says how to split it; drop TensorParallel, "
             "or pass a ModelLayout with a tensor table to apply"
         )
+    if (reason := refusal(model)) is not None:
+        refusals["cp"] = reason
     if getattr(model.config, "use_cache", False):
         refusals["recompute"] = (
             f"{type(model).__name__} has a key/value cache (config.use_cache), which recomputation would fill twice; "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from meshpar.layout import ModelLayout
 from meshpar.models.layers import Embedding, Linear, ModelOutput, next_token_loss, positions_of
 from meshpar.models.transformer_config import RopeScaling, TransformerConfig, published_config, published_names
+from meshpar.positions import attention, attention_mask
 from meshpar.weights import Rename, WeightMap
 
 
@@ -40,7 +41,7 @@ class Transformer(nn.Module):
         Args:
             input_ids: (B, L) int64.
             labels: (B, L) int64, aligned with ``input_ids`` as in transformers: the model shifts them by one. -100 is not counted.
-            position_ids: (B, L) or (1, L) int64; None: 0 .. L-1.
+            position_ids: (B, L) or (1, L) int64, which restart with each document of a row; None: one document, 0 .. L-1.
 
         Returns:
             The logits, and the mean loss if ``labels`` are given.
@@ -49,9 +50,10 @@ class Transformer(nn.Module):
             ValueError: the sequence is longer than ``config.max_positions``.
         """
         positions_BL = positions_of(input_ids, self.config.max_positions) if position_ids is None else position_ids
+        mask = attention_mask(self, position_ids)
         x_BLD = self.embed(input_ids)
         for layer in self.layers:
-            x_BLD = layer(x_BLD, positions_BL)
+            x_BLD = layer(x_BLD, positions_BL, mask)
         logits_BLV = self.head(self.norm(x_BLD))
         return ModelOutput(None if labels is None else next_token_loss(logits_BLV, labels), logits_BLV)
 
@@ -64,6 +66,7 @@ class Transformer(nn.Module):
             heads={"layers.*.attn.q": config.heads, "layers.*.attn.k": config.kv_groups, "layers.*.attn.v": config.kv_groups},
             copied_heads=("layers.*.attn.k", "layers.*.attn.v"),
             head="head",
+            attention=("layers.*.attn",),
             tied=(("embed.weight", "head.weight"),) if config.tied else (),
             dropout=config.dropout > 0,
             ignored=(r"rotary_emb\.inv_freq$",),
@@ -86,9 +89,9 @@ class Layer(nn.Module):
         self.attn_drop = nn.Dropout(config.dropout)
         self.mlp_drop = nn.Dropout(config.dropout)
 
-    def forward(self, x_BLD: Tensor, positions_BL: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, positions_BL: Tensor, mask: Tensor | None) -> Tensor:
         """Return the residual stream (B, L, D) after this layer."""
-        x_BLD = x_BLD + self.attn_drop(self.attn(self.attn_norm(x_BLD), positions_BL))
+        x_BLD = x_BLD + self.attn_drop(self.attn(self.attn_norm(x_BLD), positions_BL, mask))
         return x_BLD + self.mlp_drop(self.mlp(self.mlp_norm(x_BLD)))
 
 
@@ -107,7 +110,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.channels, eps=config.norm_eps) if config.qk_norm else None
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BLD: Tensor, positions_BL: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, positions_BL: Tensor, mask: Tensor | None) -> Tensor:
         """Return the update of the residual stream, (B, L, D)."""
         q_BLHC = self.q(x_BLD).unflatten(-1, (-1, self.channels))
         k_BLGC = self.k(x_BLD).unflatten(-1, (-1, self.channels))
@@ -117,13 +120,13 @@ class Attention(nn.Module):
         # From integer positions and in every layer: FSDP2 casts a layer's floating-point arguments to param_dtype, and
         # angles rounded to bfloat16 cannot tell position 257 from 256.
         cos_BL1R, sin_BL1R = rotations(positions_BL, self.channels, self.theta, self.scaling)
-        attended_BHLC = F.scaled_dot_product_attention(
+        attended_BHLC = attention(
+            self,
             rotate(q_BLHC, cos_BL1R, sin_BL1R).transpose(1, 2),
             rotate(k_BLGC, cos_BL1R, sin_BL1R).transpose(1, 2),
             v_BLGC.transpose(1, 2),
-            dropout_p=self.dropout.p if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=q_BLHC.shape[2] != k_BLGC.shape[2],
+            mask,
+            dropout=self.dropout.p if self.training else 0.0,
         )
         return self.o(attended_BHLC.transpose(1, 2).flatten(2))
 

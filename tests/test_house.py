@@ -159,7 +159,7 @@ def test_there_are_no_cycles():
         visit(name)
 
 
-PASSES = {"ActivationCheckpoint", "Compile", "Float8", "FullyShard", "HybridShard", "Replicate", "TensorParallel"}
+PASSES = {"ActivationCheckpoint", "Compile", "ContextParallel", "Float8", "FullyShard", "HybridShard", "Replicate", "TensorParallel"}
 
 
 def test_the_core_knows_no_pass_by_name():

@@ -25,6 +25,7 @@ from meshpar import _torch
 from meshpar.errors import MeshparError, ParallelError
 from meshpar.exact.agreement import leaves
 from meshpar.exact.explain import Explanation
+from meshpar.exact.mixing import MixingTest
 from meshpar.exact.verify import SplitTest, verified
 from meshpar.passes.applied import applied
 from meshpar.passes.installed import set_forward
@@ -70,6 +71,7 @@ class Cycle:
         self.agreement: Comparisons | None = None
         self.splits_positions = False
         self.split_test: SplitTest | None = None
+        self.mixing_test: MixingTest | None = None
         self._eager = ExitStack()
         known = applied(module)
         self.whole, self._selective = known.whole, known.selective
@@ -197,7 +199,7 @@ class Cycle:
         try:
             with _outside_inference_mode(), _parts_called():
                 self._before_forward(args, kwargs)
-                run = self._explanation.told if self.split_test is None else self._first_run
+                run = self._explanation.told if self.split_test is None and self.mixing_test is None else self._first_run
                 buffers = list(self._recomputed_buffers()) if torch.is_grad_enabled() else []
                 output = run(inner, args, kwargs)
                 _refuse_changed(buffers)
@@ -220,7 +222,13 @@ class Cycle:
     @_torch.eager
     def _first_run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the first forward whose gradients are wanted, and try the split on what its blocks got."""
-        if not torch.is_grad_enabled() or self.split_test is None:
+        if not torch.is_grad_enabled():
+            return self._explanation.told(inner, args, kwargs)
+        if self.mixing_test is not None:
+            mixing, self.mixing_test = self.mixing_test, None
+            with mixing.watch():
+                return self._first_run(inner, args, kwargs)
+        if self.split_test is None:
             return self._explanation.told(inner, args, kwargs)
         test, self.split_test = self.split_test, None
         self._eager.enter_context(test.eagerly())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -63,8 +63,8 @@ def holding(unit: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]
 
 
 @contextmanager
-def quiet(unit: nn.Module) -> Iterator[None]:
-    """Let a block run without random numbers, sharding and rounding of its buffers, and put back what it changed of itself."""
+def quiet(unit: nn.Module, *, autocast: bool = False) -> Iterator[None]:
+    """Let a block run without random numbers, sharding, rounding of its buffers and autocast, and put back what it changed of itself."""
     modules = list(unit.modules())
     training = [each.training for each in modules]
     buffers = [(each._buffers, key, value) for each in modules for key, value in each._buffers.items() if value is not None]
@@ -78,7 +78,7 @@ def quiet(unit: nn.Module) -> Iterator[None]:
             set_recomputed(each, False)
         for each, _, _ in hooks:
             each._forward_pre_hooks, each._forward_hooks = type(each._forward_pre_hooks)(), type(each._forward_hooks)()
-        with torch.amp.autocast(_device_type(unit), enabled=False):
+        with nullcontext() if autocast else torch.amp.autocast(_device_type(unit), enabled=False):
             yield
     finally:
         for each, was in zip(modules, training):

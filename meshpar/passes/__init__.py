@@ -2,6 +2,7 @@
 
 from meshpar.passes.base import Pass, Role, Stage
 from meshpar.passes.compile import Compile
+from meshpar.passes.context import ContextParallel
 from meshpar.passes.float8 import Float8
 from meshpar.passes.recompute import ActivationCheckpoint
 from meshpar.passes.replicate import Replicate
@@ -12,6 +13,7 @@ from meshpar.passes.tensor.parallel import TensorParallel
 __all__ = [
     "ActivationCheckpoint",
     "Compile",
+    "ContextParallel",
     "Float8",
     "FullyShard",
     "HybridShard",

@@ -10,6 +10,8 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from meshpar.passes.exchange import Exchange
+
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Step = Callable[[Tensor], Tensor]
 
@@ -25,6 +27,7 @@ class Installed:
         attributes: plain attributes that were changed -> their values before.
         product: how a linear layer multiplies, ``(x, weight, bias) -> y``; None: as torch does.
         around: what a head does before and after its one product, where that is all that it does.
+        exchange: how the ranks that hold a part of the positions each exchange them; None: each rank holds all.
         reads_parameters: the forward takes this rank's part of the module's own parameters itself.
     """
 
@@ -33,6 +36,7 @@ class Installed:
     attributes: dict[str, Any] = field(default_factory=dict)
     product: Product | None = None
     around: tuple[Step, Step] | None = None
+    exchange: Exchange | None = None
     reads_parameters: bool = False
 
 

@@ -5,7 +5,7 @@ from torch.distributed._functional_collectives import all_gather_tensor, all_gat
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from meshpar import Pass, Role, Stage
+from meshpar import Pass, Role, Stage, attention_mask
 
 
 class ExpertCopies(Pass):
@@ -75,8 +75,12 @@ class SplitPositions(Pass):
         group = mesh.get_group("cp")
         for name, child in module.named_modules():
             if name.endswith(".attn"):
-                child.register_forward_pre_hook(lambda module, args: tuple(self.gathered(each, group) for each in args))
+                child.register_forward_pre_hook(lambda module, args: self.whole(module, args, group))
                 child.register_forward_hook(lambda module, args, output: output.chunk(group.size(), 1)[group.rank()])
+
+    def whole(self, attn, args, group):
+        x, positions = (self.gathered(each, group) for each in args[:2])
+        return x, positions, attention_mask(attn, positions)
 
     def gathered(self, part, group):
         if part.is_floating_point():

@@ -1,0 +1,204 @@
+"""How the ranks of an axis exchange positions: which of them each rank holds, and attention over all of them.
+
+Two transports. ``gather``: every rank gets the keys and values of all positions and attends with its own queries; their gradients are
+summed and scattered (as in Llama 3's training, arXiv 2407.21783, section 3.3.2). ``heads``: ranks exchange positions for heads before
+attention and back after it, so that each attends over all positions with a part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from meshpar.errors import MeshparError
+from meshpar.passes.tensor.collectives import _all_gather, _all_to_all, _reduce_scatter
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Transport = Literal["gather", "heads"]
+
+
+def runs(length: int, size: int, rank: int, *, balance: bool) -> list[range]:
+    """Return the positions of one rank as runs of consecutive ones.
+
+    Under causal attention a late position costs more than an early one. Balanced, the sequence is cut into 2 x ``size`` pieces, and each
+    rank gets one from the head and its mirror image from the tail; where they do not divide, the ranks get consecutive parts.
+    """
+    if balance and length % (2 * size) == 0:
+        piece = length // (2 * size)
+        return [range(each * piece, (each + 1) * piece) for each in (rank, 2 * size - 1 - rank)]
+    part = length // size
+    return [range(rank * part, (rank + 1) * part)]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """The exchange of positions over one axis, from one rank's side.
+
+    Attributes:
+        group: the axis's process group.
+        size: number of its ranks.
+        rank: this one.
+        transport: ``gather`` or ``heads``.
+        balance: give each rank a piece of the head and one of the tail.
+        cut: attention lets no position see another: for the test of what else mixes positions.
+    """
+
+    group: Any
+    size: int
+    rank: int
+    transport: Transport = "gather"
+    balance: bool = True
+    cut: list[bool] = field(default_factory=list)
+
+    def runs(self, length: int, rank: int | None = None) -> list[range]:
+        """Return the runs of positions of this rank, or of another, in a whole sequence of ``length``."""
+        return runs(length, self.size, self.rank if rank is None else rank, balance=self.balance)
+
+    def rows(self, length: int, device: torch.device) -> Tensor:
+        """Return this rank's positions in a whole sequence of ``length``, (``length`` / ``size``) int64."""
+        return torch.cat([torch.arange(each.start, each.stop, device=device) for each in self.runs(length)])
+
+    def whole(self, x: Tensor, dim: int) -> Tensor:
+        """Return the ranks' parts of ``x`` joined along ``dim`` in the sequence's order; gradients are summed over the axis."""
+        return _Whole.apply(x, dim, self)
+
+    def values(self, x: Tensor, dim: int) -> Tensor:
+        """Return the ranks' parts of ``x`` joined along ``dim`` in the sequence's order, without a gradient."""
+        return self._in_order(_all_gather(x.detach(), 0, self.group), dim)
+
+    def attend(self, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = True) -> Tensor:
+        """Attend over the whole sequence with this rank's queries.
+
+        Args:
+            inner: attends with ``q`` (B, H, M, C), ``k`` and ``v`` (B, G, N, C) and a mask (B or 1, 1, M, N); returns (B, H, M, C).
+            q: this rank's queries, (B, H, M, C).
+            k: this rank's keys, (B, G, M, C).
+            v: this rank's values, (B, G, M, C).
+            mask: this rank's queries' rows, (B or 1, 1, M, N), from :func:`meshpar.attention_mask`; for ``heads`` of all queries.
+            causal: no query sees a later position, so that keys after the last query need not be looked at.
+        """
+        rows = q.shape[2] if self.transport == "gather" else q.shape[2] * self.size
+        if mask is None or mask.shape[-2:] != (rows, q.shape[2] * self.size):
+            got = "none" if mask is None else f"one of {mask.shape[-2]} x {mask.shape[-1]}"
+            raise MeshparError(
+                f"attention over a part of the positions needs the mask of {rows} queries and {q.shape[2] * self.size} keys, that of "
+                f"meshpar.attention_mask, got {got}: a model that makes masks of its own cannot be split; use a mesh without cp"
+            )
+        if self.cut:
+            alone = q.shape[1] // k.shape[1]
+            return _own(v, alone) + q.sum(-1, keepdim=True) + _own(k.sum(-1, keepdim=True), alone)
+        if k.shape[2] != q.shape[2]:
+            raise MeshparError(
+                f"ContextParallel splits self-attention, got {q.shape[2]} queries and {k.shape[2]} keys: attention to another sequence, or "
+                "a key/value cache, is not supported; use a mesh without cp"
+            )
+        if self.transport == "heads":
+            return self._over_heads(inner, q, k, v, mask)
+        k, v = self.whole(torch.cat([k, v], -1), 2).split([k.shape[-1], v.shape[-1]], -1)
+        outputs, begin = [], 0
+        for each in self.runs(k.shape[2]):
+            seen = each.stop if causal else k.shape[2]
+            mine = slice(begin, begin + len(each))
+            outputs.append(inner(q[:, :, mine], k[:, :, :seen], v[:, :, :seen], mask[:, :, mine, :seen]))
+            begin += len(each)
+        return torch.cat(outputs, 2)
+
+    def _over_heads(self, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        heads, groups = q.shape[1], k.shape[1]
+        if heads % self.size:
+            raise MeshparError(
+                f"ContextParallel(transport='heads') over cp={self.size} divides the heads, got {heads}; use transport='gather', or a cp "
+                "that divides them"
+            )
+        if groups % self.size:  # every rank needs the keys of its own heads: as many copies as make them divide
+            copies = next(each for each in range(2, heads // groups + 1) if groups * each % self.size == 0 and heads // groups % each == 0)
+            k, v = _own(k, copies), _own(v, copies)
+        parts = [_ToHeads.apply(each, self) for each in (q, k, v)]
+        try:
+            return _ToPositions.apply(inner(*parts, mask), self)
+        except RuntimeError as error:
+            raise MeshparError(
+                f"attention does not run with {heads // self.size} of its {heads} heads ({str(error).splitlines()[0]}): it has values of "
+                "its own for each head; use ContextParallel(transport='gather')"
+            ) from error
+
+    def _in_order(self, stacked: Tensor, dim: int) -> Tensor:
+        """Join what the ranks hold, stacked along dim 0, along ``dim`` in the sequence's order."""
+        parts = stacked.chunk(self.size, 0)
+        length = sum(each.shape[dim] for each in parts)
+        pieces: list[tuple[int, Tensor]] = []
+        for rank, part in enumerate(parts):
+            begin = 0
+            for each in self.runs(length, rank):
+                pieces.append((each.start, part.narrow(dim, begin, len(each))))
+                begin += len(each)
+        return torch.cat([piece for _, piece in sorted(pieces, key=lambda each: each[0])], dim)
+
+    def _by_rank(self, whole: Tensor, dim: int) -> Tensor:
+        """Stack along dim 0 what each rank holds of ``whole``."""
+        length = whole.shape[dim]
+        mine = [[whole.narrow(dim, each.start, len(each)) for each in self.runs(length, rank)] for rank in range(self.size)]
+        return torch.cat([torch.cat(each, dim) for each in mine], 0)
+
+
+def _own(x: Tensor, copies: int) -> Tensor:
+    return x.repeat_interleave(copies, 1) if copies > 1 else x
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, exchange: Exchange) -> Tensor:
+        ctx.dim, ctx.exchange = dim, exchange
+        return exchange._in_order(_all_gather(x, 0, exchange.group), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _SumOfParts.apply(grads[0], ctx.dim, ctx.exchange), None, None
+
+
+class _SumOfParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, exchange: Exchange) -> Tensor:
+        ctx.dim, ctx.exchange = dim, exchange
+        return _reduce_scatter(exchange._by_rank(x, dim), 0, exchange.group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _Whole.apply(grads[0], ctx.dim, ctx.exchange), None, None
+
+
+class _ToHeads(torch.autograd.Function):
+    """(B, H, M, C) of this rank's positions to (B, H / size, N, C) of all positions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange._in_order(_swap(torch.cat(x.chunk(exchange.size, 1), 0), exchange), 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _ToPositions.apply(grads[0], ctx.exchange), None
+
+
+class _ToPositions(torch.autograd.Function):
+    """(B, H / size, N, C) of all positions to (B, H, M, C) of this rank's positions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return torch.cat(_swap(exchange._by_rank(x, 2), exchange).chunk(exchange.size, 0), 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _ToHeads.apply(grads[0], ctx.exchange), None
+
+
+def _swap(x: Tensor, exchange: Exchange) -> Tensor:
+    """Send the r-th part along dim 0 to rank r, and return what came, in the order of ranks."""
+    each = [x.shape[0] // exchange.size] * exchange.size
+    return _all_to_all(x.contiguous(), each, each, exchange.group)

@@ -1,0 +1,151 @@
+"""ContextParallel for transformers' models: their own attention over the positions of every rank, through transformers' two interfaces.
+
+A model asks one interface for masks and the other for attention, both by the name in its config. Under a plan that splits positions the
+name is ours: masks are made for this rank's rows of the whole sequence, and attention exchanges positions around the function that the
+model used before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from meshpar.errors import MeshparError
+from meshpar.models.huggingface_tensor import HEAD_RATIO
+from meshpar.passes.exchange import Exchange
+from meshpar.passes.installed import record
+from meshpar.positions import causal_mask, documents
+
+_SERVED = ("sdpa", "eager")
+_numbers = itertools.count()
+
+
+def exchange_positions(model: Any, exchange: Exchange) -> None:
+    """Let the attention of a transformers model exchange positions. ``ModelLayout.exchange`` of such a model."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    used = model.config._attn_implementation
+    inner = used if used in _SERVED else "sdpa"
+    sequence = _Sequence(exchange, inner)
+    name = f"meshpar_positions_{next(_numbers)}"
+    AttentionInterface.register(name, sequence.attend)
+    AttentionMaskInterface.register(name, sequence.mask)
+    model.config._attn_implementation = name
+    for each in model.modules():
+        if isinstance(config := getattr(each, "config", None), type(model.config)) or hasattr(config, "_attn_implementation"):
+            config._attn_implementation = name
+    record(model).exchange = exchange
+    model.register_forward_pre_hook(sequence.begin, with_kwargs=True)
+
+
+def refusal(model: Any) -> str | None:
+    """Return why a transformers model's positions cannot be split, as far as its config tells; None where nothing does."""
+    kind = type(model).__name__
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return f"{kind} takes no position_ids, and ContextParallel gives each rank positions of its own; use a mesh without cp"
+    if not model._supports_attention_backend:
+        return f"{kind} computes attention itself, not through transformers' attention interface; use a mesh without cp"
+    if any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
+        return f"{kind} counts its positions from its padding, and ContextParallel from 0; use a mesh without cp"
+    if model.config.is_encoder_decoder:
+        return f"{kind} attends from one sequence to another, and ContextParallel splits one; use a mesh without cp"
+    text = model.config.get_text_config()
+    ropes = [getattr(text, "rope_parameters", None), getattr(text, "rope_scaling", None)]
+    ropes += [each for rope in ropes if isinstance(rope, dict) for each in rope.values()]
+    for rope in ropes:
+        if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
+            return (
+                f"{kind} turns its positions by the longest that it sees (rope_type {rope['rope_type']!r}), and each rank sees others; "
+                "use a mesh without cp"
+            )
+    return None
+
+
+@final
+class _Sequence:
+    """What one model's masks need to know of the sequence that it computes now."""
+
+    def __init__(self, exchange: Exchange, inner: str) -> None:
+        self._exchange, self._inner = exchange, inner
+        self._documents: Tensor | None = None
+        self._counted: Tensor | None = None
+
+    def begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Learn where documents and padding are, at the start of the model's forward. Collective."""
+        ids = kwargs.get("position_ids")
+        if ids is None:
+            raise MeshparError(
+                "the model got no position_ids, and each rank has a part of the positions; call the model with par.split(batch), a mapping"
+            )
+        if ids.ndim != 2:
+            raise MeshparError(f"position_ids must be (B, L) where positions are split, got shape {tuple(ids.shape)}")
+        self._documents = documents(self._exchange.values(ids, 1))
+        given = kwargs.get("attention_mask")
+        self._counted = None if given is None else self._exchange.values(given, 1).bool()
+        # With a mask, transformers does not look for documents itself: a rank's positions jump where no document begins.
+        return args, {**kwargs, "attention_mask": torch.ones_like(ids) if given is None else given}
+
+    def mask(self, *, q_length: int, mask_function: Callable[..., Any], dtype: torch.dtype, device: torch.device, **rest: Any) -> Tensor:
+        """Return the mask of this rank's rows: what the model's own function allows, within a document."""
+        assert self._documents is not None
+        same = causal_mask(self._documents, self._exchange, causal=False)
+        length = self._documents.shape[1]
+        keys = torch.arange(length, device=device)
+        queries = keys if self._exchange.transport == "heads" else self._exchange.rows(length, device)
+        rows = torch.arange(len(self._documents), device=device)
+        try:
+            allowed = same & mask_function(rows[:, None, None, None], keys[:1, None, None], queries[:, None], keys[None])
+        except IndexError as error:
+            raise MeshparError(
+                "the model's mask looks at more than positions (kinds of tokens, blocks), of which a rank has a part; use a mesh without cp"
+            ) from error
+        if self._counted is not None:
+            allowed = allowed & self._counted[:, None, None]
+        if self._inner == "sdpa":
+            return allowed
+        return torch.zeros((), dtype=dtype, device=device).where(allowed, torch.finfo(dtype).min)
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        """Attend as the model did before, over the positions of every rank; returns (B, L, H, C)."""
+        from transformers import AttentionInterface
+
+        def inner(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            function = AttentionInterface().get_interface(self._inner, _eager(module))
+            with _head_ratio(module, q.shape[1] // k.shape[1]):
+                return function(module, q, k, v, mask, **options)[0].transpose(1, 2)
+
+        if options.get("position_bias") is not None:
+            raise MeshparError(
+                f"{type(module).__name__} adds a bias of its own to its scores, of a rank's positions; use a mesh without cp"
+            )
+        causal = bool(getattr(module, "is_causal", True))
+        return self._exchange.attend(inner, query, key, value, attention_mask, causal=causal).transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def _head_ratio(module: nn.Module, ratio: int) -> Iterator[None]:
+    """Let a module know how many of these queries' heads share a head of keys: a part of its heads may have fewer."""
+    before = module.__dict__.get(HEAD_RATIO, ratio)
+    if before == ratio:
+        yield
+        return
+    setattr(module, HEAD_RATIO, ratio)
+    try:
+        yield
+    finally:
+        setattr(module, HEAD_RATIO, before)
+
+
+def _eager(module: nn.Module) -> Any:
+    """Return the model's own attention without a kernel, which stands beside its class."""
+    own = next(each for each in type(module).__mro__ if "eager_attention_forward" in vars(sys.modules.get(each.__module__)))
+    return sys.modules[own.__module__].eager_attention_forward

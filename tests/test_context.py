@@ -1,0 +1,158 @@
+"""ContextParallel: a part of every sequence on each rank, documents that do not see each other, and the numbers of one process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models_for_parity import VOCAB, gpt2, huggingface, huggingface_gpt2, transformer
+from torch import nn
+
+from meshpar import (
+    ActivationCheckpoint,
+    ContextParallel,
+    FullyShard,
+    HybridShard,
+    MeshparError,
+    ModelLayout,
+    Plan,
+    PlanError,
+    Replicate,
+    TensorParallel,
+    attention,
+    attention_mask,
+)
+from meshpar.testing import assert_parity, on_ranks, token_steps
+
+
+def with_documents(steps, length=16):
+    """Give every batch documents of uneven lengths."""
+    for number, batch in enumerate(batch for micros in steps for micro in micros for batch in micro):
+        first = 1 + (5 * number + 3) % (length - 2)
+        batch["position_ids"] = torch.cat([torch.arange(first), torch.arange(length - first)])[None]
+    return steps
+
+
+MESHES = {
+    2: [("dp_shard=1,cp=2", [FullyShard()])],
+    4: [
+        ("dp_replicate=1,cp=4", [Replicate()]),
+        ("dp_shard=2,cp=2", [ActivationCheckpoint(), FullyShard()]),
+        ("dp_shard=1,cp=2,tp=2", [TensorParallel(sequence_parallel=True, loss_parallel=True), FullyShard()]),
+    ],
+    8: [("dp_replicate=2,dp_shard=2,cp=2", [HybridShard()]), ("dp_shard=2,cp=2,tp=2", [TensorParallel(), FullyShard()])],
+}
+MODELS = {
+    "transformer": transformer,
+    "gpt2": gpt2,
+    "hf-gpt2": huggingface_gpt2,
+    "llama": lambda: huggingface("Llama"),
+    "gemma2": lambda: huggingface("Gemma2", sliding_window=4, query_pre_attn_scalar=8, attn_implementation="eager"),
+}
+
+
+@pytest.mark.parametrize("transport", ["gather", "heads"])
+@pytest.mark.parametrize("ranks", sorted(MESHES))
+def test_a_part_of_the_sequence_on_each_rank_equals_one_process(ranks, transport):
+    on_ranks(ranks)(in_parts)("gpt2" if ranks == 8 else "transformer", transport)
+
+
+@pytest.mark.parametrize("transport", ["gather", "heads"])
+@pytest.mark.parametrize("model", ["gpt2", "hf-gpt2", "llama", "gemma2"])
+def test_a_part_of_the_sequence_is_exact_for_models_by_others(model, transport):
+    on_ranks(2)(in_parts)(model, transport)
+
+
+def in_parts(model, transport):
+    for mesh, passes in MESHES[torch.distributed.get_world_size()]:
+        steps = [
+            *token_steps(VOCAB, parts=4, micro_batches=2, steps=1),
+            *with_documents(token_steps(VOCAB, parts=4, micro_batches=2, steps=2)),
+        ]
+        context = ContextParallel(transport=transport)
+        tensor = [each for each in passes if isinstance(each, TensorParallel)]
+        assert_parity(MODELS[model], mesh, [*tensor, context, *(each for each in passes if each not in tensor)], steps)
+
+
+class Convolved(nn.Module):
+    """A block whose feed-forward part looks at its neighbours, which no name tells."""
+
+    def __init__(self, dim, reach):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.near = nn.Conv1d(dim, dim, reach, padding=reach - 1)
+
+    def forward(self, x, mask):
+        q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        x = x + self.out(attention(self, q, k, v, mask).transpose(1, 2).flatten(2))
+        return x + self.near(x.transpose(1, 2)).transpose(1, 2)[:, : x.shape[1]]
+
+
+class Strange(nn.Module):
+    def __init__(self, reach=1, dim=32):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB)
+        self.layers = nn.ModuleList(Convolved(dim, reach) for _ in range(2))
+
+    def forward(self, input_ids, position_ids=None):
+        mask, x = attention_mask(self, position_ids, window=5), self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return SimpleNamespace(logits=self.head(x))
+
+    def meshpar_layout(self):
+        return ModelLayout(blocks=("layers.*",), attention=("layers.*",))
+
+
+def test_a_strangers_model_that_calls_attention_is_exact_and_what_else_mixes_positions_is_named():
+    strange()
+
+
+@on_ranks(2)
+def strange():
+    plan = [ContextParallel(), FullyShard()]
+    assert_parity(Strange, "dp_shard=1,cp=2", plan, with_documents(token_steps(VOCAB, parts=2)))
+    par = Plan("dp_shard=1,cp=2", plan).apply(Strange(reach=3))
+    with pytest.raises(MeshparError, match=r"layers.0.near \(Conv1d\) mixes positions"):
+        par.module(**par.split({"input_ids": torch.arange(16)[None]}))
+
+
+def test_a_packed_row_is_its_documents_one_by_one():
+    torch.manual_seed(0)
+    for name, model in MODELS.items():
+        module = model().double() if name == "gpt2" else model()
+        ids = torch.randint(0, VOCAB, (1, 14))
+        lengths = [5, 1, 8]
+        positions = torch.cat([torch.arange(each) for each in lengths])[None]
+        packed = module(input_ids=ids, position_ids=positions).logits
+        alone = torch.cat([module(input_ids=each).logits for each in ids.split(lengths, 1)], 1)
+        torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+        other = ids.clone()
+        other[:, :5] = torch.randint(0, VOCAB, (1, 5))
+        assert module(input_ids=other, position_ids=positions).logits[:, 5:].equal(packed[:, 5:]), f"{name}: documents see each other"
+
+
+def test_what_cannot_be_split_is_refused():
+    with pytest.raises(PlanError, match=r"nothing says where Bare attends: let its attention call meshpar.attention"):
+        Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).check(Bare(), ModelLayout(blocks=("layers.*",)), world_size=2)
+    with pytest.raises(PlanError, match=r"transport='ring'.*must be 'gather' or 'heads'"):
+        Plan("dp_shard=1,cp=2", [ContextParallel(transport="ring"), FullyShard()]).check(transformer(), world_size=2)
+    refused()
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+
+@on_ranks(2)
+def refused():
+    for model in (transformer, MODELS["llama"]):
+        par = Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).apply(model())
+        with pytest.raises(MeshparError, match=r"got no position_ids, and each rank has a part .* par.split\(batch\)"):
+            par.module(input_ids=torch.arange(8)[None])
+    par = Plan("dp_shard=1,cp=2", [ContextParallel(transport="heads"), FullyShard()]).apply(transformer(heads=3, kv_heads=3, dim=24))
+    with pytest.raises(MeshparError, match="divides the heads, got 3"):
+        par.module(**par.split({"input_ids": torch.arange(8)[None]}))
