@@ -30,7 +30,7 @@ from tempfile import TemporaryDirectory
 from reliability import leftovers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshpar.launchers.export.run import export_run
+from meshpar.launchers import export_run
 
 RECIPE = """\
 mesh: dp_shard=2

@@ -19,7 +19,7 @@ FLOORS = [
     {"mesh", "drawing", "weights", "loss", "_torch", "placements", "norms", "replicas"},
     {"layout"},
     {"passes"},
-    {"state", "exact", "description", "registry", "runtime", "watchdog"},
+    {"state", "exact", "description", "registry", "runtime", "watchdog", "positions"},
     {"parallelized", "chunked"},
     {"plan"},
     {"testing", "forecasting", "training"},
