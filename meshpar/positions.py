@@ -17,7 +17,9 @@ def exchange_of(module: nn.Module) -> Exchange | None:
     return None if known is None else known.exchange
 
 
-def attention_mask(module: nn.Module, position_ids: Tensor | None, *, window: int | None = None) -> Tensor | None:
+def attention_mask(
+    module: nn.Module, position_ids: Tensor | None, *, window: int | None = None, dtype: torch.dtype | None = None
+) -> Tensor | None:
     """Return which positions each query sees: its own document's, up to itself.
 
     A document begins wherever a position is not the one after the position before it in its row. Call this once in a forward, and hand
@@ -27,9 +29,11 @@ def attention_mask(module: nn.Module, position_ids: Tensor | None, *, window: in
         module: the model, ``self``. Under :class:`ContextParallel` each rank has a part of the positions, and the mask is for this part.
         position_ids: (B, L) or (1, L) int64, restarting at 0 with each document; None: one document, 0 .. L-1.
         window: number of positions that a query sees, its own included; None: all of its document.
+        dtype: of the hidden states, for a mask that is added to the scores. Torch makes such a mask of a bool one in every layer, and keeps
+            it for backward; one made here is shared by all layers.
 
     Returns:
-        (B or 1, 1, queries, keys) bool, True where a query sees a key; None for plain causal attention.
+        (B or 1, 1, queries, keys): bool, True where a query sees a key, or 0 and -inf in ``dtype``. None for plain causal attention.
 
     Raises:
         MeshparError: this rank has a part of the positions, and no ``position_ids`` came with it.
@@ -44,7 +48,8 @@ def attention_mask(module: nn.Module, position_ids: Tensor | None, *, window: in
             )
         return None
     ids = position_ids if exchange is None else exchange.values(position_ids, 1)
-    return causal_mask(documents(ids), exchange, window=window)
+    sees = causal_mask(documents(ids), exchange, window=window)
+    return sees if dtype is None else added(sees, dtype)
 
 
 def documents(position_ids: Tensor) -> Tensor:
@@ -64,6 +69,11 @@ def causal_mask(documents: Tensor, exchange: Exchange | None, *, window: int | N
     if window is not None:
         sees = sees & (queries[:, None] - keys[None] < window)
     return sees[:, None]
+
+
+def added(sees: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bool mask as numbers that are added to the scores."""
+    return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, float("-inf"))
 
 
 def attention(

@@ -97,7 +97,7 @@ class GPT2(nn.Module):
             ValueError: the sequence is longer than ``config.n_positions``.
         """
         positions_BL = positions_of(input_ids, self.config.n_positions) if position_ids is None else position_ids
-        logits_BLV = self.lm_head(self.transformer(input_ids, positions_BL, attention_mask(self, position_ids)))
+        logits_BLV = self.lm_head(self.transformer(input_ids, positions_BL, position_ids))
         return ModelOutput(None if labels is None else next_token_loss(logits_BLV, labels), logits_BLV)
 
     def meshpar_layout(self) -> ModelLayout:
@@ -108,7 +108,7 @@ class GPT2(nn.Module):
             tensor=_TENSOR,
             heads={"transformer.h.*.attn.c_attn": config.n_head},
             head="lm_head",
-            attention=("transformer.h.*.attn",),
+            attention=("transformer", "transformer.h.*.attn"),
             tied=(("transformer.wte.weight", "lm_head.weight"),) if config.tied else (),
             dropout=config.dropout > 0,
             ignored=(r"\.attn\.(masked_)?bias$",),  # causal masks, which transformers stored once
@@ -128,10 +128,11 @@ class Decoder(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
-    def forward(self, ids_BL: Tensor, positions_BL: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the hidden states (B, L, D)."""
+    def forward(self, ids_BL: Tensor, positions_BL: Tensor, documents_BL: Tensor | None) -> Tensor:
+        """Return the hidden states (B, L, D); ``documents_BL`` are positions that restart with each document."""
         # Under sequence parallelism wte returns this rank's positions, and the style of wpe cuts its output to the same.
         x_BLD = self.drop(self.wte(ids_BL) + self.wpe(positions_BL))
+        mask = attention_mask(self, documents_BL, dtype=x_BLD.dtype)
         for block in self.h:
             x_BLD = block(x_BLD, mask)
         return self.ln_f(x_BLD)

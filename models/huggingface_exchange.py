@@ -21,7 +21,7 @@ from meshpar.errors import MeshparError
 from meshpar.models.huggingface_tensor import HEAD_RATIO
 from meshpar.passes.exchange import Exchange
 from meshpar.passes.installed import record
-from meshpar.positions import causal_mask, documents
+from meshpar.positions import added, causal_mask, documents
 
 _SERVED = ("sdpa", "eager")
 _numbers = itertools.count()
@@ -108,9 +108,8 @@ class _Sequence:
             ) from error
         if self._counted is not None:
             allowed = allowed & self._counted[:, None, None]
-        if self._inner == "sdpa":
-            return allowed
-        return torch.zeros((), dtype=dtype, device=device).where(allowed, torch.finfo(dtype).min)
+        # Not -inf for a model's own softmax, which transformers never gives it.
+        return added(allowed, dtype) if self._inner == "sdpa" else added(allowed, dtype).clamp_(min=torch.finfo(dtype).min)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any

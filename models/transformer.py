@@ -50,8 +50,8 @@ class Transformer(nn.Module):
             ValueError: the sequence is longer than ``config.max_positions``.
         """
         positions_BL = positions_of(input_ids, self.config.max_positions) if position_ids is None else position_ids
-        mask = attention_mask(self, position_ids)
         x_BLD = self.embed(input_ids)
+        mask = attention_mask(self, position_ids, dtype=x_BLD.dtype)
         for layer in self.layers:
             x_BLD = layer(x_BLD, positions_BL, mask)
         logits_BLV = self.head(self.norm(x_BLD))
