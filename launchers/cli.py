@@ -48,11 +48,12 @@ WorldSize = Annotated[int | None, typer.Option("--world-size", help="Number of r
 
 
 def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
-    """Print an error of meshpar as one message and exit with 1; otherwise exit with the command's result."""
+    """Print an error of meshpar as one message and exit with its code; otherwise exit with the command's result."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         from meshpar.errors import MeshparError
+        from meshpar.launchers.agent.failures import exit_code
 
         try:
             code = command(*args, **kwargs)
@@ -61,7 +62,7 @@ def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
                 traceback.print_exc()
             else:
                 print(f"meshpar: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
+            raise typer.Exit(exit_code(error)) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
         raise typer.Exit(code or 0)

@@ -68,23 +68,23 @@ def test_help_is_quick_and_does_not_load_torch() -> None:
     assert min(seconds) < 2, "quick also on a busy machine; that nothing large was loaded is asserted inside"
 
 
-def test_an_error_is_one_message_on_stderr_and_exit_code_1(recipe: str) -> None:
+def test_an_error_is_one_message_on_stderr_and_its_exit_code(recipe: str) -> None:
     done = invoke("check", recipe, "training.stps=3")
-    assert done.exit_code == 1
+    assert done.exit_code == 78
     assert done.stdout == ""
     assert done.stderr == ("meshpar: 1 problem in this recipe\n  override 'training.stps=3': training.stps: unknown key; nearest: steps\n")
 
 
 def test_debug_shows_the_traceback(recipe: str) -> None:
     done = invoke("check", recipe, "training.stps=3", "--debug")
-    assert done.exit_code == 1
+    assert done.exit_code == 78
     assert "Traceback" in done.stderr
     assert "load_recipe" in done.stderr
 
 
 def test_check_lists_all_problems_of_a_plan(recipe: str) -> None:
     done = invoke("check", recipe, "mesh=dp_shard=2,tp=3", "passes=[FullyShard]", "--world-size", "6")
-    assert done.exit_code == 1
+    assert done.exit_code == 78
     assert "axis 'tp' (size 3) is claimed by no pass" in done.stderr
     assert invoke("check", recipe).stdout.endswith("fits 2 ranks: dp_shard=2 [FullyShard]\n")
 
@@ -123,7 +123,7 @@ def test_describe_takes_recipes_and_names_shapes_it_does_not_know(recipe: str) -
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_a_device_that_is_not_there_is_told_before_a_rank_starts(recipe: str) -> None:
     done = invoke("train", recipe, "device=cuda")
-    assert done.exit_code == 1
+    assert done.exit_code == 78
     assert "device: cuda is not available on this machine, which has cpu" in done.stderr
 
 

@@ -88,7 +88,7 @@ passes:
         "small.yaml:2: model.dim: expected a whole number or nothing, got 64.5",
         "small.yaml:2: model.rope_scaling.facto: unknown key; nearest: factor",
         "small.yaml:2: model.layrs: unknown key; nearest: layers",
-        "small.yaml:3: data.source: expected 'stdlib', 'files', 'jsonl', 'csv' or 'tokens', got 'stdlb'",
+        "small.yaml:3: data.source: expected 'stdlib', 'files', 'jsonl', 'csv', 'tokens' or 'dataset', got 'stdlb'",
         "small.yaml:3: data.micro_batch: must be greater than or equal to 1, got 0",
         "small.yaml:6: optimizer.betas: expected a list of 2, got [0.9]",
         "small.yaml:4: training.steps: expected a whole number or nothing, got '5'",
@@ -168,8 +168,8 @@ def test_fields_that_do_not_fit_say_why(overrides: list[str], message: str) -> N
 def test_what_a_run_cannot_measure_is_no_wrong_recipe_but_does_not_start() -> None:
     recipe = read(SMALL, "checkpoint.best=+val/accuracy", "profile=true")
     assert build.check_job(recipe, 2) == [
-        "checkpoint.best: nothing measures val/accuracy; give data.validation_fraction or data.validation_paths",
-        "profile: a profile takes 8 steps, and training.steps is 5; train longer, or profile: off",
+        "override 'checkpoint.best=+val/accuracy': checkpoint.best: nothing measures val/accuracy; give data.validation_fraction or data.validation_paths",
+        "override 'profile=true': profile: a profile takes 8 steps, and training.steps is 5; train longer, or profile: off",
     ]
 
 

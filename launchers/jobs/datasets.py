@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, final
 
 from meshpar import registry
-from meshpar.errors import RecipeError
+from meshpar.errors import MeshparError, RecipeError, brief
 from meshpar.launchers.jobs.transformers_models import DataFacts
-from meshpar.launchers.recipes.objective import OBJECTIVES
+from meshpar.launchers.recipes.own import has_keyword, make_own, objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.launchers.recipes.sections import Own
 from meshpar.parallelized import Parallelized
-from meshpar.training.data import Batches, LoaderSettings, PackedTokens, Samples
+from meshpar.training.data import Batches, LoaderSettings, MappedSamples, PackedTokens, Samples
 from meshpar.training.examples import ExampleFile, ExampleSplit, prepare_examples
 from meshpar.training.padding import LabelledExamples, PairedExamples
 from meshpar.training.records import RecordSource
@@ -28,15 +29,24 @@ _LOOKED_AT, _LINES_READ = 1 << 20, 100
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MappedSplit:
+    """The samples of a user's own datasets; ``validation`` is None without validation data."""
+
+    train: MappedSamples
+    validation: MappedSamples | None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
     """The prepared data of a run.
 
     Attributes:
-        split: training and validation files: tokens, or examples if the objective requires these.
-        tokenizer: the tokenizer; None if the data is a token file without one.
+        split: training and validation files: tokens, or examples if the objective requires these; or samples of the user's own.
+        tokenizer: the tokenizer; None if the data is a token file, or samples, without one.
     """
 
-    split: TokenSplit | ExampleSplit
+    split: TokenSplit | ExampleSplit | MappedSplit
     tokenizer: TextTokenizer | None
 
     @property
@@ -54,6 +64,8 @@ class Data:
     def facts(self) -> DataFacts:
         """Values of the data that a model's config needs."""
         file = self.split.train
+        if isinstance(file, MappedSamples):
+            return DataFacts()
         if isinstance(file, TokenFile):
             return DataFacts(eos_id=file.eos_id, pad_id=file.eos_id)
         return DataFacts(eos_id=file.eos_id, pad_id=file.pad_id, classes=file.classes)
@@ -61,14 +73,20 @@ class Data:
 
 def examples_of(recipe: Recipe) -> str:
     """Return the kind of examples of the recipe's objective: ``tokens``, ``pairs`` or ``labels``."""
-    if recipe.training.objective not in registry.names(OBJECTIVES):
+    try:
+        return str(getattr(objective_factory(recipe.training.objective), "examples", "tokens"))
+    except MeshparError:  # told by the checks of the recipe
         return "tokens"
-    return str(getattr(registry.plugin(OBJECTIVES, recipe.training.objective), "examples", "tokens"))
 
 
 def vocab_size_of(recipe: Recipe) -> int:
     """Return the vocabulary of a recipe's data without preparing it."""
     data = recipe.data
+    if data.dataset is not None:
+        known = own_samples(recipe, data.dataset).vocab_size
+        if not known and data.tokenizer is None:
+            raise RecipeError(f"{data.dataset.class_} has no vocab_size, and the model takes its vocabulary from the data; write model.vocab_size")
+        return known or load_tokenizer(str(data.tokenizer), eos=data.eos).vocab_size
     if data.source == "tokens":
         return TokenFile.open(Path(data.paths[0]).expanduser()).vocab_size
     if data.tokenizer in (None, "bytes"):
@@ -80,6 +98,11 @@ def prepare_data(recipe: Recipe) -> Data:
     """Return the tokenizer and the data. The first process prepares both and stores them in ``data.cache``."""
     data = recipe.data
     cache = Path(data.cache).expanduser()
+    if data.dataset is not None:
+        train, held = own_samples(recipe, data.dataset).split(data.validation_fraction, recipe.seed)
+        held = held if data.validation_dataset is None else own_samples(recipe, data.validation_dataset)
+        named = None if data.tokenizer is None else load_tokenizer(data.tokenizer, eos=data.eos)
+        return Data(split=MappedSplit(train=train, validation=held), tokenizer=named)
     if data.source == "tokens":
         whole = TokenFile.open(Path(data.paths[0]).expanduser())
         split = split_tokens(whole, cache, fraction=data.validation_fraction, seed=recipe.seed)
@@ -119,9 +142,38 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
     return train, Batches(samples(recipe, data.split.validation, par), seed=recipe.seed, **place)
 
 
-def samples(recipe: Recipe, file: TokenFile | ExampleFile, par: Parallelized) -> Samples:
+def own_samples(recipe: Recipe, section: Own) -> MappedSamples:
+    """Return the samples of a user's own dataset; a keyword ``sequence_length`` that is not written is the recipe's.
+
+    Raises:
+        RecipeError: it cannot be made, or is no such dataset.
+    """
+    factory, given = registry.imported(section.class_), {}
+    if "sequence_length" not in section.keywords and has_keyword(factory, "sequence_length"):
+        given["sequence_length"] = recipe.data.sequence_length
+    dataset = make_own(factory, section.keywords, **given)
+    name = f"{section.class_}({', '.join(f'{key}={value!r}' for key, value in (section.keywords | given).items())})"
+    try:
+        return MappedSamples(dataset, name)
+    except MeshparError:
+        raise
+    except Exception as error:  # the code of a user
+        raise RecipeError(f"{name}: sample 0 cannot be read: {brief(error)}") from error
+
+
+def sequence_of(recipe: Recipe) -> int:
+    """Return the tokens of a sample: those of a user's own dataset are looked at."""
+    if recipe.data.dataset is None:
+        return recipe.data.sequence_length
+    first = own_samples(recipe, recipe.data.dataset).first
+    return len(first["input_ids"]) if "input_ids" in first else recipe.data.sequence_length
+
+
+def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: Parallelized) -> Samples:
     """Return the samples of one file."""
     section = recipe.data
+    if isinstance(file, MappedSamples):
+        return file
     if isinstance(file, TokenFile):
         return PackedTokens(file, section.sequence_length)
     if file.classes:
@@ -135,7 +187,13 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile, par: Parallelized) ->
 def data_problems(recipe: Recipe) -> Iterator[str]:
     """Yield the problems of the data's files, before anything is prepared; of lines of JSON and of tokens, the beginning is read."""
     source = recipe.data.source
-    if source != "stdlib":
+    for name in ("dataset", "validation_dataset"):
+        if (own := getattr(recipe.data, name)) is not None:
+            try:
+                own_samples(recipe, own)
+            except MeshparError as error:
+                yield f"{recipe.where(f'data.{name}.class')}: {error}"
+    if source not in ("stdlib", "dataset"):
         for path in (*recipe.data.paths, *recipe.data.validation_paths):
             try:
                 if source == "tokens":

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from meshpar import registry, runtime
+from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager, Safetensors, open_step, read_manifest
 from meshpar.checkpoints.checkpointable import Checkpointable as Saved
 from meshpar.checkpoints.manifest import step_name, step_of
@@ -26,6 +26,7 @@ from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.feedback import forecast_feedback
 from meshpar.launchers.jobs.first_weights import with_weights
 from meshpar.launchers.jobs.preflight import opened, patience_s
+from meshpar.launchers.recipes.own import objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.parallelized import Parallelized
 from meshpar.training.console import Console
@@ -33,7 +34,6 @@ from meshpar.training.data import Batches
 from meshpar.training.loop import Trainer
 from meshpar.training.lora import Adapters, WithAdapters
 from meshpar.training.metrics import JsonLines, Reporter, TensorBoard, flops_per_token
-from meshpar.training.optimizer import build_adamw
 from meshpar.training.profile_summary import LEAST as PROFILED
 from meshpar.training.scaler import LossScaler
 from meshpar.training.settings import Outcome
@@ -57,7 +57,7 @@ def run_job(recipe: Recipe) -> Outcome:
     data = build.prepare_data(recipe)
     with opened(recipe, data, kind):
         par = _parallelize(recipe, data, kind)
-        optimizer = build_adamw(par.module, build.adamw_of(recipe))
+        optimizer = build.optimizer_of(recipe)(par.module)
         train, validation = build.batches(recipe, data, par)
         settings = build.settings_of(recipe)
         schedule = build.schedule_of(recipe, settings, train, par.data_size)
@@ -214,7 +214,7 @@ def _note_first_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _reporters(recipe: Recipe, steps: int, step: int) -> tuple[Reporter, ...]:
     board = [TensorBoard(recipe.folder / TENSORBOARD, step=step)] if recipe.training.tensorboard else []
-    unit = getattr(registry.plugin("meshpar.objectives", recipe.training.objective), "unit", "tok")
+    unit = getattr(objective_factory(recipe.training.objective), "unit", "tok")
     return (Console(steps, step=step, unit=unit), JsonLines(recipe.folder / METRICS, step=step), *board)
 
 

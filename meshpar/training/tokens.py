@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO, final
 from meshpar.errors import RecipeError
 from meshpar.extras import need
 from meshpar.training.once import build_once
+from meshpar.training.order import held_out
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 
@@ -256,9 +257,7 @@ def _write_split(whole: TokenFile, folder: Path, fraction: float, seed: int) -> 
             raise RecipeError(f"{whole.tokens} tokens are too few to reserve {fraction:g} of them for validation; give more text")
         ends, chosen = numpy.array([cut, ids.size]), numpy.array([False, True])
     else:
-        chosen = numpy.zeros(ends.size, dtype=bool)
-        order = numpy.argsort(numpy.random.Philox(seed).random_raw(ends.size), kind="stable")
-        chosen[order[: min(ends.size - 1, max(1, round(ends.size * fraction)))]] = True
+        chosen = held_out(ends.size, fraction, seed)
     starts = numpy.concatenate([[0], ends[:-1]])
     for name, wanted in (("train", False), ("validation", True)):
         documents = (ids[start:end] for start, end, held in zip(starts, ends, chosen) if held == wanted)
