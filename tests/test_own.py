@@ -164,7 +164,10 @@ def test_own_classes_train_on_ranks_and_resume_from_the_resolved_recipe(folder: 
         (["model={class: my_parts.number, dim: 3}"], "model.class: my_parts.number made a int; expected a torch.nn.Module"),
         (["model.class=my_parts.Strict"], "model.class: Strict cannot be made with these keywords: KeyError: 'no such table'"),
         (["data.dataset.sise=3"], "data.dataset.sise: unknown key; nearest: size"),
-        (["data.dataset.class=my_parts.NoLabels"], "data.dataset.class: my_parts.NoLabels(size=90, sequence_length=16): sample 0 is a dict of"),
+        (
+            ["data.dataset.class=my_parts.NoLabels"],
+            "data.dataset.class: my_parts.NoLabels(size=90, sequence_length=16): sample 0 is a dict of",
+        ),
         (["data.dataset={class: my_parts.number, dim: 3}"], "has no length or no dataset[i]"),
         (["data.source=files"], "data.source: a dataset of your own is written dataset:"),
         (["data.paths=[a]"], "data.paths: a dataset of your own reads its files itself"),

@@ -82,7 +82,9 @@ def _forecasts(
         made = [forecast_job(recipe, profile, ranks, plan=each, depth=depth) for each in plans]
         return made[:1], None, made[1] if len(made) > 1 else None
     if recipe.training.objective != "causal_lm" or recipe.lora is not None or isinstance(recipe.optimizer, Own):
-        raise MeshparError("--search trains a whole model on packed text with AdamW; forecast this recipe's plans one by one, without --search")
+        raise MeshparError(
+            "--search trains a whole model on packed text with AdamW; forecast this recipe's plans one by one, without --search"
+        )
     model = build.build_shape(recipe)
     ranking = search_plans(model, layout_for(model), batch_of(recipe), profile, ranks, plan=plan)
     if not ranking.best:

@@ -85,7 +85,9 @@ def vocab_size_of(recipe: Recipe) -> int:
     if data.dataset is not None:
         known = own_samples(recipe, data.dataset).vocab_size
         if not known and data.tokenizer is None:
-            raise RecipeError(f"{data.dataset.class_} has no vocab_size, and the model takes its vocabulary from the data; write model.vocab_size")
+            raise RecipeError(
+                f"{data.dataset.class_} has no vocab_size, and the model takes its vocabulary from the data; write model.vocab_size"
+            )
         return known or load_tokenizer(str(data.tokenizer), eos=data.eos).vocab_size
     if data.source == "tokens":
         return TokenFile.open(Path(data.paths[0]).expanduser()).vocab_size

@@ -292,7 +292,12 @@ def _take_from_weights(data: dict[str, Any]) -> None:
     folder = Path(model["weights"]).expanduser()
     if model["kind"] == "huggingface" and (folder / "config.json").is_file():
         data["model"] = {"config": model["weights"], **model}
-    if section.get("tokenizer") is None and section.get("source") != "tokens" and not section.get("dataset") and (folder / "tokenizer.json").is_file():
+    if (
+        section.get("tokenizer") is None
+        and section.get("source") != "tokens"
+        and not section.get("dataset")
+        and (folder / "tokenizer.json").is_file()
+    ):
         data["data"] = {**section, "tokenizer": model["weights"]}
 
 
