@@ -207,11 +207,11 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
         if isinstance(recipe.optimizer, Own):
             problems += _optimizer_problems(recipe, model)
         missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
-        problems += [f"teacher.model.{text}; train and export the teacher first" for text in missing]
+        problems += [f"{recipe.where('teacher.model')}.{text}; train and export the teacher first" for text in missing]
         if recipe.teacher is not None and not missing:
             problems += teacher_problems(teacher_plan_of(recipe), build_teacher(recipe, vocab_size), plan_of(recipe), world_size)
     except PlanError as error:
-        problems += error.problems
+        problems += [f"{recipe.where('mesh')}: {text}" for text in error.problems]
     except (RecipeError, LayoutError) as error:
         problems.append(f"{recipe.where('model.class' if isinstance(recipe.model, Own) else 'model')}: {error}")
     return [*problems, *_objective_problems(recipe)]
@@ -262,9 +262,13 @@ def machine_problems(recipe: Recipe, ranks: int) -> list[str]:
     kind, here = device_type(recipe), default_device_type()
     problems = plan_of(recipe).machine_problems(kind)
     if kind not in ("cpu", here):
-        problems.append(f"device: {kind} is not available on this machine, which has {here}; write device: {here}, or auto")
+        problems.append(
+            f"{recipe.where('device')}: {kind} is not available on this machine, which has {here}; write device: {here}, or auto"
+        )
     elif kind != "cpu" and ranks > (devices := torch.accelerator.device_count()):
-        problems.append(f"{ranks} ranks want a {kind} device each, and this machine has {devices}; start fewer (--nproc)")
+        problems.append(
+            f"{recipe.where('mesh')}: {ranks} ranks want a {kind} device each, and this machine has {devices}; start fewer (--nproc)"
+        )
     return problems
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from meshpar.training.data import Batches, LoaderSettings, MappedSamples, Packed
 from meshpar.training.examples import ExampleFile, ExampleSplit, prepare_examples
 from meshpar.training.padding import LabelledExamples, PairedExamples
 from meshpar.training.records import RecordSource
-from meshpar.training.text import STDLIB, TextSource
+from meshpar.training.text import PACKED, STDLIB, TextSource
 from meshpar.training.tokenizer import TextTokenizer, load_tokenizer
 from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens
 
@@ -131,8 +132,11 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
         prefetch=section.prefetch,
     )
     place: dict[str, Any] = {"micro_batch": section.micro_batch, "data_rank": par.data_rank, "data_size": par.data_size}
+    found = samples(recipe, data.split.train, par)
+    if too_few := _too_few(recipe, len(found)):
+        raise RecipeError(f"{recipe.where('data.micro_batch')}: {too_few}")
     train = Batches(
-        samples(recipe, data.split.train, par),
+        found,
         accumulate=section.accumulate,
         seed=recipe.seed if section.shuffle else None,
         loader=loader,
@@ -188,7 +192,7 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: 
 
 def data_problems(recipe: Recipe) -> Iterator[str]:
     """Yield the problems of the data's files, before anything is prepared; of lines of JSON and of tokens, the beginning is read."""
-    source = recipe.data.source
+    source, most = recipe.data.source, 0
     for name in ("dataset", "validation_dataset"):
         if (own := getattr(recipe.data, name)) is not None:
             try:
@@ -201,10 +205,30 @@ def data_problems(recipe: Recipe) -> Iterator[str]:
                 if source == "tokens":
                     file = TokenFile.open(Path(path).expanduser())
                     file.check_ids(file.ids()[:_LOOKED_AT])
-                elif _source(recipe, (path,)).files() and source in ("jsonl", "csv"):
+                    most += file.tokens if path in recipe.data.paths else 0
+                    continue
+                files = _source(recipe, (path,)).files()
+                plain = all(each.suffix not in PACKED for each in files)  # a byte is at least one token, with an end for each document
+                most += (sum(each.stat().st_size + 1 for each in files) if plain else sys.maxsize) if path in recipe.data.paths else 0
+                if source in ("jsonl", "csv"):
                     deque(islice(_source(recipe, (path,)).documents(), _LINES_READ), maxlen=0)
             except RecipeError as error:
-                yield f"{recipe.where('data.paths')}: {error}"
+                most = sys.maxsize
+                yield f"{recipe.where('data.paths' if path in recipe.data.paths else 'data.validation_paths')}: {error}"
+            except OSError as error:
+                yield f"{recipe.where('data.paths')}: {path} cannot be read: {brief(error)}"
+        few = _too_few(recipe, max(0, most - 1) // recipe.data.sequence_length + 1) if examples_of(recipe) == "tokens" else ""
+        if few:
+            yield f"{recipe.where('data.micro_batch')}: {few}"
+
+
+def _too_few(recipe: Recipe, most: int) -> str:
+    """Return what is wrong if the data has no more samples than these and they fill no micro-batch; else nothing."""
+    section = recipe.data
+    if most >= section.micro_batch:
+        return ""
+    length = f" of {section.sequence_length} tokens" if examples_of(recipe) == "tokens" else ""
+    return f"a micro-batch has {section.micro_batch} samples{length}, and all the training data gives {most}; lower it, or give more data"
 
 
 def _source(recipe: Recipe, inputs: tuple[str, ...]) -> TextSource | RecordSource:

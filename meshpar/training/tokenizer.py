@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -13,6 +14,7 @@ from meshpar.errors import RecipeError
 from meshpar.extras import need
 
 if TYPE_CHECKING:
+    import numpy as np
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
@@ -30,7 +32,8 @@ class TextTokenizer:
         vocab_size: ids are in ``range(vocab_size)``.
     """
 
-    def __init__(self, fast: tokenizers.Tokenizer, *, eos: str = END_OF_TEXT, folder: Path | None = None) -> None:
+    def __init__(self, fast: tokenizers.Tokenizer, *, eos: str = END_OF_TEXT, folder: Path | None = None, plain: bool = False) -> None:
+        """``plain``: ids are the bytes of the text."""
         eos_id = fast.token_to_id(eos)
         if eos_id is None:
             raise RecipeError(f"the tokenizer has no token {eos!r} to end a document with; set data.eos to one of its tokens")
@@ -39,6 +42,7 @@ class TextTokenizer:
         self.eos_id: int = eos_id
         self.vocab_size: int = max(fast.get_vocab(with_added_tokens=True).values()) + 1
         self._folder = folder
+        self._bytes = plain
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``, without special tokens."""
@@ -47,6 +51,21 @@ class TextTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of every text, on all cores."""
         return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_arrays(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        """Yield the ids of every text, uint32, without special tokens, on all cores."""
+        numpy = need("numpy")
+        if self._bytes and not any(self.eos in text for text in texts):
+            yield from (numpy.frombuffer(text.encode(), dtype=numpy.uint8) for text in texts)
+            return
+        for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=False):
+            yield numpy.array(encoding.ids, dtype=numpy.uint32)
+
+    @cached_property
+    def splits_at_lines(self) -> bool:
+        """Whether the ids of a text are those of its lines, one after another, as for a byte-level BPE."""
+        lines = ("def f(x):\n", "return [x]\n", "The end, 12.")
+        return [id_ for line in lines for id_ in self.encode(line)] == self.encode("".join(lines))
 
     def encode_inputs(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
         """Return the ids of whole texts, with the special tokens that the tokenizer adds.
@@ -97,7 +116,7 @@ def byte_tokenizer() -> TextTokenizer:
     fast.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = library.decoders.ByteLevel()
     fast.add_special_tokens([END_OF_TEXT])
-    return TextTokenizer(fast)
+    return TextTokenizer(fast, plain=True)
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
