@@ -14,7 +14,17 @@ from torch import nn
 
 from meshpar import registry
 from meshpar.errors import LayoutError, MeshparError, PlanError, RecipeError
-from meshpar.launchers.jobs.datasets import Data, batches, data_problems, examples_of, prepare_data, sequence_of, vocab_size_of
+from meshpar.launchers.jobs.datasets import (
+    Data,
+    batches,
+    changes,
+    data_problems,
+    examples_of,
+    origin_of,
+    prepare_data,
+    sequence_of,
+    vocab_size_of,
+)
 from meshpar.launchers.jobs.transformers_models import HEAD_OF, DataFacts, build_transformers
 from meshpar.launchers.recipes.own import OBJECTIVES, has_keyword, make_objective, make_own
 from meshpar.launchers.recipes.recipe import Recipe, folder_problems, model_config, rounded_vocabulary
@@ -36,7 +46,7 @@ from meshpar.training.profile_summary import LEAST as PROFILED
 from meshpar.training.schedule import Schedule, scaled_rate
 from meshpar.training.settings import TrainSettings
 
-__all__ = ["Data", "batches", "prepare_data", "sequence_of", "vocab_size_of"]  # of meshpar.launchers.jobs.datasets
+__all__ = ["Data", "batches", "changes", "origin_of", "prepare_data", "sequence_of", "vocab_size_of"]  # of meshpar.launchers.jobs.datasets
 
 
 def device_type(recipe: Recipe) -> str:
@@ -209,7 +219,8 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
         missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
         problems += [f"{recipe.where('teacher.model')}.{text}; train and export the teacher first" for text in missing]
         if recipe.teacher is not None and not missing:
-            problems += teacher_problems(teacher_plan_of(recipe), build_teacher(recipe, vocab_size), plan_of(recipe), world_size)
+            found = teacher_problems(teacher_plan_of(recipe), build_teacher(recipe, vocab_size), plan_of(recipe), world_size)
+            problems += [f"{recipe.where('teacher')}: {text}" for text in found]
     except PlanError as error:
         problems += [f"{recipe.where('mesh')}: {text}" for text in error.problems]
     except (RecipeError, LayoutError) as error:
@@ -249,7 +260,10 @@ def _unwritable(recipe: Recipe) -> Iterator[str]:
 
 
 def _unmeasured(recipe: Recipe) -> Iterator[str]:
-    """Yield what a run was asked to measure and cannot; one that has run so is no wrong recipe for what comes after it."""
+    """Yield what a run was asked to read or to measure and cannot; one that has run so is no wrong recipe for what comes after it."""
+    resume = recipe.checkpoint.resume
+    if resume not in ("auto", "never") and not Path(resume).expanduser().exists():
+        yield f"{recipe.where('checkpoint.resume')}: there is no {resume}; expected auto, never, or the folder of a step or of a run"
     best, data, steps = (recipe.checkpoint.best or "").removeprefix("+"), recipe.data, recipe.training.steps
     if best.startswith("val/") and not (data.validation_paths or data.validation_fraction or data.validation_dataset):
         yield f"{recipe.where('checkpoint.best')}: nothing measures {best}; give data.validation_fraction or data.validation_paths"

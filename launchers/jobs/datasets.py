@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,7 @@ from meshpar.training.text import PACKED, STDLIB, TextSource
 from meshpar.training.tokenizer import TextTokenizer, load_tokenizer
 from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens
 
-_LOOKED_AT, _LINES_READ = 1 << 20, 100
+_LOOKED_AT, _PIECE, _PIECES_READ = 1 << 20, 1 << 13, 100
 
 
 @final
@@ -122,6 +122,47 @@ def prepare_data(recipe: Recipe) -> Data:
     return Data(split=split, tokenizer=tokenizer)
 
 
+def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
+    """Return what a run's samples are made of, for a checkpoint: a resume with other data then says what has changed.
+
+    Args:
+        recipe: of the run.
+        batch: samples of all ranks in a step.
+    """
+    data = recipe.data
+    names = (
+        "tokenizer",
+        "eos",
+        "sequence_length",
+        "target_length",
+        "field",
+        "target_field",
+        "label_field",
+        "separator",
+        "validation_fraction",
+    )
+    settings = {f"data.{name}": getattr(data, name) for name in names} | {"seed": recipe.seed}
+    if data.source == "tokens":
+        files = [Path(path).expanduser() for path in data.paths]
+    else:
+        files = [] if data.source in ("stdlib", "dataset") else TextSource(inputs=data.paths).files()
+    stats = {str(path): path.stat() for path in files}
+    return {"settings": settings, "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}, "batch": batch}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return how two origins of :func:`origin_of` differ, one text each; batches aside."""
+    old, new = before["settings"], now["settings"]
+    found = [f"{name} was {old[name]!r} and is {new[name]!r}" for name in new if name in old and old[name] != new[name]]
+    old, new = before["files"], now["files"]
+    found += [f"{name} is gone from data.paths" for name in old if name not in new]
+    found += [f"{name} was not in data.paths" for name in new if name not in old]
+    for name in old.keys() & new.keys():
+        sizes = f"it had {old[name][0]:,} bytes and has {new[name][0]:,}" if old[name][0] != new[name][0] else "it was written since"
+        found += [f"{name} has changed ({sizes})"] if list(old[name]) != list(new[name]) else []
+    return found
+
+
 def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Batches | None]:
     """Return training and validation batches of this data rank."""
     section = recipe.data
@@ -191,7 +232,7 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: 
 
 
 def data_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield the problems of the data's files, before anything is prepared; of lines of JSON and of tokens, the beginning is read."""
+    """Yield the problems of the data's files, before anything is prepared; the beginning of each is read."""
     source, most = recipe.data.source, 0
     for name in ("dataset", "validation_dataset"):
         if (own := getattr(recipe.data, name)) is not None:
@@ -210,8 +251,9 @@ def data_problems(recipe: Recipe) -> Iterator[str]:
                 files = _source(recipe, (path,)).files()
                 plain = all(each.suffix not in PACKED for each in files)  # a byte is at least one token, with an end for each document
                 most += (sum(each.stat().st_size + 1 for each in files) if plain else sys.maxsize) if path in recipe.data.paths else 0
-                if source in ("jsonl", "csv"):
-                    deque(islice(_source(recipe, (path,)).documents(), _LINES_READ), maxlen=0)
+                text = _source(recipe, (path,))
+                read: Iterator[Any] = text.pieces(_PIECE) if isinstance(text, TextSource) else text.documents()
+                deque(islice(read, _PIECES_READ), maxlen=0)
             except RecipeError as error:
                 most = sys.maxsize
                 yield f"{recipe.where('data.paths' if path in recipe.data.paths else 'data.validation_paths')}: {error}"

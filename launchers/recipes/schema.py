@@ -224,6 +224,8 @@ def _field(model: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[type[Bas
             if inner and part != loc[-1]:
                 owner = inner[0]
                 branches = inner
+        elif isinstance(part, int) and get_origin(hint) is tuple:
+            hint = get_args(hint)[0 if Ellipsis in get_args(hint) else part]
         elif isinstance(part, str):
             owner = next((each for each in branches if _tag(each) == part), owner) if part != loc[-1] else owner
     return owner, hint

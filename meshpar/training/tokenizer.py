@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from meshpar.errors import RecipeError
+from meshpar.errors import RecipeError, brief
 from meshpar.extras import need
 
 if TYPE_CHECKING:
@@ -165,10 +165,14 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None) -> TextTokeniz
         raise RecipeError(
             f"there is no tokenizer.json in {folder}; save a fast tokenizer there with transformers' save_pretrained, or with meshpar"
         )
-    eos = eos or _configured_eos(folder)
+    try:
+        fast = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        eos = eos or _configured_eos(folder)
+    except Exception as error:  # tokenizers raises no other
+        raise RecipeError(f"{folder / 'tokenizer.json'}, or tokenizer_config.json beside it, cannot be read: {brief(error)}") from error
     if eos is None:
         raise RecipeError(f"tokenizer_config.json in {folder} has no eos_token; set data.eos to the token that ends a document")
-    return TextTokenizer(library.Tokenizer.from_file(str(folder / "tokenizer.json")), eos=eos, folder=folder)
+    return TextTokenizer(fast, eos=eos, folder=folder)
 
 
 def _configured_eos(folder: Path) -> str | None:

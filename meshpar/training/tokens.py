@@ -61,7 +61,10 @@ class TokenFile:
             raise RecipeError(
                 f"{path} or the .json beside it is missing; expected a .bin of ids and a .json with dtype, tokens, vocab_size and eos_id"
             )
-        fields = json.loads(sidecar.read_text(encoding="utf-8"))
+        try:
+            fields = json.loads(sidecar.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RecipeError(f"{sidecar} is not JSON: {error}") from error
         missing = [name for name in ("dtype", "vocab_size", "eos_id") if name not in fields]
         if missing or fields["dtype"] not in ("uint16", "uint32"):
             raise RecipeError(f"{sidecar} has {fields}; expected dtype (uint16 or uint32), vocab_size and eos_id")
