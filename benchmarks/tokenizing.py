@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -25,8 +24,9 @@ from meshpar.training.tokens import prepare_tokenizer, prepare_tokens
 
 
 def peak() -> float:
-    """Return the peak of resident MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """Return the peak of resident MiB; getrusage would begin with that of the process that started this one."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
 
 
 def measured(what: str, folder: Path) -> dict[str, float]:

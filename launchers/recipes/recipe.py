@@ -46,7 +46,7 @@ class Recipe(Section):
     """A run.
 
     Attributes:
-        name: of the run.
+        name: of the run; without it the file's.
         seed: of initial weights, order of the data and dropout.
         device: ``auto``: the accelerator where there is one.
         preflight: whether the doctor looks at the machines before training, and whether what it finds ends the job.
@@ -55,13 +55,14 @@ class Recipe(Section):
         output: the run's folder.
         code: the folder from which classes of your own are imported; None: the recipe's.
         mesh: axes and sizes; empty: one process.
-        passes: name -> options, in their order; None: those that the mesh's axes call for.
+        passes: name -> options, in their order; without them those that the mesh's axes call for.
+        model: see the sections below; the same holds for the other headings.
         teacher: of a distillation.
         lora: adapters, which alone are trained.
         notes: what became of names that are not meshpar's own.
     """
 
-    name: str
+    name: str = ""
     seed: Annotated[int, Bound(ge=0)] = 0
     device: Literal["auto", "cpu", "cuda", "xpu", "hpu", "mps"] = "auto"
     preflight: Literal["off", "warn", "fail"] = "off"

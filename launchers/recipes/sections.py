@@ -26,7 +26,11 @@ _TrainFields: Any = section_of(TrainSettings, partial=False, without=("checkpoin
 
 @final
 class TransformerSection(_TransformerFields):
-    """A :class:`meshpar.models.Transformer`: the fields of its config, from a ``preset`` where one is named."""
+    """A :class:`meshpar.models.Transformer`: the fields of its config.
+
+    Attributes:
+        preset: a shape by name (``124m``, ``llama-8b``), from which the other fields depart.
+    """
 
     kind: Literal["transformer"] = "transformer"
     preset: str | None = None
@@ -64,7 +68,11 @@ class HuggingFaceSection(Section):
 
 
 class Own(Section):
-    """A class of the user's own, by its import path, and the keywords that it is called with: every other key of the section."""
+    """A class of the user's own, and the keywords that it is called with: every other key of the section.
+
+    Attributes:
+        class_: its import path, ``package.module.Name``.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -104,13 +112,13 @@ class TeacherSection(Section):
 
     Attributes:
         model: the teacher; it needs ``weights`` to have anything to teach.
-        mesh: axes and sizes; None: the student's.
+        mesh: axes and sizes; without them the student's.
         passes: name -> options; None: those that the mesh's axes call for.
         dtype: of its parameters; None: float32.
     """
 
     model: Model
-    mesh: str
+    mesh: str = ""
     passes: tuple[dict[str, dict[str, Any]], ...] = ()
     dtype: Dtype | None = None
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -52,14 +53,26 @@ class TextTokenizer:
         """Return the ids of every text, on all cores."""
         return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def encode_arrays(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        """Yield the ids of every text, uint32, without special tokens, on all cores."""
+    def encode_ahead(self, batches: Iterable[Sequence[str]]) -> Iterator[list[np.ndarray]]:
+        """Yield the ids of each text of each batch, uint32, without special tokens; the next batch is tokenized meanwhile, on all cores."""
         numpy = need("numpy")
-        if self._bytes and not any(self.eos in text for text in texts):
-            yield from (numpy.frombuffer(text.encode(), dtype=numpy.uint8) for text in texts)
-            return
-        for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=False):
-            yield numpy.array(encoding.ids, dtype=numpy.uint32)
+
+        def encoded(texts: Sequence[str]) -> list[Any]:
+            if self._bytes and not any(self.eos in text for text in texts):
+                return [numpy.frombuffer(text.encode(), dtype=numpy.uint8) for text in texts]
+            return self.fast.encode_batch_fast(list(texts), add_special_tokens=False)
+
+        def arrays(found: list[Any]) -> list[np.ndarray]:
+            return [numpy.array(getattr(each, "ids", each), dtype=numpy.uint32) for each in found]
+
+        with ThreadPoolExecutor(1) as beside:
+            ahead: Future[list[Any]] | None = None
+            for batch in batches:
+                before, ahead = ahead, beside.submit(encoded, batch)
+                if before is not None:
+                    yield arrays(before.result())
+            if ahead is not None:
+                yield arrays(ahead.result())
 
     @cached_property
     def splits_at_lines(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -229,25 +230,39 @@ def _tokenize_once(source: TextSource, tokenizer: TextTokenizer, cache: Path) ->
 
 
 def _token_pieces(source: TextSource, tokenizer: TextTokenizer) -> Iterator[tuple[np.ndarray, bool]]:
-    """Yield the ids of the documents, a batch of pieces at a time, with whether a document ends there."""
+    """Yield the ids of the documents in pieces, each with whether it ends its document; the last piece has the end."""
     numpy = need("numpy")
     end = numpy.array([tokenizer.eos_id], dtype=numpy.uint32)
+    ends: deque[list[bool]] = deque()
+
+    def batches() -> Iterator[list[str]]:
+        for batch in _batched(source.pieces(_PIECE if tokenizer.splits_at_lines else _LONG_PIECE)):
+            ends.append([last for _, last in batch])
+            yield [text for text, _ in batch]
+
+    for found in tokenizer.encode_ahead(batches()):
+        parts = [part for ids, last in zip(found, ends.popleft()) for part in ((ids, False), (end, True))[: 1 + last]]
+        # One array for all that ends no document: thousands of small writes would take as long as tokenizing.
+        start = 0
+        for place, (_, last) in enumerate(parts):
+            if last:
+                yield numpy.concatenate([ids for ids, _ in parts[start : place + 1]]), True
+                start = place + 1
+        if start < len(parts):
+            yield numpy.concatenate([ids for ids, _ in parts[start:]]), False
+
+
+def _batched(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
     batch: list[tuple[str, bool]] = []
     size = 0
-    for piece in source.pieces(_PIECE if tokenizer.splits_at_lines else _LONG_PIECE):
+    for piece in pieces:
         batch.append(piece)
         size += len(piece[0])
         if size > _BATCH:
-            yield from _encoded(batch, tokenizer, end)
+            yield batch
             batch, size = [], 0
-    yield from _encoded(batch, tokenizer, end)
-
-
-def _encoded(batch: Sequence[tuple[str, bool]], tokenizer: TextTokenizer, end: np.ndarray) -> Iterator[tuple[np.ndarray, bool]]:
-    for ids, (_, ends) in zip(tokenizer.encode_arrays([text for text, _ in batch]), batch):
-        yield ids, False
-        if ends:
-            yield end, True
+    if batch:
+        yield batch
 
 
 def _write_split(whole: TokenFile, folder: Path, fraction: float, seed: int) -> None:
