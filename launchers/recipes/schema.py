@@ -187,7 +187,8 @@ def _in_data(error: ErrorDetails, data: object) -> Place:
 
 def _message(place: Place, errors: list[ErrorDetails], data: object, model: type[BaseModel]) -> str:
     error = errors[0]
-    owner, hint = _field(model, error["loc"])
+    inside = place and isinstance(place[-1], int)
+    owner, hint = _field(model, error["loc"] if inside else tuple(part for part in error["loc"] if isinstance(part, str)))
     value, context = _value(data, place), error.get("ctx", {})
     match error["type"]:
         case "extra_forbidden":

@@ -121,7 +121,7 @@ class MappedSamples:
         return f"{len(self):,} samples of {self.name}"
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
-        batch: TensorBatch = torch.utils.data.default_collate(self._rows([max(0, index) for index in indices]))
+        batch: TensorBatch = torch.utils.data.default_collate(list(self._rows([max(0, index) for index in indices])))
         for row, index in enumerate(indices):
             if index == FILLER:
                 batch["labels"][row] = IGNORE_INDEX

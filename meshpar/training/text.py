@@ -93,8 +93,8 @@ class TextSource:
                     if document.strip():
                         yield from cut(iter([document]), size)
                 continue
-            for document in _streams(path, self.separator):
-                yield from cut(document, size)
+            for stream in _streams(path, self.separator):
+                yield from cut(stream, size)
 
     def fingerprint(self) -> str:
         """Return a hash of the files' names, sizes and times and of the settings."""
@@ -147,25 +147,26 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file, also one packed by gzip or zstd; raises RecipeError for other packers, and for damage found while it is read."""
     if (tool := _UNREAD.get(path.suffix)) is not None:
         raise RecipeError(f"{path} is packed by something else than gzip or zstd; unpack it first ({tool} {path.name})")
+    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    damage: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
     if path.suffix == ".zst":
-        opened, damage = _zstd(path)
-    else:
-        opened, damage = gzip.open if path.suffix == ".gz" else open, ()
+        opener, more = _zstd(path)
+        damage += (more,)
     try:
-        with cast("IO[bytes]", opened(path, "rb")) as file:
+        with cast("IO[bytes]", opener(path, "rb")) as file:
             yield file
-    except (gzip.BadGzipFile, EOFError, zlib.error, *damage) as error:
+    except damage as error:
         raise RecipeError(f"{path} cannot be unpacked: {error}; it is damaged, or not packed as its name says") from error
 
 
-def _zstd(path: Path) -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
-    """Return what opens a file packed by zstd, and its errors."""
+def _zstd(path: Path) -> tuple[Callable[..., Any], type[Exception]]:
+    """Return what opens a file packed by zstd, and its error."""
     for name in ("compression.zstd", "backports.zstd"):
         try:
             library = importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-        return library.open, (library.ZstdError,)
+        return library.open, library.ZstdError
     raise RecipeError(f"{path} is packed by zstd, which needs Python 3.14 or a package: pip install backports.zstd, or unpack it")
 
 

@@ -268,8 +268,8 @@ def _batched(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, boo
 def _write_split(whole: TokenFile, folder: Path, fraction: float, seed: int) -> None:
     numpy = need("numpy")
     ids = whole.ids()
-    starts = range(0, ids.size, _SCANNED)
-    found = [numpy.flatnonzero(ids[start : start + _SCANNED] == whole.eos_id) + (start + 1) for start in starts]
+    scans = range(0, ids.size, _SCANNED)
+    found = [numpy.flatnonzero(ids[start : start + _SCANNED] == whole.eos_id) + (start + 1) for start in scans]
     ends = numpy.concatenate(found)
     if not ends.size or ends[-1] != ids.size:
         ends = numpy.append(ends, ids.size)
