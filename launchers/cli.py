@@ -48,11 +48,12 @@ WorldSize = Annotated[int | None, typer.Option("--world-size", help="Number of r
 
 
 def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
-    """Print an error of meshpar as one message and exit with 1; otherwise exit with the command's result."""
+    """Print an error of meshpar as one message and exit with its code; otherwise exit with the command's result."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         from meshpar.errors import MeshparError
+        from meshpar.launchers.agent.failures import exit_code
 
         try:
             code = command(*args, **kwargs)
@@ -61,7 +62,7 @@ def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
                 traceback.print_exc()
             else:
                 print(f"meshpar: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
+            raise typer.Exit(exit_code(error)) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
         raise typer.Exit(code or 0)
@@ -139,9 +140,23 @@ def describe(
     print(describe_recipe(recipe, overrides or [], mesh=mesh, world_size=world_size))
 
 
+def _keys(wanted: bool) -> None:
+    if wanted:
+        from meshpar.launchers.recipes.keys import keys_text
+
+        print(keys_text(), end="")
+        raise typer.Exit
+
+
 @app.command()
 @_reported
-def check(recipe: RecipeArgument, overrides: Overrides = None, world_size: WorldSize = None, debug: Debug = False) -> None:
+def check(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    world_size: WorldSize = None,
+    keys: Annotated[bool, typer.Option("--keys", callback=_keys, is_eager=True, help="Print every key of a recipe, and stop.")] = False,
+    debug: Debug = False,
+) -> None:
     """Check a recipe and list every problem, without running it."""
     with quick_imports():
         from meshpar.launchers.commands.inspecting import check_recipe
@@ -197,12 +212,25 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The beginning of the text.")],
     tokens: Annotated[int, typer.Option(help="Largest number of new tokens.", min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: always the most likely token.", min=0.0)] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the fewest tokens whose probabilities reach this sum.", max=1.0)] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text before which the answer ends; may be given again.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling; default: another answer each time.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template; print the answer alone.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Complete a text with an exported model."""
     from meshpar.launchers.commands.generating import Completer
 
-    print(prompt + Completer(model).complete(prompt, tokens=tokens, temperature=temperature))
+    if not 0.0 < top_p <= 1.0 or "" in (stop or []):
+        raise typer.BadParameter("--top-p must be above 0 and at most 1, and --stop a text")
+    if temperature == 0.0 and (top_p < 1.0 or seed is not None):
+        raise typer.BadParameter("--top-p and --seed are for sampling: also pass --temperature, such as 0.8")
+    text = Completer(model).complete(
+        prompt, tokens=tokens, temperature=temperature, top_p=top_p, stop=stop or (), seed=seed, chat=chat
+    )  # fmt: skip
+    print(text if chat else prompt + text)
 
 
 @app.command()

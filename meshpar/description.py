@@ -53,7 +53,7 @@ class Description:
         parameters: number of parameters of the whole model; tied ones count once.
         parameter_bytes: bytes of parameters that this rank stores.
         gradient_bytes: the same for gradients (of trainable parameters).
-        optimizer_bytes: AdamW's two moments of trainable parameters.
+        optimizer_bytes: AdamW's two moments of trainable parameters; None: another optimizer, whose state is not known.
         buffer_bytes: buffers, which every rank holds whole.
     """
 
@@ -62,13 +62,13 @@ class Description:
     parameters: int
     parameter_bytes: int
     gradient_bytes: int
-    optimizer_bytes: int
+    optimizer_bytes: int | None
     buffer_bytes: int
 
     @property
     def total_bytes(self) -> int:
         """Bytes that live through the whole of training; activations and gathered units come on top."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
+        return self.parameter_bytes + self.gradient_bytes + (self.optimizer_bytes or 0) + self.buffer_bytes
 
     def __str__(self) -> str:
         head = ("block", "parameter", "shape", "placement", "dtype", "bytes a rank")
@@ -85,10 +85,11 @@ class Description:
         ]
         widths = [max(len(line[column]) for line in (head, *body)) for column in range(len(head))]
         lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in (head, *body)]
+        optimizer = "optimizer state of unknown size" if self.optimizer_bytes is None else f"{_size(self.optimizer_bytes)} of AdamW state"
         totals = (
             f"{self.parameters:,} parameters; this rank stores "
             f"{_size(self.parameter_bytes)} of parameters, {_size(self.gradient_bytes)} of gradients, "
-            f"{_size(self.optimizer_bytes)} of AdamW state and {_size(self.buffer_bytes)} of buffers: {_size(self.total_bytes)} in all, "
+            f"{optimizer} and {_size(self.buffer_bytes)} of buffers: {_size(self.total_bytes)} in all, "
             "activations and gathered units aside"
         )
         return "\n".join([self.title, "", lines[0], "-" * len(lines[0]), *lines[1:], "", totals])

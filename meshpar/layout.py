@@ -41,7 +41,8 @@ class ModelLayout:
             ``_keys_to_ignore_on_load_unexpected``.
         weights: names and shapes of the model <-> those of its published form on Hugging Face.
         config: contents of the ``config.json`` of an export. Empty: the model has no published form.
-        attention: patterns of the modules that call :func:`meshpar.attention` or :func:`meshpar.attention_mask`. Needed by :class:`meshpar.ContextParallel`.
+        attention: patterns of the modules that call :func:`meshpar.attention` or :func:`meshpar.attention_mask`, for
+            :class:`meshpar.ContextParallel`.
         exchange: lets the attention of a model that does not call it exchange positions, given the model and a
             :class:`meshpar.passes.exchange.Exchange`.
         hidden_inputs: keyword names of the hidden states that a ``region`` receives.

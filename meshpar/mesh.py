@@ -90,7 +90,7 @@ class MeshSpec:
         if world_size % ranks_per_node:
             raise MeshError(f"{world_size} ranks do not fill nodes of {ranks_per_node}; use whole nodes, or write the mesh out")
         if ranks_per_node % tp:
-            raise MeshError(f"tp={tp} does not divide a node of {ranks_per_node} ranks; tp in {divisors(ranks_per_node)} would")
+            raise MeshError(f"tp={tp} does not divide a node of {ranks_per_node} ranks; {sizes_text('tp', ranks_per_node)}")
         axes = {"dp_replicate": world_size // ranks_per_node, "dp_shard": ranks_per_node // tp}
         return cls(axes | ({"tp": tp} if tp > 1 else {}), ranks_per_node=ranks_per_node)
 
@@ -214,6 +214,12 @@ class MeshSpec:
 def divisors(number: int, limit: int = 8) -> list[int]:
     """Return the divisors of ``number`` above 1, smallest first, at most ``limit`` of them."""
     return [each for each in range(2, number + 1) if number % each == 0][:limit]
+
+
+def sizes_text(axis: str, number: int) -> str:
+    """Return which sizes of an axis divide ``number``, as a remedy: ``use tp=2 or 4``."""
+    *first, last = [str(each) for each in divisors(number)] or [""]
+    return f"use {axis}={', '.join(first)}{' or ' if first else ''}{last}" if last else f"drop {axis} from the mesh"
 
 
 def default_device_type() -> str:

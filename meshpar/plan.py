@@ -349,17 +349,18 @@ def _axis_problems(passes: Sequence[Pass], mesh: MeshSpec) -> Iterator[str]:
         yield str(error)
     for axis, size in mesh.axes.items():
         if size > 1 and axis not in claimed:
-            yield (
-                f"axis {axis!r} (size {size}) is claimed by no pass, so its ranks would repeat one another's work; "
-                f"add {_pass_for(axis)} or drop {axis} from the mesh"
-            )
+            yield f"axis {axis!r} (size {size}) is claimed by no pass, so its ranks would repeat one another's work; {_remedy(axis)}"
 
 
-def _pass_for(axis: str) -> str:
-    """Return how to write the installed pass that claims ``axis`` and as few others as possible."""
+def _remedy(axis: str) -> str:
+    """Name the installed pass that claims ``axis`` and as few others as possible; where there is none, the axes that some pass claims."""
     kinds = [registry.plugin("meshpar.passes", name) for name in registry.names("meshpar.passes")]
-    fitting = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Pass) and axis in kind.roles]
-    return f"{min(fitting, key=lambda kind: len(kind.roles)).__name__}()" if fitting else "a pass for it"
+    passes = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Pass)]
+    fitting = [kind for kind in passes if axis in kind.roles]
+    if fitting:
+        return f"add {min(fitting, key=lambda kind: len(kind.roles)).__name__}() or drop {axis} from the mesh"
+    known = ", ".join(dict.fromkeys(name for kind in passes for name in kind.roles))
+    return f"no installed pass works on {axis} (installed ones work on {known}): drop it, or install or write a pass for it"
 
 
 def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:

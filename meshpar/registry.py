@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import traceback
 from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -9,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from meshpar.errors import LayoutError, MeshparError
+from meshpar.errors import LayoutError, MeshparError, brief
 from meshpar.layout import ModelLayout
 from meshpar.patterns import is_called, nearest, shortest_patterns
 
@@ -39,11 +41,13 @@ def names(group: str) -> list[str]:
 
 
 def plugin(group: str, name: str) -> Any:  # noqa: ANN401 - what the package offers
-    """Import and return one plugin.
+    """Import and return one plugin: an entry point of the group, or, for a name with a dot, what stands at that import path.
 
     Raises:
         MeshparError: no package offers it (with the nearest names), it cannot be imported, or two packages offer it.
     """
+    if "." in name:
+        return imported(name)
     found = _found(group)
     if name not in found:
         near = nearest(name, found) or sorted(found)
@@ -54,6 +58,32 @@ def plugin(group: str, name: str) -> Any:  # noqa: ANN401 - what the package off
         raise MeshparError(
             f"plugin {name!r} of {group} ({found[name].value}, {_package(found[name])}) cannot be imported: {error}"
         ) from error
+
+
+def imported(path: str) -> Any:  # noqa: ANN401 - whatever stands there
+    """Import and return what stands at ``package.module.Name``.
+
+    Raises:
+        MeshparError: there is no such module or name, or importing the module fails; the message has the place of the failure.
+    """
+    home, _, name = path.rpartition(".")
+    if not all(part.isidentifier() for part in path.split(".")) or not home:
+        raise MeshparError(f"{path!r} is no import path; expected package.module.Name")
+    try:
+        module = importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{home}.".startswith(f"{error.name}."):
+            raise MeshparError(f"{home} cannot be imported: {error}; install what it needs") from error
+        raise MeshparError(
+            f"there is no module {error.name}; put it beside the recipe, install its package, or correct the import path {path!r}"
+        ) from error
+    except Exception as error:  # the code of a user
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise MeshparError(f"{home} cannot be imported: {brief(error)} ({last.filename}:{last.lineno})") from error
+    if not hasattr(module, name):
+        near = nearest(name, [each for each in vars(module) if not each.startswith("_")])
+        raise MeshparError(f"{home} has no {name}" + (f"; nearest: {', '.join(near)}" if near else f"; it is {module.__file__}"))
+    return getattr(module, name)
 
 
 def layout_for(module: nn.Module) -> ModelLayout:

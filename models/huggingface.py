@@ -86,9 +86,20 @@ def from_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> nn.Module
         config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     else:
         config = transformers.AutoConfig.from_pretrained(os.fspath(source), local_files_only=True)
+    return for_training(transformers.AutoModelForCausalLM, config)
+
+
+def for_training(auto: Any, config: Any) -> nn.Module:
+    """Return the model that an Auto class of transformers builds for a config: on the meta device, in float32, without a key/value cache.
+
+    The config that is exported keeps the published ``use_cache``.
+    """
+    published = config.to_diff_dict().get("use_cache")
     config.use_cache = False
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto.from_config(config, dtype=torch.float32)
+    model.meshpar_use_cache = published
+    return model
 
 
 def _blocks(model: Any) -> tuple[str, ...]:
@@ -150,8 +161,10 @@ def _published_config(model: Any) -> dict[str, Any]:
     values = json.loads(model.config.to_json_string(use_diff=False))
     # A plain class name even when FSDP has swapped the module's class for one of its own.
     base = next(cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.") or "FSDP" not in cls.__name__)
-    local = ("_name_or_path", "transformers_version")
-    return {key: value for key, value in values.items() if key not in local} | {"architectures": [base.__name__]}
+    unpublished = {"_name_or_path", "transformers_version", *(["use_cache"] if hasattr(model, "meshpar_use_cache") else [])}
+    kept = {key: value for key, value in values.items() if key not in unpublished} | {"architectures": [base.__name__]}
+    cache = getattr(model, "meshpar_use_cache", None)
+    return kept if cache is None else kept | {"use_cache": cache}
 
 
 def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:

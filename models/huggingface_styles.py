@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.loss import IGNORE_INDEX, token_loss
-from meshpar.mesh import divisors
+from meshpar.mesh import sizes_text
 from meshpar.passes.installed import set_attribute, set_forward
 from meshpar.passes.tensor.collectives import copy_to
 from meshpar.passes.tensor.context import Context, Style
@@ -123,7 +123,7 @@ class Heads(Style):
         """Yield counts that the axis does not divide."""
         for attribute in _counts(module):
             if (value := getattr(module, attribute)) % size:
-                yield f"{name}.{attribute} is {value}, which tp={size} does not divide; tp in {divisors(value) or 1} would"
+                yield f"{name}.{attribute} is {value}, which tp={size} does not divide; {sizes_text('tp', value)}"
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Make the counts this rank's, and make the region known before anything inside is installed."""

@@ -29,6 +29,7 @@ from meshpar.launchers.commands.plan import ranks_of
 from meshpar.launchers.commands.train import code_of
 from meshpar.launchers.export.run import bytes_of
 from meshpar.models import TransformerConfig
+from meshpar.training.tokenizer import byte_tokenizer
 
 RECIPE = """\
 name: small
@@ -68,23 +69,23 @@ def test_help_is_quick_and_does_not_load_torch() -> None:
     assert min(seconds) < 2, "quick also on a busy machine; that nothing large was loaded is asserted inside"
 
 
-def test_an_error_is_one_message_on_stderr_and_exit_code_1(recipe: str) -> None:
+def test_an_error_is_one_message_on_stderr_and_its_exit_code(recipe: str) -> None:
     done = invoke("check", recipe, "training.stps=3")
-    assert done.exit_code == 1
+    assert done.exit_code == 78
     assert done.stdout == ""
     assert done.stderr == ("meshpar: 1 problem in this recipe\n  override 'training.stps=3': training.stps: unknown key; nearest: steps\n")
 
 
 def test_debug_shows_the_traceback(recipe: str) -> None:
     done = invoke("check", recipe, "training.stps=3", "--debug")
-    assert done.exit_code == 1
+    assert done.exit_code == 78
     assert "Traceback" in done.stderr
     assert "load_recipe" in done.stderr
 
 
 def test_check_lists_all_problems_of_a_plan(recipe: str) -> None:
     done = invoke("check", recipe, "mesh=dp_shard=2,tp=3", "passes=[FullyShard]", "--world-size", "6")
-    assert done.exit_code == 1
+    assert done.exit_code == 78
     assert "axis 'tp' (size 3) is claimed by no pass" in done.stderr
     assert invoke("check", recipe).stdout.endswith("fits 2 ranks: dp_shard=2 [FullyShard]\n")
 
@@ -123,7 +124,7 @@ def test_describe_takes_recipes_and_names_shapes_it_does_not_know(recipe: str) -
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_a_device_that_is_not_there_is_told_before_a_rank_starts(recipe: str) -> None:
     done = invoke("train", recipe, "device=cuda")
-    assert done.exit_code == 1
+    assert done.exit_code == 78
     assert "device: cuda is not available on this machine, which has cpu" in done.stderr
 
 
@@ -241,6 +242,43 @@ def test_the_version_and_a_shells_completion() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"meshpar {meshpar.__version__}\n"
     asked = {"_MESHPAR_COMPLETE": "complete_bash", "COMP_WORDS": "meshpar tr", "COMP_CWORD": "1"}
     assert CliRunner().invoke(app, [], env=asked, prog_name="meshpar").output.split() == ["train"]
+
+
+def test_the_page_of_keys_is_current() -> None:
+    page = Path(__file__).parent.parent / "docs" / "recipe_keys.md"
+    assert page.read_text() == invoke("check", "--keys").output, "write it again: meshpar check --keys > docs/recipe_keys.md"
+
+
+def test_generate_stops_samples_by_seed_and_chats(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=257,
+        eos_token_id=256,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer().save(tmp_path)
+
+    def said(*options: str, prompt: str = "ab") -> str:
+        done = invoke("generate", str(tmp_path), prompt, "--tokens", "24", *options)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    whole = said()
+    stop = whole[4]
+    assert said("--stop", stop) == f"ab{whole[2 : whole.index(stop, 2)]}\n"
+    drawn = ["--temperature", "1.5", "--top-p", "0.9"]
+    assert said(*drawn, "--seed", "3") == said(*drawn, "--seed", "3") != said(*drawn, "--seed", "4")
+    assert said(prompt="").endswith("\n")
+    assert "also pass --temperature" in invoke("generate", str(tmp_path), "ab", "--seed", "1").stderr
+    assert "has no chat template; leave out --chat" in invoke("generate", str(tmp_path), "ab", "--chat").stderr
+    (tmp_path / "chat_template.jinja").write_text("{% for each in messages %}<{{ each.content }}>{% endfor %}")
+    assert said("--chat") == said(prompt="<ab>").removeprefix("<ab>"), "the template around the prompt; the answer alone is printed"
 
 
 @pytest.mark.parametrize(("bos", "eos", "start"), [(5, 7, 5), (None, 7, 7)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -340,3 +342,44 @@ def test_a_dataset_that_changed_is_not_resumed_silently(folder: Path) -> None:
     assert launch(small(folder, output, f"data.paths=[{folder / 'text.txt'}]"), 1, quiet=True) == 0
     with pytest.raises(MeshparError, match="position is one in other data"):
         launch(small(folder, output, f"data.paths=[{other}]", "training.steps=5"), 1, quiet=True)
+
+
+TWO = """\
+from meshpar.launchers.jobs.job import run_job
+from meshpar.launchers.recipes.recipe import load_recipe
+
+for number in (1, 2):
+    wanted = ["data.paths=[text.txt]", f"output=two-{number}", "training.steps=2", "preflight=warn"]
+    assert run_job(load_recipe("job.yaml", wanted)).steps == 2
+"""
+
+
+def test_two_jobs_run_one_after_another_in_the_ranks_of_one_torchrun(folder: Path) -> None:
+    (folder / "two.py").write_text(TWO)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "two.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "two-2" / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_a_resume_with_other_data_or_another_batch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(RECIPE)
+    Path("text.txt").write_text(text(400))
+
+    def train(*overrides: str) -> Any:
+        wanted = ["data.paths=[text.txt]", "mesh=''", "passes=[]", *overrides]
+        return CliRunner().invoke(app, ["train", "job.yaml", "--quiet", *wanted])
+
+    assert train("training.steps=2").exit_code == 0
+    kept = Path("runs/job/recipe.yaml").read_bytes()
+    assert train("training.steps=2", "training.log_every=2").exit_code == 0
+    assert Path("runs/job/recipe.yaml").read_bytes() == kept, "a complete run keeps the recipe that made it"
+    told = train("training.steps=3", "data.micro_batch=2")
+    assert "WARNING: a step had 8 samples before and has 4 from here on, on 1 data ranks" in told.stderr
+    assert "to keep it, set data.micro_batch=2 data.accumulate=4" in told.stderr
+    with Path("text.txt").open("a") as file:
+        file.write("more\n")
+    other = train("training.steps=4")
+    assert other.exit_code == 78
+    assert re.search(r"data: the checkpoint .* is of other data: text.txt has changed \(it had [\d,]+ bytes and has", other.stderr)

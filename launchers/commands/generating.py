@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
-from meshpar.errors import MeshparError
+from meshpar.errors import MeshparError, brief
 
 
 def need_transformers() -> None:
@@ -35,21 +36,60 @@ class Completer:
             if not (folder / name).is_file():
                 raise MeshparError(f"{folder} has no {name}; expected a folder written by `meshpar export`")
         transformers.utils.logging.disable_progress_bar()
-        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+        try:
+            self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # each class of transformers has its own
+            raise MeshparError(f"transformers cannot load a causal language model from {folder}: {brief(error)}") from error
 
-    def complete(self, prompt: str, *, tokens: int = 64, temperature: float = 0.0) -> str:
-        """Return the text after ``prompt``: at most ``tokens`` tokens, always the most likely ones if ``temperature`` is 0.
+    def complete(
+        self,
+        prompt: str,
+        *,
+        tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+        chat: bool = False,
+    ) -> str:
+        """Return the text after ``prompt``. An empty prompt begins a new text.
 
-        An empty prompt begins a new text.
+        Args:
+            prompt: the beginning of the text; with ``chat``, what the user says.
+            tokens: largest number of new tokens.
+            temperature: 0: always the most likely token.
+            top_p: sample from the fewest tokens whose probabilities reach this sum.
+            stop: texts before which the answer ends.
+            seed: of the sampling; None: another answer each time.
+            chat: put the prompt into the tokenizer's chat template.
+
+        Raises:
+            MeshparError: the tokenizer has no chat template, or no token that begins a text.
         """
-        ids = self.tokenizer(prompt, return_tensors="pt")
-        if not prompt or not ids["input_ids"].shape[1]:
-            start = self.tokenizer.eos_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
-            if start is None:
-                raise MeshparError("the prompt is empty, and the tokenizer has no token that begins a text; give a prompt")
-            ids = {"input_ids": torch.tensor([[start]]), "attention_mask": torch.ones(1, 1, dtype=torch.int64)}
-        choice: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        ids = self._ids(prompt, chat=chat)
+        choice: dict[str, Any] = {"do_sample": False}
+        if temperature > 0:
+            choice = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        if stop:
+            choice |= {"stop_strings": list(stop), "tokenizer": self.tokenizer}
+        if seed is not None:
+            torch.manual_seed(seed)
         with torch.no_grad():
             made = self.model.generate(**ids, max_new_tokens=tokens, pad_token_id=self.tokenizer.eos_token_id, **choice)
-        return str(self.tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+        text = str(self.tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+        return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
+
+    def _ids(self, prompt: str, *, chat: bool) -> Mapping[str, torch.Tensor]:
+        if chat:
+            if not self.tokenizer.chat_template:
+                raise MeshparError("the tokenizer has no chat template; leave out --chat, or export with the tokenizer of a chat model")
+            said = [{"role": "user", "content": prompt}]
+            return self.tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        ids = self.tokenizer(prompt, return_tensors="pt")
+        if prompt and ids["input_ids"].shape[1]:
+            return {name: ids[name] for name in ("input_ids", "attention_mask")}
+        start = self.tokenizer.eos_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
+        if start is None:
+            raise MeshparError("the prompt is empty, and the tokenizer has no token that begins a text; give a prompt")
+        return {"input_ids": torch.tensor([[start]]), "attention_mask": torch.ones(1, 1, dtype=torch.int64)}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 
 from meshpar import registry
 from meshpar.errors import PlanError
 from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe, UnknownRecipeError, load_recipe, resolve, shipped
+from meshpar.launchers.recipes.sections import Own
 from meshpar.launchers.recipes.yamlfile import Document, apply_overrides
 from meshpar.models.transformer_config import PRESETS
 
@@ -28,7 +30,8 @@ def describe_recipe(source: str, overrides: Sequence[str] = (), *, mesh: str | N
     recipe = recipe_or_shape(source, [*overrides, *([] if mesh is None else [f"mesh={mesh}"])])
     model = build.build_shape(recipe)
     ranks = build.world_size_of(recipe) if world_size is None else world_size
-    return str(build.plan_of(recipe).describe(model, build.layout_of(recipe, model), world_size=ranks))
+    made = build.plan_of(recipe).describe(model, build.layout_of(recipe, model), world_size=ranks)
+    return str(replace(made, optimizer_bytes=None) if isinstance(recipe.optimizer, Own) else made)
 
 
 def check_recipe(source: str, overrides: Sequence[str] = (), *, world_size: int | None = None) -> str:

@@ -71,8 +71,6 @@ def run(
     Starts the ranks with torch's elastic agent. Inside torchrun or srun it runs as one of their ranks.
     """
     with quick_imports():
-        from meshpar.errors import MeshparError
-        from meshpar.launchers.agent.failures import exit_code
         from meshpar.launchers.commands.run import run as run_it
 
     place = {
@@ -85,13 +83,7 @@ def run(
         "meeting_s": wait,
         "run_id": run_id,
     }
-    try:
-        return run_it(what, arguments or [], place, module=module, logs=logs)
-    except MeshparError as error:
-        if debug:
-            raise
-        print(f"meshpar: {error}", file=sys.stderr)
-        return exit_code(error)
+    return run_it(what, arguments or [], place, module=module, logs=logs)
 
 
 def launch(

@@ -67,6 +67,7 @@ def _forecasts(
     from meshpar.launchers.commands.inspecting import recipe_or_shape
     from meshpar.launchers.jobs import build
     from meshpar.launchers.jobs.planned import batch_of, forecast_job
+    from meshpar.launchers.recipes.sections import Own
     from meshpar.passes.base import Stage
     from meshpar.plan import Plan
     from meshpar.registry import layout_for
@@ -80,8 +81,10 @@ def _forecasts(
         plans = [plan, plain] if len(plain.passes) < len(plan.passes) else [plan]
         made = [forecast_job(recipe, profile, ranks, plan=each, depth=depth) for each in plans]
         return made[:1], None, made[1] if len(made) > 1 else None
-    if recipe.training.objective != "causal_lm" or recipe.lora is not None:
-        raise MeshparError("--search trains a whole model on packed text; forecast this recipe's plans one by one, without --search")
+    if recipe.training.objective != "causal_lm" or recipe.lora is not None or isinstance(recipe.optimizer, Own):
+        raise MeshparError(
+            "--search trains a whole model on packed text with AdamW; forecast this recipe's plans one by one, without --search"
+        )
     model = build.build_shape(recipe)
     ranking = search_plans(model, layout_for(model), batch_of(recipe), profile, ranks, plan=plan)
     if not ranking.best:

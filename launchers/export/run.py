@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.launchers.recipes.schema import parse_dtype
 from meshpar.training.lora import LoRA
 
+_LINE_S = 10.0
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
 
@@ -58,6 +60,7 @@ def export_run(
     """
     source = src / CHECKPOINTS if (src / CHECKPOINTS).is_dir() else src
     folder = open_step(source if best is None else _best(source, best))
+    print(f"exporting {folder}", file=sys.stderr)
     adapted = _adapted(folder.parent.parent)
     if adapted is not None:
         if config is not None or layout is not None:
@@ -118,9 +121,17 @@ def bytes_of(text: str) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on a terminal, and nothing elsewhere."""
+    """Show a progress bar on a terminal, and elsewhere a line every 10 s."""
     if not sys.stderr.isatty():
-        yield None
+        last = time.monotonic()
+
+        def line(done: int, total: int) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _LINE_S:
+                last = time.monotonic()
+                print(f"{done / 2**30:.2f} of {total / 2**30:.2f} GiB", file=sys.stderr, flush=True)
+
+        yield line
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn

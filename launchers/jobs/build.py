@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +13,40 @@ import torch
 from torch import nn
 
 from meshpar import registry
-from meshpar.errors import LayoutError, PlanError, RecipeError
-from meshpar.launchers.jobs.datasets import Data, batches, data_problems, examples_of, prepare_data, vocab_size_of
+from meshpar.errors import LayoutError, MeshparError, PlanError, RecipeError
+from meshpar.launchers.jobs.datasets import (
+    Data,
+    batches,
+    changes,
+    data_problems,
+    examples_of,
+    origin_of,
+    prepare_data,
+    sequence_of,
+    vocab_size_of,
+)
 from meshpar.launchers.jobs.transformers_models import HEAD_OF, DataFacts, build_transformers
-from meshpar.launchers.recipes.objective import OBJECTIVES, make_objective
-from meshpar.launchers.recipes.recipe import Recipe, folder_problems, model_config
+from meshpar.launchers.recipes.own import OBJECTIVES, has_keyword, make_objective, make_own
+from meshpar.launchers.recipes.recipe import Recipe, folder_problems, model_config, rounded_vocabulary
 from meshpar.launchers.recipes.schema import build
-from meshpar.launchers.recipes.sections import Model
+from meshpar.launchers.recipes.sections import Model, Own
 from meshpar.launchers.recipes.techniques import make_passes
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type, is_auto
 from meshpar.models import GPT2, Transformer
 from meshpar.models.gpt2 import GPT2Config
+from meshpar.patterns import nearest
 from meshpar.plan import Plan
 from meshpar.training.data import Batches
 from meshpar.training.distillation import freeze, teacher_problems
 from meshpar.training.lora import add_adapters
 from meshpar.training.objectives import Objective
-from meshpar.training.optimizer import AdamWSettings
+from meshpar.training.optimizer import AdamWSettings, build_adamw, parameter_groups
 from meshpar.training.profile_summary import LEAST as PROFILED
 from meshpar.training.schedule import Schedule, scaled_rate
 from meshpar.training.settings import TrainSettings
 
-__all__ = ["Data", "batches", "prepare_data", "vocab_size_of"]  # of meshpar.launchers.jobs.datasets
+__all__ = ["Data", "batches", "changes", "origin_of", "prepare_data", "sequence_of", "vocab_size_of"]  # of meshpar.launchers.jobs.datasets
 
 
 def device_type(recipe: Recipe) -> str:
@@ -70,8 +82,11 @@ def teacher_shape(recipe: Recipe) -> nn.Module:
 
 def _vocabulary_for(recipe: Recipe, section: Any) -> int:  # noqa: ANN401 - one of the sections of models
     """Return the data's vocabulary if a model's section takes it from there, else 0, which fits every model."""
-    own = section.kind != "transformer" or section.preset is not None or section.vocab_size is not None
-    return 0 if own else vocab_size_of(recipe)
+    if isinstance(section, Own):
+        wants = "vocab_size" not in section.keywords and has_keyword(registry.imported(section.class_), "vocab_size")
+    else:
+        wants = section.kind == "transformer" and section.preset is None and section.vocab_size is None
+    return vocab_size_of(recipe) if wants else 0
 
 
 def build_model(recipe: Recipe, vocab_size: int, facts: DataFacts | None = None) -> nn.Module:
@@ -108,6 +123,8 @@ def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) ->
         text = config.get_text_config()
         _check_room(recipe, vocab_size, text.vocab_size, getattr(text, "max_position_embeddings", None))
         return model
+    if isinstance(section, Own):
+        return _own_model(section, vocab_size)
     if examples_of(recipe) != "tokens":
         raise RecipeError(
             f"model: {section.kind} predicts the next token; for the objective {recipe.training.objective} write kind: huggingface"
@@ -117,6 +134,17 @@ def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) ->
     _check_room(recipe, vocab_size, shape.vocab_size, positions)
     with torch.device("meta"):
         return GPT2(shape) if isinstance(shape, GPT2Config) else Transformer(shape)
+
+
+def _own_model(section: Own, vocab_size: int) -> nn.Module:
+    """Return a model of the user's own class; a keyword ``vocab_size`` that is not written is the data's, rounded up as for our own."""
+    factory = registry.imported(section.class_)
+    takes = "vocab_size" not in section.keywords and has_keyword(factory, "vocab_size")
+    with torch.device("meta"):
+        model = make_own(factory, section.keywords, **({"vocab_size": rounded_vocabulary(vocab_size)} if takes else {}))
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"{section.class_} made a {type(model).__name__}; expected a torch.nn.Module")
+    return model
 
 
 def schedule_of(recipe: Recipe, settings: TrainSettings, train: Batches, data_size: int) -> Schedule:
@@ -132,9 +160,25 @@ def settings_of(recipe: Recipe) -> TrainSettings:
     return build(TrainSettings, recipe.training, checkpoint_every=recipe.checkpoint.every, seed=recipe.seed)
 
 
-def adamw_of(recipe: Recipe) -> AdamWSettings:
-    """Return AdamW's settings."""
-    return build(AdamWSettings, recipe.optimizer)
+def optimizer_of(recipe: Recipe) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """Return what makes the optimizer of a module; it can be sent to another process."""
+    section = recipe.optimizer
+    if isinstance(section, Own):
+        return functools.partial(own_optimizer, section.class_, {**section.keywords, "lr": section.lr})
+    return functools.partial(build_adamw, settings=build(AdamWSettings, section))
+
+
+def own_optimizer(path: str, keywords: Mapping[str, Any], module: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of the user's own class over the module's parameters that want a gradient; vectors do not decay.
+
+    Raises:
+        RecipeError: it cannot be made, or is no torch.optim.Optimizer.
+    """
+    groups = parameter_groups(module, keywords.get("weight_decay"))
+    made = make_own(registry.imported(path), keywords, groups)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise RecipeError(f"{path} made a {type(made).__name__}; expected a torch.optim.Optimizer")
+    return made
 
 
 def objective_of(recipe: Recipe, teacher: nn.Module | None = None) -> Objective:
@@ -157,30 +201,50 @@ def wants_scaler(recipe: Recipe) -> bool:
 
 def check_job(recipe: Recipe, world_size: int) -> list[str]:
     """Return every problem that shows before a rank is started: of the plan on the model, and of the data's files."""
-    problems: list[str] = []
+    problems = list(data_problems(recipe))
+    vocab_size = 1  # which fits every model
     try:
-        vocab_size = vocab_size_of(recipe)
+        vocab_size = _vocabulary_for(recipe, recipe.model) or 1 if recipe.data.dataset is not None else vocab_size_of(recipe)
     except RecipeError as error:
-        problems.append(f"{recipe.where('data.paths' if recipe.data.source == 'tokens' else 'data.tokenizer')}: {error}")
-        vocab_size = 1  # which fits every model
-    problems += data_problems(recipe)
+        field = {"tokens": "data.paths", "dataset": "data.dataset"}.get(recipe.data.source, "data.tokenizer")
+        if not any(text.endswith(str(error)) for text in problems):
+            problems.append(f"{recipe.where(field)}: {error}")
     problems += _unwritable(recipe)
     problems += _unmeasured(recipe)
     try:
         model = build_model(recipe, vocab_size)
         plan_of(recipe).check(model, layout_of(recipe, model), world_size=world_size)
+        if isinstance(recipe.optimizer, Own):
+            problems += _optimizer_problems(recipe, model)
         missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
-        problems += [f"teacher.model.{text}; train and export the teacher first" for text in missing]
+        problems += [f"{recipe.where('teacher.model')}.{text}; train and export the teacher first" for text in missing]
         if recipe.teacher is not None and not missing:
-            problems += teacher_problems(teacher_plan_of(recipe), build_teacher(recipe, vocab_size), plan_of(recipe), world_size)
+            found = teacher_problems(teacher_plan_of(recipe), build_teacher(recipe, vocab_size), plan_of(recipe), world_size)
+            problems += [f"{recipe.where('teacher')}: {text}" for text in found]
     except PlanError as error:
-        problems += error.problems
+        problems += [f"{recipe.where('mesh')}: {text}" for text in error.problems]
     except (RecipeError, LayoutError) as error:
-        problems.append(f"{recipe.where('model')}: {error}")
-    if recipe.training.objective not in registry.names(OBJECTIVES):
-        known = ", ".join(registry.names(OBJECTIVES))
-        problems.append(f"training.objective: no objective {recipe.training.objective!r} is installed; there are: {known}")
-    return problems
+        problems.append(f"{recipe.where('model.class' if isinstance(recipe.model, Own) else 'model')}: {error}")
+    return [*problems, *_objective_problems(recipe)]
+
+
+def _objective_problems(recipe: Recipe) -> Iterator[str]:
+    name = recipe.training.objective
+    if "." not in name and name not in registry.names(OBJECTIVES):
+        near = nearest(name, registry.names(OBJECTIVES)) or registry.names(OBJECTIVES)
+        yield f"{recipe.where('training.objective')}: no objective {name!r} is installed; nearest: {', '.join(near)}"
+    elif recipe.teacher is None:
+        try:
+            objective_of(recipe)
+        except MeshparError as error:
+            yield f"{recipe.where('training.objective')}: {error}"
+
+
+def _optimizer_problems(recipe: Recipe, model: nn.Module) -> Iterator[str]:
+    try:
+        optimizer_of(recipe)(model)
+    except RecipeError as error:
+        yield f"{recipe.where('optimizer.class')}: {error}"
 
 
 def _unwritable(recipe: Recipe) -> Iterator[str]:
@@ -196,12 +260,15 @@ def _unwritable(recipe: Recipe) -> Iterator[str]:
 
 
 def _unmeasured(recipe: Recipe) -> Iterator[str]:
-    """Yield what a run was asked to measure and cannot; one that has run so is no wrong recipe for what comes after it."""
+    """Yield what a run was asked to read or to measure and cannot; one that has run so is no wrong recipe for what comes after it."""
+    resume = recipe.checkpoint.resume
+    if resume not in ("auto", "never") and not Path(resume).expanduser().exists():
+        yield f"{recipe.where('checkpoint.resume')}: there is no {resume}; expected auto, never, or the folder of a step or of a run"
     best, data, steps = (recipe.checkpoint.best or "").removeprefix("+"), recipe.data, recipe.training.steps
-    if best.startswith("val/") and not data.validation_paths and not data.validation_fraction:
-        yield f"checkpoint.best: nothing measures {best}; give data.validation_fraction or data.validation_paths"
+    if best.startswith("val/") and not (data.validation_paths or data.validation_fraction or data.validation_dataset):
+        yield f"{recipe.where('checkpoint.best')}: nothing measures {best}; give data.validation_fraction or data.validation_paths"
     if recipe.profile and steps is not None and steps < PROFILED:
-        yield f"profile: a profile takes {PROFILED} steps, and training.steps is {steps}; train longer, or profile: off"
+        yield f"{recipe.where('profile')}: a profile takes {PROFILED} steps, and training.steps is {steps}; train longer, or profile: off"
 
 
 def machine_problems(recipe: Recipe, ranks: int) -> list[str]:
@@ -209,9 +276,13 @@ def machine_problems(recipe: Recipe, ranks: int) -> list[str]:
     kind, here = device_type(recipe), default_device_type()
     problems = plan_of(recipe).machine_problems(kind)
     if kind not in ("cpu", here):
-        problems.append(f"device: {kind} is not available on this machine, which has {here}; write device: {here}, or auto")
+        problems.append(
+            f"{recipe.where('device')}: {kind} is not available on this machine, which has {here}; write device: {here}, or auto"
+        )
     elif kind != "cpu" and ranks > (devices := torch.accelerator.device_count()):
-        problems.append(f"{ranks} ranks want a {kind} device each, and this machine has {devices}; start fewer (--nproc)")
+        problems.append(
+            f"{recipe.where('mesh')}: {ranks} ranks want a {kind} device each, and this machine has {devices}; start fewer (--nproc)"
+        )
     return problems
 
 

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
 from meshpar import registry
-from meshpar.errors import RecipeError
+from meshpar.errors import MeshparError, RecipeError, brief
 from meshpar.launchers.jobs.transformers_models import DataFacts
-from meshpar.launchers.recipes.objective import OBJECTIVES
+from meshpar.launchers.recipes.own import has_keyword, make_own, objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.launchers.recipes.sections import Own
 from meshpar.parallelized import Parallelized
-from meshpar.training.data import Batches, LoaderSettings, PackedTokens, Samples
+from meshpar.training.data import Batches, LoaderSettings, MappedSamples, PackedTokens, Samples
 from meshpar.training.examples import ExampleFile, ExampleSplit, prepare_examples
 from meshpar.training.padding import LabelledExamples, PairedExamples
 from meshpar.training.records import RecordSource
-from meshpar.training.text import STDLIB, TextSource
+from meshpar.training.text import PACKED, STDLIB, TextSource
 from meshpar.training.tokenizer import TextTokenizer, load_tokenizer
 from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens
 
-_LOOKED_AT, _LINES_READ = 1 << 20, 100
+_LOOKED_AT, _PIECE, _PIECES_READ = 1 << 20, 1 << 13, 100
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappedSplit:
+    """The samples of a user's own datasets; ``validation`` is None without validation data."""
+
+    train: MappedSamples
+    validation: MappedSamples | None
 
 
 @final
@@ -32,11 +43,11 @@ class Data:
     """The prepared data of a run.
 
     Attributes:
-        split: training and validation files: tokens, or examples if the objective requires these.
-        tokenizer: the tokenizer; None if the data is a token file without one.
+        split: training and validation files: tokens, or examples if the objective requires these; or samples of the user's own.
+        tokenizer: the tokenizer; None if the data is a token file, or samples, without one.
     """
 
-    split: TokenSplit | ExampleSplit
+    split: TokenSplit | ExampleSplit | MappedSplit
     tokenizer: TextTokenizer | None
 
     @property
@@ -54,6 +65,8 @@ class Data:
     def facts(self) -> DataFacts:
         """Values of the data that a model's config needs."""
         file = self.split.train
+        if isinstance(file, MappedSamples):
+            return DataFacts()
         if isinstance(file, TokenFile):
             return DataFacts(eos_id=file.eos_id, pad_id=file.eos_id)
         return DataFacts(eos_id=file.eos_id, pad_id=file.pad_id, classes=file.classes)
@@ -61,14 +74,22 @@ class Data:
 
 def examples_of(recipe: Recipe) -> str:
     """Return the kind of examples of the recipe's objective: ``tokens``, ``pairs`` or ``labels``."""
-    if recipe.training.objective not in registry.names(OBJECTIVES):
+    try:
+        return str(getattr(objective_factory(recipe.training.objective), "examples", "tokens"))
+    except MeshparError:  # told by the checks of the recipe
         return "tokens"
-    return str(getattr(registry.plugin(OBJECTIVES, recipe.training.objective), "examples", "tokens"))
 
 
 def vocab_size_of(recipe: Recipe) -> int:
     """Return the vocabulary of a recipe's data without preparing it."""
     data = recipe.data
+    if data.dataset is not None:
+        known = own_samples(recipe, data.dataset).vocab_size
+        if not known and data.tokenizer is None:
+            raise RecipeError(
+                f"{data.dataset.class_} has no vocab_size, and the model takes its vocabulary from the data; write model.vocab_size"
+            )
+        return known or load_tokenizer(str(data.tokenizer), eos=data.eos).vocab_size
     if data.source == "tokens":
         return TokenFile.open(Path(data.paths[0]).expanduser()).vocab_size
     if data.tokenizer in (None, "bytes"):
@@ -80,6 +101,11 @@ def prepare_data(recipe: Recipe) -> Data:
     """Return the tokenizer and the data. The first process prepares both and stores them in ``data.cache``."""
     data = recipe.data
     cache = Path(data.cache).expanduser()
+    if data.dataset is not None:
+        train, held = own_samples(recipe, data.dataset).split(data.validation_fraction, recipe.seed)
+        held = held if data.validation_dataset is None else own_samples(recipe, data.validation_dataset)
+        named = None if data.tokenizer is None else load_tokenizer(data.tokenizer, eos=data.eos)
+        return Data(split=MappedSplit(train=train, validation=held), tokenizer=named)
     if data.source == "tokens":
         whole = TokenFile.open(Path(data.paths[0]).expanduser())
         split = split_tokens(whole, cache, fraction=data.validation_fraction, seed=recipe.seed)
@@ -96,6 +122,47 @@ def prepare_data(recipe: Recipe) -> Data:
     return Data(split=split, tokenizer=tokenizer)
 
 
+def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
+    """Return what a run's samples are made of, for a checkpoint: a resume with other data then says what has changed.
+
+    Args:
+        recipe: of the run.
+        batch: samples of all ranks in a step.
+    """
+    data = recipe.data
+    names = (
+        "tokenizer",
+        "eos",
+        "sequence_length",
+        "target_length",
+        "field",
+        "target_field",
+        "label_field",
+        "separator",
+        "validation_fraction",
+    )
+    settings = {f"data.{name}": getattr(data, name) for name in names} | {"seed": recipe.seed}
+    if data.source == "tokens":
+        files = [Path(path).expanduser() for path in data.paths]
+    else:
+        files = [] if data.source in ("stdlib", "dataset") else TextSource(inputs=data.paths).files()
+    stats = {str(path): path.stat() for path in files}
+    return {"settings": settings, "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}, "batch": batch}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return how two origins of :func:`origin_of` differ, one text each; batches aside."""
+    old, new = before["settings"], now["settings"]
+    found = [f"{name} was {old[name]!r} and is {new[name]!r}" for name in new if name in old and old[name] != new[name]]
+    old, new = before["files"], now["files"]
+    found += [f"{name} is gone from data.paths" for name in old if name not in new]
+    found += [f"{name} was not in data.paths" for name in new if name not in old]
+    for name in old.keys() & new.keys():
+        sizes = f"it had {old[name][0]:,} bytes and has {new[name][0]:,}" if old[name][0] != new[name][0] else "it was written since"
+        found += [f"{name} has changed ({sizes})"] if list(old[name]) != list(new[name]) else []
+    return found
+
+
 def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Batches | None]:
     """Return training and validation batches of this data rank."""
     section = recipe.data
@@ -106,8 +173,11 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
         prefetch=section.prefetch,
     )
     place: dict[str, Any] = {"micro_batch": section.micro_batch, "data_rank": par.data_rank, "data_size": par.data_size}
+    found = samples(recipe, data.split.train, par)
+    if too_few := _too_few(recipe, len(found)):
+        raise RecipeError(f"{recipe.where('data.micro_batch')}: {too_few}")
     train = Batches(
-        samples(recipe, data.split.train, par),
+        found,
         accumulate=section.accumulate,
         seed=recipe.seed if section.shuffle else None,
         loader=loader,
@@ -119,9 +189,38 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
     return train, Batches(samples(recipe, data.split.validation, par), seed=recipe.seed, **place)
 
 
-def samples(recipe: Recipe, file: TokenFile | ExampleFile, par: Parallelized) -> Samples:
+def own_samples(recipe: Recipe, section: Own) -> MappedSamples:
+    """Return the samples of a user's own dataset; a keyword ``sequence_length`` that is not written is the recipe's.
+
+    Raises:
+        RecipeError: it cannot be made, or is no such dataset.
+    """
+    factory, given = registry.imported(section.class_), {}
+    if "sequence_length" not in section.keywords and has_keyword(factory, "sequence_length"):
+        given["sequence_length"] = recipe.data.sequence_length
+    dataset = make_own(factory, section.keywords, **given)
+    name = f"{section.class_}({', '.join(f'{key}={value!r}' for key, value in (section.keywords | given).items())})"
+    try:
+        return MappedSamples(dataset, name)
+    except MeshparError:
+        raise
+    except Exception as error:  # the code of a user
+        raise RecipeError(f"{name}: sample 0 cannot be read: {brief(error)}") from error
+
+
+def sequence_of(recipe: Recipe) -> int:
+    """Return the tokens of a sample: those of a user's own dataset are looked at."""
+    if recipe.data.dataset is None:
+        return recipe.data.sequence_length
+    first = own_samples(recipe, recipe.data.dataset).first
+    return len(first["input_ids"]) if "input_ids" in first else recipe.data.sequence_length
+
+
+def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: Parallelized) -> Samples:
     """Return the samples of one file."""
     section = recipe.data
+    if isinstance(file, MappedSamples):
+        return file
     if isinstance(file, TokenFile):
         return PackedTokens(file, section.sequence_length)
     if file.classes:
@@ -133,18 +232,45 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile, par: Parallelized) ->
 
 
 def data_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield the problems of the data's files, before anything is prepared; of lines of JSON and of tokens, the beginning is read."""
-    source = recipe.data.source
-    if source != "stdlib":
+    """Yield the problems of the data's files, before anything is prepared; the beginning of each is read."""
+    source, most = recipe.data.source, 0
+    for name in ("dataset", "validation_dataset"):
+        if (own := getattr(recipe.data, name)) is not None:
+            try:
+                own_samples(recipe, own)
+            except MeshparError as error:
+                yield f"{recipe.where(f'data.{name}.class')}: {error}"
+    if source not in ("stdlib", "dataset"):
         for path in (*recipe.data.paths, *recipe.data.validation_paths):
             try:
                 if source == "tokens":
                     file = TokenFile.open(Path(path).expanduser())
                     file.check_ids(file.ids()[:_LOOKED_AT])
-                elif _source(recipe, (path,)).files() and source in ("jsonl", "csv"):
-                    deque(islice(_source(recipe, (path,)).documents(), _LINES_READ), maxlen=0)
+                    most += file.tokens if path in recipe.data.paths else 0
+                    continue
+                files = _source(recipe, (path,)).files()
+                plain = all(each.suffix not in PACKED for each in files)  # a byte is at least one token, with an end for each document
+                most += (sum(each.stat().st_size + 1 for each in files) if plain else sys.maxsize) if path in recipe.data.paths else 0
+                text = _source(recipe, (path,))
+                read: Iterator[Any] = text.pieces(_PIECE) if isinstance(text, TextSource) else text.documents()
+                deque(islice(read, _PIECES_READ), maxlen=0)
             except RecipeError as error:
-                yield f"{recipe.where('data.paths')}: {error}"
+                most = sys.maxsize
+                yield f"{recipe.where('data.paths' if path in recipe.data.paths else 'data.validation_paths')}: {error}"
+            except OSError as error:
+                yield f"{recipe.where('data.paths')}: {path} cannot be read: {brief(error)}"
+        few = _too_few(recipe, max(0, most - 1) // recipe.data.sequence_length + 1) if examples_of(recipe) == "tokens" else ""
+        if few:
+            yield f"{recipe.where('data.micro_batch')}: {few}"
+
+
+def _too_few(recipe: Recipe, most: int) -> str:
+    """Return what is wrong if the data has no more samples than these and they fill no micro-batch; else nothing."""
+    section = recipe.data
+    if most >= section.micro_batch:
+        return ""
+    length = f" of {section.sequence_length} tokens" if examples_of(recipe) == "tokens" else ""
+    return f"a micro-batch has {section.micro_batch} samples{length}, and all the training data gives {most}; lower it, or give more data"
 
 
 def _source(recipe: Recipe, inputs: tuple[str, ...]) -> TextSource | RecordSource:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from meshpar import registry, runtime
+from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager, Safetensors, open_step, read_manifest
 from meshpar.checkpoints.checkpointable import Checkpointable as Saved
 from meshpar.checkpoints.manifest import step_name, step_of
@@ -26,6 +27,7 @@ from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.feedback import forecast_feedback
 from meshpar.launchers.jobs.first_weights import with_weights
 from meshpar.launchers.jobs.preflight import opened, patience_s
+from meshpar.launchers.recipes.own import objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.parallelized import Parallelized
 from meshpar.training.console import Console
@@ -33,7 +35,6 @@ from meshpar.training.data import Batches
 from meshpar.training.loop import Trainer
 from meshpar.training.lora import Adapters, WithAdapters
 from meshpar.training.metrics import JsonLines, Reporter, TensorBoard, flops_per_token
-from meshpar.training.optimizer import build_adamw
 from meshpar.training.profile_summary import LEAST as PROFILED
 from meshpar.training.scaler import LossScaler
 from meshpar.training.settings import Outcome
@@ -57,8 +58,11 @@ def run_job(recipe: Recipe) -> Outcome:
     data = build.prepare_data(recipe)
     with opened(recipe, data, kind):
         par = _parallelize(recipe, data, kind)
-        optimizer = build_adamw(par.module, build.adamw_of(recipe))
+        optimizer = build.optimizer_of(recipe)(par.module)
         train, validation = build.batches(recipe, data, par)
+        made_of = [build.origin_of(recipe, train.global_batch)]
+        dist.broadcast_object_list(made_of)  # copies of a file on other nodes have other times
+        origin = made_of[0]
         settings = build.settings_of(recipe)
         schedule = build.schedule_of(recipe, settings, train, par.data_size)
         saving = recipe.checkpoint
@@ -75,18 +79,19 @@ def run_job(recipe: Recipe) -> Outcome:
             schedule,
             settings,
             validation=validation,
-            checkpointer=Saver(manager, saved, saving.best),
+            checkpointer=Saver(manager, saved, saving.best, origin),
             scaler=LossScaler() if build.wants_scaler(recipe) else None,
             flops_per_token=flops_per_token(par.module),
         )
         with manager, contextlib.ExitStack() as stack:
             manager.own()
-            come_from = _resume(recipe, manager, saved, optimizer, trainer)
+            come_from = _resume(recipe, manager, saved, optimizer, trainer, origin)
             left = settings.total_steps(train.steps_per_epoch) - trainer.step
             if recipe.profile and left >= PROFILED:
                 trainer.data = _profiled(train, par, optimizer, recipe.folder / PROFILE)
             if runtime.is_main():
-                _begin_folder(recipe, data)
+                if left > 0 or not come_from:  # the recipe of a complete run stays the one that made it
+                    _begin_folder(recipe, data)
                 _note_first_step(optimizer)
                 reporters = _reporters(recipe, settings.total_steps(train.steps_per_epoch), trainer.step)
                 trainer.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
@@ -109,15 +114,17 @@ def _profiled(data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer
 class Saver:
     """The trainer's checkpointer: saves with the last metrics, so that the manager can keep the best step."""
 
-    def __init__(self, manager: CheckpointManager, saved: Saved, best: str | None = None) -> None:
-        """``saved``: the whole model, or its adapters; ``best``: the metric whose best step is kept."""
+    def __init__(self, manager: CheckpointManager, saved: Saved, best: str | None = None, origin: Mapping[str, Any] | None = None) -> None:
+        """``saved``: the whole model, or its adapters; ``best``: the metric whose best step is kept; ``origin``: of the data."""
         self._manager, self._saved, self._best = manager, saved, (best or "").removeprefix("+")
+        self._origin = origin
 
     def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> object:
         """Save and commit. Collective."""
         metrics: Mapping[str, float] = {name: value for name, value in extra["metrics"].items() if math.isfinite(value)}
         if self._best and self._best not in metrics and runtime.is_main():
             log.warning("checkpoint.best: step %d has no %s and cannot be it; it has %s", step, self._best, ", ".join(metrics) or "none")
+        extra = extra if self._origin is None else {**extra, "origin": self._origin}
         # An existing step is a damaged one, before which the run resumed.
         return self._manager.save(step, self._saved, optimizer, extra, metrics, replace=True)
 
@@ -143,7 +150,14 @@ def _teacher(recipe: Recipe, data: build.Data, kind: str) -> nn.Module | None:
     return with_weights(par, recipe.teacher.model, recipe.seed).module
 
 
-def _resume(recipe: Recipe, manager: CheckpointManager, par: Saved, optimizer: torch.optim.Optimizer, trainer: Trainer) -> str:
+def _resume(
+    recipe: Recipe,
+    manager: CheckpointManager,
+    par: Saved,
+    optimizer: torch.optim.Optimizer,
+    trainer: Trainer,
+    origin: Mapping[str, Any],
+) -> str:
     """Restore the checkpoint that the recipe selects, and describe it; empty for a new run."""
     wanted, own = recipe.checkpoint.resume, manager.latest()
     if wanted == "never" and own is not None:
@@ -159,8 +173,29 @@ def _resume(recipe: Recipe, manager: CheckpointManager, par: Saved, optimizer: t
         return _begin_from(folder, recipe, trainer, own_step=None if own is None else step)
     # Only an automatic choice may fall back to an older step; a requested step is restored or is an error.
     restored = source.restore(par, optimizer, None if source is manager else step, fallback=source is manager)
-    trainer.load_state_dict(restored.extra)
-    return f"{restored.folder}{'' if restored.same_mesh else ', saved on another mesh'}"
+    before = restored.extra.get("origin")
+    try:
+        trainer.load_state_dict(restored.extra)
+    except RecipeError as error:
+        if before is None or not (differ := build.changes(before, origin)):
+            raise
+        raise RecipeError(
+            f"{recipe.where('data')}: the checkpoint {restored.folder} is of other data: {'; '.join(differ)}; restore what has changed, "
+            "or start a new run in another output folder"
+        ) from error
+    told = f"{restored.folder}{'' if restored.same_mesh else ', saved on another mesh'}"
+    return told if before is None else f"{told}{_other_batch(recipe, before['batch'], trainer.data.global_batch)}"
+
+
+def _other_batch(recipe: Recipe, before: int, now: int) -> str:
+    """Return a warning if a step has another number of samples than before the resume; else nothing."""
+    if before == now:
+        return ""
+    ranks = now // (recipe.data.micro_batch * recipe.data.accumulate)
+    each, rest = divmod(before, ranks)
+    sizes = [size for size in range(1, min(each, recipe.data.micro_batch) + 1) if each % size == 0]
+    keep = "" if rest else f"; to keep it, set data.micro_batch={sizes[-1]} data.accumulate={each // sizes[-1]}"
+    return f"\nWARNING: a step had {before:,} samples before and has {now:,} from here on, on {ranks} data ranks{keep}"
 
 
 def _model_only(source: CheckpointManager, step: int) -> Path | None:
@@ -214,7 +249,7 @@ def _note_first_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _reporters(recipe: Recipe, steps: int, step: int) -> tuple[Reporter, ...]:
     board = [TensorBoard(recipe.folder / TENSORBOARD, step=step)] if recipe.training.tensorboard else []
-    unit = getattr(registry.plugin("meshpar.objectives", recipe.training.objective), "unit", "tok")
+    unit = getattr(objective_factory(recipe.training.objective), "unit", "tok")
     return (Console(steps, step=step, unit=unit), JsonLines(recipe.folder / METRICS, step=step), *board)
 
 
@@ -236,7 +271,7 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
         f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over {schedule.steps:,} steps",
     ]
     if come_from:
-        lines.append(f"going on after step {trainer.step} from {come_from}")
+        lines += f"going on after step {trainer.step} from {come_from}".split("\n")
     if trainer.settings.steps is not None and trainer.step >= trainer.settings.steps:
         lines.append(f"all {trainer.settings.steps} steps are done already; raise training.steps to go on")
     for reporter in trainer.reporters[:1]:

@@ -13,6 +13,7 @@ from meshpar.forecasting.report import Forecast
 from meshpar.forecasting.step import Batch, ObjectiveLoss
 from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe, folder_problems
+from meshpar.launchers.recipes.sections import Own
 from meshpar.plan import Plan
 
 
@@ -20,7 +21,7 @@ def batch_of(recipe: Recipe) -> Batch:
     """Return what a data rank trains on in a step, with samples of full length."""
     data = recipe.data
     return Batch(
-        sequence=data.sequence_length,
+        sequence=build.sequence_of(recipe),
         micro_batch=data.micro_batch,
         accumulate=data.accumulate,
         examples=build.examples_of(recipe),
@@ -56,5 +57,6 @@ def forecast_job(recipe: Recipe, hardware: Hardware | str, ranks: int, *, plan: 
         layout=layout,
         loss=loss,
         teacher=teacher,
+        optimizer=build.optimizer_of(recipe) if isinstance(recipe.optimizer, Own) else None,
         **options,
     )

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from meshpar.errors import RecipeError, brief
+from meshpar.models.huggingface import for_training
 from meshpar.patterns import nearest
 
 _HEADS = {
@@ -69,14 +69,13 @@ def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFa
     if head == "sequence_classification" and facts.classes:
         config.id2label = dict(enumerate(facts.classes))
         config.label2id = {name: number for number, name in enumerate(facts.classes)}
-    config.use_cache = False
     auto = getattr(transformers, _HEADS[head])
     if type(config) not in auto._model_mapping:
         raise RecipeError(f"transformers has no {head} for model_type {config.model_type!r}")
     if isinstance(source, Mapping):
         _refuse_unknown(source, transformers.AutoConfig.for_model(config.model_type), auto._model_mapping[type(config)])
-    with torch.device("meta"), _refused("config"):
-        return auto.from_config(config, dtype=torch.float32)
+    with _refused("config"):
+        return for_training(auto, config)
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Any, model: Any) -> None:  # noqa: ANN401 - a config of transformers

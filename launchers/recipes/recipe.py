@@ -12,14 +12,16 @@ from pydantic import PrivateAttr
 from meshpar import registry
 from meshpar.errors import MeshError, MeshparError, RecipeError
 from meshpar.launchers.recipes.converting import convert_keys
-from meshpar.launchers.recipes.objective import OBJECTIVES, option_problems, wants_teacher
+from meshpar.launchers.recipes.own import OBJECTIVES, make_importable, objective_factory, own_problems, wants_teacher
 from meshpar.launchers.recipes.schema import Section, build, validate
 from meshpar.launchers.recipes.sections import (
     CheckpointSection,
     DataSection,
     LoRASection,
     Model,
+    Optimizer,
     OptimizerSection,
+    Own,
     ScheduleSection,
     TeacherSection,
     TrainingSection,
@@ -44,34 +46,37 @@ class Recipe(Section):
     """A run.
 
     Attributes:
-        name: of the run.
+        name: of the run; without it the file's.
         seed: of initial weights, order of the data and dropout.
         device: ``auto``: the accelerator where there is one.
         preflight: whether the doctor looks at the machines before training, and whether what it finds ends the job.
         watchdog: seconds without any progress after which ranks say where they are, and the job ends; None: never.
         profile: write a profile of a few early steps into the run's folder (:mod:`meshpar.training.profile`).
         output: the run's folder.
+        code: the folder from which classes of your own are imported; None: the recipe's.
         mesh: axes and sizes; empty: one process.
-        passes: name -> options, in their order; None: those that the mesh's axes call for.
+        passes: name -> options, in their order; without them those that the mesh's axes call for.
+        model: see the sections below; the same holds for the other headings.
         teacher: of a distillation.
         lora: adapters, which alone are trained.
         notes: what became of names that are not meshpar's own.
     """
 
-    name: str
+    name: str = ""
     seed: Annotated[int, Bound(ge=0)] = 0
     device: Literal["auto", "cpu", "cuda", "xpu", "hpu", "mps"] = "auto"
     preflight: Literal["off", "warn", "fail"] = "off"
     watchdog: Annotated[float, Bound(gt=0)] | None = 600.0
     profile: bool = False
     output: str = ""
+    code: str | None = None
     mesh: str = ""
     passes: tuple[dict[str, dict[str, Any]], ...] = ()
     model: Model
     teacher: TeacherSection | None = None
     lora: LoRASection | None = None
     data: DataSection = DataSection()
-    optimizer: OptimizerSection = OptimizerSection()
+    optimizer: Optimizer = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     training: TrainingSection
     checkpoint: CheckpointSection = CheckpointSection()
@@ -111,6 +116,14 @@ class Recipe(Section):
         """Return the recipe as resolved: reading this text gives the same recipe."""
         data = self.model_dump(mode="json")
         data["model"] = _model_text(self.model)
+        if isinstance(self.optimizer, Own):
+            data["optimizer"] = _own_text(self.optimizer)
+        for name in ("dataset", "validation_dataset"):
+            own = getattr(self.data, name)
+            data["data"] = {key: value for key, value in data["data"].items() if key != name}
+            data["data"] |= {} if own is None else {name: _own_text(own)}
+        if self.code is None:
+            del data["code"]
         if self.lora is None:
             del data["lora"]
         else:
@@ -122,7 +135,15 @@ class Recipe(Section):
         return to_yaml(data)
 
 
+def _own_text(section: Own) -> dict[str, Any]:
+    """Return a class of the user's own with its keywords, None included: that may be what a keyword is set to."""
+    fields = section.model_dump(mode="json", by_alias=True, exclude={"kind", "name"})
+    return {name: value for name, value in fields.items() if name in section.keywords or value not in (None, [])}
+
+
 def _model_text(section: Any) -> dict[str, Any]:
+    if isinstance(section, Own):
+        return _own_text(section)
     fields = section.model_dump(mode="json")
     if section.kind == "huggingface":
         return {name: value for name, value in fields.items() if value is not None}
@@ -162,16 +183,19 @@ def resolve(document: Document, *, disks: bool = True) -> Recipe:
     """Return the recipe of a document, or raise RecipeError with every problem."""
     data = dict(document.data)
     problems: list[str] = []
+    _find_own_code(data, document)
     notes = _read_plan(data, document, problems)
     if isinstance(data.get("teacher"), Mapping):
         data["teacher"] = dict(data["teacher"])
         data["teacher"].setdefault("mesh", data["mesh"])
         notes += [f"teacher.{note}" for note in _read_plan(data["teacher"], document, problems, ("teacher",))]
     _take_from_weights(data)
+    _name_kinds(data)
     data["name"] = data.get("name") or Path(document.name).stem
     data["output"] = data.get("output") or f"runs/{data['name']}"
     found = validate(Recipe, data, document)
     if isinstance(found, Recipe):
+        problems += _calling_problems(found, document)
         problems += [f"{document.where(place)}: {text}" for place, text in _conflicts(found, disks=disks)]
     else:
         assert isinstance(found, list)
@@ -182,6 +206,62 @@ def resolve(document: Document, *, disks: bool = True) -> Recipe:
     assert isinstance(found, Recipe)
     found._document = document
     return found.noting(notes)
+
+
+def _name_kinds(data: dict[str, Any]) -> None:
+    """Write which kind of optimizer and of data a section is."""
+    optimizer, section = data.get("optimizer"), data.get("data")
+    if isinstance(optimizer, Mapping):
+        data["optimizer"] = {"name": "own" if "class" in optimizer else "adamw", **optimizer}
+    if isinstance(section, Mapping) and section.get("dataset") is not None:
+        data["data"] = {"source": "dataset", **section}
+
+
+def _find_own_code(data: dict[str, Any], document: Document) -> None:
+    """Make the recipe's folder importable if the recipe names something by import path, and write the folder into the recipe."""
+
+    def inside(*path: str) -> Any:
+        found: Any = data
+        for part in path:
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return found
+
+    sections = (("model",), ("teacher", "model"), ("optimizer",), ("data", "dataset"), ("data", "validation_dataset"))
+    passes = [each for place in (("passes",), ("teacher", "passes")) for each in (inside(*place) or ()) if isinstance(inside(*place), list)]
+    names = [name for each in passes for name in (each if isinstance(each, Mapping) else (each,))]
+    if any(inside(*place, "class") for place in sections) or any("." in str(each) for each in (inside("training", "objective"), *names)):
+        data["code"] = inside("code") or str(Path(document.name).absolute().parent)
+        make_importable(Path(str(data["code"])).expanduser())
+
+
+def _calling_problems(recipe: Recipe, document: Document) -> list[str]:
+    """Return what is wrong with the objective's options and with classes of the user's own; imports them."""
+    found: list[str] = []
+    data, training = recipe.data, recipe.training
+    own: list[tuple[Place, Any, tuple[str, ...]]] = [
+        (("model",), recipe.model, ("vocab_size",)),
+        (("teacher", "model"), None if recipe.teacher is None else recipe.teacher.model, ("vocab_size",)),
+        (("optimizer",), recipe.optimizer, ("params", "lr")),
+        (("data", "dataset"), data.dataset, ("sequence_length",)),
+        (("data", "validation_dataset"), data.validation_dataset, ("sequence_length",)),
+    ]
+    for place, section, given in own:
+        if not isinstance(section, Own):
+            continue
+        try:
+            factory = registry.imported(section.class_)
+        except MeshparError as error:
+            found.append(f"{document.where((*place, 'class'))}: {error}")
+            continue
+        given = tuple(name for name in given if name not in section.keywords)
+        found += own_problems(factory, section.keywords, document, place, given)
+    if "." in training.objective or training.objective in registry.names(OBJECTIVES):
+        try:
+            factory = objective_factory(training.objective)
+        except MeshparError as error:
+            return [*found, f"{document.where(('training', 'objective'))}: {error}"]
+        found += own_problems(factory, training.objective_options, document, ("training", "objective_options"))
+    return found
 
 
 def _find(source: str | Path) -> Document:
@@ -197,7 +277,7 @@ def _find(source: str | Path) -> Document:
 def _read_plan(data: dict[str, Any], document: Document, problems: list[str], at: Place = ()) -> list[str]:
     """Put model, mesh and passes of a mapping in the form that the recipe has, and return what is to be told about old names."""
     if isinstance(data.get("model"), Mapping):
-        data["model"] = {"kind": "transformer", **data["model"]}
+        data["model"] = {"kind": "own" if "class" in data["model"] else "transformer", **data["model"]}
     notes = convert_keys(data, document, problems, at)
     data["mesh"] = data.get("mesh") or ""
     mesh = _read_mesh(data["mesh"], document, problems, at)
@@ -213,7 +293,12 @@ def _take_from_weights(data: dict[str, Any]) -> None:
     folder = Path(model["weights"]).expanduser()
     if model["kind"] == "huggingface" and (folder / "config.json").is_file():
         data["model"] = {"config": model["weights"], **model}
-    if section.get("tokenizer") is None and section.get("source") != "tokens" and (folder / "tokenizer.json").is_file():
+    if (
+        section.get("tokenizer") is None
+        and section.get("source") != "tokens"
+        and not section.get("dataset")
+        and (folder / "tokenizer.json").is_file()
+    ):
         data["data"] = {**section, "tokenizer": model["weights"]}
 
 
@@ -236,7 +321,13 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
         yield ("training",), "say how long to train: steps, epochs or both"
     if data.source == "stdlib" and data.paths:
         yield ("data", "paths"), "stdlib needs no paths; for files of your own write source: files"
-    if data.source != "stdlib" and not data.paths:
+    if (data.source == "dataset") != (data.dataset is not None):
+        yield ("data", "source"), "a dataset of your own is written dataset: {class: mypackage.Dataset}, without another source"
+    if data.validation_dataset is not None and (data.dataset is None or data.validation_fraction):
+        yield ("data", "validation_dataset"), "it goes with data.dataset, and without validation_fraction"
+    if data.source == "dataset" and (data.paths or data.validation_paths):
+        yield ("data", "paths"), "a dataset of your own reads its files itself; give them to it as keywords"
+    if data.source not in ("stdlib", "dataset") and not data.paths:
         yield ("data", "paths"), f"source: {data.source} needs paths"
     if data.source == "tokens" and (len(data.paths) > 1 or len(data.validation_paths) > 1):
         yield ("data", "paths"), f"tokens are one .bin file, got {len(data.paths)}"
@@ -246,7 +337,7 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
             "the input is tokens already: leave it out, or give the folder of the tokenizer that made them, for the export",
         )
     weights = recipe.model.weights
-    if weights is not None and weights.expanduser().exists() and data.tokenizer is None and data.source != "tokens":
+    if weights is not None and weights.expanduser().exists() and data.tokenizer is None and data.source not in ("tokens", "dataset"):
         yield (
             ("data", "tokenizer"),
             f"missing: {weights} has no tokenizer.json; name the folder of the tokenizer that the weights were trained with, "
@@ -259,7 +350,7 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
     yield from _objective_problems(recipe)
     if data.validation_paths and data.validation_fraction:
         yield ("data", "validation_fraction"), "validation is text of its own (validation_paths) or a part of this text, not both"
-    if training.validate_every is not None and not data.validation_paths and not data.validation_fraction:
+    if training.validate_every is not None and not (data.validation_paths or data.validation_fraction or data.validation_dataset):
         yield ("training", "validate_every"), "there is nothing to validate on; give data.validation_fraction or data.validation_paths"
     length = recipe.schedule.steps or training.steps
     if length is not None and recipe.schedule.warmup_steps > length:
@@ -281,14 +372,14 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
 
 def _objective_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     training, data = recipe.training, recipe.data
-    if training.objective not in registry.names(OBJECTIVES):
-        return  # told by build.check_job, with what is installed
-    factory = registry.plugin(OBJECTIVES, training.objective)
-    yield from ((("training", "objective_options"), text) for text in option_problems(factory, training.objective_options))
+    try:
+        factory = objective_factory(training.objective)
+    except MeshparError:
+        return  # told before; an objective that is not installed by build.check_job, with what is
     if wants_teacher(factory) != (recipe.teacher is not None):
         words = "needs a teacher: give it a model and its weights" if recipe.teacher is None else "has no use for a teacher"
         yield ("teacher",), f"the objective {training.objective} {words}"
-    if getattr(factory, "examples", "tokens") != "tokens" and data.source not in ("stdlib", "jsonl", "csv"):
+    if getattr(factory, "examples", "tokens") != "tokens" and data.source not in ("stdlib", "jsonl", "csv", "dataset"):
         yield (
             ("data", "source"),
             f"the objective {training.objective} learns from stdlib, jsonl or csv, which hold two fields, got {data.source!r}",
@@ -306,9 +397,9 @@ def folder_problems(section: Any) -> Iterator[str]:
 
 def _model_problems(section: Any) -> Iterator[str]:
     try:
-        if section.kind != "huggingface":
+        if section.kind in ("transformer", "gpt2"):
             model_config(section, vocab_size=512)
-        elif isinstance(section.config, dict) and "model_type" not in section.config:
+        elif section.kind == "huggingface" and isinstance(section.config, dict) and "model_type" not in section.config:
             yield "config: a config.json names its model_type, such as llama, qwen3 or gpt2"
     except ValueError as error:
         yield str(error)
@@ -328,4 +419,9 @@ def model_config(section: Any, vocab_size: int) -> TransformerConfig | GPT2Confi
     given |= {"rope_scaling": RopeScaling(**section.rope_scaling.given())} if section.rope_scaling is not None else {}
     if section.preset is not None:
         return TransformerConfig.preset(section.preset, **given)
-    return TransformerConfig(**{"vocab_size": -(-vocab_size // 64) * 64, **given})
+    return TransformerConfig(**{"vocab_size": rounded_vocabulary(vocab_size), **given})
+
+
+def rounded_vocabulary(size: int) -> int:
+    """Return a vocabulary that every usual tensor axis divides."""
+    return -(-size // 64) * 64

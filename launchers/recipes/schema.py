@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -72,16 +74,53 @@ def section_of(cls: type, *, partial: bool = True, without: tuple[str, ...] = ()
     return create_model(cls.__name__, __base__=Section, **fields)
 
 
-def build(cls: Callable[..., Any], section: Section, **given: Any) -> Any:
-    """Return the dataclass object of a section made by :func:`section_of`, with the fields in ``given`` that the section does not have."""
-    hints = typing.get_type_hints(cls)
+@cache
+def section_of_call(factory: Callable[..., Any], without: tuple[str, ...] = ()) -> type[Section]:
+    """Return the section whose fields are the keywords of a class or function, with their types as far as they are annotated.
+
+    Keywords that take functions or modules are left out, as are those in ``without``.
+    """
+    fields: dict[str, Any] = {}
+    parameters = inspect.signature(factory).parameters.values()
+    for each in parameters:
+        hint = _hints(factory)[each.name]
+        written = each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) and each.name not in without
+        if written and not each.name.startswith("_") and not _takes_functions(hint):
+            fields[each.name] = (_adapted(hint), ... if each.default is each.empty else each.default)
+    takes_more = any(each.kind == each.VAR_KEYWORD for each in parameters)
+    settings = ConfigDict(**{**Section.model_config, "extra": "allow" if takes_more else "forbid"})
+    base = types.new_class("_Keywords", (Section,), exec_body=lambda body: body.update(model_config=settings, __module__=__name__))
+    return create_model(getattr(factory, "__name__", "options"), __base__=base, **fields)
+
+
+def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, or of the keywords of a class or function; Any where there is none that can be read."""
+    if dataclasses.is_dataclass(factory):
+        return typing.get_type_hints(factory, include_extras=True)
+    home = sys.modules[factory.__module__].__dict__
+    return {name: _hint(each.annotation, home) for name, each in inspect.signature(factory).parameters.items()}
+
+
+def _hint(annotation: object, home: dict[str, Any]) -> Any:
+    if annotation is inspect.Parameter.empty:
+        return Any
+    try:
+        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": annotation}), home, include_extras=True)["it"]
+    except (NameError, TypeError):  # a name that is imported for type checkers alone
+        return Any
+
+
+def build(cls: Callable[..., Any], section: Section, *arguments: Any, **given: Any) -> Any:
+    """Return the object of a section made by :func:`section_of` or :func:`section_of_call`, with what is ``given`` beside it."""
+    hints = _hints(cls)
     values = {}
-    for name in section.model_fields_set & hints.keys():
-        value, kinds = getattr(section, name), (hints[name], *get_args(hints[name]))
+    for name in section.model_fields_set & {*hints, *(section.model_extra or ())}:
+        value, hint = getattr(section, name), hints.get(name, Any)
+        kinds = (hint, *get_args(hint))
         inner = next((each for each in kinds if dataclasses.is_dataclass(each)), None)
-        if value is not None or type(None) in kinds:
+        if value is not None or type(None) in kinds or hint is Any:
             values[name] = build(cast(Any, inner), value) if inner is not None and isinstance(value, Section) else value
-    return cls(**(values | given))
+    return cls(*arguments, **(values | given))
 
 
 def validate(model: type[Section], data: object, document: Document, place: Place = ()) -> Section | list[str]:
@@ -148,7 +187,8 @@ def _in_data(error: ErrorDetails, data: object) -> Place:
 
 def _message(place: Place, errors: list[ErrorDetails], data: object, model: type[BaseModel]) -> str:
     error = errors[0]
-    owner, hint = _field(model, error["loc"])
+    inside = place and isinstance(place[-1], int)
+    owner, hint = _field(model, error["loc"] if inside else tuple(part for part in error["loc"] if isinstance(part, str)))
     value, context = _value(data, place), error.get("ctx", {})
     match error["type"]:
         case "extra_forbidden":
@@ -159,7 +199,8 @@ def _message(place: Place, errors: list[ErrorDetails], data: object, model: type
         case "value_error":
             return str(context["error"])
         case "union_tag_invalid":
-            return f"kind must be one of {context['expected_tags']}, got {context['tag']!r}"
+            name, tags = str(context["discriminator"]).strip("'"), str(context["expected_tags"]).replace(", 'own'", "")
+            return f"{name} must be one of {tags}, got {context['tag']!r}; for a class of your own write class: package.module.Name"
         case kind if kind.startswith(("greater", "less")):
             return f"{error['msg'].replace('Input should', 'must')}, got {value!r}"
     return f"expected {describe_type(hint)}, got {value!r}"
@@ -184,11 +225,12 @@ def _field(model: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[type[Bas
             if inner and part != loc[-1]:
                 owner = inner[0]
                 branches = inner
+        elif isinstance(part, int) and get_origin(hint) is tuple:
+            hint = get_args(hint)[0 if Ellipsis in get_args(hint) else part]
         elif isinstance(part, str):
             owner = next((each for each in branches if _tag(each) == part), owner) if part != loc[-1] else owner
     return owner, hint
 
 
 def _tag(section: type[BaseModel]) -> object:
-    kind = section.model_fields.get("kind")
-    return None if kind is None else kind.default
+    return next((section.model_fields[name].default for name in ("kind", "name") if name in section.model_fields), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, final
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from meshpar.launchers.recipes.schema import Dtype, Section, section_of
 from meshpar.models.gpt2 import GPT2Config
@@ -26,7 +26,11 @@ _TrainFields: Any = section_of(TrainSettings, partial=False, without=("checkpoin
 
 @final
 class TransformerSection(_TransformerFields):
-    """A :class:`meshpar.models.Transformer`: the fields of its config, from a ``preset`` where one is named."""
+    """A :class:`meshpar.models.Transformer`: the fields of its config.
+
+    Attributes:
+        preset: a shape by name (``124m``, ``llama-8b``), from which the other fields depart.
+    """
 
     kind: Literal["transformer"] = "transformer"
     preset: str | None = None
@@ -63,7 +67,38 @@ class HuggingFaceSection(Section):
     ignore: tuple[str, ...] = ()
 
 
-Model = Annotated[TransformerSection | GPT2Section | HuggingFaceSection, Field(discriminator="kind")]
+class Own(Section):
+    """A class of the user's own, and the keywords that it is called with: every other key of the section.
+
+    Attributes:
+        class_: its import path, ``package.module.Name``.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    class_: str = Field(alias="class")
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keywords as written."""
+        return dict(self.model_extra or {})
+
+
+@final
+class OwnModel(Own):
+    """A model of the user's own: ``{class: mypackage.Model, dim: 512}``.
+
+    Attributes:
+        weights: a folder of safetensors to start from; None: drawn from the seed.
+        ignore: patterns of tensors, or of modules, in the weights that the model has no use for.
+    """
+
+    kind: Literal["own"] = "own"
+    weights: Path | None = None
+    ignore: tuple[str, ...] = ()
+
+
+Model = Annotated[TransformerSection | GPT2Section | HuggingFaceSection | OwnModel, Field(discriminator="kind")]
 
 
 @final
@@ -77,13 +112,13 @@ class TeacherSection(Section):
 
     Attributes:
         model: the teacher; it needs ``weights`` to have anything to teach.
-        mesh: axes and sizes; None: the student's.
+        mesh: axes and sizes; without them the student's.
         passes: name -> options; None: those that the mesh's axes call for.
         dtype: of its parameters; None: float32.
     """
 
     model: Model
-    mesh: str
+    mesh: str = ""
     passes: tuple[dict[str, dict[str, Any]], ...] = ()
     dtype: Dtype | None = None
 
@@ -94,8 +129,10 @@ class DataSection(Section):
 
     Attributes:
         source: ``stdlib`` (the source of Python's standard library; for pairs of texts its functions with the first sentence of their
-            docstrings, for labels its lines with their modules), ``files`` (text), ``jsonl``, ``csv``, or ``tokens`` (a ``.bin`` and its
-            ``.json``). Text may be compressed by gzip.
+            docstrings, for labels its lines with their modules), ``files`` (text), ``jsonl``, ``csv``, ``tokens`` (a ``.bin`` and its
+            ``.json``), or ``dataset``. Text may be compressed by gzip or zstd.
+        dataset: a class of your own, ``{class: mypackage.Dataset, ...keywords}``: samples that need no tokenizer.
+        validation_dataset: the same, to validate on.
         paths: files, folders and globs; one token file for ``tokens``.
         field: the key of the text in a line of JSON, or its column in CSV.
         target_field: the key of the target text, where the objective wants pairs of texts.
@@ -119,7 +156,9 @@ class DataSection(Section):
         cache: where tokenizers and tokens are kept.
     """
 
-    source: Literal["stdlib", "files", "jsonl", "csv", "tokens"] = "stdlib"
+    source: Literal["stdlib", "files", "jsonl", "csv", "tokens", "dataset"] = "stdlib"
+    dataset: Own | None = None
+    validation_dataset: Own | None = None
     paths: tuple[str, ...] = ()
     field: str = "text"
     target_field: str = "target"
@@ -156,6 +195,23 @@ class OptimizerSection(_AdamWFields):
 
 
 @final
+class OwnOptimizer(Own):
+    """An optimizer of the user's own: ``{class: mypackage.Lion, lr: 1e-4, weight_decay: 0.1}``, called with parameters as torch's are.
+
+    Attributes:
+        lr: the peak that the schedule reaches.
+        scale_lr: how ``lr`` grows with the number of data ranks, see :func:`meshpar.training.schedule.scaled_rate`.
+    """
+
+    name: Literal["own"] = "own"
+    lr: Annotated[float, Bound(gt=0)]
+    scale_lr: Scaling = "none"
+
+
+Optimizer = Annotated[OptimizerSection | OwnOptimizer, Field(discriminator="name")]
+
+
+@final
 class ScheduleSection(_ScheduleFields):
     """The learning rate over the run, see :class:`meshpar.training.schedule.Schedule`; its peak is the optimizer's ``lr``.
 
@@ -173,7 +229,7 @@ class TrainingSection(_TrainFields):
     """How long, and what how often, see :class:`meshpar.training.settings.TrainSettings`.
 
     Attributes:
-        objective: a plugin of the group ``meshpar.objectives``.
+        objective: a plugin of the group ``meshpar.objectives``, or the import path of a class of your own.
         objective_options: its options.
         loss_scaling: for float16; None: where a pass computes in float16.
         tensorboard: write TensorBoard scalars.

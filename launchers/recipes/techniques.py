@@ -100,13 +100,13 @@ def _checked(written: Written, document: Document, place: Place, problems: list[
 
 
 def _made(name: str, options: Mapping[str, Any], document: Document, place: Place, problems: list[str]) -> Iterator[Pass]:
-    if name not in registry.names(GROUP):
+    if "." not in name and name not in registry.names(GROUP):
         near = nearest(name, registry.names(GROUP))
         listed = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(sorted(registry.names(GROUP)))}"
         problems.append(f"{document.where(place)}: no pass {name!r} is installed; {listed}")
         return
-    factory: Any = registry.plugin(GROUP, name)
     try:
+        factory: Any = registry.plugin(GROUP, name)
         if dataclasses.is_dataclass(factory) and isinstance(factory, type):
             section = _validated(factory, options, document, place, problems)
             if section is not None:
@@ -117,7 +117,7 @@ def _made(name: str, options: Mapping[str, Any], document: Document, place: Plac
             problems.append(f"{document.where(place)}: {name} takes no options")
         else:
             yield cast("Pass", factory)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, MeshparError) as error:
         problems.append(f"{document.where(place)}: {error}")
 
 

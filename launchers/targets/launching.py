@@ -172,6 +172,9 @@ def _seen_from_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
         data = data.model_copy(update={"source": "stdlib", "paths": (), "validation_paths": (), "validation_fraction": 0.1})
     if absent("data.tokenizer", tokenizer):
         data = data.model_copy(update={"tokenizer": None})
+    resume = recipe.checkpoint.resume
+    if resume not in ("auto", "never") and absent("checkpoint.resume", resume):
+        recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"resume": "auto"})})
     models = [("model", recipe.model), *([] if recipe.teacher is None else [("teacher.model", recipe.teacher.model)])]
     configs: list[tuple[str, Any]] = [(name, each) for name, each in models]
     unknown = [absent(f"{name}.config", each.config) for name, each in configs if isinstance(getattr(each, "config", None), str)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from meshpar.errors import MeshparError
@@ -38,6 +39,7 @@ def forecast(
     layout: ModelLayout | None = None,
     loss: Loss = summed_token_loss,
     teacher: tuple[Plan, nn.Module] | None = None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     depth: Literal["probes", "all"] = "probes",
     device: Literal["cuda", "cpu"] = "cuda",
 ) -> Forecast:
@@ -56,6 +58,7 @@ def forecast(
         layout: the model's layout; None: the module's own.
         loss: ``(model, batch) -> summed loss``, importable by name. The batch has the tensors of :meth:`Batch.tensors`.
         teacher: the plan and module of a frozen model on the meta device that ``loss`` holds.
+        optimizer: makes the module's optimizer, importable by name; None: AdamW.
         depth: ``"probes"`` replays two and three blocks and extrapolates; ``"all"`` replays every block.
         device: device type whose attention kernels and allocator are simulated.
 
@@ -72,7 +75,15 @@ def forecast(
     spec = plan.check(model, known, size)
     settled = Plan(spec, plan.passes)
     job = Simulation(
-        plan=settled, model=model, layout=layout, batch=Batch.of(batch), world_size=size, loss=loss, teacher=teacher, device=device
+        plan=settled,
+        model=model,
+        layout=layout,
+        batch=Batch.of(batch),
+        world_size=size,
+        loss=loss,
+        teacher=teacher,
+        optimizer=optimizer,
+        device=device,
     )
     trace, replayed = trace_of(job, known, depth)
     return evaluated(trace, profile, job, replayed)

@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import spawn
 from pathlib import Path
@@ -49,6 +49,7 @@ class Simulation:
         device: whose attention kernels and allocator: ``"cuda"`` or ``"cpu"``.
         loss: what is trained; must be importable by name.
         teacher: the plan of a module that ``loss`` holds, which is frozen, and the module.
+        optimizer: makes the module's optimizer; importable by name; None: AdamW.
     """
 
     plan: Plan
@@ -60,6 +61,7 @@ class Simulation:
     device: Literal["cuda", "cpu"] = "cuda"
     loss: Loss = summed_token_loss
     teacher: tuple[Plan, nn.Module] | None = None
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
 
 
 def simulate(jobs: Sequence[Simulation], *, workers: int = 1) -> list[Trace]:
@@ -111,7 +113,7 @@ def _start(jobs: Sequence[Simulation], where: Path) -> tuple[subprocess.Popen[by
 def _preparation(jobs: Sequence[Simulation]) -> dict[str, Any]:
     """Return what lets another process import what the jobs are made of, as multiprocessing's spawn does it."""
     data = {key: value for key, value in spawn.get_preparation_data(PROCESS).items() if key != "authkey"}
-    kinds = {kind for job in jobs for kind in (job.loss, *map(type, job.plan.passes), *map(type, job.model.modules()))}
+    kinds = [kind for job in jobs for kind in (job.loss, *map(type, job.plan.passes), *map(type, job.model.modules()))]
     if all(kind.__module__ != "__main__" for kind in kinds):  # then nothing needs the script itself, and it need not be guarded
         data = {key: value for key, value in data.items() if not key.startswith("init_main")}
     return data
@@ -202,7 +204,7 @@ def run(job: Simulation) -> Trace:
             initialize.allocate(frozen.module, frozen.device, frozen.home)
             private.settle(frozen, job.device)
             beside.append(frozen.module)
-        optimizer = build_adamw(par.module, AdamWSettings(fused=True))
+        optimizer = build_adamw(par.module, AdamWSettings(fused=True)) if job.optimizer is None else job.optimizer(par.module)
         _fill_state(par.module, optimizer)
         device.begin(None)
         recorder = Recorder(

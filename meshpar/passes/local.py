@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from meshpar._torch import is_shard
 from meshpar.errors import ParallelError
-from meshpar.mesh import divisors
+from meshpar.mesh import sizes_text
 from meshpar.passes.installed import Product, installed, own_forward, record, set_forward
 from meshpar.passes.tensor.collectives import copy_weight
 from meshpar.passes.tensor.context import Context
@@ -66,7 +66,7 @@ def features_of(module: nn.Module) -> tuple[int, int] | None:
 def empty_problems(name: str, what: str, count: int, size: int) -> Iterator[str]:
     """Yield a split that leaves ranks with nothing; one that leaves the last rank less is exact."""
     if -(-count // size) * (size - 1) >= count:
-        yield f"{name} has {count} {what}, which tp={size} splits so that some ranks would hold none; tp in {divisors(count) or 1} would do"
+        yield f"{name} has {count} {what}, which tp={size} splits so that some ranks would hold none; {sizes_text('tp', count)}"
 
 
 def set_product(module: nn.Linear, product: Product) -> None:

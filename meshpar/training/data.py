@@ -18,7 +18,7 @@ import torch
 from meshpar.errors import RecipeError
 from meshpar.extras import need
 from meshpar.loss import IGNORE_INDEX
-from meshpar.training.order import permuted
+from meshpar.training.order import held_out, permuted
 from meshpar.training.tokens import TokenFile
 
 if TYPE_CHECKING:
@@ -84,6 +84,61 @@ class PackedTokens:
             inputs[row, : window.size - 1] = window[:-1]
             labels[row, : window.size - 1] = window[1:]
         return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+
+
+@final
+class MappedSamples:
+    """A map-style dataset (``len``, ``dataset[i]``) whose samples are dicts of tensors or numbers, of one shape, with ``labels``."""
+
+    def __init__(self, dataset: Any, name: str, places: np.ndarray | None = None) -> None:  # noqa: ANN401 - a user's own
+        """Look at the first sample.
+
+        Args:
+            dataset: the samples, the same on every rank. Attributes ``fingerprint`` and ``vocab_size`` are optional.
+            name: what it is made of, in words: two datasets of one name and length are taken for the same.
+            places: the samples to use; None: all.
+
+        Raises:
+            RecipeError: it is no such dataset.
+        """
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise RecipeError(f"{name} has no length or no dataset[i]; expected a map-style torch.utils.data.Dataset")
+        self.dataset, self.name, self._places = dataset, name, places
+        self.vocab_size = int(getattr(dataset, "vocab_size", 0))
+        self.fingerprint = f"{name}/{len(self)}/{getattr(dataset, 'fingerprint', '')}"
+        if not len(self):
+            raise RecipeError(f"{name} has no samples")
+        first = self._rows([0])[0]
+        if not isinstance(first, Mapping) or "labels" not in first:
+            got = f"a dict of {sorted(first)}" if isinstance(first, Mapping) else type(first).__name__
+            raise RecipeError(f"{name}: sample 0 is {got}; expected a dict of tensors with labels, {IGNORE_INDEX} where none counts")
+        self.first: Mapping[str, Any] = first
+
+    def __len__(self) -> int:
+        return len(self.dataset) if self._places is None else self._places.size
+
+    def __str__(self) -> str:
+        return f"{len(self):,} samples of {self.name}"
+
+    def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
+        batch: TensorBatch = torch.utils.data.default_collate(list(self._rows([max(0, index) for index in indices])))
+        for row, index in enumerate(indices):
+            if index == FILLER:
+                batch["labels"][row] = IGNORE_INDEX
+        return batch
+
+    def split(self, fraction: float, seed: int) -> tuple[MappedSamples, MappedSamples | None]:
+        """Return the samples for training and, of a fraction above 0, those for validation, chosen by ``seed``."""
+        if not fraction:
+            return self, None
+        held = held_out(len(self), fraction, seed)
+        train, validation = (MappedSamples(self.dataset, f"{self.name}/{fraction}/{seed}", each.nonzero()[0]) for each in (~held, held))
+        return train, validation
+
+    def _rows(self, indices: Sequence[int]) -> Sequence[Any]:
+        places = [index if self._places is None else int(self._places[index]) for index in indices]
+        several = getattr(self.dataset, "__getitems__", None)  # torch's name for many samples at once
+        return several(places) if several is not None else [self.dataset[place] for place in places]
 
 
 @final

@@ -5,22 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 from meshpar.errors import RecipeError
 from meshpar.extras import need
 from meshpar.training.once import build_once
+from meshpar.training.order import held_out
 from meshpar.training.records import RecordSource, TextPair
 from meshpar.training.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     import numpy as np
 
-_FORMAT = 1
-_BATCH = 4096
+_FORMAT = 2
+_BATCH = 1024
 _ABOUT = "examples.json"
 
 
@@ -112,65 +114,103 @@ def prepare_examples(
 def _write_all(
     folder: Path, source: RecordSource, validation: RecordSource | None, tokenizer: TextTokenizer, fraction: float, seed: int
 ) -> None:
-    records = list(source.records())
-    classes = sorted({output for _, output in records}) if source.kind == "labels" else []
-    if not records or (source.kind == "labels" and len(classes) < 2):
-        what = f"{len(records)} records" + (f" of {len(classes)} classes" if records else "")
-        raise RecipeError(f"{', '.join(source.inputs)} give {what}; give some{', of two classes at least' if records else ''}")
-    held: list[TextPair] = []
-    if validation is not None:
-        held = list(validation.records())
-        if strange := sorted({output for _, output in held} - set(classes)) if classes else []:
-            raise RecipeError(f"the validation data has labels that the training data lacks: {', '.join(strange[:5])}")
-    elif fraction:
-        chosen = _chosen(len(records), fraction, seed)
-        held = [record for place, record in enumerate(records) if place in chosen]
-        records = [record for place, record in enumerate(records) if place not in chosen]
-    for name, part in (("train", records), ("validation", held)):
-        if part:
-            (folder / name).mkdir()
-            _write(folder / name, part, source, classes, tokenizer)
+    count, classes = _counted(source)
+    if not count or (source.kind == "labels" and len(classes) < 2):
+        what = f"{count} records" + (f" of {len(classes)} classes" if count else "")
+        raise RecipeError(f"{', '.join(source.inputs)} give {what}; give some{', of two classes at least' if count else ''}")
+    about = {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id, "classes": classes}
+    held = held_out(count, fraction, seed) if fraction else None
+    names = ["train", *(["validation"] if validation is not None or fraction else [])]
+    with ExitStack() as stack:
+        writers = [stack.enter_context(_Writer(folder / name, about)) for name in names]
+        for place, part in _encoded(source, classes, tokenizer):
+            writers[0 if held is None else int(held[place])].add(*part)
+        if validation is not None:
+            if strange := sorted(set(_counted(validation)[1]) - set(classes)):
+                raise RecipeError(f"the validation data has labels that the training data lacks: {', '.join(strange[:5])}")
+            for _, part in _encoded(validation, classes, tokenizer):
+                writers[1].add(*part)
 
 
-def _chosen(count: int, fraction: float, seed: int) -> set[int]:
-    numpy = need("numpy")
-    order = numpy.argsort(numpy.random.Philox(seed).random_raw(count), kind="stable")
-    return set(order[: min(count - 1, max(1, round(count * fraction)))].tolist())
+def _counted(source: RecordSource) -> tuple[int, list[str]]:
+    """Return the number of records and the names of the labels; nothing else of them is held."""
+    count, classes = 0, set[str]()
+    for _, output in source.records():
+        count += 1
+        if source.kind == "labels":
+            classes.add(output)
+    return count, sorted(classes)
 
 
-def _write(folder: Path, records: Sequence[TextPair], source: RecordSource, classes: Sequence[str], tokenizer: TextTokenizer) -> None:
-    digest = hashlib.sha256()
-    numbers: Mapping[str, int] = {name: number for number, name in enumerate(classes)}
-    columns: dict[str, list[list[int]]] = {"input": [], "output": []}
-    for part in _batched(records):
-        columns["input"] += tokenizer.encode_inputs([text for text, _ in part], begin=bool(classes))
-        if classes:
-            columns["output"] += [[numbers[output]] for _, output in part]
-        else:
-            columns["output"] += tokenizer.encode_inputs([output for _, output in part], begin=False)
-    for name, rows in columns.items():
-        digest.update(_save_rows(folder, name, rows))
-    about: dict[str, Any] = {
-        "count": len(records),
-        "classes": list(classes),
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-        "pad_id": tokenizer.pad_id,
-        "fingerprint": digest.hexdigest(),
-    }
-    (folder / _ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+def _encoded(
+    source: RecordSource, classes: Sequence[str], tokenizer: TextTokenizer
+) -> Iterator[tuple[int, tuple[Sequence[int], Sequence[int]]]]:
+    """Yield each record's place and the ids of its input and output."""
+    numbers, place = {name: number for number, name in enumerate(classes)}, 0
+    for part in _batched(source.records()):
+        inputs = tokenizer.encode_inputs([text for text, _ in part], begin=bool(classes))
+        written = [output for _, output in part]
+        outputs = [[numbers[each]] for each in written] if classes else tokenizer.encode_inputs(written, begin=False)
+        yield from enumerate(zip(inputs, outputs), place)
+        place += len(part)
 
 
-def _save_rows(folder: Path, name: str, rows: Sequence[Sequence[int]]) -> bytes:
-    numpy = need("numpy")
-    ends = numpy.cumsum([len(row) for row in rows], dtype=numpy.int64)
-    ids = numpy.fromiter((id_ for row in rows for id_ in row), dtype=numpy.uint32, count=int(ends[-1]))
-    numpy.save(folder / f"{name}.npy", ids)
-    numpy.save(folder / f"{name}_ends.npy", ends)
-    return hashlib.sha256(ids.tobytes() + ends.tobytes()).digest()
+@final
+class _Writer:
+    """Append the ids of examples to the files of a folder."""
+
+    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+        folder.mkdir()
+        self._folder, self._about, self._count = folder, about, 0
+        self._columns = [
+            (_Array(folder / f"{name}.npy", "<u4"), _Array(folder / f"{name}_ends.npy", "<i8")) for name in ("input", "output")
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def add(self, *rows: Sequence[int]) -> None:
+        """Append the ids of an input and of its output."""
+        for (ids, ends), row in zip(self._columns, rows, strict=True):
+            ids.add(row)
+            ends.add([ids.size])
+        self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        digest = hashlib.sha256()
+        for ids, ends in self._columns:
+            digest.update(ids.close() + ends.close())
+        fields = {"count": self._count, **self._about, "fingerprint": digest.hexdigest()}
+        (self._folder / _ABOUT).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def _batched(records: Sequence[TextPair]) -> Iterator[list[TextPair]]:
-    rest = iter(records)
-    while part := list(islice(rest, _BATCH)):
+@final
+class _Array:
+    """A .npy file of one dim that grows."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self._file, self._dtype, self.size, self._digest = path.open("wb"), dtype, 0, hashlib.sha256()
+        self._head()
+
+    def add(self, values: Sequence[int]) -> None:
+        data = need("numpy").array(values, dtype=self._dtype).data
+        self._digest.update(data)
+        self._file.write(data)
+        self.size += len(values)
+
+    def close(self) -> bytes:
+        """Complete the file and return the digest of its values."""
+        self._file.seek(0)
+        self._head()
+        self._file.close()
+        return self._digest.digest()
+
+    def _head(self) -> None:
+        # numpy leaves room for a longer shape, so that both heads have one length
+        shape = {"descr": self._dtype, "fortran_order": False, "shape": (self.size,)}
+        need("numpy").lib.format.write_array_header_1_0(self._file, shape)
+
+
+def _batched(records: Iterator[TextPair]) -> Iterator[list[TextPair]]:
+    while part := list(islice(records, _BATCH)):
         yield part

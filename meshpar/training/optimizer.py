@@ -46,15 +46,29 @@ def build_adamw(module: nn.Module, settings: AdamWSettings) -> torch.optim.AdamW
     Raises:
         RecipeError: no parameter wants a gradient.
     """
+    groups = parameter_groups(module, settings.weight_decay)
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    fused = settings.fused if settings.fused is not None else devices <= set(_FUSED_DEVICES)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
+
+
+def parameter_groups(module: nn.Module, weight_decay: float | None) -> list[dict[str, Any]]:
+    """Return the parameters that want a gradient, for an optimizer: those with two dims or more decay, the others do not.
+
+    Args:
+        module: the parallel module.
+        weight_decay: of the parameters that decay; None: one group, without a word on decay.
+
+    Raises:
+        RecipeError: no parameter wants a gradient.
+    """
     groups: dict[float, dict[str, Any]] = {}
     for parameter in module.parameters():
         if not parameter.requires_grad:
             continue
-        decay = settings.weight_decay if parameter.ndim >= 2 else 0.0
-        group = groups.setdefault(decay, {"params": [], "weight_decay": decay})
+        decay = 0.0 if weight_decay is None or parameter.ndim < 2 else weight_decay
+        group = groups.setdefault(decay, {"params": []} | ({} if weight_decay is None else {"weight_decay": decay}))
         group["params"].append(parameter)
     if not groups:
         raise RecipeError("no parameter of the model wants a gradient; there is nothing to train")
-    devices = {parameter.device.type for group in groups.values() for parameter in group["params"]}
-    fused = settings.fused if settings.fused is not None else devices <= set(_FUSED_DEVICES)
-    return torch.optim.AdamW(list(groups.values()), lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
+    return list(groups.values())

@@ -49,3 +49,12 @@ def _mixed(values: np.ndarray) -> np.ndarray:
     values = (values ^ (values >> kind(30))) * kind(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> kind(27))) * kind(0x94D049BB133111EB)
     return values ^ (values >> kind(31))
+
+
+def held_out(count: int, fraction: float, seed: int) -> np.ndarray:
+    """Return which of ``count`` things are kept for validation: bool, at least one of them and not all, chosen by ``seed``."""
+    numpy = need("numpy")
+    chosen = numpy.zeros(count, dtype=bool)
+    order = numpy.argsort(numpy.random.Philox(seed).random_raw(count), kind="stable")
+    chosen[order[: min(count - 1, max(1, round(count * fraction)))]] = True
+    return chosen

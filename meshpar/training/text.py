@@ -1,4 +1,4 @@
-"""Read text from files, folders, globs, JSON lines, CSV, or the source of Python's standard library; also compressed by gzip."""
+"""Read text from files, folders, globs, JSON lines, CSV, or the source of Python's standard library; also packed by gzip or zstd."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import csv
 import glob
 import gzip
 import hashlib
+import importlib
 import io
 import json
+import re
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,11 @@ STDLIB = "stdlib"
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
 _TABLES = (".jsonl", ".csv")
 _LONGEST_CELL = 1 << 30  # characters; the csv module's own limit is for tables of numbers
-_COMPRESSED = {".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
+PACKED = (".gz", ".zst")
+_UNREAD = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
+_AT_ONCE = 1 << 16  # characters of text at a time
+# A cut between these changes no id of a byte-level BPE: the end of a line with letters on both sides, else before a space.
+_CUTS = (re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
 # encodings has tables of code points, an eighth of all the text, from which a model learns to write tables
 _NOT_SOURCE = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 
@@ -34,7 +40,7 @@ class TextSource:
 
     Attributes:
         inputs: files, globs (``**`` crosses folders), folders (all .txt, .md, .rst, .py, .jsonl and .csv files in them, also with .gz
-            behind) or ``stdlib``, the source of Python's standard library without its tests and code tables.
+            or .zst behind) or ``stdlib``, the source of Python's standard library without its tests and code tables.
         field: key of the text in a line of a ``.jsonl`` file, or its column in a ``.csv`` file with a first line of names.
         separator: text that divides a file of text into documents; None: a file is one document.
     """
@@ -72,8 +78,23 @@ class TextSource:
             RecipeError: a file is not UTF-8, or a line is not JSON with the field.
         """
         for path in self.files():
-            documents = _column(path, self.field) if is_table(path) else _text(path, self.separator)
+            documents = _column(path, self.field) if is_table(path) else map("".join, _streams(path, self.separator))
             yield from (document for document in documents if document.strip())
+
+    def pieces(self, size: int) -> Iterator[tuple[str, bool]]:
+        """Yield the documents in pieces of about ``size`` characters, each with whether it ends its document; memory stays bounded.
+
+        Raises:
+            RecipeError: see :meth:`documents`.
+        """
+        for path in self.files():
+            if is_table(path):
+                for document in _column(path, self.field):
+                    if document.strip():
+                        yield from cut(iter([document]), size)
+                continue
+            for stream in _streams(path, self.separator):
+                yield from cut(stream, size)
 
     def fingerprint(self) -> str:
         """Return a hash of the files' names, sizes and times and of the settings."""
@@ -112,8 +133,8 @@ def standard_library() -> list[Path]:
 
 
 def kind_of(path: Path) -> str:
-    """Return a file's suffix, without ``.gz``."""
-    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    """Return a file's suffix, without ``.gz`` and ``.zst``."""
+    return path.with_suffix("").suffix if path.suffix in PACKED else path.suffix
 
 
 def is_table(path: Path) -> bool:
@@ -123,25 +144,77 @@ def is_table(path: Path) -> bool:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, also one compressed by gzip; raises RecipeError for other compression, and for damage found while it is read."""
-    if (tool := _COMPRESSED.get(path.suffix)) is not None:
-        raise RecipeError(f"{path} is compressed by something else than gzip; unpack it first ({tool} {path.name})")
+    """Open a file, also one packed by gzip or zstd; raises RecipeError for other packers, and for damage found while it is read."""
+    if (tool := _UNREAD.get(path.suffix)) is not None:
+        raise RecipeError(f"{path} is packed by something else than gzip or zstd; unpack it first ({tool} {path.name})")
+    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    damage: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
+    if path.suffix == ".zst":
+        opener, more = _zstd(path)
+        damage += (more,)
     try:
-        with cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as file:
+        with cast("IO[bytes]", opener(path, "rb")) as file:
             yield file
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise RecipeError(f"{path} cannot be unpacked: {error}; it is damaged, or not compressed by gzip") from error
+    except damage as error:
+        raise RecipeError(f"{path} cannot be unpacked: {error}; it is damaged, or not packed as its name says") from error
 
 
-def _text(path: Path, separator: str | None) -> list[str]:
+def _zstd(path: Path) -> tuple[Callable[..., Any], type[Exception]]:
+    """Return what opens a file packed by zstd, and its error."""
+    for name in ("compression.zstd", "backports.zstd"):
+        try:
+            library = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        return library.open, library.ZstdError
+    raise RecipeError(f"{path} is packed by zstd, which needs Python 3.14 or a package: pip install backports.zstd, or unpack it")
+
+
+def _streams(path: Path, separator: str | None) -> Iterator[Iterator[str]]:
+    """Yield the documents of a file of text, each as a stream that is read before the next one."""
+    if separator is None:
+        yield _read(path)
+        return
+    rest = ""
+    for part in _read(path):
+        *whole, rest = (rest + part).split(separator)
+        yield from (iter([each]) for each in whole)
+    yield iter([rest])
+
+
+def _read(path: Path) -> Iterator[str]:
     try:
         with _opened(path) as file:
-            text = io.TextIOWrapper(file, encoding="utf-8").read()
+            text = io.TextIOWrapper(file, encoding="utf-8")
+            yield from iter(lambda: text.read(_AT_ONCE), "")
     except UnicodeDecodeError as error:
-        raise RecipeError(
-            f"{path} is not UTF-8 text (byte {error.start}: {error.reason}); convert it or remove it from the inputs"
-        ) from error
-    return [text] if separator is None else text.split(separator)
+        raise RecipeError(f"{path} is not UTF-8 text ({error.reason}); convert it or remove it from the inputs") from error
+
+
+def cut(document: Iterator[str], size: int) -> Iterator[tuple[str, bool]]:
+    """Yield a document in pieces of ``size`` characters or some more, each with whether it is the last one; nothing of a blank document.
+
+    Pieces end where a line does. Only what is longer than eight such pieces without such an end is cut elsewhere.
+    """
+    rest, begun = "", False
+    for part in document:
+        rest, start = rest + part, 0
+        while (left := len(rest) - start) >= 2 * size:
+            end = _cut_at(rest, start + size, anywhere=left >= 8 * size)
+            if end is None:
+                break
+            yield rest[start:end], False
+            start, begun = end, True
+        rest = rest[start:]
+    if begun or rest.strip():
+        yield rest, True
+
+
+def _cut_at(text: str, least: int, *, anywhere: bool) -> int | None:
+    for pattern in _CUTS if anywhere else _CUTS[:1]:
+        if found := pattern.search(text, least):
+            return found.start()
+    return least if anywhere else None
 
 
 def records_of(path: Path) -> Iterator[tuple[int, Any]]:

@@ -6,13 +6,16 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from meshpar.errors import RecipeError
+from meshpar.errors import RecipeError, brief
 from meshpar.extras import need
 
 if TYPE_CHECKING:
+    import numpy as np
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
@@ -30,7 +33,8 @@ class TextTokenizer:
         vocab_size: ids are in ``range(vocab_size)``.
     """
 
-    def __init__(self, fast: tokenizers.Tokenizer, *, eos: str = END_OF_TEXT, folder: Path | None = None) -> None:
+    def __init__(self, fast: tokenizers.Tokenizer, *, eos: str = END_OF_TEXT, folder: Path | None = None, plain: bool = False) -> None:
+        """``plain``: ids are the bytes of the text."""
         eos_id = fast.token_to_id(eos)
         if eos_id is None:
             raise RecipeError(f"the tokenizer has no token {eos!r} to end a document with; set data.eos to one of its tokens")
@@ -39,6 +43,7 @@ class TextTokenizer:
         self.eos_id: int = eos_id
         self.vocab_size: int = max(fast.get_vocab(with_added_tokens=True).values()) + 1
         self._folder = folder
+        self._bytes = plain
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``, without special tokens."""
@@ -47,6 +52,33 @@ class TextTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of every text, on all cores."""
         return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_ahead(self, batches: Iterable[Sequence[str]]) -> Iterator[list[np.ndarray]]:
+        """Yield the ids of each text of each batch, uint32, without special tokens; the next batch is tokenized meanwhile, on all cores."""
+        numpy = need("numpy")
+
+        def encoded(texts: Sequence[str]) -> list[Any]:
+            if self._bytes and not any(self.eos in text for text in texts):
+                return [numpy.frombuffer(text.encode(), dtype=numpy.uint8) for text in texts]
+            return self.fast.encode_batch_fast(list(texts), add_special_tokens=False)
+
+        def arrays(found: list[Any]) -> list[np.ndarray]:
+            return [numpy.array(getattr(each, "ids", each), dtype=numpy.uint32) for each in found]
+
+        with ThreadPoolExecutor(1) as beside:
+            ahead: Future[list[Any]] | None = None
+            for batch in batches:
+                before, ahead = ahead, beside.submit(encoded, batch)
+                if before is not None:
+                    yield arrays(before.result())
+            if ahead is not None:
+                yield arrays(ahead.result())
+
+    @cached_property
+    def splits_at_lines(self) -> bool:
+        """Whether the ids of a text are those of its lines, one after another, as for a byte-level BPE."""
+        lines = ("def f(x):\n", "return [x]\n", "The end, 12.")
+        return [id_ for line in lines for id_ in self.encode(line)] == self.encode("".join(lines))
 
     def encode_inputs(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
         """Return the ids of whole texts, with the special tokens that the tokenizer adds.
@@ -97,7 +129,7 @@ def byte_tokenizer() -> TextTokenizer:
     fast.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = library.decoders.ByteLevel()
     fast.add_special_tokens([END_OF_TEXT])
-    return TextTokenizer(fast)
+    return TextTokenizer(fast, plain=True)
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
@@ -146,10 +178,14 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None) -> TextTokeniz
         raise RecipeError(
             f"there is no tokenizer.json in {folder}; save a fast tokenizer there with transformers' save_pretrained, or with meshpar"
         )
-    eos = eos or _configured_eos(folder)
+    try:
+        fast = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        eos = eos or _configured_eos(folder)
+    except Exception as error:  # tokenizers raises no other
+        raise RecipeError(f"{folder / 'tokenizer.json'}, or tokenizer_config.json beside it, cannot be read: {brief(error)}") from error
     if eos is None:
         raise RecipeError(f"tokenizer_config.json in {folder} has no eos_token; set data.eos to the token that ends a document")
-    return TextTokenizer(library.Tokenizer.from_file(str(folder / "tokenizer.json")), eos=eos, folder=folder)
+    return TextTokenizer(fast, eos=eos, folder=folder)
 
 
 def _configured_eos(folder: Path) -> str | None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, final
+from typing import TYPE_CHECKING, Any, final
 
 from meshpar.errors import RecipeError
 from meshpar.extras import need
 from meshpar.training.once import build_once
+from meshpar.training.order import held_out
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 _FORMAT = 1
-_PIECE = 1 << 22  # characters: longer documents are tokenized in pieces, so that memory stays bounded
-_BATCH = 1 << 22
+_BATCH = 1 << 18  # characters that are tokenized at once: the tokenizer holds about 100 bytes for each id of them
+_PIECE, _LONG_PIECE = 1 << 12, 1 << 17  # characters: longer documents are cut, so that all cores work and memory stays bounded
+_SCANNED = 1 << 22  # ids
 
 
 @final
@@ -60,7 +62,10 @@ class TokenFile:
             raise RecipeError(
                 f"{path} or the .json beside it is missing; expected a .bin of ids and a .json with dtype, tokens, vocab_size and eos_id"
             )
-        fields = json.loads(sidecar.read_text(encoding="utf-8"))
+        try:
+            fields = json.loads(sidecar.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RecipeError(f"{sidecar} is not JSON: {error}") from error
         missing = [name for name in ("dtype", "vocab_size", "eos_id") if name not in fields]
         if missing or fields["dtype"] not in ("uint16", "uint32"):
             raise RecipeError(f"{sidecar} has {fields}; expected dtype (uint16 or uint32), vocab_size and eos_id")
@@ -123,8 +128,12 @@ def prepare_tokenizer(name: str, source: TextSource | None, cache: str | Path, *
         raise RecipeError("tokenizer 'bpe' is trained on text, and the input is tokens; give the tokenizer's folder instead")
     key = _key("bpe", source.fingerprint(), vocab_size)
     return load_tokenizer(
-        build_once(Path(cache) / f"tokenizer-{key}", lambda folder: train_bpe(source.documents(), vocab_size).save(folder))
+        build_once(Path(cache) / f"tokenizer-{key}", lambda folder: train_bpe(_training_texts(source), vocab_size).save(folder))
     )
+
+
+def _training_texts(source: Any) -> Iterator[str]:  # noqa: ANN401 - of texts or of records
+    return (text for text, _ in source.pieces(_LONG_PIECE)) if isinstance(source, TextSource) else source.documents()
 
 
 def prepare_tokens(
@@ -179,16 +188,23 @@ def split_tokens(whole: TokenFile, cache: str | Path, *, fraction: float, seed: 
 
 def write_tokens(path: str | Path, documents: Iterable[Sequence[int] | np.ndarray], *, vocab_size: int, eos_id: int) -> TokenFile:
     """Write documents (including their end ids) as a token file and return it."""
+    return _write_pieces(Path(path), ((document, True) for document in documents), vocab_size=vocab_size, eos_id=eos_id)
+
+
+def _write_pieces(path: Path, pieces: Iterable[tuple[Sequence[int] | np.ndarray, bool]], *, vocab_size: int, eos_id: int) -> TokenFile:
+    """Write documents in pieces, each with whether it ends its document."""
     numpy = need("numpy")
-    path, dtype = Path(path), "uint16" if vocab_size <= 1 << 16 else "uint32"
+    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     digest, count, tokens = hashlib.sha256(dtype.encode()), 0, 0
     with path.open("wb") as file:
-        for document in documents:
-            ids = numpy.asarray(document)
+        for piece, ends in pieces:
+            ids = numpy.asarray(piece)
             if ids.size and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
                 raise RecipeError(f"a document has id {int(ids.max())}; expected ids of 0 to {vocab_size - 1}, the size of the vocabulary")
-            tokens += _write(file, digest, ids.astype(numpy.dtype(dtype).newbyteorder("<")).tobytes()) // numpy.dtype(dtype).itemsize
-            count += 1
+            data = ids.astype(numpy.dtype(dtype).newbyteorder("<")).data
+            digest.update(data)
+            file.write(data)
+            tokens, count = tokens + ids.size, count + ends
     written = TokenFile(
         path=path,
         dtype=dtype,
@@ -202,15 +218,10 @@ def write_tokens(path: str | Path, documents: Iterable[Sequence[int] | np.ndarra
     return written
 
 
-def _write(file: BinaryIO, digest: hashlib._Hash, data: bytes) -> int:
-    digest.update(data)
-    return file.write(data)
-
-
 def _tokenize_once(source: TextSource, tokenizer: TextTokenizer, cache: Path) -> TokenFile:
     def build(folder: Path) -> None:
-        documents = _token_documents(source.documents(), tokenizer)
-        written = write_tokens(folder / "tokens.bin", documents, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
+        pieces = _token_pieces(source, tokenizer)
+        written = _write_pieces(folder / "tokens.bin", pieces, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
         if written.tokens < 2:
             raise RecipeError(f"the text of {', '.join(source.inputs)} has {written.tokens} tokens; expected at least 2: give more text")
 
@@ -218,36 +229,48 @@ def _tokenize_once(source: TextSource, tokenizer: TextTokenizer, cache: Path) ->
     return TokenFile.open(build_once(cache / f"tokens-{key}", build) / "tokens.bin")
 
 
-def _token_documents(documents: Iterable[str], tokenizer: TextTokenizer) -> Iterator[list[int]]:
-    """Yield each document's ids with its end, tokenizing many short documents at a time."""
-    batch: list[str] = []
+def _token_pieces(source: TextSource, tokenizer: TextTokenizer) -> Iterator[tuple[np.ndarray, bool]]:
+    """Yield the ids of the documents in pieces, each with whether it ends its document; the last piece has the end."""
+    numpy = need("numpy")
+    end = numpy.array([tokenizer.eos_id], dtype=numpy.uint32)
+    ends: deque[list[bool]] = deque()
+
+    def batches() -> Iterator[list[str]]:
+        for batch in _batched(source.pieces(_PIECE if tokenizer.splits_at_lines else _LONG_PIECE)):
+            ends.append([last for _, last in batch])
+            yield [text for text, _ in batch]
+
+    for found in tokenizer.encode_ahead(batches()):
+        parts = [part for ids, last in zip(found, ends.popleft()) for part in ((ids, False), (end, True))[: 1 + last]]
+        # One array for all that ends no document: thousands of small writes would take as long as tokenizing.
+        start = 0
+        for place, (_, last) in enumerate(parts):
+            if last:
+                yield numpy.concatenate([ids for ids, _ in parts[start : place + 1]]), True
+                start = place + 1
+        if start < len(parts):
+            yield numpy.concatenate([ids for ids, _ in parts[start:]]), False
+
+
+def _batched(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    batch: list[tuple[str, bool]] = []
     size = 0
-    for document in documents:
-        if len(document) > _PIECE:
-            yield [id_ for piece in _pieces(document) for id_ in tokenizer.encode(piece)] + [tokenizer.eos_id]
-            continue
-        batch.append(document)
-        size += len(document)
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[0])
         if size > _BATCH:
-            yield from ([*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(batch))
+            yield batch
             batch, size = [], 0
-    yield from ([*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(batch))
-
-
-def _pieces(document: str) -> Iterator[str]:
-    """Cut at the end of a line that has letters on both sides: a byte-level BPE never merges across such an end."""
-    cut, start = re.compile(r"(?<=\S\n)(?=\S)"), 0
-    while start < len(document):
-        found = cut.search(document, start + _PIECE)
-        end = found.start() if found else len(document)
-        yield document[start:end]
-        start = end
+    if batch:
+        yield batch
 
 
 def _write_split(whole: TokenFile, folder: Path, fraction: float, seed: int) -> None:
     numpy = need("numpy")
     ids = whole.ids()
-    ends = numpy.flatnonzero(ids == whole.eos_id) + 1
+    scans = range(0, ids.size, _SCANNED)
+    found = [numpy.flatnonzero(ids[start : start + _SCANNED] == whole.eos_id) + (start + 1) for start in scans]
+    ends = numpy.concatenate(found)
     if not ends.size or ends[-1] != ids.size:
         ends = numpy.append(ends, ids.size)
     if ends.size == 1:
@@ -256,13 +279,14 @@ def _write_split(whole: TokenFile, folder: Path, fraction: float, seed: int) -> 
             raise RecipeError(f"{whole.tokens} tokens are too few to reserve {fraction:g} of them for validation; give more text")
         ends, chosen = numpy.array([cut, ids.size]), numpy.array([False, True])
     else:
-        chosen = numpy.zeros(ends.size, dtype=bool)
-        order = numpy.argsort(numpy.random.Philox(seed).random_raw(ends.size), kind="stable")
-        chosen[order[: min(ends.size - 1, max(1, round(ends.size * fraction)))]] = True
-    starts = numpy.concatenate([[0], ends[:-1]])
+        chosen = held_out(ends.size, fraction, seed)
+    starts = [0, *ends[:-1].tolist()]
     for name, wanted in (("train", False), ("validation", True)):
-        documents = (ids[start:end] for start, end, held in zip(starts, ends, chosen) if held == wanted)
-        write_tokens(folder / f"{name}.bin", documents, vocab_size=whole.vocab_size, eos_id=whole.eos_id)
+        documents = ((start, end) for start, end, held in zip(starts, ends.tolist(), chosen) if held == wanted)
+        parts = (
+            (ids[at : min(at + _SCANNED, end)], at + _SCANNED >= end) for start, end in documents for at in range(start, end, _SCANNED)
+        )
+        _write_pieces(folder / f"{name}.bin", parts, vocab_size=whole.vocab_size, eos_id=whole.eos_id)
 
 
 def _key(*parts: object) -> str:

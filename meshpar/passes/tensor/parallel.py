@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec, divisors
+from meshpar.mesh import MeshSpec, sizes_text
 from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, find_blocks, unmatched
 from meshpar.passes.installed import set_attribute
@@ -205,8 +205,7 @@ class TensorParallel(Pass):
             if not any(find_modules(module, pattern)):
                 yield unmatched(f"layout.heads pattern {pattern!r}", pattern, module)
             if heads % size and not (pattern in layout.copied_heads and size % heads == 0):
-                fits = ", ".join(map(str, divisors(heads))) or "no size above 1"
-                yield f"{pattern} has {heads} heads, which tp={size} does not divide; tp in {fits} would"
+                yield f"{pattern} has {heads} heads, which tp={size} does not divide; {sizes_text('tp', heads)}"
 
     def _tie_problems(self, module: nn.Module, layout: ModelLayout) -> Iterator[str]:
         split = self.shards(module, layout)

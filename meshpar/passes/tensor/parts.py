@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from meshpar.mesh import divisors
+from meshpar.mesh import sizes_text
 from meshpar.passes.installed import set_forward
 from meshpar.passes.local import empty_problems, features_of, is_transposed, linear, local, replaced_problems, shard_parameter
 from meshpar.passes.tensor.collectives import copy_to, copy_weight, gather_replicated, regroup
@@ -49,8 +49,8 @@ class Parts(Style):
             length = value.shape[dim]
             if length % (parts * size):
                 fused = f"{parts} parts of " if parts > 1 else ""
-                fits = divisors(length // parts) or "no size"
-                yield f"{name}.{parameter} has {fused}{length // parts} in dim {dim}, which tp={size} does not divide; tp in {fits} would"
+                fits = sizes_text("tp", length // parts)
+                yield f"{name}.{parameter} has {fused}{length // parts} in dim {dim}, which tp={size} does not divide; {fits}"
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Split the parameters."""
@@ -118,7 +118,7 @@ class Experts(Style):
             return
         inside = list(self.otherwise.problems(name, module, size)) if self.otherwise else [""]
         if inside:
-            yield f"{name} has {count} experts, which tp={size} does not divide; tp in {divisors(count) or 1} would"
+            yield f"{name} has {count} experts, which tp={size} does not divide; {sizes_text('tp', count)}"
             yield from filter(None, inside)
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:

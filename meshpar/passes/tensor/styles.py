@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from meshpar.errors import PlanError
-from meshpar.mesh import divisors
+from meshpar.mesh import sizes_text
 from meshpar.passes.installed import record, set_forward
 from meshpar.passes.local import (
     empty_problems,
@@ -118,7 +118,7 @@ class Colwise(Style):
         elif features[1] % (self.parts * size):
             yield (
                 f"{name} fuses {self.parts} projections of {features[1] // self.parts} features, which tp={size} does not divide; "
-                f"tp in {divisors(features[1] // self.parts)} would"
+                f"{sizes_text('tp', features[1] // self.parts)}"
             )
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
