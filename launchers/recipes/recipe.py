@@ -53,6 +53,8 @@ class Recipe(Section):
         output: the run's folder.
         mesh: axes and sizes; empty: one process.
         passes: name -> options, in their order; None: those that the mesh's axes call for.
+        dtype: of the stored parameters, and with them of gradients and optimizer state; what the layout keeps in float32 stays so. What a
+            pass computes in is the pass's own ``param_dtype``.
         teacher: of a distillation.
         lora: adapters, which alone are trained.
         notes: what became of names that are not meshpar's own.
@@ -67,6 +69,7 @@ class Recipe(Section):
     output: str = ""
     mesh: str = ""
     passes: tuple[dict[str, dict[str, Any]], ...] = ()
+    dtype: Literal["float32", "bfloat16"] = "float32"
     model: Model
     teacher: TeacherSection | None = None
     lora: LoRASection | None = None
