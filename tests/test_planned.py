@@ -7,13 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 
 from meshpar.errors import RecipeError
 from meshpar.forecasting.step import ObjectiveLoss, record_step
 from meshpar.forecasting.trace import Trace
 from meshpar.launchers.commands.inspecting import describe_recipe
 from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs.job import run_job
 from meshpar.launchers.jobs.planned import batch_of, forecast_job
 from meshpar.launchers.recipes.recipe import load_recipe, shipped
 from meshpar.testing import launch
@@ -27,6 +30,10 @@ CASES = {
     "classification": ("bert_classification", ("data.micro_batch=2", "data.sequence_length=16")),
     "experts": ("qwen3_moe_teacher", MOE),
     "reduced each": ("qwen3_moe_teacher", (*MOE, "data.accumulate=3", "training.reduce_each=true")),
+    "bfloat16, whole loss": (
+        "quickstart",
+        ("dtype=bfloat16", "data.tokenizer=bytes", "data.micro_batch=1", "data.accumulate=2", "training.objective_options.chunk=0"),
+    ),
     "distillation": (
         "qwen3_moe_distillation",
         ("data.sequence_length=32", "per_device_train_batch_size=2", "teacher.model.weights=null", "teacher.model.config={config}"),
@@ -87,6 +94,32 @@ def test_the_planned_step_of_a_recipe_is_its_jobs(case):
 @pytest.mark.parametrize("name", sorted(set(shipped()) - {"qwen3_moe_distillation", "gpt2", "gpt2_small", "hybrid_two_nodes", "hsdp_tp"}))
 def test_a_shipped_recipe_is_planned_by_name(name):
     assert forecast_job(load_recipe(name), "h100", 2).cost.seconds > 0
+
+
+def test_a_loss_of_whole_logits_is_planned_with_all_of_them():
+    large = ["data.vocab_size=50304", "model.vocab_size=50304", "data.micro_batch=16"]
+    peaks = [
+        forecast_job(load_recipe("quickstart", [*large, f"training.objective_options.chunk={chunk}"]), "h100", 2) for chunk in (0, "null")
+    ]
+    whole, chunked = (each.memory.peak for each in peaks)
+    assert whole - chunked > 1.5 * 16 * 256 * 50304 * 4, "logits and their gradient, but for a chunk's"
+
+
+def test_parameters_in_bfloat16_are_trained_with_their_state_in_it(tmp_path):
+    short = [
+        "dtype=bfloat16",
+        "mesh=",
+        "data.tokenizer=bytes",
+        "training.steps=3",
+        "training.validate_every=null",
+        "schedule.warmup_steps=1",
+    ]
+    recipe = load_recipe("quickstart", [*short, f"output={tmp_path}", f"data.cache={tmp_path}"])
+    assert run_job(recipe).steps == 3
+    state = torch.distributed.checkpoint.FileSystemReader(tmp_path / "checkpoints" / "latest").read_metadata().state_dict_metadata
+    kinds = {name: each.properties.dtype for name, each in state.items() if hasattr(each, "properties") and each.size.numel() > 1}
+    assert any("exp_avg" in name for name in kinds)
+    assert {dtype for name, dtype in kinds.items() if "layers" in name} == {torch.bfloat16}
 
 
 def test_a_recipe_with_adapters_is_described_with_them():

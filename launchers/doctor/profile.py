@@ -22,6 +22,8 @@ from meshpar.launchers.recipes.yamlfile import to_yaml
 from meshpar.mesh import MeshSpec
 
 _LONG_S, _SHORT_S = 0.5, 0.05
+_CONTENTION = 0.4
+"""Not measured: what accelerators with a profile of their own were fitted to (docs/forecast.md)."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -40,7 +42,7 @@ def measured_profile(report: Report, device: torch.device) -> str:
         "clock": 1.0,
         "node": per_host,
         **_links(hosts, per_host, device, memory["memory_bandwidth"]),
-        "contention": 0.0,
+        "contention": 0.0 if device.type == "cpu" else _CONTENTION,
         "switched": True,
     }
     hardware = Hardware.of(values, "the measured profile")

@@ -35,8 +35,9 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type, is_auto
 from meshpar.models import GPT2, Transformer
 from meshpar.models.gpt2 import GPT2Config
-from meshpar.patterns import nearest
+from meshpar.patterns import find_modules, nearest
 from meshpar.plan import Plan
+from meshpar.registry import layout_for
 from meshpar.training.data import Batches
 from meshpar.training.distillation import freeze, teacher_problems
 from meshpar.training.lora import add_adapters
@@ -100,7 +101,13 @@ def build_model(recipe: Recipe, vocab_size: int, facts: DataFacts | None = None)
     Raises:
         RecipeError: the model has fewer tokens or positions than the data needs.
     """
-    return _model(recipe, recipe.model, vocab_size, facts or DataFacts())
+    model = _model(recipe, recipe.model, vocab_size, facts or DataFacts())
+    if recipe.dtype != "float32":
+        kept = {id(each) for pattern in layout_for(model).fp32 for _, child in find_modules(model, pattern) for each in child.parameters()}
+        for parameter in model.parameters():  # not module.to(), which also rounds buffers, such as RoPE's frequencies
+            if id(parameter) not in kept:
+                parameter.data = parameter.data.to(getattr(torch, recipe.dtype))
+    return model
 
 
 def layout_of(recipe: Recipe, model: nn.Module) -> ModelLayout | None:

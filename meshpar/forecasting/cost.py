@@ -15,7 +15,7 @@ from meshpar.forecasting.hardware import Hardware
 from meshpar.forecasting.trace import Collective, Event, Trace
 
 ERROR_RANGE = 0.15
-"""Of the step time: twice the largest leave-one-out error of ``benchmarks/forecast_accuracy.py`` (6.6%), whose runs are few."""
+"""Of the step time: 19 of the 21 published runs that ``benchmarks/forecast_accuracy.py`` holds back lie in it."""
 
 CAUSAL = 0.5
 """Fused causal attention computes this part of the square that its operations are counted for."""
