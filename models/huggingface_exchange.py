@@ -37,9 +37,9 @@ def exchange_positions(model: Any, exchange: Exchange) -> None:
     name = f"meshpar_positions_{next(_numbers)}"
     AttentionInterface.register(name, sequence.attend)
     AttentionMaskInterface.register(name, sequence.mask)
-    model.config._attn_implementation = name
     for each in model.modules():
-        if isinstance(config := getattr(each, "config", None), type(model.config)) or hasattr(config, "_attn_implementation"):
+        config: Any = getattr(each, "config", None)
+        if hasattr(config, "_attn_implementation"):
             config._attn_implementation = name
     record(model).exchange = exchange
     model.register_forward_pre_hook(sequence.begin, with_kwargs=True)

@@ -119,7 +119,7 @@ def _spread(value: object, length: int, *, inside: bool = True) -> bool:
     if value.shape[1] == length:
         dim = 1
     elif value.ndim == 2 and value.shape[0] and not value.shape[0] % length:
-        value, dim = value.unflatten(0, (-1, length)), 1
+        return _spread(value.unflatten(0, (-1, length)), length)
     elif inside and value.ndim == 3 and length <= value.shape[2] < 2 * length:
         dim = 2
     else:

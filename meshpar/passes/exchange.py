@@ -118,14 +118,17 @@ class Exchange:
         if groups % self.size:  # every rank needs the keys of its own heads: as many copies as make them divide
             copies = next(each for each in range(2, heads // groups + 1) if groups * each % self.size == 0 and heads // groups % each == 0)
             k, v = _own(k, copies), _own(v, copies)
-        parts = [_ToHeads.apply(each, self) for each in (q, k, v)]
+        q, k, v = (_ToHeads.apply(each, self) for each in (q, k, v))
         try:
-            return _ToPositions.apply(inner(*parts, mask), self)
+            attended = inner(q, k, v, mask)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise MeshparError(
                 f"attention does not run with {heads // self.size} of its {heads} heads ({str(error).splitlines()[0]}): it has values of "
                 "its own for each head; use ContextParallel(transport='gather')"
             ) from error
+        return _ToPositions.apply(attended, self)
 
     def _in_order(self, stacked: Tensor, dim: int) -> Tensor:
         """Join what the ranks hold, stacked along dim 0, along ``dim`` in the sequence's order."""
