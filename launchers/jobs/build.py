@@ -29,7 +29,7 @@ from meshpar.launchers.jobs.transformers_models import HEAD_OF, DataFacts, build
 from meshpar.launchers.recipes.own import OBJECTIVES, has_keyword, make_objective, make_own
 from meshpar.launchers.recipes.recipe import Recipe, folder_problems, model_config, rounded_vocabulary
 from meshpar.launchers.recipes.schema import build
-from meshpar.launchers.recipes.sections import Model, Own
+from meshpar.launchers.recipes.sections import Model, Own, OwnOptimizer
 from meshpar.launchers.recipes.techniques import make_passes
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type, is_auto
@@ -83,7 +83,7 @@ def teacher_shape(recipe: Recipe) -> nn.Module:
 
 def _vocabulary_for(recipe: Recipe, section: Any) -> int:  # noqa: ANN401 - one of the sections of models
     """Return the data's vocabulary if a model's section takes it from there, else 0, which fits every model."""
-    if isinstance(section, Own):
+    if isinstance(section, OwnOptimizer):
         wants = "vocab_size" not in section.keywords and has_keyword(registry.imported(section.class_), "vocab_size")
     else:
         wants = section.kind == "transformer" and section.preset is None and section.vocab_size is None
@@ -130,7 +130,7 @@ def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) ->
         text = config.get_text_config()
         _check_room(recipe, vocab_size, text.vocab_size, getattr(text, "max_position_embeddings", None))
         return model
-    if isinstance(section, Own):
+    if isinstance(section, OwnOptimizer):
         return _own_model(section, vocab_size)
     if examples_of(recipe) != "tokens":
         raise RecipeError(
@@ -170,7 +170,7 @@ def settings_of(recipe: Recipe) -> TrainSettings:
 def optimizer_of(recipe: Recipe) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """Return what makes the optimizer of a module; it can be sent to another process."""
     section = recipe.optimizer
-    if isinstance(section, Own):
+    if isinstance(section, OwnOptimizer):
         return functools.partial(own_optimizer, section.class_, {**section.keywords, "lr": section.lr})
     return functools.partial(build_adamw, settings=build(AdamWSettings, section))
 
@@ -221,7 +221,7 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
     try:
         model = build_model(recipe, vocab_size)
         plan_of(recipe).check(model, layout_of(recipe, model), world_size=world_size)
-        if isinstance(recipe.optimizer, Own):
+        if isinstance(recipe.optimizer, OwnOptimizer):
             problems += _optimizer_problems(recipe, model)
         missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
         problems += [f"{recipe.where('teacher.model')}.{text}; train and export the teacher first" for text in missing]
