@@ -35,6 +35,7 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type, is_auto
 from meshpar.models import GPT2, Transformer
 from meshpar.models.gpt2 import GPT2Config
+from meshpar.passes.base import Role, axes_of
 from meshpar.patterns import find_modules, nearest
 from meshpar.plan import Plan
 from meshpar.registry import layout_for
@@ -220,7 +221,9 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
     problems += _unmeasured(recipe)
     try:
         model = build_model(recipe, vocab_size)
-        plan_of(recipe).check(model, layout_of(recipe, model), world_size=world_size)
+        plan = plan_of(recipe)
+        plan.check(model, layout_of(recipe, model), world_size=world_size)
+        problems += _uneven(recipe, plan, world_size)
         if isinstance(recipe.optimizer, OwnOptimizer):
             problems += _optimizer_problems(recipe, model)
         missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
@@ -233,6 +236,16 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
     except (RecipeError, LayoutError) as error:
         problems.append(f"{recipe.where('model.class' if isinstance(recipe.model, Own) else 'model')}: {error}")
     return [*problems, *_objective_problems(recipe)]
+
+
+def _uneven(recipe: Recipe, plan: Plan, world_size: int) -> Iterator[str]:
+    """Yield that the ranks which split positions do not divide a sequence."""
+    mesh, length = plan.resolve(world_size), recipe.data.sequence_length
+    axes = axes_of(plan.passes, mesh, Role.POSITIONS)
+    size = math.prod(mesh.axes[axis] for axis in axes)
+    if length % size:
+        where, names = recipe.where("mesh"), ", ".join(axes)
+        yield f"{where}: {names}={size} does not divide {length} positions; use a data.sequence_length that is a multiple of {size}"
 
 
 def _objective_problems(recipe: Recipe) -> Iterator[str]:

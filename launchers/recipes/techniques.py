@@ -65,8 +65,8 @@ def default_passes(mesh: MeshSpec | str | None) -> list[Written]:
         return []
     if isinstance(mesh, str) and not is_auto(mesh):
         mesh = MeshSpec(mesh)
-    axes = {"dp_replicate", "dp_shard", *(["tp"] if "tp" in str(mesh) else [])} if isinstance(mesh, str) else set(mesh.axes)
-    names = ["TensorParallel"] if "tp" in axes else []
+    axes = {"dp_replicate", "dp_shard", *(axis for axis in ("tp", "cp") if axis in str(mesh))} if isinstance(mesh, str) else set(mesh.axes)
+    names = [name for axis, name in (("tp", "TensorParallel"), ("cp", "ContextParallel")) if axis in axes]
     if "dp_shard" in axes:
         names.append("HybridShard" if "dp_replicate" in axes else "FullyShard")
     elif "dp_replicate" in axes:
