@@ -14,7 +14,7 @@ from meshpar.passes.installed import installed
 def exchange_of(module: nn.Module) -> Exchange | None:
     """Return how the ranks of a plan exchange this module's positions; None where each rank has all of them."""
     known = installed(module)
-    return None if known is None else known.exchange
+    return None if known is None or known.exchange is None or known.exchange.alone else known.exchange
 
 
 def attention_mask(
@@ -36,7 +36,7 @@ def attention_mask(
         (B or 1, 1, queries, keys): bool, True where a query sees a key, or 0 and -inf in ``dtype``. None for plain causal attention.
 
     Raises:
-        MeshparError: this rank has a part of the positions, and no ``position_ids`` came with it.
+        MeshparError: no ``position_ids``, and this rank has a part of the positions, or there is a ``window``.
 
     Collective where a plan splits positions: every rank calls it.
     """
@@ -46,6 +46,8 @@ def attention_mask(
             raise MeshparError(
                 "the model got no position_ids, and each rank has a part of the positions; call the model with par.split(batch), a mapping"
             )
+        if window is not None:
+            raise MeshparError("attention_mask with a window needs position_ids; hand over torch.arange(length)[None] where there are none")
         return None
     ids = position_ids if exchange is None else exchange.values(position_ids, 1)
     sees = causal_mask(documents(ids), exchange, window=window)

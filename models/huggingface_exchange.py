@@ -7,6 +7,7 @@ model used before.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import sys
@@ -32,15 +33,29 @@ def exchange_positions(model: Any, exchange: Exchange) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     used = model.config._attn_implementation
-    inner = used if used in _SERVED else "sdpa"
-    sequence = _Sequence(exchange, inner)
+    sequence = _Sequence(exchange, used)
     name = f"meshpar_positions_{next(_numbers)}"
     AttentionInterface.register(name, sequence.attend)
     AttentionMaskInterface.register(name, sequence.mask)
-    for each in model.modules():
-        config: Any = getattr(each, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            config._attn_implementation = name
+    # Copies, for another model may have been made from the same config.
+    known: dict[int, Any] = {}
+    owners: list[Any] = [each for each in model.modules() if hasattr(getattr(each, "config", None), "_attn_implementation")]
+    for each in owners:
+        each.config = copy.deepcopy(each.config, known)
+    before = [(config, config._attn_implementation) for config in {id(each.config): each.config for each in owners}.values()]
+
+    @contextmanager
+    def as_written() -> Iterator[None]:
+        for config, own in before:
+            config._attn_implementation = own
+        try:
+            yield
+        finally:
+            for config, _ in before:
+                config._attn_implementation = name
+
+    with as_written():
+        exchange.as_written.append(as_written)
     record(model).exchange = exchange
     model.register_forward_pre_hook(sequence.begin, with_kwargs=True)
 
@@ -50,6 +65,11 @@ def refusal(model: Any) -> str | None:
     kind = type(model).__name__
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return f"{kind} takes no position_ids, and ContextParallel gives each rank positions of its own; use a mesh without cp"
+    if model.config._attn_implementation not in _SERVED:
+        return (
+            f"{kind} attends by {model.config._attn_implementation!r}, and ContextParallel serves 'sdpa' and 'eager'; build the model with "
+            "attn_implementation='sdpa'"
+        )
     if not model._supports_attention_backend:
         return f"{kind} computes attention itself, not through transformers' attention interface; use a mesh without cp"
     if any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
@@ -74,11 +94,13 @@ class _Sequence:
 
     def __init__(self, exchange: Exchange, inner: str) -> None:
         self._exchange, self._inner = exchange, inner
-        self._documents: Tensor | None = None
+        self._ids = torch.empty(0)
         self._counted: Tensor | None = None
 
     def begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Learn where documents and padding are, at the start of the model's forward. Collective."""
+        if self._exchange.alone:
+            return args, kwargs
         ids = kwargs.get("position_ids")
         if ids is None:
             raise MeshparError(
@@ -86,22 +108,27 @@ class _Sequence:
             )
         if ids.ndim != 2:
             raise MeshparError(f"position_ids must be (B, L) where positions are split, got shape {tuple(ids.shape)}")
-        self._documents = documents(self._exchange.values(ids, 1))
         given = kwargs.get("attention_mask")
+        if given is not None and not (isinstance(given, Tensor) and given.ndim == 2):
+            raise MeshparError(
+                f"attention_mask must be (B, L) where positions are split, got {_shape(given)}; par.split splits such a mask"
+            )
+        whole = self._exchange.values(ids, 1)
+        # As in one process: documents are looked for where no mask says what counts.
+        self._ids = whole if given is None else torch.arange(whole.shape[1], device=whole.device)[None]
         self._counted = None if given is None else self._exchange.values(given, 1).bool()
         # With a mask, transformers does not look for documents itself: a rank's positions jump where no document begins.
         return args, {**kwargs, "attention_mask": torch.ones_like(ids) if given is None else given}
 
     def mask(self, *, q_length: int, mask_function: Callable[..., Any], dtype: torch.dtype, device: torch.device, **rest: Any) -> Tensor:
         """Return the mask of this rank's rows: what the model's own function allows, within a document."""
-        assert self._documents is not None
-        same = causal_mask(self._documents, self._exchange, causal=False)
-        length = self._documents.shape[1]
-        keys = torch.arange(length, device=device)
-        queries = keys if self._exchange.transport == "heads" else self._exchange.rows(length, device)
-        rows = torch.arange(len(self._documents), device=device)
+        ids, length = self._ids, self._ids.shape[1]
+        same = causal_mask(documents(ids), self._exchange, causal=False)
+        queries = slice(None) if self._exchange.transport == "heads" else self._exchange.rows(length, device)
+        rows = torch.arange(len(ids), device=device)[:, None, None, None]
         try:
-            allowed = same & mask_function(rows[:, None, None, None], keys[:1, None, None], queries[:, None], keys[None])
+            # By positions in their documents, as transformers asks for packed rows.
+            allowed = same & mask_function(rows, torch.zeros_like(rows), ids[:, None, queries, None], ids[:, None, None, :])
         except IndexError as error:
             raise MeshparError(
                 "the model's mask looks at more than positions (kinds of tokens, blocks), of which a rank has a part; use a mesh without cp"
@@ -118,7 +145,7 @@ class _Sequence:
         from transformers import AttentionInterface
 
         def inner(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-            function = AttentionInterface().get_interface(self._inner, _eager(module))
+            function = _eager(module) if self._inner == "eager" else AttentionInterface()[self._inner]
             with _head_ratio(module, q.shape[1] // k.shape[1]):
                 return function(module, q, k, v, mask, **options)[0].transpose(1, 2)
 
@@ -142,6 +169,10 @@ def _head_ratio(module: nn.Module, ratio: int) -> Iterator[None]:
         yield
     finally:
         setattr(module, HEAD_RATIO, before)
+
+
+def _shape(value: object) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
 def _eager(module: nn.Module) -> Any:

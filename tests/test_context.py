@@ -11,6 +11,7 @@ from torch import nn
 
 from meshpar import (
     ActivationCheckpoint,
+    Compile,
     ContextParallel,
     FullyShard,
     HybridShard,
@@ -90,13 +91,14 @@ class Convolved(nn.Module):
 
 
 class Strange(nn.Module):
-    def __init__(self, reach=1, dim=32):
+    def __init__(self, reaches=(1, 1), rolled=False, dim=32):
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB)
-        self.layers = nn.ModuleList(Convolved(dim, reach) for _ in range(2))
+        self.embed, self.head, self.rolled = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB), rolled
+        self.layers = nn.ModuleList(Convolved(dim, reach) for reach in reaches)
 
     def forward(self, input_ids, position_ids=None):
         mask, x = attention_mask(self, position_ids, window=5), self.embed(input_ids)
+        x = x + x.roll(1, 1) if self.rolled else x
         for layer in self.layers:
             x = layer(x, mask)
         return SimpleNamespace(logits=self.head(x))
@@ -113,9 +115,14 @@ def test_a_strangers_model_that_calls_attention_is_exact_and_what_else_mixes_pos
 def strange():
     plan = [ContextParallel(), FullyShard()]
     assert_parity(Strange, "dp_shard=1,cp=2", plan, with_documents(token_steps(VOCAB, parts=2)))
-    par = Plan("dp_shard=1,cp=2", plan).apply(Strange(reach=3))
-    with pytest.raises(MeshparError, match=r"layers.0.near \(Conv1d\) mixes positions"):
-        par.module(**par.split({"input_ids": torch.arange(16)[None]}))
+    for model, told in (
+        (Strange(reaches=(3, 3)), r"layers.0.near \(Conv1d\) mixes positions"),
+        (Strange(reaches=(1, 3)), r"layers.1.near \(Conv1d\) mixes positions"),
+        (Strange(rolled=True), "Strange mixes positions, or counts them itself"),
+    ):
+        par = Plan("dp_shard=1,cp=2", plan).apply(model)
+        with pytest.raises(MeshparError, match=told), torch.no_grad():
+            par.module(**par.split({"input_ids": torch.arange(16)[None]}))
 
 
 def test_a_packed_row_is_its_documents_one_by_one():
@@ -141,6 +148,36 @@ def test_what_cannot_be_split_is_refused():
     refused()
 
 
+@pytest.mark.parametrize("passes", [[ActivationCheckpoint(mode="selective")], [Compile()]], ids=str)
+def test_the_test_of_positions_leaves_no_trace_in_the_first_step(passes):
+    on_ranks(2)(first_step)(passes)
+
+
+def first_step(passes):
+    assert_parity(
+        transformer, "dp_shard=1,cp=2", [ContextParallel(), *passes, FullyShard()], with_documents(token_steps(VOCAB, parts=1, steps=2))
+    )
+
+
+def test_models_of_one_config_do_not_exchange_for_each_other():
+    shared_config()
+
+
+@on_ranks(2)
+def shared_config():
+    one = huggingface("Llama")
+    other = type(one)(one.config)
+    plans = [Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).apply(each) for each in (one, other)]
+    assert one.config is not other.config
+    ids, documents = torch.arange(16)[None], torch.cat([torch.arange(5), torch.arange(11)])[None]
+    for par, positions in ((plans[0], torch.arange(16)[None]), (plans[1], documents), (plans[0], torch.arange(16)[None])):
+        alone = type(one)(huggingface("Llama").config)
+        alone.load_state_dict({name: each.full_tensor() for name, each in par.module.state_dict().items()})
+        want = alone(input_ids=ids, position_ids=positions).logits
+        have = par.module(**par.split({"input_ids": ids, "position_ids": positions})).logits
+        torch.testing.assert_close(have, par.split(want), atol=1e-5, rtol=1e-5)
+
+
 class Bare(nn.Module):
     def __init__(self):
         super().__init__()
@@ -152,7 +189,14 @@ def refused():
     for model in (transformer, MODELS["llama"]):
         par = Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).apply(model())
         with pytest.raises(MeshparError, match=r"got no position_ids, and each rank has a part .* par.split\(batch\)"):
-            par.module(input_ids=torch.arange(8)[None])
+            par.module(input_ids=torch.arange(8)[None] + torch.distributed.get_rank())
+        with pytest.raises(MeshparError, match=r"every rank got the same positions.*par.split\(batch\)"):
+            par.module(input_ids=torch.arange(8)[None], position_ids=torch.arange(8)[None])
+        with pytest.raises(MeshparError, match="the module got labels"):
+            part = par.split({"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]})
+            par.module(part["input_ids"], labels=part["labels"], position_ids=part["position_ids"])
+    with pytest.raises(MeshparError, match="generate makes one position after another"):
+        par.module.generate(torch.arange(8)[None])
     par = Plan("dp_shard=1,cp=2", [ContextParallel(transport="heads"), FullyShard()]).apply(transformer(heads=3, kv_heads=3, dim=24))
     with pytest.raises(MeshparError, match="divides the heads, got 3"):
         par.module(**par.split({"input_ids": torch.arange(8)[None]}))

@@ -64,7 +64,7 @@ def test_the_command_draws_and_writes(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_drawn_is_told(text: str, nodes: int, told: str) -> None:
     done = CliRunner().invoke(app, ["mesh", text, "--nodes", str(nodes)])
-    assert done.exit_code == 1 and told in done.output
+    assert done.exit_code == 78 and told in done.output
 
 
 def test_many_nodes_are_drawn_in_part() -> None:

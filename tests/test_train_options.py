@@ -175,7 +175,7 @@ def test_options_of_an_objective_are_checked() -> None:
         load_recipe("qwen3_moe_distillation", ["training.objective_options={temprature: 2, weight: high}"])
     assert "temprature: unknown key; nearest: temperature" in str(raised.value)
     assert "weight: expected a number, got 'high'" in str(raised.value)
-    with pytest.raises(RecipeError, match=r"training\.objective_options: temperature: must be greater than 0, got 0"):
+    with pytest.raises(RecipeError, match=r"training\.objective_options\.temperature: must be greater than 0, got 0"):
         load_recipe("qwen3_moe_distillation", ["training.objective_options={temperature: 0}"])
     with pytest.raises(RecipeError, match=r"training\.objective_options: x: unknown key"):
         load_recipe("quickstart", ["training.objective_options={x: 1}"])

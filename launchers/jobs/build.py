@@ -131,7 +131,7 @@ def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) ->
         text = config.get_text_config()
         _check_room(recipe, vocab_size, text.vocab_size, getattr(text, "max_position_embeddings", None))
         return model
-    if isinstance(section, OwnOptimizer):
+    if isinstance(section, Own):
         return _own_model(section, vocab_size)
     if examples_of(recipe) != "tokens":
         raise RecipeError(

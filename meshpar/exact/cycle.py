@@ -221,14 +221,12 @@ class Cycle:
 
     @_torch.eager
     def _first_run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the first forward whose gradients are wanted, and try the split on what its blocks got."""
-        if not torch.is_grad_enabled():
-            return self._explanation.told(inner, args, kwargs)
+        """Try a split of positions on the first forward, and a split of features on the first whose gradients are wanted."""
         if self.mixing_test is not None:
             mixing, self.mixing_test = self.mixing_test, None
-            with mixing.watch():
-                return self._first_run(inner, args, kwargs)
-        if self.split_test is None:
+            mixing.run(inner, args, kwargs)
+            self._units.reshard()
+        if not torch.is_grad_enabled() or self.split_test is None:
             return self._explanation.told(inner, args, kwargs)
         test, self.split_test = self.split_test, None
         self._eager.enter_context(test.eagerly())
@@ -248,11 +246,8 @@ class Cycle:
                 raise MeshparError(f"{name} has no values yet; call par.materialize(seed=...) or (weights=...) before the first forward")
             self._units.mark()  # materializing may have made new ones
             self._ready = True
-        if self.splits_positions and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
-            raise MeshparError(
-                "the module got labels, and each rank has a part of the positions: a model that shifts labels loses one at the end of each "
-                "part; compute the loss from the logits and aligned labels, or hand over shift_labels, made before par.split"
-            )
+        if self.splits_positions:
+            self._refuse_whole_sequences(args, kwargs)
         if foreign := self._units.foreign_parameter():
             raise ParallelError(
                 f"somebody put another tensor in the place of the parameter {foreign}, and sharding would gather the old one: "
@@ -264,6 +259,18 @@ class Cycle:
             self._refuse_left()
         if self.agreement is not None and torch.is_grad_enabled():
             self.agreement.batch((args, kwargs))
+
+    def _refuse_whole_sequences(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Refuse what a model computes over a whole sequence, of which each rank has a part."""
+        named = dict(zip(inspect.signature(type(self.module).forward).parameters, (None, *args))) | dict(kwargs)
+        if any(named.get(each) is not None for each in ("labels", "shift_labels")):
+            raise MeshparError(
+                "the module got labels, and each rank has a part of the positions: a model that shifts labels loses one at the end of each "
+                "part, and its mean is over the part alone; compute the sum of the loss from the logits and aligned labels, times "
+                "par.token_scale"
+            )
+        if getattr(self._method, "__name__", "") == "generate":
+            raise MeshparError("generate makes one position after another, and each rank has a part of them; use a mesh without cp")
 
     @_torch.eager
     def _end_forward(self) -> None:

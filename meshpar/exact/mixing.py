@@ -1,29 +1,45 @@
-"""Whether anything but attention mixes positions that a plan splits: tried in the first forward, before anybody trusts it.
+"""Whether a model computes the same on parts of a sequence as on the whole: tried in the first forward, before anybody trusts it.
 
-Names cannot tell. So one block of each kind, and each part beside the blocks, runs once more on what it got, with attention cut: no
-position sees another. One position of the input is made NaN. Wherever a NaN comes out elsewhere, something has carried it there.
+Names cannot tell whether something else than attention mixes positions, or counts them itself. So the beginning of the first batch runs
+twice without gradients: whole on every rank, as the model was written, and split over the ranks. Where the results differ, a block of each
+kind runs once more with attention cut, so that no position sees another, and one position made NaN: whatever brings a NaN to another
+position is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from meshpar.errors import ParallelError
+from meshpar._torch import set_recomputed
+from meshpar.errors import MeshparError, ParallelError
 from meshpar.exact.agreement import leaves
-from meshpar.exact.trial import quiet
+from meshpar.exact.trial import off, quiet
 from meshpar.passes.exchange import Exchange
 from meshpar.patterns import class_name
+
+log = logging.getLogger(__name__)
+
+TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
+"""How far the results may be off, relative to the largest: of float32, and of 16 bits, in which a router may choose otherwise."""
+_LONGEST = 256
+_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
+_REMEDY = (
+    "positions are exchanged in attention alone, through transformers' attention interface or in the modules of ModelLayout.attention, "
+    "which call meshpar.attention: use a mesh without cp for this model; Plan(..., verify=False) skips this test"
+)
 
 
 @final
 class MixingTest:
-    """Tries the parts of a module whose positions are split.
+    """Tries a module whose positions are split.
 
     Args:
         module: the outermost module.
@@ -32,55 +48,143 @@ class MixingTest:
     """
 
     def __init__(self, module: nn.Module, exchange: Exchange, blocks: Sequence[str]) -> None:
-        self._module, self._exchange = module, exchange
-        self._units = list(_one_of_each_kind(module, blocks))
+        self._module, self._exchange, self._blocks = module, exchange, blocks
+        self._seen: set[torch.dtype] = set()
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Try the chosen parts while the module runs, each when it is called.
+    @torch.no_grad()
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Compare the beginning of a batch, split and whole.
+
+        Args:
+            forward: the module's computation.
+            args: its positional arguments, this rank's part.
+            kwargs: its keyword arguments.
 
         Raises:
-            ParallelError: on every rank; names the module that mixes positions.
+            ParallelError: on every rank of the axis; names the module that mixes positions, where it is found.
+
+        Collective: every rank calls it.
         """
-        with ExitStack() as stack:
-            for name in self._units:
-                unit = self._module.get_submodule(name)
-                stack.callback(unit.register_forward_pre_hook(self._tries(name), with_kwargs=True).remove)
-            yield
-
-    def _tries(self, name: str) -> Callable[..., None]:
-        tried: list[bool] = []
-
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            length = _length((args, kwargs))
-            if tried or length is None:
-                return
-            tried.append(True)
+        length = next((each.shape[1] for each in leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim > 1), None)
+        if length is None:
+            return
+        short, part = self._beginning(length, args, kwargs)
+        with self._as_it_is():
             try:
-                culprit = self._mixing(name, module, args, kwargs, length)
-            except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
-                raise ParallelError(
-                    f"{name} ({class_name(module)}) does not run on a part of the positions ({type(error).__name__}: "
-                    f"{str(error).splitlines()[0]}); it needs attention that goes through transformers' attention interface "
-                    "or meshpar.attention: use a mesh without cp for this model; Plan(..., verify=False) skips this test"
-                ) from error
-            if culprit is not None:
-                raise ParallelError(
-                    f"{culprit} ({class_name(self._module.get_submodule(culprit))}) mixes positions, of which each rank has a part; "
-                    "they are exchanged in attention alone (transformers' attention interface, or meshpar.attention): use a "
-                    "mesh without cp for this model; Plan(..., verify=False) skips this test"
+                with self._exchange.unsplit():
+                    want = _hidden(forward(*short[0], **short[1]))
+            except _ERRORS as error:
+                _unless_out_of_memory(error)
+                log.warning("whether parts of a sequence compute what the whole does was not tried: %s", _first_line(error))
+                return
+            try:
+                have = _hidden(forward(*part[0], **part[1]))
+            except MeshparError:
+                raise
+            except _ERRORS as error:
+                _unless_out_of_memory(error)
+                raise ParallelError(f"the model does not run on a part of the positions ({_first_line(error)}); {_REMEDY}") from error
+            if want is None or have is None:
+                log.warning(
+                    "whether parts of a sequence compute what the whole does was not tried: the model returned no tensor of positions"
                 )
+                return
+            mine = want.index_select(1, self._exchange.rows(want.shape[1], want.device))
+            size = off(mine, have, 0.0)
+            if size > (TOLERANCE if self._dtype(have) in (torch.float32, torch.float64) else HALF_TOLERANCE):
+                self._agree(True)
+                raise ParallelError(f"{self._culprit(forward, *part)}, of which each rank has a part (off by {size:.1e}); {_REMEDY}")
+            if self._agree(False):
+                raise ParallelError(f"{self._culprit(forward, *part)}, of which each rank has a part; {_REMEDY}")
+
+    def _beginning(self, length: int, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return the beginning of the whole batch, and this rank's part of it."""
+        exchange, whole = self._exchange, length * self._exchange.size
+        step = 2 * exchange.size
+        end = min(whole, _LONGEST) // step * step or whole
+        told: list[Tensor] = []
+
+        def joined(value: object) -> Any:
+            if not (isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length):
+                return value
+            every = exchange.values(value, 1)
+            told.append(torch.stack([every.index_select(1, exchange.rows(whole, every.device, rank)) for rank in range(exchange.size)]))
+            return every[:, :end]
+
+        short = tree_map(joined, (args, dict(kwargs)))
+        if told and all(bool((each == each[:1]).all()) for each in told):
+            raise MeshparError("every rank got the same positions, which are not this rank's part; call the model with par.split(batch)")
+
+        def own(value: object) -> Any:
+            split = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == end
+            return value.index_select(1, exchange.rows(end, value.device)) if split and isinstance(value, Tensor) else value
+
+        return short, tree_map(own, short)
+
+    def _agree(self, wrong: bool) -> bool:
+        """Return whether any rank of the axis found something wrong, so that all of them stop."""
+        device = next((each.device for each in self._module.parameters()), torch.device("cpu"))
+        return bool(self._exchange.stacked(torch.tensor([[wrong]], device=device)).any())
+
+    def _dtype(self, output: Tensor) -> torch.dtype:
+        """Return the narrowest dtype in which the model computes."""
+        held = {each.dtype for each in self._module.parameters() if each.is_floating_point()} | {output.dtype, *self._seen}
+        return min(held, key=lambda each: torch.finfo(each).bits)
+
+    @contextmanager
+    def _as_it_is(self) -> Iterator[None]:
+        """Run the module without random numbers, recomputation and compiled blocks, and remember in which dtypes its blocks compute."""
+        modules: list[Any] = list(self._module.modules())
+        training, compiled = [each.training for each in modules], [each._compiled_call_impl for each in modules]
+        self._seen.clear()
+
+        def look(module: nn.Module, args: Any) -> None:
+            self._seen.update(each.dtype for each in leaves(args) if isinstance(each, Tensor) and each.is_floating_point())
+
+        handles = [self._module.get_submodule(name).register_forward_pre_hook(look) for name in self._blocks]
+        for each in modules:
+            each.training, each._compiled_call_impl = False, None
+            set_recomputed(each, False)
+        try:
+            yield
+        finally:
+            for each, was, impl in zip(modules, training, compiled):
+                each.training, each._compiled_call_impl = was, impl
+                set_recomputed(each, True)
+            for handle in handles:
+                handle.remove()
+
+    def _culprit(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> str:
+        """Return what mixes positions, in words."""
+        found: list[str] = []
+        with ExitStack() as stack:
+            for name in _one_of_each_kind(self._module, self._blocks):
+                unit = self._module.get_submodule(name)
+                stack.callback(unit.register_forward_pre_hook(self._tries(name, found), with_kwargs=True).remove)
+            forward(*args, **kwargs)
+        if not found:
+            return f"{class_name(self._module)} mixes positions, or counts them itself"
+        return f"{found[0]} ({class_name(self._module.get_submodule(found[0]))}) mixes positions"
+
+    def _tries(self, name: str, found: list[str]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            length = next((each.shape[1] for each in leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim > 2), None)
+            if length is None or found:
+                return
+            try:
+                found.extend(self._mixing(name, module, args, kwargs, length))
+            except _ERRORS as error:
+                log.debug("%s does not run with attention cut: %s", name, error)
 
         return hook
 
-    @torch.no_grad()
-    def _mixing(self, name: str, unit: nn.Module, args: Any, kwargs: Any, length: int) -> str | None:
-        """Return the first module in ``unit`` that carries one position into another."""
-        found = list[str]()
+    def _mixing(self, name: str, unit: nn.Module, args: Any, kwargs: Any, length: int) -> list[str]:
+        """Return the modules in ``unit`` that carry one position into another, the first and innermost first."""
+        found: list[str] = []
 
         def look(inner: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: object, output: object) -> None:
-                if not found and any(_spread(each, length) for each in leaves(output)):
+                if any(_spread(each, length) for each in leaves(output)):
                     found.append(inner)
 
             return hook
@@ -96,35 +200,42 @@ class MixingTest:
 
         with ExitStack() as stack:
             for inner, child in unit.named_modules():
-                full = f"{name}.{inner}" if inner else name
-                stack.callback(child.register_forward_hook(look(full)).remove)
+                stack.callback(child.register_forward_hook(look(f"{name}.{inner}" if inner else name)).remove)
             self._exchange.cut.append(True)
             stack.callback(self._exchange.cut.clear)
             stack.enter_context(quiet(unit, autocast=True))
             output = unit.forward(*tree_map(spoil, args), **tree_map(spoil, kwargs))
-        if not any(_spread(each, length, inside=False) for each in leaves(output)):
-            return None
-        return found[0] if found else name
+        return (found or [name]) if any(_spread(each, length, inside=False) for each in leaves(output)) else []
 
 
-def _length(values: object) -> int | None:
-    """Return the length of the first hidden states (B, L, ...) in ``values``."""
-    return next((each.shape[1] for each in leaves(values) if isinstance(each, Tensor) and each.is_floating_point() and each.ndim > 2), None)
+def _hidden(output: object) -> Tensor | None:
+    """Return the first floating-point output that has positions: logits (B, L, V)."""
+    parts = output if isinstance(output, Tensor | tuple | list | Mapping) else vars(output)
+    found = next((each for each in leaves(parts) if isinstance(each, Tensor) and each.is_floating_point() and each.ndim > 1), None)
+    return found.to_local() if isinstance(found, DTensor) else found
+
+
+def _unless_out_of_memory(error: BaseException) -> None:
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _spread(value: object, length: int, *, inside: bool = True) -> bool:
-    """Return whether several positions are NaN, in (B, L, ...) or (B * L, D); ``inside`` a block also in (B, D, L) with some padding."""
+    """Return whether another position than the middle is NaN, in (B, L, ...); ``inside`` a block also in (B * L, D) and (B, D, L + some)."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 2:
         return False
     if value.shape[1] == length:
-        dim = 1
-    elif value.ndim == 2 and value.shape[0] and not value.shape[0] % length:
+        dirty = value.isnan().movedim(1, 0).flatten(1).any(1)
+        return bool(dirty.any()) and bool(dirty.sum() > dirty[length // 2])
+    if value.ndim == 2 and value.shape[0] and not value.shape[0] % length:
         return _spread(value.unflatten(0, (-1, length)), length)
-    elif inside and value.ndim == 3 and length <= value.shape[2] < 2 * length:
-        dim = 2
-    else:
-        return False
-    return int(value.isnan().movedim(dim, 0).flatten(1).any(1).sum()) > 1
+    if inside and value.ndim == 3 and length <= value.shape[2] < 2 * length:
+        return int(value.isnan().flatten(0, 1).any(0).sum()) > 1
+    return False
 
 
 def _one_of_each_kind(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
@@ -132,8 +243,8 @@ def _one_of_each_kind(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]
     kinds: dict[Any, str] = {}
     for name in blocks:
         block = module.get_submodule(name)
-        settings = tuple((inner, class_name(child), getattr(child, "is_sliding", None)) for inner, child in block.named_modules())
-        kinds.setdefault(settings, name)
+        shapes = tuple((inner, tuple(each.shape)) for inner, each in block.named_parameters())
+        kinds.setdefault((shapes, tuple((inner, class_name(child)) for inner, child in block.named_modules())), name)
     yield from kinds.values()
     around = {name.rsplit(".", depth)[0] for name in blocks for depth in range(1, name.count(".") + 1)}
 

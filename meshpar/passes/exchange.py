@@ -7,7 +7,8 @@ attention and back after it, so that each attends over all positions with a part
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -45,7 +46,9 @@ class Exchange:
         rank: this one.
         transport: ``gather`` or ``heads``.
         balance: give each rank a piece of the head and one of the tail.
-        cut: attention lets no position see another: for the test of what else mixes positions.
+        cut: not empty: attention lets no position see another, for the test of what else mixes positions.
+        alone: not empty: a rank has the whole sequence for a while, and nothing is exchanged.
+        as_written: make a model that is split by an adapter compute as it was written, for a while.
     """
 
     group: Any
@@ -54,14 +57,30 @@ class Exchange:
     transport: Transport = "gather"
     balance: bool = True
     cut: list[bool] = field(default_factory=list)
+    alone: list[bool] = field(default_factory=list)
+    as_written: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list)
 
     def runs(self, length: int, rank: int | None = None) -> list[range]:
         """Return the runs of positions of this rank, or of another, in a whole sequence of ``length``."""
         return runs(length, self.size, self.rank if rank is None else rank, balance=self.balance)
 
-    def rows(self, length: int, device: torch.device) -> Tensor:
-        """Return this rank's positions in a whole sequence of ``length``, (``length`` / ``size``) int64."""
-        return torch.cat([torch.arange(each.start, each.stop, device=device) for each in self.runs(length)])
+    def rows(self, length: int, device: torch.device, rank: int | None = None) -> Tensor:
+        """Return the positions of this rank, or of another, in a whole sequence of ``length``: (``length`` / ``size``) int64."""
+        return torch.cat([torch.arange(each.start, each.stop, device=device) for each in self.runs(length, rank)])
+
+    @contextmanager
+    def unsplit(self) -> Iterator[None]:
+        """Let the model compute on whole sequences, which every rank has, as it does without a plan."""
+        with ExitStack() as stack:
+            self.alone.append(True)
+            stack.callback(self.alone.clear)
+            for each in self.as_written:
+                stack.enter_context(each())
+            yield
+
+    def stacked(self, x: Tensor) -> Tensor:
+        """Return the ranks' ``x`` joined along dim 0, without a gradient."""
+        return _all_gather(x.detach(), 0, self.group)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
         """Return the ranks' parts of ``x`` joined along ``dim`` in the sequence's order; gradients are summed over the axis."""
