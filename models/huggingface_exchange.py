@@ -57,7 +57,12 @@ def exchange_positions(model: Any, exchange: Exchange) -> None:
     with as_written():
         exchange.as_written.append(as_written)
     record(model).exchange = exchange
+    model.generate = _refuse_generate
     model.register_forward_pre_hook(sequence.begin, with_kwargs=True)
+
+
+def _refuse_generate(*args: object, **kwargs: object) -> None:
+    raise MeshparError("generate makes one position after another, and each rank has a part of them; generate on a mesh without cp")
 
 
 def refusal(model: Any) -> str | None:

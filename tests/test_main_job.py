@@ -281,7 +281,7 @@ def test_resume_never_and_resume_from_elsewhere(folder: Path) -> None:
         recipe = small(folder, f"output={folder / name}", paths, f"checkpoint.resume={source}", "training.steps=5")
         assert launch(recipe, 1, quiet=True) == 0
         assert len(losses(recipe)) == (3 if name == "step" else 2)
-    with pytest.raises(MeshparError, match="there is no .*nowhere; expected auto, never"):
+    with pytest.raises(MeshparError, match=r"there is no .*nowhere; expected auto, never"):
         launch(small(folder, f"output={folder / 'other'}", paths, f"checkpoint.resume={folder / 'nowhere'}"), 1, quiet=True)
 
 

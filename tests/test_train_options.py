@@ -177,7 +177,7 @@ def test_options_of_an_objective_are_checked() -> None:
     assert "weight: expected a number, got 'high'" in str(raised.value)
     with pytest.raises(RecipeError, match=r"training\.objective_options\.temperature: must be greater than 0, got 0"):
         load_recipe("qwen3_moe_distillation", ["training.objective_options={temperature: 0}"])
-    with pytest.raises(RecipeError, match=r"training\.objective_options: x: unknown key"):
+    with pytest.raises(RecipeError, match=r"training\.objective_options\.x: unknown key"):
         load_recipe("quickstart", ["training.objective_options={x: 1}"])
     with pytest.raises(RecipeError, match="causal_lm has no use for a teacher"):
         load_recipe("quickstart", ["teacher={model: {dim: 32, heads: 2}}"])

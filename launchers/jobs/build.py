@@ -84,7 +84,7 @@ def teacher_shape(recipe: Recipe) -> nn.Module:
 
 def _vocabulary_for(recipe: Recipe, section: Any) -> int:  # noqa: ANN401 - one of the sections of models
     """Return the data's vocabulary if a model's section takes it from there, else 0, which fits every model."""
-    if isinstance(section, OwnOptimizer):
+    if isinstance(section, Own):
         wants = "vocab_size" not in section.keywords and has_keyword(registry.imported(section.class_), "vocab_size")
     else:
         wants = section.kind == "transformer" and section.preset is None and section.vocab_size is None

@@ -223,8 +223,8 @@ class Cycle:
     def _first_run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Try a split of positions on the first forward, and a split of features on the first whose gradients are wanted."""
         if self.mixing_test is not None:
-            mixing, self.mixing_test = self.mixing_test, None
-            mixing.run(inner, args, kwargs)
+            self.mixing_test.run(inner, args, kwargs)
+            self.mixing_test = None
             self._units.reshard()
         if not torch.is_grad_enabled() or self.split_test is None:
             return self._explanation.told(inner, args, kwargs)
@@ -269,8 +269,6 @@ class Cycle:
                 "part, and its mean is over the part alone; compute the sum of the loss from the logits and aligned labels, times "
                 "par.token_scale"
             )
-        if getattr(self._method, "__name__", "") == "generate":
-            raise MeshparError("generate makes one position after another, and each rank has a part of them; use a mesh without cp")
 
     @_torch.eager
     def _end_forward(self) -> None:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
 """How far the results may be off, relative to the largest: of float32, and of 16 bits, in which a router may choose otherwise."""
 _LONGEST = 256
+_UNTRIED = "whether parts of a sequence compute what the whole does was not tried"
 _ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
 _REMEDY = (
     "positions are exchanged in attention alone, through transformers' attention interface or in the modules of ModelLayout.attention, "
@@ -75,7 +76,7 @@ class MixingTest:
                     want = _hidden(forward(*short[0], **short[1]))
             except _ERRORS as error:
                 _unless_out_of_memory(error)
-                log.warning("whether parts of a sequence compute what the whole does was not tried: %s", _first_line(error))
+                log.warning("%s: %s", _UNTRIED, _first_line(error))
                 return
             try:
                 have = _hidden(forward(*part[0], **part[1]))
@@ -85,9 +86,7 @@ class MixingTest:
                 _unless_out_of_memory(error)
                 raise ParallelError(f"the model does not run on a part of the positions ({_first_line(error)}); {_REMEDY}") from error
             if want is None or have is None:
-                log.warning(
-                    "whether parts of a sequence compute what the whole does was not tried: the model returned no tensor of positions"
-                )
+                log.warning("%s: the model returned no tensor with positions", _UNTRIED)
                 return
             mine = want.index_select(1, self._exchange.rows(want.shape[1], want.device))
             size = off(mine, have, 0.0)
@@ -225,7 +224,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _spread(value: object, length: int, *, inside: bool = True) -> bool:
-    """Return whether another position than the middle is NaN, in (B, L, ...); ``inside`` a block also in (B * L, D) and (B, D, L + some)."""
+    """Return whether another position than the middle is NaN, in (B, L, ...); ``inside`` a block also in (B * L, D), (B, D, L + some)."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 2:
         return False
     if value.shape[1] == length:
