@@ -75,8 +75,6 @@ def refusal(model: Any) -> str | None:
             f"{kind} attends by {model.config._attn_implementation!r}, and ContextParallel serves 'sdpa' and 'eager'; build the model with "
             "attn_implementation='sdpa'"
         )
-    if not model._supports_attention_backend:
-        return f"{kind} computes attention itself, not through transformers' attention interface; use a mesh without cp"
     if any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
         return f"{kind} counts its positions from its padding, and ContextParallel from 0; use a mesh without cp"
     if model.config.is_encoder_decoder:

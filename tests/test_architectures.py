@@ -61,7 +61,8 @@ def test_what_has_no_exact_split_is_refused_and_shards_over_data(pool, case):
     plans = architectures.measure(pool, case)["plans"]
     verdicts = {plan: each["verdict"] for plan, each in plans.items()}
     assert verdicts == {plan: "exact" if plan in DATA_PLANS else "refused" for plan in ("one process", *architectures.PLANS)}, plans
-    assert all("TensorParallel" in each["why"] for each in plans.values() if each["verdict"] == "refused")
+    why = {plan: each["why"] for plan, each in plans.items() if each["verdict"] == "refused"}
+    assert all(("position" if plan in POSITIONS else "TensorParallel") in text for plan, text in why.items()), why
 
 
 def test_a_missing_gradient_sum_is_found(pool):
