@@ -52,7 +52,7 @@ def by_hand(plan: str) -> nn.Module:
         for number in range(CONFIG.layers):
             prefix = f"layers.{number}"
             table[f"{prefix}.attn"] = PrepareModuleInput(
-                input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None), use_local_output=False
+                input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None), use_local_output=False
             )
             table[f"{prefix}.mlp"] = PrepareModuleInput(
                 input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=False
