@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 _FORMAT = 1
-_BATCH = 1 << 18  # characters that are tokenized at once: the tokenizer holds about 100 bytes for each id of them
-_PIECE, _LONG_PIECE = 1 << 12, 1 << 17  # characters: longer documents are cut, so that all cores work and memory stays bounded
+_BATCH = 1 << 19  # characters that are tokenized at once: the tokenizer holds about 100 bytes for each id of them
+_PIECE, _LONG_PIECE = 1 << 13, 1 << 17  # characters: longer documents are cut, so that all cores work and memory stays bounded
 _SCANNED = 1 << 22  # ids
 
 
