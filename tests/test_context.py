@@ -13,6 +13,7 @@ from meshpar import (
     ActivationCheckpoint,
     Compile,
     ContextParallel,
+    Float8,
     FullyShard,
     HybridShard,
     MeshparError,
@@ -157,6 +158,17 @@ def first_step(passes):
     assert_parity(
         transformer, "dp_shard=1,cp=2", [ContextParallel(), *passes, FullyShard()], with_documents(token_steps(VOCAB, parts=1, steps=2))
     )
+
+
+def test_what_computes_in_few_bits_is_no_mixing():
+    few_bits()
+
+
+@on_ranks(2)
+def few_bits():
+    for passes in ([Float8(emulate=True), FullyShard()], [FullyShard(param_dtype=torch.bfloat16)]):
+        par = Plan("dp_shard=1,cp=2", [ContextParallel(), *passes]).apply(transformer(dim=64, hidden=64))
+        par.module(**par.split({"input_ids": torch.arange(16)[None]})).logits.sum().backward()
 
 
 def test_models_of_one_config_do_not_exchange_for_each_other():
