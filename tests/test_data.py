@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
+import inspect
 import itertools
 import json
 import multiprocessing
@@ -57,6 +59,16 @@ def test_bpe_is_deterministic_and_lossless() -> None:
     assert first.decode(first.encode(SAMPLE)) == SAMPLE
     assert len(first.encode(SAMPLE)) < len(SAMPLE.encode())
     assert first.encode_batch(documents) == [first.encode(document) for document in documents]
+
+
+def test_a_text_that_is_tokenized_in_pieces_has_the_ids_of_the_whole(tmp_path: Path) -> None:
+    text = inspect.getsource(argparse) + "\n\n\n   \n\t x\r\n\r\n  y\n" + "a b " * 30000 + inspect.getsource(json)
+    (tmp_path / "text.txt").write_bytes(text.encode())
+    tokenizer, source = train_bpe([text], 1000), TextSource(inputs=(str(tmp_path / "text.txt"),))
+    whole = next(iter(source.documents()))
+    assert len(whole) > 20 * 8192
+    found = prepare_tokens(source, tokenizer, tmp_path / "cache").train.ids().tolist()
+    assert found == [*tokenizer.encode(whole), tokenizer.eos_id]
 
 
 def test_bpe_refuses_a_vocabulary_that_cannot_be() -> None:
