@@ -146,6 +146,12 @@ def test_what_cannot_be_split_is_refused():
         Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).check(Bare(), ModelLayout(blocks=("layers.*",)), world_size=2)
     with pytest.raises(PlanError, match=r"transport='ring'.*must be 'gather' or 'heads'"):
         Plan("dp_shard=1,cp=2", [ContextParallel(transport="ring"), FullyShard()]).check(transformer(), world_size=2)
+    with pytest.raises(PlanError, match="attends by 'flex_attention', and ContextParallel serves 'sdpa' and 'eager'"):
+        Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).check(
+            huggingface("Llama", attn_implementation="flex_attention"), world_size=2
+        )
+    with pytest.raises(MeshparError, match="with a window needs position_ids"):
+        attention_mask(Bare(), None, window=3)
     refused()
 
 
@@ -207,6 +213,13 @@ def refused():
         with pytest.raises(MeshparError, match="the module got labels"):
             part = par.split({"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]})
             par.module(part["input_ids"], labels=part["labels"], position_ids=part["position_ids"])
+        with pytest.raises(MeshparError, match="the module got labels"):  # by place
+            places = (
+                ("input_ids", "labels", "position_ids")
+                if model is transformer
+                else ("input_ids", "none", "position_ids", "none", "none", "labels")
+            )
+            par.module(*(part.get(each) for each in places))
     with pytest.raises(MeshparError, match="generate makes one position after another"):
         par.module.generate(torch.arange(8)[None])
     par = Plan("dp_shard=1,cp=2", [ContextParallel(transport="heads"), FullyShard()]).apply(transformer(heads=3, kv_heads=3, dim=24))
