@@ -253,8 +253,8 @@ class CheckpointSection(Section):
         keep: how many of the newest stay; None: all.
         best: a metric (``val/loss``; ``+name`` for the highest) whose best step stays as well.
         background: write beside training; the optimizer is held back only while the state is copied.
-        resume: ``auto`` goes on from the newest undamaged one in the output folder; ``never`` refuses a folder that holds any;
-            a path (a step or a run) is gone on from where the output folder holds none.
+        resume: ``auto`` continues from the newest undamaged one in the output folder; ``never`` refuses a folder that holds any;
+            a path (a step or a run) is taken where the output folder holds none.
     """
 
     every: Every = None
