@@ -145,6 +145,8 @@ class Parallelized:
                 if len(mine) % size:
                     raise MeshparError(f"{axis}={size} does not divide {len(mine)} positions; pad the batch to a multiple of {size}")
                 mine = mine[each.positions(len(mine), size, self._place[axis])]
+        if self.cycle is not None and dim == 1:
+            self.cycle.parts.add(len(mine))
         part = _selected(batch, mine, dim)
         if isinstance(part, dict) and "position_ids" not in part and "position_ids" in inspect.signature(self.module.forward).parameters:
             part["position_ids"] = mine.to(tensors[0].device)[None].expand(tensors[0].shape[0], -1)

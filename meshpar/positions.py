@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import final
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshpar.errors import MeshparError
-from meshpar.passes.exchange import Exchange
+from meshpar.passes.exchange import BLOCK, Exchange, run_by_run
 from meshpar.passes.installed import installed
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which positions each query sees, made piece by piece where the whole would be a matrix of the sequence's length squared.
+
+    Attributes:
+        documents: (B or 1, L) int64, the number of each position's document.
+        window: number of positions that a query sees; None: all of its document.
+        dtype: of a mask that is added to the scores; None: bool.
+    """
+
+    documents: Tensor
+    window: int | None = None
+    dtype: torch.dtype | None = None
+
+    def __call__(self, queries: range, keys: int) -> Tensor:
+        """Return the mask of consecutive queries and the first ``keys`` keys: (B or 1, 1, queries, keys)."""
+        rows = torch.arange(queries.start, queries.stop, device=self.documents.device)
+        sees = _sees(self.documents, rows, keys, self.window)
+        return sees if self.dtype is None else added(sees, self.dtype)
 
 
 def exchange_of(module: nn.Module) -> Exchange | None:
@@ -19,7 +44,7 @@ def exchange_of(module: nn.Module) -> Exchange | None:
 
 def attention_mask(
     module: nn.Module, position_ids: Tensor | None, *, window: int | None = None, dtype: torch.dtype | None = None
-) -> Tensor | None:
+) -> Tensor | Mask | None:
     """Return which positions each query sees: its own document's, up to itself.
 
     A document begins wherever a position is not the one after the position before it in its row. Call this once in a forward, and hand
@@ -33,7 +58,8 @@ def attention_mask(
             it for backward; one made here is shared by all layers.
 
     Returns:
-        (B or 1, 1, queries, keys): bool, True where a query sees a key, or 0 and -inf in ``dtype``. None for plain causal attention.
+        (B or 1, 1, queries, keys): bool, True where a query sees a key, or 0 and -inf in ``dtype``. None for plain causal attention. For
+        more than 1,024 queries, what makes such a mask piece by piece while :func:`attention` goes through them.
 
     Raises:
         MeshparError: no ``position_ids``, and this rank has a part of the positions, or there is a ``window``.
@@ -49,8 +75,10 @@ def attention_mask(
         if window is not None:
             raise MeshparError("attention_mask with a window needs position_ids; hand over torch.arange(length)[None] where there are none")
         return None
-    ids = position_ids if exchange is None else exchange.values(position_ids, 1)
-    sees = causal_mask(documents(ids), exchange, window=window)
+    found = documents(position_ids if exchange is None else exchange.values(position_ids, 1))
+    if found.shape[1] // (exchange.size if exchange is not None and exchange.transport == "gather" else 1) > BLOCK:
+        return Mask(found, window, dtype)
+    sees = causal_mask(found, exchange, window=window)
     return sees if dtype is None else added(sees, dtype)
 
 
@@ -63,13 +91,19 @@ def documents(position_ids: Tensor) -> Tensor:
 def causal_mask(documents: Tensor, exchange: Exchange | None, *, window: int | None = None, causal: bool = True) -> Tensor:
     """Return the mask of :func:`attention_mask` for whole rows of ``documents`` (B, L); not ``causal``: later positions, too."""
     length, device = documents.shape[1], documents.device
-    keys = torch.arange(length, device=device)
-    queries = keys if exchange is None or exchange.transport == "heads" else exchange.rows(length, device)
-    sees = documents[:, queries, None] == documents[:, None, :]
+    whole = exchange is None or exchange.transport == "heads"
+    queries = torch.arange(length, device=device) if exchange is None or whole else exchange.rows(length, device)
+    return _sees(documents, queries, length, window, causal=causal)
+
+
+def _sees(documents: Tensor, queries: Tensor, keys: int, window: int | None, *, causal: bool = True) -> Tensor:
+    """Return which of the first ``keys`` positions these queries see: (B, 1, queries, keys) bool."""
+    each = torch.arange(keys, device=documents.device)
+    sees = documents[:, queries, None] == documents[:, None, :keys]
     if causal:
-        sees = sees & (queries[:, None] >= keys[None])
+        sees = sees & (queries[:, None] >= each[None])
     if window is not None:
-        sees = sees & (queries[:, None] - keys[None] < window)
+        sees = sees & (queries[:, None] - each[None] < window)
     return sees[:, None]
 
 
@@ -79,7 +113,14 @@ def added(sees: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, dropout: float = 0.0, scale: float | None = None
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | Mask | None = None,
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
 ) -> Tensor:
     """Attend causally, as :func:`torch.nn.functional.scaled_dot_product_attention` does, over the positions of every rank.
 
@@ -106,4 +147,9 @@ def attention(
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped)
 
     exchange = exchange_of(module)
-    return attend(q, k, v, mask) if exchange is None else exchange.attend(attend, q, k, v, mask)
+    length = q.shape[2] * (1 if exchange is None else exchange.size)
+    if isinstance(mask, Mask) and mask.documents.shape[1] != length:
+        raise MeshparError(f"attention over {length} positions got the mask of {mask.documents.shape[1]}; make one for this sequence")
+    if exchange is not None:
+        return exchange.attend(attend, q, k, v, mask)
+    return run_by_run(attend, q, k, v, mask, [range(length)]) if isinstance(mask, Mask) else attend(q, k, v, mask)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from meshpar.layout import ModelLayout
 from meshpar.models.layers import Embedding, Linear, ModelOutput, next_token_loss, positions_of
-from meshpar.positions import attention, attention_mask
+from meshpar.positions import Mask, attention, attention_mask
 
 
 @final
@@ -152,7 +152,7 @@ class Block(nn.Module):
         self.attn_drop = nn.Dropout(config.dropout)
         self.mlp_drop = nn.Dropout(config.dropout)
 
-    def forward(self, x_BLD: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x_BLD: Tensor, mask: Tensor | Mask | None) -> Tensor:
         """Return the residual stream (B, L, D) after this block."""
         x_BLD = x_BLD + self.attn_drop(self.attn(self.ln_1(x_BLD), mask))
         return x_BLD + self.mlp_drop(self.mlp(self.ln_2(x_BLD)))
@@ -169,7 +169,7 @@ class Attention(nn.Module):
         self.c_proj = Conv1D(config.n_embd, config.n_embd, std=_residual_std(config))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BLD: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x_BLD: Tensor, mask: Tensor | Mask | None) -> Tensor:
         """Return the update of the residual stream, (B, L, D)."""
         parts = self.c_attn(x_BLD).chunk(3, dim=-1)
         q_BHLC, k_BHLC, v_BHLC = (part.unflatten(-1, (-1, self.channels)).transpose(1, 2) for part in parts)

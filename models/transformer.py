@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from meshpar.layout import ModelLayout
 from meshpar.models.layers import Embedding, Linear, ModelOutput, next_token_loss, positions_of
 from meshpar.models.transformer_config import RopeScaling, TransformerConfig, published_config, published_names
-from meshpar.positions import attention, attention_mask
+from meshpar.positions import Mask, attention, attention_mask
 from meshpar.weights import Rename, WeightMap
 
 
@@ -89,7 +89,7 @@ class Layer(nn.Module):
         self.attn_drop = nn.Dropout(config.dropout)
         self.mlp_drop = nn.Dropout(config.dropout)
 
-    def forward(self, x_BLD: Tensor, positions_BL: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x_BLD: Tensor, positions_BL: Tensor, mask: Tensor | Mask | None) -> Tensor:
         """Return the residual stream (B, L, D) after this layer."""
         x_BLD = x_BLD + self.attn_drop(self.attn(self.attn_norm(x_BLD), positions_BL, mask))
         return x_BLD + self.mlp_drop(self.mlp(self.mlp_norm(x_BLD)))
@@ -110,7 +110,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.channels, eps=config.norm_eps) if config.qk_norm else None
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BLD: Tensor, positions_BL: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x_BLD: Tensor, positions_BL: Tensor, mask: Tensor | Mask | None) -> Tensor:
         """Return the update of the residual stream, (B, L, D)."""
         q_BLHC = self.q(x_BLD).unflatten(-1, (-1, self.channels))
         k_BLGC = self.k(x_BLD).unflatten(-1, (-1, self.channels))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -75,6 +76,39 @@ def in_parts(model, transport):
         context = ContextParallel(transport=transport)
         tensor = [each for each in passes if isinstance(each, TensorParallel)]
         assert_parity(MODELS[model], mesh, [*tensor, context, *(each for each in passes if each not in tensor)], steps)
+
+
+@pytest.mark.parametrize("transport", ["gather", "heads"])
+def test_a_mask_in_pieces_is_the_whole_mask(transport):
+    in_pieces(transport)
+
+
+@on_ranks(2)
+def in_pieces(transport):
+    with mock.patch("meshpar.passes.exchange.BLOCK", 3), mock.patch("meshpar.positions.BLOCK", 3):
+        in_parts("transformer", transport)
+        steps = with_documents(token_steps(VOCAB, parts=2))
+        assert_parity(Strange, "dp_shard=1,cp=2", [ContextParallel(transport=transport), FullyShard()], steps)
+
+
+def test_one_process_attends_in_pieces_as_it_does_at_once():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 16, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    positions = torch.cat([torch.arange(5), torch.arange(11)])[None]
+
+    def run():
+        mask = attention_mask(Bare(), positions, window=7, dtype=q.dtype)
+        out = attention(Bare(), q, k, v, mask)
+        return mask, out, torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    whole = run()
+    with mock.patch("meshpar.passes.exchange.BLOCK", 3), mock.patch("meshpar.positions.BLOCK", 3):
+        pieces = run()
+        with pytest.raises(MeshparError, match="over 8 positions got the mask of 16"):
+            attention(Bare(), q[:, :, :8], k[:, :, :8], v[:, :, :8], pieces[0])
+    assert isinstance(whole[0], torch.Tensor)
+    assert not isinstance(pieces[0], torch.Tensor)
+    torch.testing.assert_close(pieces[1:], whole[1:])
 
 
 class Convolved(nn.Module):
@@ -220,6 +254,9 @@ def refused():
                 else ("input_ids", "none", "position_ids", "none", "none", "labels")
             )
             par.module(*(part.get(each) for each in places))
+        par.module(**par.split({"input_ids": torch.arange(8)[None]}))
+        with pytest.raises(MeshparError, match=r"got 8 positions, and par.split gave parts of \[4\]"):
+            par.module(input_ids=torch.arange(8)[None], position_ids=torch.arange(8)[None])
     with pytest.raises(MeshparError, match="generate makes one position after another"):
         par.module.generate(torch.arange(8)[None])
     par = Plan("dp_shard=1,cp=2", [ContextParallel(transport="heads"), FullyShard()]).apply(transformer(heads=3, kv_heads=3, dim=24))

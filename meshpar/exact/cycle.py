@@ -70,6 +70,7 @@ class Cycle:
         self.module = module
         self.agreement: Comparisons | None = None
         self.splits_positions = False
+        self.parts: set[int] = set()  # the lengths that par.split has given
         self.split_test: SplitTest | None = None
         self.mixing_test: MixingTest | None = None
         self._eager = ExitStack()
@@ -268,6 +269,13 @@ class Cycle:
                 "the module got labels, and each rank has a part of the positions: a model that shifts labels loses one at the end of each "
                 "part, and its mean is over the part alone; compute the sum of the loss from the logits and aligned labels, times "
                 "par.token_scale"
+            )
+        ids = (each for each in leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim == 2 and not each.is_floating_point())
+        length = next((each.shape[1] for each in ids), None)
+        if self.parts and length is not None and length not in self.parts:
+            raise MeshparError(
+                f"the module got {length} positions, and par.split gave parts of {sorted(self.parts)}: every batch goes through par.split, "
+                "that of an evaluation, too"
             )
 
     @_torch.eager

@@ -14,12 +14,17 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from meshpar.errors import MeshparError
 from meshpar.passes.tensor.collectives import _all_gather, _all_to_all, _reduce_scatter
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Pieces = Callable[[range, int], Tensor]
 Transport = Literal["gather", "heads"]
+
+BLOCK = 1024
+"""Queries whose mask is held in memory at a time, where a mask is not held whole."""
 
 
 def runs(length: int, size: int, rank: int, *, balance: bool) -> list[range]:
@@ -90,7 +95,7 @@ class Exchange:
         """Return the ranks' parts of ``x`` joined along ``dim`` in the sequence's order, without a gradient."""
         return self._in_order(_all_gather(x.detach(), 0, self.group), dim)
 
-    def attend(self, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = True) -> Tensor:
+    def attend(self, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Pieces | None, *, causal: bool = True) -> Tensor:
         """Attend over the whole sequence with this rank's queries.
 
         Args:
@@ -98,11 +103,12 @@ class Exchange:
             q: this rank's queries, (B, H, M, C).
             k: this rank's keys, (B, G, M, C).
             v: this rank's values, (B, G, M, C).
-            mask: this rank's queries' rows, (B or 1, 1, M, N), from :func:`meshpar.attention_mask`; for ``heads`` of all queries.
+            mask: from :func:`meshpar.attention_mask`: of this rank's queries, (B or 1, 1, M, N), for ``heads`` of all queries; or what
+                makes pieces of it.
             causal: no query sees a later position, so that keys after the last query need not be looked at.
         """
         rows = q.shape[2] if self.transport == "gather" else q.shape[2] * self.size
-        if mask is None or mask.shape[-2:] != (rows, q.shape[2] * self.size):
+        if mask is None or (isinstance(mask, Tensor) and mask.shape[-2:] != (rows, q.shape[2] * self.size)):
             got = "none" if mask is None else f"one of {mask.shape[-2]} x {mask.shape[-1]}"
             raise MeshparError(
                 f"attention over a part of the positions needs the mask of {rows} queries and {q.shape[2] * self.size} keys, that of "
@@ -117,17 +123,11 @@ class Exchange:
                 "a key/value cache, is not supported; use a mesh without cp"
             )
         if self.transport == "heads":
-            return self._over_heads(inner, q, k, v, mask)
+            return self._over_heads(inner, q, k, v, mask, causal)
         k, v = self.whole(torch.cat([k, v], -1), 2).split([k.shape[-1], v.shape[-1]], -1)
-        outputs, begin = [], 0
-        for each in self.runs(k.shape[2]):
-            seen = each.stop if causal else k.shape[2]
-            mine = slice(begin, begin + len(each))
-            outputs.append(inner(q[:, :, mine], k[:, :, :seen], v[:, :, :seen], mask[:, :, mine, :seen]))
-            begin += len(each)
-        return torch.cat(outputs, 2)
+        return run_by_run(inner, q, k, v, mask, self.runs(k.shape[2]), causal=causal)
 
-    def _over_heads(self, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    def _over_heads(self, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Pieces, causal: bool) -> Tensor:
         heads, groups = q.shape[1], k.shape[1]
         if heads % self.size:
             raise MeshparError(
@@ -139,7 +139,7 @@ class Exchange:
             k, v = _own(k, copies), _own(v, copies)
         q, k, v = (_ToHeads.apply(each, self) for each in (q, k, v))
         try:
-            attended = inner(q, k, v, mask)
+            attended = run_by_run(inner, q, k, v, mask, [range(q.shape[2])], causal=causal)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -166,6 +166,41 @@ class Exchange:
         length = whole.shape[dim]
         mine = [[whole.narrow(dim, each.start, len(each)) for each in self.runs(length, rank)] for rank in range(self.size)]
         return torch.cat([torch.cat(each, dim) for each in mine], 0)
+
+
+def run_by_run(
+    inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Pieces, queries: list[range], *, causal: bool = True
+) -> Tensor:
+    """Attend with runs of consecutive queries, each with the keys that it may see.
+
+    Where the mask is made piece by piece, at most :data:`BLOCK` queries attend at a time, and their scores and mask are made once more for
+    backward, so that no matrix of the sequence's length squared is ever held.
+
+    Args:
+        inner: as for :meth:`Exchange.attend`.
+        q: the queries of all runs, (B, H, M, C).
+        k: the keys of all positions, (B, G, N, C).
+        v: their values, (B, G, N, C).
+        mask: (B or 1, 1, M, N), or what makes the mask of a run and of the first keys.
+        queries: the runs, as positions in the sequence.
+        causal: no query sees a later key.
+    """
+    runs = queries if isinstance(mask, Tensor) else [each[begin : begin + BLOCK] for each in queries for begin in range(0, len(each), BLOCK)]
+    outputs, begin = [], 0
+    for each in runs:
+        seen = each.stop if causal else k.shape[2]
+        mine = slice(begin, begin + len(each))
+        parts = q[:, :, mine], k[:, :, :seen], v[:, :, :seen]
+        begin += len(each)
+        if isinstance(mask, Tensor):
+            outputs.append(inner(*parts, mask[:, :, mine, :seen]))
+        else:
+            outputs.append(checkpoint(_with_piece, inner, *parts, mask, each, seen, use_reentrant=False))
+    return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+
+
+def _with_piece(inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Pieces, queries: range, seen: int) -> Tensor:
+    return inner(q, k, v, mask(queries, seen))
 
 
 def _own(x: Tensor, copies: int) -> Tensor:
