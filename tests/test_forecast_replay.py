@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshpar import ActivationCheckpoint, FullyShard, HybridShard, Plan, Replicate, TensorParallel
+from meshpar import ActivationCheckpoint, ContextParallel, FullyShard, HybridShard, Plan, Replicate, TensorParallel
 from meshpar.forecasting.simulate import Simulation, simulate
 from meshpar.forecasting.step import Batch, record_step
 from meshpar.forecasting.trace import Trace
@@ -41,6 +41,8 @@ CASES = {
         [TensorParallel(sequence_parallel=True, loss_parallel=True), ActivationCheckpoint(), FullyShard()],
     ),
     "gpt2, fsdp x tp": ("dp_shard=2,tp=2", [SP, FullyShard()]),
+    "fsdp x cp": ("dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),
+    "cp by heads, recomputed": ("dp_shard=1,cp=2", [ContextParallel(transport="heads"), ActivationCheckpoint(), FullyShard()]),
 }
 ON_THE_LAST_RANK = ("fsdp, uneven", "fsdp x tp")
 

@@ -90,7 +90,8 @@ Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
 def summed_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the causal objective's loss, as ``meshpar train`` computes it."""
-    return token_loss(model(input_ids=batch["input_ids"]).logits, batch["labels"], reduction="sum")
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return token_loss(model(**inputs).logits, batch["labels"], reduction="sum")
 
 
 @final
