@@ -19,12 +19,12 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 MAX_AXES = 5
 
-AUTO = re.compile(r"auto(?:\s*,\s*tp\s*=\s*(\d+))?")
-"""The texts that leave the mesh to the topology, see :meth:`MeshSpec.auto`."""
+AUTO = re.compile(r"auto((?:\s*,\s*[A-Za-z_]\w*\s*=\s*\d+)*)")
+"""The texts that leave the mesh to the topology, see :meth:`MeshSpec.auto`: ``auto``, ``auto,tp=4``."""
 
 
 def is_auto(text: str) -> bool:
-    """Tell whether a mesh's text is ``auto`` or ``auto,tp=4``: the launcher's nodes then decide the axes."""
+    """Tell whether a mesh's text is ``auto``, or ``auto,tp=4``: the launcher's nodes then decide the axes."""
     return AUTO.fullmatch(text.strip()) is not None
 
 
@@ -81,18 +81,31 @@ class MeshSpec:
         return hash((tuple(self.axes.items()), self.ranks_per_node))
 
     @classmethod
-    def auto(cls, world_size: int, ranks_per_node: int, *, tp: int = 1) -> MeshSpec:
-        """Return the hybrid mesh that fits the nodes: replicas across nodes, shards (and ``tp``) inside one.
+    def auto(cls, world_size: int, ranks_per_node: int, text: str = "auto") -> MeshSpec:
+        """Return the hybrid mesh that fits the nodes: replicas across nodes; shards, and the axes that are written, inside one.
+
+        Args:
+            world_size: number of ranks.
+            ranks_per_node: number of ranks on a node.
+            text: ``auto``, or with axes inside a node: ``auto,cp=2,tp=4``.
 
         Raises:
-            MeshError: the nodes are not all full, or ``tp`` does not divide a node.
+            MeshError: the text cannot be read, the nodes are not all full, or the axes do not divide a node.
         """
+        match = AUTO.fullmatch(text.strip())
+        inside = None if match is None else _parse(match[1])
+        if inside is None or not {"dp_replicate", "dp_shard"}.isdisjoint(inside):
+            raise MeshError(f"cannot read mesh {text!r}; write 'auto', 'auto,tp=4' or sizes like 'dp_replicate=2,dp_shard=-1'")
         if world_size % ranks_per_node:
             raise MeshError(f"{world_size} ranks do not fill nodes of {ranks_per_node}; use whole nodes, or write the mesh out")
-        if ranks_per_node % tp:
-            raise MeshError(f"tp={tp} does not divide a node of {ranks_per_node} ranks; {sizes_text('tp', ranks_per_node)}")
-        axes = {"dp_replicate": world_size // ranks_per_node, "dp_shard": ranks_per_node // tp}
-        return cls(axes | ({"tp": tp} if tp > 1 else {}), ranks_per_node=ranks_per_node)
+        shards = ranks_per_node
+        for axis, size in inside.items():
+            if not size or shards % size:
+                within = f"a node of {ranks_per_node} ranks" if shards == ranks_per_node else f"the {shards} ranks of a node that are left"
+                raise MeshError(f"{axis}={size} does not divide {within}; {sizes_text(axis, shards)}")
+            shards //= size
+        axes = {"dp_replicate": world_size // ranks_per_node, "dp_shard": shards}
+        return cls(axes | {axis: size for axis, size in inside.items() if size > 1}, ranks_per_node=ranks_per_node)
 
     @classmethod
     def placed(cls, text: str, world_size: int, ranks_per_node: int) -> MeshSpec:
@@ -101,9 +114,8 @@ class MeshSpec:
         Raises:
             MeshError: it does not fit.
         """
-        match = AUTO.fullmatch(text.strip())
-        if match is not None:
-            return cls.auto(world_size, ranks_per_node, tp=int(match[1] or 1))
+        if is_auto(text):
+            return cls.auto(world_size, ranks_per_node, text)
         return cls(text.strip() or "dp_shard=-1", ranks_per_node=ranks_per_node).resolve(world_size)
 
     @property

@@ -25,7 +25,7 @@ from meshpar.exact.guards import refuse_copies
 from meshpar.exact.proving import prove
 from meshpar.exact.verify import Verification, verified
 from meshpar.layout import ModelLayout
-from meshpar.mesh import AUTO, MeshSpec, default_device_type
+from meshpar.mesh import MeshSpec, default_device_type
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, axes_of, find_blocks, held_mesh
@@ -82,10 +82,7 @@ class Plan:
         per_node = per_node or runtime.ranks_per_node()
         if isinstance(self.mesh, MeshSpec):
             return MeshSpec(self.mesh.axes, ranks_per_node=per_node).resolve(world_size)
-        match = AUTO.fullmatch(self.mesh.strip())
-        if match is None:
-            raise MeshError(f"cannot read mesh {self.mesh!r}; write 'auto', 'auto,tp=4' or sizes like 'dp_replicate=2,dp_shard=-1'")
-        return MeshSpec.auto(world_size, min(per_node or world_size, world_size), tp=int(match[1] or 1))
+        return MeshSpec.auto(world_size, min(per_node or world_size, world_size), self.mesh)
 
     def check(self, module: nn.Module, layout: ModelLayout | None = None, world_size: int | None = None) -> MeshSpec:
         """Check the plan for a model and return the resolved mesh.

@@ -82,11 +82,16 @@ def test_an_open_axis_that_is_no_data_axis_is_not_shrunk():
 
 def test_auto_keeps_shards_in_a_node_and_replicas_across():
     assert str(MeshSpec.auto(32, 8)) == "dp_replicate=4,dp_shard=8"
-    assert str(MeshSpec.auto(32, 8, tp=4)) == "dp_replicate=4,dp_shard=2,tp=4"
+    assert str(MeshSpec.auto(32, 8, "auto,tp=4")) == "dp_replicate=4,dp_shard=2,tp=4"
     with pytest.raises(MeshError, match="do not fill nodes"):
         MeshSpec.auto(12, 8)
     with pytest.raises(MeshError, match="tp=3 does not divide"):
-        MeshSpec.auto(16, 8, tp=3)
+        MeshSpec.auto(16, 8, "auto,tp=3")
+    assert str(MeshSpec.auto(16, 8, "auto, cp=2,tp=2")) == "dp_replicate=2,dp_shard=2,cp=2,tp=2"
+    with pytest.raises(MeshError, match="tp=4 does not divide the 2 ranks of a node that are left"):
+        MeshSpec.auto(16, 8, "auto,cp=4,tp=4")
+    with pytest.raises(MeshError, match="cannot read mesh 'auto,dp_shard=4'"):
+        MeshSpec.auto(16, 8, "auto,dp_shard=4")
 
 
 def test_which_axes_span_nodes():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshpar import ActivationCheckpoint, FullyShard, HybridShard, RecipeError, Replicate, TensorParallel
+from meshpar import ActivationCheckpoint, ContextParallel, FullyShard, HybridShard, RecipeError, Replicate, TensorParallel
 from meshpar.launchers.converters.knobs import translate
 from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe, resolve, shipped
@@ -190,6 +190,7 @@ def test_the_recipes_that_come_with_meshpar_are_right() -> None:
         ("dp_replicate=2,dp_shard=2,tp=2", [TensorParallel(), HybridShard()]),
         ("auto", [HybridShard()]),
         ("auto,tp=2", [TensorParallel(), HybridShard()]),
+        ("auto,cp=2,tp=2", [TensorParallel(), ContextParallel(), HybridShard()]),
     ],
 )
 def test_without_passes_the_axes_call_for_them(mesh: str, passes: list[Any]) -> None:

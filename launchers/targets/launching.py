@@ -47,7 +47,7 @@ def launch_job(
         nodes: number of nodes.
         gpus_per_node: accelerators per node; 0: run on CPUs.
         nproc: ranks per node; None: one per accelerator.
-        mesh: replaces the recipe's mesh. ``auto`` (or ``auto,tp=8``): shards and tp inside a node, replicas across nodes.
+        mesh: replaces the recipe's mesh. ``auto`` (or ``auto,cp=2,tp=4``): shards and the written axes inside a node, replicas across.
         elastic: continue with fewer nodes when some are lost.
         preflight: ``warn``, ``fail`` or ``off``; None: the recipe's value, or ``warn`` if that is ``off``.
         options: options of the target, ``partition=gpu``.
