@@ -45,6 +45,7 @@ class ModelLayout:
             :class:`meshpar.ContextParallel`.
         exchange: lets the attention of a model that does not call it exchange positions, given the model and a
             :class:`meshpar.passes.exchange.Exchange`.
+        counts_positions: the model finds out itself where its tokens stand, if nobody says so: ``par.split`` gives no ``position_ids``.
         hidden_inputs: keyword names of the hidden states that a ``region`` receives.
         refusals: technique (``"tp"``, ``"cp"``, ``"recompute"``) -> reason why the model does not support it, and the remedy.
     """
@@ -65,5 +66,6 @@ class ModelLayout:
     config: Mapping[str, Any] = field(default_factory=dict)
     attention: tuple[str, ...] = ()
     exchange: Callable[[nn.Module, Any], None] | None = None
+    counts_positions: bool = False
     hidden_inputs: tuple[str, ...] = ("hidden_states",)
     refusals: Mapping[str, str] = field(default_factory=dict)

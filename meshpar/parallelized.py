@@ -148,7 +148,8 @@ class Parallelized:
         if self.cycle is not None and dim == 1:
             self.cycle.parts.add(len(mine))
         part = _selected(batch, mine, dim)
-        if isinstance(part, dict) and "position_ids" not in part and "position_ids" in inspect.signature(self.module.forward).parameters:
+        counts = self.layout.counts_positions or "position_ids" not in inspect.signature(self.module.forward).parameters
+        if isinstance(part, dict) and "position_ids" not in part and not counts:
             part["position_ids"] = mine.to(tensors[0].device)[None].expand(tensors[0].shape[0], -1)
         return cast("Values", part)
 

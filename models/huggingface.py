@@ -19,7 +19,7 @@ from torch import nn
 
 from meshpar.errors import LayoutError
 from meshpar.layout import ModelLayout
-from meshpar.models.huggingface_exchange import exchange_positions, refusal
+from meshpar.models.huggingface_exchange import counts_positions, exchange_positions, refusal
 from meshpar.models.huggingface_head import head_of_logits
 from meshpar.models.huggingface_tensor import HEAD_RATIO, copied_heads, head_counts, tensor_table
 from meshpar.models.huggingface_vocabulary import generic
@@ -57,6 +57,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         weights=weight_map(model),
         config=_published_config(model),
         exchange=exchange_positions,
+        counts_positions=counts_positions(model),
         refusals=_refusals(model, table),
     )
 

@@ -33,7 +33,7 @@ def exchange_positions(model: Any, exchange: Exchange) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     used = model.config._attn_implementation
-    sequence = _Sequence(exchange, used)
+    sequence = _Sequence(exchange, used, _counted_in(model))
     name = f"meshpar_positions_{next(_numbers)}"
     AttentionInterface.register(name, sequence.attend)
     AttentionMaskInterface.register(name, sequence.mask)
@@ -57,6 +57,8 @@ def exchange_positions(model: Any, exchange: Exchange) -> None:
     with as_written():
         exchange.as_written.append(as_written)
     record(model).exchange = exchange
+    for each in _places_in(model):
+        each.register_forward_pre_hook(sequence.places, with_kwargs=True)
     model.generate = _refuse_generate
     model.register_forward_pre_hook(sequence.begin, with_kwargs=True)
 
@@ -68,15 +70,13 @@ def _refuse_generate(*args: object, **kwargs: object) -> None:
 def refusal(model: Any) -> str | None:
     """Return why a transformers model's positions cannot be split, as far as its config tells; None where nothing does."""
     kind = type(model).__name__
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+    if not _takes_positions(model) and not _places_in(model):
         return f"{kind} takes no position_ids, and ContextParallel gives each rank positions of its own; use a mesh without cp"
     if model.config._attn_implementation not in _SERVED:
         return (
             f"{kind} attends by {model.config._attn_implementation!r}, and ContextParallel serves 'sdpa' and 'eager'; build the model with "
             "attn_implementation='sdpa'"
         )
-    if any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
-        return f"{kind} counts its positions from its padding, and ContextParallel from 0; use a mesh without cp"
     if model.config.is_encoder_decoder:
         return f"{kind} attends from one sequence to another, and ContextParallel splits one; use a mesh without cp"
     text = model.config.get_text_config()
@@ -91,12 +91,34 @@ def refusal(model: Any) -> str | None:
     return None
 
 
+def counts_positions(model: Any) -> bool:
+    """Return whether a model finds out itself where its tokens stand, if nobody says so: from its padding, or in an embedding."""
+    return _counted_in(model) is not None or not _takes_positions(model)
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(type(model).forward).parameters
+
+
+def _counted_in(model: nn.Module) -> Any:
+    """Return the embedding of a model that counts its tokens from its padding: RoBERTa and its like."""
+    return next((each for each in model.modules() if hasattr(each, "create_position_ids_from_input_ids")), None)
+
+
+def _places_in(model: nn.Module) -> list[nn.Module]:
+    """Return the embeddings of places of a model that takes no ``position_ids``: BART and its like."""
+    if _takes_positions(model):
+        return []
+    embeddings = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    return [each for each in embeddings if each.padding_idx is None and _takes_positions(each)]
+
+
 @final
 class _Sequence:
     """What one model's masks need to know of the sequence that it computes now."""
 
-    def __init__(self, exchange: Exchange, inner: str) -> None:
-        self._exchange, self._inner = exchange, inner
+    def __init__(self, exchange: Exchange, inner: str, counting: Any = None) -> None:
+        self._exchange, self._inner, self._counting = exchange, inner, counting
         self._ids = torch.empty(0)
         self._counted: Tensor | None = None
 
@@ -105,6 +127,10 @@ class _Sequence:
         if self._exchange.alone:
             return args, kwargs
         ids = kwargs.get("position_ids")
+        joined = ids is None and counts_positions(model)  # where nobody says where documents begin, a row is one
+        if joined:
+            ids = self._counted_from(args[0] if args else kwargs.get("input_ids"))
+            kwargs = {**kwargs, "position_ids": ids} if self._counting is not None else kwargs
         if ids is None:
             raise MeshparError(
                 "the model got no position_ids, and each rank has a part of the positions; call the model with par.split(batch), a mapping"
@@ -118,10 +144,28 @@ class _Sequence:
             )
         whole = self._exchange.values(ids, 1)
         # As in one process: documents are looked for where no mask says what counts.
-        self._ids = whole if given is None else torch.arange(whole.shape[1], device=whole.device)[None]
+        self._ids = whole if given is None and not joined else torch.arange(whole.shape[1], device=whole.device)[None]
         self._counted = None if given is None else self._exchange.values(given, 1).bool()
         # With a mask, transformers does not look for documents itself: a rank's positions jump where no document begins.
         return args, {**kwargs, "attention_mask": torch.ones_like(ids) if given is None else given}
+
+    def _counted_from(self, input_ids: Tensor | None) -> Tensor:
+        """Return this rank's positions, (B, L) int64, as the model counts them in the whole sequence. Collective."""
+        if input_ids is None:
+            raise MeshparError("a model that counts its positions itself is split by its input_ids, got none; use a mesh without cp")
+        length = input_ids.shape[1] * self._exchange.size
+        rows = self._exchange.rows(length, input_ids.device)
+        if self._counting is None:
+            return rows[None].expand(input_ids.shape[0], -1)
+        whole = self._exchange.values(input_ids, 1)
+        counted: Tensor = self._counting.create_position_ids_from_input_ids(whole, self._counting.padding_idx)
+        return counted.index_select(1, rows)
+
+    def places(self, embedding: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Tell an embedding of places which this rank has."""
+        if self._exchange.alone:
+            return args, kwargs
+        return args, {**kwargs, "position_ids": self._exchange.rows(self._ids.shape[1], self._ids.device)}
 
     def mask(self, *, q_length: int, mask_function: Callable[..., Any], dtype: torch.dtype, device: torch.device, **rest: Any) -> Tensor:
         """Return the mask of this rank's rows: what the model's own function allows, within a document."""

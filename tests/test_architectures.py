@@ -33,6 +33,8 @@ EVERYWHERE = (
     ("gpt2", "causal"),  # a fused projection, tied ends
     ("t5", "seq2seq"),  # tied ends three times, a position bias that layers share
     ("bert", "masked"),  # a tied bias
+    ("roberta", "causal"),  # positions counted from padding
+    ("bart", "causal"),  # positions counted in an embedding
 )
 WHOLE_OVER_TP = (("mamba", "causal"), ("doge", "causal"))
 DATA_PLANS = ("one process", "FSDP 2", "HSDP 2x2")

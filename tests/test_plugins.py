@@ -189,7 +189,13 @@ def test_a_strangers_passes_are_forecast(stranger):
     assert told.trace.tokens * told.trace.data_size == 32
 
 
-BOTH = {"dp_replicate=2,dp_shard=2,cp=2", "dp_shard=4,cp=2", "dp_replicate=2,dp_shard=1,cp=2,tp=2", "dp_shard=2,cp=2,tp=2"}
+BOTH = {
+    "dp_replicate=4,dp_shard=1,cp=2",
+    "dp_replicate=2,dp_shard=2,cp=2",
+    "dp_shard=4,cp=2",
+    "dp_replicate=2,dp_shard=1,cp=2,tp=2",
+    "dp_shard=2,cp=2,tp=2",
+}
 
 
 @pytest.mark.parametrize(

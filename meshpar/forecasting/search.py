@@ -19,12 +19,14 @@ from meshpar.forecasting.simulate import Simulation, like_blocks, simulate
 from meshpar.forecasting.step import Batch
 from meshpar.forecasting.trace import Collective, Event, Phase, Trace
 from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec
-from meshpar.passes import ActivationCheckpoint, FullyShard, HybridShard, Pass, Replicate, TensorParallel
+from meshpar.mesh import MeshSpec, divisors
+from meshpar.passes import ActivationCheckpoint, ContextParallel, FullyShard, HybridShard, Pass, Replicate, TensorParallel
 from meshpar.plan import Plan
 
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
+LONG = 16384
+"""Tokens of a sample from which the search also splits sequences over ``cp``."""
 VARIED = (TensorParallel, ActivationCheckpoint, FullyShard, HybridShard, Replicate)
 """The passes that a search chooses itself, with their options."""
 
@@ -126,7 +128,8 @@ def search(
     """Rank every legal mesh and setting.
 
     Meshes: ``tp`` within a node (with sequence parallelism and a split loss), shards from what is left of a node to all ranks,
-    replicas beside them. For each: resharding or not, three ways of recomputation, micro-batches from 1.
+    replicas beside them. For each: resharding or not, three ways of recomputation, micro-batches from 1. Where a sample is long (16,384
+    tokens or more) and the model allows it, also ``cp`` within a node.
 
     Args:
         model: on the meta device, with like blocks.
@@ -148,46 +151,71 @@ def search(
     fixed = {
         axis: size for axis, size in _sizes(plan).items() if axis in _claimed(beside) and axis not in ("dp_replicate", "dp_shard", "tp")
     }
-    rest, left = divmod(world_size, math.prod(fixed.values()))
-    if left or min(fixed.values(), default=1) < 1:
-        sizes = ", ".join(f"{axis}={size}" for axis, size in fixed.items())
-        raise MeshparError(f"the search keeps {sizes}, which must be sizes that divide {world_size} ranks; write them in the mesh")
-    asked = _Asked(
-        model=model,
-        layout=layout,
-        batch=batch,
-        hardware=hardware,
-        world_size=rest,
-        beside=beside,
-        fixed=fixed,
-    )
     _, depth = like_blocks(model, layout)
-    degrees, refused = _degrees(asked)
-    if not degrees:
-        raise MeshparError("no mesh is legal: " + "; ".join(each.problem for each in refused))
-    reshards = (True,) if "dp_shard" in _claimed(beside) else (True, False)
-    families = [(tp, way, reshard) for tp in degrees for way in recompute for reshard in reshards]
-    pairs = [probes(_typical(asked, family, size), layout) for family in families for size in (1, 2)]
-    if any(len(pair) != 2 for pair in pairs):
-        raise MeshparError(f"a model of {depth} blocks has none to spare for probes; forecast its plans one by one")
-    traces = simulate([job for pair in pairs for job in pair], workers=workers)
     candidates: list[Candidate] = []
-    for place, family in enumerate(families):
-        few, more, few_two, more_two = traces[4 * place : 4 * place + 4]
-        known = {1: (few, more), 2: (few_two, more_two)}
-        for size in micro_batches:
-            if size not in known:
-                try:
-                    known[size] = widened(few, few_two, size), widened(more, more_two, size)
-                except MeshparError:  # a pass does other things with one sample than with two
-                    first, second = simulate(probes(_typical(asked, family, size), layout), workers=workers)
-                    known[size] = first, second
-            candidates += _estimates(asked, known[size], depth, family, size)
+    legal = False
+    for passes, sizes in _contexts(beside, fixed, batch, hardware):
+        rest, left = divmod(world_size, math.prod(sizes.values()))
+        if left or min(sizes.values(), default=1) < 1:
+            told = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+            raise MeshparError(f"the search keeps {told}, which must be sizes that divide {world_size} ranks; write them in the mesh")
+        asked = _Asked(model=model, layout=layout, batch=batch, hardware=hardware, world_size=rest, beside=passes, fixed=sizes)
+        degrees, refused = _degrees(asked)
+        if passes is beside:
+            legal = legal or bool(degrees)
+            candidates += refused
+            reshards = (True,) if "dp_shard" in _claimed(beside) else (True, False)
+            candidates += _candidates(asked, degrees, depth, recompute, reshards, micro_batches, workers)
+        else:  # one long sample is more than enough for a rank, and what talks most stays in a node
+            degrees = [tp for tp in degrees if tp * math.prod(sizes.values()) <= hardware.node]
+            candidates += _candidates(asked, degrees, depth, recompute, (True,), (1,), workers)
+    if not legal:
+        raise MeshparError("no mesh is legal: " + "; ".join(each.problem for each in candidates))
     fits = sorted((each for each in candidates if not each.problem), key=lambda each: -each.tokens_per_second)
-    out = [*refused, *(each for each in candidates if each.problem)]
+    out = [each for each in candidates if each.problem]
     chosen = [_simulation(asked, each.settings, ranks_per_node=hardware.node) for each in fits[:top]]
     best = sorted(_replayed(chosen, layout, hardware, workers), key=lambda each: (not each.fits, -each.cost.tokens_per_second))
     return Ranking(best=tuple(best), fitting=tuple(fits), out=tuple(out))
+
+
+def _contexts(
+    beside: tuple[Pass, ...], fixed: Mapping[str, int], batch: Batch, hardware: Hardware
+) -> Iterator[tuple[tuple[Pass, ...], Mapping[str, int]]]:
+    """Yield the passes and axes that stay while the others are varied: as given, and with long sequences split within a node."""
+    yield beside, fixed
+    if batch.sequence < LONG or "cp" in _claimed(beside):
+        return
+    for size in divisors(hardware.node):
+        if size > 1 and batch.sequence % (2 * size) == 0:
+            yield (*beside, ContextParallel()), {**fixed, "cp": size}
+
+
+def _candidates(
+    asked: _Asked,
+    degrees: Sequence[int],
+    depth: int,
+    recompute: Sequence[str],
+    reshards: Sequence[bool],
+    micro_batches: Sequence[int],
+    workers: int,
+) -> Iterator[Candidate]:
+    """Yield every setting of some legal degrees of tensor parallelism, with what it is estimated to do."""
+    layout, first = asked.layout, (1, 2) if max(micro_batches) > 1 else (1,)
+    families = [(tp, way, reshard) for tp in degrees for way in recompute for reshard in reshards]
+    pairs = [probes(_typical(asked, family, size), layout) for family in families for size in first]
+    if any(len(pair) != 2 for pair in pairs):
+        raise MeshparError(f"a model of {depth} blocks has none to spare for probes; forecast its plans one by one")
+    traces = iter(simulate([job for pair in pairs for job in pair], workers=workers))
+    for family in families:
+        known = {size: (next(traces), next(traces)) for size in first}
+        for size in micro_batches:
+            if size not in known:
+                try:
+                    few, more = (widened(*pair, size) for pair in zip(known[1], known[2]))
+                except MeshparError:  # a pass does other things with one sample than with two
+                    few, more = simulate(probes(_typical(asked, family, size), layout), workers=workers)
+                known[size] = few, more
+            yield from _estimates(asked, known[size], depth, family, size)
 
 
 @final
@@ -263,7 +291,7 @@ def _typical(asked: _Asked, family: tuple[int, str, bool], size: int) -> Simulat
 def _splits(asked: _Asked, tp: int) -> Iterator[tuple[int, int]]:
     """Yield (replicas, shards): shards from what tp leaves of a node up to all, by factors of two."""
     ranks = asked.world_size // tp
-    shards = max(1, min(ranks, asked.hardware.node // tp)) if asked.replicates else ranks
+    shards = max(1, min(ranks, asked.hardware.node // (tp * math.prod(asked.fixed.values())))) if asked.replicates else ranks
     while shards <= ranks:
         if ranks % shards == 0:
             yield ranks // shards, shards

@@ -185,7 +185,9 @@ def run_by_run(
         queries: the runs, as positions in the sequence.
         causal: no query sees a later key.
     """
-    runs = queries if isinstance(mask, Tensor) else [each[begin : begin + BLOCK] for each in queries for begin in range(0, len(each), BLOCK)]
+    runs = (
+        queries if isinstance(mask, Tensor) else [each[begin : begin + BLOCK] for each in queries for begin in range(0, len(each), BLOCK)]
+    )
     outputs, begin = [], 0
     for each in runs:
         seen = each.stop if causal else k.shape[2]
