@@ -121,11 +121,14 @@ class _Sequence:
         self._exchange, self._inner, self._counting = exchange, inner, counting
         self._ids = torch.empty(0)
         self._counted: Tensor | None = None
+        self._ahead: dict[tuple[int, str], bool] = {}  # by what a mask is made of
+        self._causal = True
 
     def begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Learn where documents and padding are, at the start of the model's forward. Collective."""
         if self._exchange.alone:
             return args, kwargs
+        self._causal = True
         ids = kwargs.get("position_ids")
         joined = ids is None and counts_positions(model)  # where nobody says where documents begin, a row is one
         if joined:
@@ -173,17 +176,28 @@ class _Sequence:
         same = causal_mask(documents(ids), self._exchange, causal=False)
         queries = slice(None) if self._exchange.transport == "heads" else self._exchange.rows(length, device)
         rows = torch.arange(len(ids), device=device)[:, None, None, None]
-        try:
-            # By positions in their documents, as transformers asks for packed rows.
-            allowed = same & mask_function(rows, torch.zeros_like(rows), ids[:, None, queries, None], ids[:, None, None, :])
-        except IndexError as error:
+        made_of = _made_of(mask_function)
+        if any(isinstance(each, Tensor) and each.ndim > 1 for each in made_of):
             raise MeshparError(
                 "the model's mask looks at more than positions (kinds of tokens, blocks), of which a rank has a part; use a mesh without cp"
-            ) from error
+            )
+        # By positions in their documents, as transformers asks for packed rows.
+        allowed = same & mask_function(rows, torch.zeros_like(rows), ids[:, None, queries, None], ids[:, None, None, :])
+        self._causal = self._causal and not self._looks_ahead(mask_function, made_of, length, queries, device)
         if self._counted is not None:
             allowed = allowed & self._counted[:, None, None]
         # Not -inf for a model's own softmax, which transformers never gives it.
         return added(allowed, dtype) if self._inner == "sdpa" else added(allowed, dtype).clamp_(min=torch.finfo(dtype).min)
+
+    def _looks_ahead(self, function: Callable[..., Any], made_of: tuple[Any, ...], length: int, queries: Any, device: torch.device) -> bool:
+        """Return whether a mask lets a query see a later position. Looked at once for each kind, for it waits for the device."""
+        kind = (length, repr(made_of))
+        varies = any(isinstance(each, Tensor) for each in made_of)
+        if varies or kind not in self._ahead:
+            places, zero = torch.arange(length, device=device), torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+            seen = function(zero, zero, places[None, None, queries, None], places[None, None, None])
+            self._ahead[kind] = bool((seen & (places[queries, None] < places)).any())
+        return self._ahead.pop(kind) if varies else self._ahead[kind]
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
@@ -200,8 +214,17 @@ class _Sequence:
             raise MeshparError(
                 f"{type(module).__name__} adds a bias of its own to its scores, of a rank's positions; use a mesh without cp"
             )
-        causal = bool(getattr(module, "is_causal", True))
+        causal = self._causal and bool(getattr(module, "is_causal", True))
         return self._exchange.attend(inner, query, key, value, attention_mask, causal=causal).transpose(1, 2).contiguous(), None
+
+
+def _made_of(function: Any) -> tuple[Any, ...]:
+    """Return the code and the values that a mask's function was made of."""
+    if isinstance(function, tuple | list):
+        return tuple(part for each in function for part in _made_of(each))
+    if not hasattr(function, "__code__"):
+        return (function,)
+    return (function.__code__, *(part for each in function.__closure__ or () for part in _made_of(each.cell_contents)))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -109,6 +110,23 @@ def test_one_process_attends_in_pieces_as_it_does_at_once():
     assert isinstance(whole[0], torch.Tensor)
     assert not isinstance(pieces[0], torch.Tensor)
     torch.testing.assert_close(pieces[1:], whole[1:])
+
+
+def test_a_mask_that_lets_a_query_see_later_keys_is_not_cut():
+    prefix()
+
+
+@on_ranks(2)
+def prefix():
+    from transformers.models.llama import modeling_llama
+
+    def together(batch, head, query, key):
+        return (query < 12) & (key < 12)
+
+    mask = functools.partial(modeling_llama.create_causal_mask, or_mask_function=together)
+    with mock.patch.object(modeling_llama, "create_causal_mask", mask):
+        steps = [*token_steps(VOCAB, parts=2, steps=1), *with_documents(token_steps(VOCAB, parts=2, steps=1))]
+        assert_parity(MODELS["llama"], "dp_shard=1,cp=2", [ContextParallel(balance=False), FullyShard()], steps)
 
 
 class Convolved(nn.Module):
