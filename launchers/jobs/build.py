@@ -22,6 +22,7 @@ from meshpar.launchers.jobs.datasets import (
     examples_of,
     origin_of,
     prepare_data,
+    separates,
     sequence_of,
     vocab_size_of,
 )
@@ -41,6 +42,7 @@ from meshpar.plan import Plan
 from meshpar.registry import layout_for
 from meshpar.training.data import Batches
 from meshpar.training.distillation import freeze, teacher_problems
+from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.lora import add_adapters
 from meshpar.training.objectives import Objective
 from meshpar.training.optimizer import AdamWSettings, build_adamw, parameter_groups
@@ -223,6 +225,8 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
         model = build_model(recipe, vocab_size)
         plan = plan_of(recipe)
         plan.check(model, layout_of(recipe, model), world_size=world_size)
+        if separates(recipe) and not takes_positions(model):
+            problems.append(f"{recipe.where('data.documents')}: {untaken(model)}")
         problems += _uneven(recipe, plan, world_size)
         if isinstance(recipe.optimizer, OwnOptimizer):
             problems += _optimizer_problems(recipe, model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,8 @@ from meshpar.training.text import PACKED, STDLIB, TextSource
 from meshpar.training.tokenizer import TextTokenizer, load_tokenizer
 from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens
 
+_BEFORE = {"data.documents": "joined"}
+"""Settings of runs that were saved before there was a choice."""
 _LOOKED_AT, _PIECE, _PIECES_READ = 1 << 20, 1 << 13, 100
 
 
@@ -78,6 +80,11 @@ def examples_of(recipe: Recipe) -> str:
         return str(getattr(objective_factory(recipe.training.objective), "examples", "tokens"))
     except MeshparError:  # told by the checks of the recipe
         return "tokens"
+
+
+def separates(recipe: Recipe) -> bool:
+    """Return whether the samples may have several documents that must not see each other."""
+    return recipe.data.documents == "separate" and recipe.data.source != "dataset" and examples_of(recipe) == "tokens"
 
 
 def vocab_size_of(recipe: Recipe) -> int:
@@ -140,6 +147,7 @@ def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
         "label_field",
         "separator",
         "validation_fraction",
+        "documents",
     )
     settings = {f"data.{name}": getattr(data, name) for name in names} | {"seed": recipe.seed}
     if data.source == "tokens":
@@ -150,10 +158,10 @@ def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
     return {"settings": settings, "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}, "batch": batch}
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return how two origins of :func:`origin_of` differ, one text each; batches aside."""
-    old, new = before["settings"], now["settings"]
-    found = [f"{name} was {old[name]!r} and is {new[name]!r}" for name in new if name in old and old[name] != new[name]]
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str] = ()) -> list[str]:
+    """Return how two origins of :func:`origin_of` differ, one text each; batches and settings that are ``allowed`` to differ aside."""
+    old, new = _BEFORE | before["settings"], now["settings"]
+    found = [f"{name} was {old[name]!r} and is {new[name]!r}" for name in new if name in old and name not in allowed and old[name] != new[name]]
     old, new = before["files"], now["files"]
     found += [f"{name} is gone from data.paths" for name in old if name not in new]
     found += [f"{name} was not in data.paths" for name in new if name not in old]
@@ -222,7 +230,7 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: 
     if isinstance(file, MappedSamples):
         return file
     if isinstance(file, TokenFile):
-        return PackedTokens(file, section.sequence_length)
+        return PackedTokens(file, section.sequence_length, documents=section.documents)
     if file.classes:
         return LabelledExamples(file, length=section.sequence_length)
     start = par.layout.config.get("decoder_start_token_id")

@@ -142,6 +142,7 @@ class DataSection(Section):
             ``bytes`` for text, none for tokens.
         vocab_size: of a trained BPE.
         eos: the token that ends a document, where the tokenizer's folder does not say.
+        documents: ``separate``: the documents of a packed sample do not see each other; ``joined``: a sample is one text.
         sequence_length: tokens of a sample; a text with a target or a label is cut to it.
         target_length: tokens of a target text, which is cut to it.
         micro_batch: samples of a data rank in one forward pass.
@@ -167,6 +168,7 @@ class DataSection(Section):
     tokenizer: str | None = None
     vocab_size: Annotated[int, Bound(ge=257)] = 4096
     eos: str | None = None
+    documents: Literal["separate", "joined"] = "separate"
     sequence_length: Count = 256
     target_length: Count = 64
     micro_batch: Count = 8
@@ -255,6 +257,7 @@ class CheckpointSection(Section):
         background: write beside training; the optimizer is held back only while the state is copied.
         resume: ``auto`` continues from the newest undamaged one in the output folder; ``never`` refuses a folder that holds any;
             a path (a step or a run) is taken where the output folder holds none.
+        allow: settings that may differ from those of the run that is resumed: ``[data.documents]``.
     """
 
     every: Every = None
@@ -262,3 +265,4 @@ class CheckpointSection(Section):
     best: str | None = None
     background: bool = False
     resume: str = "auto"
+    allow: tuple[Literal["data.documents"], ...] = ()

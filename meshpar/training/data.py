@@ -11,7 +11,7 @@ import signal
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
 import torch
 
@@ -28,9 +28,16 @@ FILLER = -1  # the index of a sample that is fully masked: it fills the last glo
 
 TensorBatch = dict[str, torch.Tensor]
 
+Documents = Literal["separate", "joined"]
+"""Whether the documents of a packed sample see each other."""
+
 
 class Samples(Protocol):
-    """The samples of :class:`Batches`. They collate themselves, so that a batch costs one call. ``str()`` describes their number."""
+    """The samples of :class:`Batches`. They collate themselves, so that a batch costs one call. ``str()`` describes their number.
+
+    A member is optional: ``separates``, whether batches may have ``position_ids`` that restart with each document (default: False); such
+    samples also tell their ``vocab_size`` and ``length``, for the test of :func:`meshpar.training.documents.check_documents`.
+    """
 
     fingerprint: str
 
@@ -47,16 +54,27 @@ class Samples(Protocol):
 class PackedTokens:
     """Cut a token file into sequences of ``length`` tokens; sample i predicts tokens ``i*length+1`` to ``(i+1)*length``.
 
-    Every token except the file's first is a label exactly once. The last sample is padded: label -100, input ``eos_id``.
+    ``documents="separate"``: the documents of a sample do not see each other. Every token is a label exactly once an epoch, except the
+    first of each document, which nothing predicts. A batch in which a sample has several documents gets ``position_ids`` (B, L), which
+    restart at 0 with each document; the other batches need none. ``"joined"``: a sample is one text, and every token except the file's
+    first is a label.
+
+    The last sample is padded: label -100, input ``eos_id``.
     """
 
-    def __init__(self, tokens: TokenFile, length: int) -> None:
+    def __init__(self, tokens: TokenFile, length: int, *, documents: Documents = "separate") -> None:
         if length < 1:
             raise RecipeError(f"length is {length}; expected at least 1 token in a sequence")
-        self.tokens = tokens
-        self.length = length
-        self.fingerprint = f"{tokens.fingerprint or tokens.tokens}/{length}"
+        if documents not in ("separate", "joined"):
+            raise RecipeError(f"documents is {documents!r}; expected 'separate' or 'joined'")
+        self.tokens, self.length, self.documents, self.vocab_size = tokens, length, documents, tokens.vocab_size
+        self.fingerprint = f"{tokens.fingerprint or tokens.tokens}/{length}{'/separate' if documents == 'separate' else ''}"
         self._ids: np.ndarray | None = None
+
+    @property
+    def separates(self) -> bool:
+        """Whether a batch may have ``position_ids`` that restart."""
+        return self.documents == "separate" and self.tokens.documents != 1
 
     def __len__(self) -> int:
         return max(0, -(-(self.tokens.tokens - 1) // self.length))
@@ -76,6 +94,7 @@ class PackedTokens:
             self._ids = self.tokens.ids()
         inputs = numpy.full((len(indices), self.length), self.tokens.eos_id, dtype=numpy.int64)
         labels = numpy.full((len(indices), self.length), IGNORE_INDEX, dtype=numpy.int64)
+        begins = numpy.zeros((len(indices), self.length + 1), dtype=bool)
         for row, index in enumerate(indices):
             if index == FILLER:
                 continue
@@ -83,7 +102,20 @@ class PackedTokens:
             self.tokens.check_ids(window)
             inputs[row, : window.size - 1] = window[:-1]
             labels[row, : window.size - 1] = window[1:]
-        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+            begins[row, 1 : window.size] = window[:-1] == self.tokens.eos_id
+        batch = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+        if self.separates:
+            labels[begins[:, 1:]] = IGNORE_INDEX
+            if begins[:, :-1].any():
+                batch["position_ids"] = torch.from_numpy(restarting(begins[:, :-1]))
+        return batch
+
+
+def restarting(begins: np.ndarray) -> np.ndarray:
+    """Return positions (B, L) int64 that count from 0 and restart where ``begins`` (B, L) is True."""
+    numpy = need("numpy")
+    places = numpy.arange(begins.shape[1], dtype=numpy.int64)[None]
+    return places - numpy.maximum.accumulate(numpy.where(begins, places, 0), axis=1)
 
 
 @final

@@ -12,6 +12,7 @@ from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from meshpar.errors import MeshparError
 from meshpar.parallelized import Parallelized
@@ -19,6 +20,7 @@ from meshpar.passes.random import mix
 from meshpar.replicas import check_equal
 from meshpar.training.bounds import Every
 from meshpar.training.data import Batches, TensorBatch
+from meshpar.training.documents import check_documents
 from meshpar.training.metrics import Meter, Reading, Reporter
 from meshpar.training.objectives import Objective
 from meshpar.training.scaler import LossScaler
@@ -136,9 +138,11 @@ class Trainer:
             stop: source of stop requests, which this method enters and exits; None: SIGTERM and SIGINT.
 
         Raises:
-            MeshparError: a loss or gradient is not finite (the message names the step), or ranks have different data or parameters.
+            MeshparError: a loss or gradient is not finite (the message names the step), ranks have different data or parameters, or the
+                model lets the documents of a packed row see each other.
         """
         self._check_ranks()
+        self._check_documents()
         self.par.module.train()
         stopped = None
         with stop or StopRequest() as stop:
@@ -298,6 +302,14 @@ class Trainer:
     def _note(self, text: str) -> None:
         for reporter in self.reporters:
             reporter.note(text)
+
+    def _check_documents(self) -> None:
+        """Check that the model, and a teacher beside it, keep the documents of a packed row apart. Collective."""
+        samples: Any = self.data.samples
+        if getattr(samples, "separates", False):
+            teacher = getattr(self.objective, "teacher", None)
+            for module in (self.par.module, *([teacher] if isinstance(teacher, nn.Module) else [])):
+                check_documents(self.par, module, samples.vocab_size, samples.length)
 
     def _check_ranks(self) -> None:
         """Check that all ranks train the same parameters on the same data with the same settings. Collective."""
