@@ -18,7 +18,7 @@ import torch
 from meshpar.errors import RecipeError
 from meshpar.extras import need
 from meshpar.loss import IGNORE_INDEX
-from meshpar.training.order import held_out, permuted
+from meshpar.training.order import Interleave, held_out, key_of, permuted
 from meshpar.training.tokens import TokenFile
 
 if TYPE_CHECKING:
@@ -35,8 +35,10 @@ Documents = Literal["separate", "joined"]
 class Samples(Protocol):
     """The samples of :class:`Batches`. They collate themselves, so that a batch costs one call. ``str()`` describes their number.
 
-    A member is optional: ``separates``, whether batches may have ``position_ids`` that restart with each document (default: False); such
-    samples also tell their ``vocab_size`` and ``length``, for the test of :func:`meshpar.training.documents.check_documents`.
+    Two members are optional. ``mix``: an :class:`meshpar.training.order.Interleave` of several sources, which orders the samples; a batch
+    then has ``source`` (B,) int64, the number of each sample's source. ``separates``: whether batches may have ``position_ids`` that restart with each document
+    (default: False); such samples also tell their ``vocab_size`` and ``length``, for
+    :func:`meshpar.training.documents.check_documents`.
     """
 
     fingerprint: str
@@ -47,6 +49,18 @@ class Samples(Protocol):
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
         """Return the batch of these samples; the index ``FILLER`` is a sample without counted labels."""
+        ...
+
+
+class PackedSamples(Samples, Protocol):
+    """Samples of one length in tokens, as :class:`PackedTokens` are."""
+
+    length: int
+    vocab_size: int
+
+    @property
+    def separates(self) -> bool:
+        """Whether a batch may have ``position_ids`` that restart."""
         ...
 
 
@@ -195,10 +209,21 @@ class LoaderSettings:
 class OrderedBatches:
     """The indices of one data rank's micro-batches, from a position to the end of its epoch; a batch sampler."""
 
-    def __init__(self, samples: int, *, micro_batch: int, accumulate: int, data_rank: int, data_size: int, seed: int | None) -> None:
+    def __init__(
+        self,
+        samples: int,
+        *,
+        micro_batch: int,
+        accumulate: int,
+        data_rank: int,
+        data_size: int,
+        seed: int | None,
+        mix: Interleave | None = None,
+    ) -> None:
         self.samples, self.micro_batch, self.accumulate = samples, micro_batch, accumulate
-        self.data_rank, self.data_size, self.seed = data_rank, data_size, seed
+        self.data_rank, self.data_size, self.seed, self.mix = data_rank, data_size, seed, mix
         self.epoch, self.consumed = 0, 0
+        self.counts = (0,) * (0 if mix is None else len(mix.sizes))
 
     @property
     def global_batch(self) -> int:
@@ -209,16 +234,28 @@ class OrderedBatches:
         return math.ceil((self.samples - self.consumed) / self.global_batch) * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
+        mine = self.micro_batch * self.accumulate
+        for indices in self._of_one() if self.mix is None else self._of_several(self.mix):
+            indices += [FILLER] * (mine - len(indices))
+            yield from (indices[row : row + self.micro_batch] for row in range(0, mine, self.micro_batch))
+
+    def _of_one(self) -> Iterator[list[int]]:
+        """Yield this rank's indices of each step; one permutation for each epoch."""
         numpy = need("numpy")
         mine = self.micro_batch * self.accumulate
-        # one permutation for each epoch; epochs of one seed are far apart in the key
-        key = None if self.seed is None else ((self.seed & 0xFFFFFFFF) << 32) + (self.epoch & 0xFFFFFFFF)
+        key = None if self.seed is None else key_of(self.seed, self.epoch)
         for start in range(self.consumed, self.samples, self.global_batch):
             first = start + self.data_rank * mine
             places = numpy.arange(first, max(first, min(first + mine, self.samples)), dtype=numpy.int64)
-            indices = (places if key is None else permuted(places, self.samples, key)).tolist()
-            indices += [FILLER] * (mine - len(indices))
-            yield from (indices[row : row + self.micro_batch] for row in range(0, mine, self.micro_batch))
+            yield (places if key is None else permuted(places, self.samples, key)).tolist()
+
+    def _of_several(self, mix: Interleave) -> Iterator[list[int]]:
+        """Yield this rank's indices of each step, until all sources are used up."""
+        mine, counts = self.micro_batch * self.accumulate, self.counts
+        while (sources := mix.sources(counts, self.global_batch)).size:
+            first = self.data_rank * mine
+            yield mix.places(counts, sources, self.seed)[first : first + mine].tolist()
+            counts = mix.after(counts, sources)
 
 
 @final
@@ -265,10 +302,16 @@ class Batches:
             raise RecipeError("the data has no sample; give at least two tokens, because a token and its successor make a sample")
         self.samples = samples
         self._sampler = OrderedBatches(
-            len(samples), micro_batch=micro_batch, accumulate=accumulate, data_rank=data_rank, data_size=data_size, seed=seed
+            len(samples),
+            micro_batch=micro_batch,
+            accumulate=accumulate,
+            data_rank=data_rank,
+            data_size=data_size,
+            seed=seed,
+            mix=getattr(samples, "mix", None),
         )
         self._loader = _loader(samples, self._sampler, loader or LoaderSettings())
-        self._epoch, self._consumed = 0, 0
+        self.restart()
 
     @property
     def global_batch(self) -> int:
@@ -287,7 +330,7 @@ class Batches:
 
     def one_epoch(self) -> Iterator[list[TensorBatch]]:
         """Yield the remaining steps of this epoch; the position advances with each."""
-        self._sampler.epoch, self._sampler.consumed = self._epoch, self._consumed
+        self._sampler.epoch, self._sampler.consumed, self._sampler.counts = self._epoch, self._consumed, self._counts
         step: list[TensorBatch] = []
         for batch in self._loader:
             step.append(batch)
@@ -297,17 +340,25 @@ class Batches:
                 step = []
 
     def __iter__(self) -> Iterator[list[TensorBatch]]:
-        """Yield steps forever, epoch after epoch."""
+        """Yield steps forever, epoch after epoch.
+
+        Raises:
+            RecipeError: all sources of a mix are used up.
+        """
         while True:
             yield from self.one_epoch()
+            if self._sampler.mix is not None:
+                raise RecipeError(f"the sources of the mix are used up after {self.steps_per_epoch} steps; raise their epochs")
 
     def restart(self) -> None:
         """Set the position to the beginning of the first epoch."""
         self._epoch, self._consumed = 0, 0
+        self._counts = (0,) * (0 if self._sampler.mix is None else len(self._sampler.mix.sizes))
 
-    def position(self) -> dict[str, int]:
-        """Return the position of the next step, the same on every rank."""
-        return {"epoch": self._epoch, "samples": self._consumed}
+    def position(self) -> dict[str, Any]:
+        """Return the position of the next step, the same on every rank; of a mix also how many samples each source has given."""
+        position: dict[str, Any] = {"epoch": self._epoch, "samples": self._consumed}
+        return position if self._sampler.mix is None else position | {"sources": list(self._counts)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the seed and the fingerprint of the data."""
@@ -326,10 +377,14 @@ class Batches:
                 f"the saved position is one in other data ({'; '.join(differ)}); resume with the same text, tokenizer, "
                 "sequence length and seed, or start a new run"
             )
-        self._epoch, self._consumed = state["epoch"], state["samples"]
+        self._epoch, self._consumed, self._counts = state["epoch"], state["samples"], tuple(state.get("sources", ()))
 
     def _advance(self) -> None:
         self._consumed += self.global_batch
+        if (mix := self._sampler.mix) is not None:
+            self._counts = mix.after(self._counts, mix.sources(self._counts, self.global_batch))
+            if mix.total is None:
+                return
         if self._consumed >= len(self.samples):
             self._epoch, self._consumed = self._epoch + 1, 0
 
