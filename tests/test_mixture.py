@@ -46,7 +46,9 @@ def test_a_mix_is_one_order_on_any_ranks_and_across_stops(tmp_path):
         parts = {f"s{place}": source(tmp_path, f"{case}-{place}", size, place * 1000) for place, size in enumerate(sizes)}
         samples = MixedSamples(parts, weights, epochs)
         total = samples.mix.total or 4 * sum(sizes)
-        alone = [row for step in itertools.islice(Batches(samples, micro_batch=1, seed=case).one_epoch(), total) for row in rows(step, samples)]
+        alone = [
+            row for step in itertools.islice(Batches(samples, micro_batch=1, seed=case).one_epoch(), total) for row in rows(step, samples)
+        ]
         assert len(alone) == total
         seen, position = [], None
         while len(seen) < total:
@@ -64,7 +66,9 @@ def test_a_mix_is_one_order_on_any_ranks_and_across_stops(tmp_path):
         assert seen[:total] == alone, (sizes, weights, epochs)
         for place, (name, size, most) in enumerate(zip(parts, sizes, epochs)):
             mine = [label for whose, label in alone if whose == name]
-            assert all(len(set(mine[at : at + size])) == len(mine[at : at + size]) for at in range(0, len(mine), size)), "repeated in an epoch"
+            assert all(len(set(mine[at : at + size])) == len(mine[at : at + size]) for at in range(0, len(mine), size)), (
+                "repeated in an epoch"
+            )
             assert most is None or len(mine) <= most * size
             assert not capped or len(mine) == most * size
             if not any(epochs):

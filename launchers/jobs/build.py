@@ -289,7 +289,7 @@ def _unmeasured(recipe: Recipe) -> Iterator[str]:
     if resume not in ("auto", "never") and not Path(resume).expanduser().exists():
         yield f"{recipe.where('checkpoint.resume')}: there is no {resume}; expected auto, never, or the folder of a step or of a run"
     best, data, steps = (recipe.checkpoint.best or "").removeprefix("+"), recipe.data, recipe.training.steps
-    if best.startswith("val/") and not (data.validation_paths or data.validation_fraction or data.validation_dataset):
+    if best.startswith("val/") and not data.validates:
         yield f"{recipe.where('checkpoint.best')}: nothing measures {best}; give data.validation_fraction or data.validation_paths"
     if recipe.profile and steps is not None and steps < PROFILED:
         yield f"{recipe.where('profile')}: a profile takes {PROFILED} steps, and training.steps is {steps}; train longer, or profile: off"

@@ -19,7 +19,8 @@ from meshpar.errors import RecipeError
 from meshpar.extras import need
 from meshpar.loss import IGNORE_INDEX
 from meshpar.training.order import Interleave, held_out, key_of, permuted
-from meshpar.training.tokens import TokenFile
+from meshpar.training.packing import best_fit
+from meshpar.training.tokens import BEGINS, COUNTS, TokenFile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,13 +32,16 @@ TensorBatch = dict[str, torch.Tensor]
 Documents = Literal["separate", "joined"]
 """Whether the documents of a packed sample see each other."""
 
+Packing = Literal["cut", "best_fit"]
+"""Whether documents are cut where a sample ends, or put where they fit whole."""
+
 
 class Samples(Protocol):
     """The samples of :class:`Batches`. They collate themselves, so that a batch costs one call. ``str()`` describes their number.
 
     Two members are optional. ``mix``: an :class:`meshpar.training.order.Interleave` of several sources, which orders the samples; a batch
-    then has ``source`` (B,) int64, the number of each sample's source. ``separates``: whether batches may have ``position_ids`` that restart with each document
-    (default: False); such samples also tell their ``vocab_size`` and ``length``, for
+    then has ``source`` (B,) int64, the number of each sample's source. ``separates``: whether batches may have ``position_ids`` that
+    restart with each document (default: False); such samples also tell their ``vocab_size`` and ``length``, for
     :func:`meshpar.training.documents.check_documents`.
     """
 
@@ -66,63 +70,91 @@ class PackedSamples(Samples, Protocol):
 
 @final
 class PackedTokens:
-    """Cut a token file into sequences of ``length`` tokens; sample i predicts tokens ``i*length+1`` to ``(i+1)*length``.
+    """Pack a token file into sequences of ``length`` tokens.
 
     ``documents="separate"``: the documents of a sample do not see each other. Every token is a label exactly once an epoch, except the
     first of each document, which nothing predicts. A batch in which a sample has several documents gets ``position_ids`` (B, L), which
     restart at 0 with each document; the other batches need none. ``"joined"``: a sample is one text, and every token except the file's
     first is a label.
 
-    The last sample is padded: label -100, input ``eos_id``.
+    ``packing="cut"``: sample i predicts tokens ``i*length+1`` to ``(i+1)*length``, wherever they cut a document. ``"best_fit"``: no
+    document is cut that fits a sample (:func:`meshpar.training.packing.best_fit`); ``padding`` is the share of positions that stay empty.
+
+    Where the file marks which tokens count, the others are no labels. Empty positions are padded: label -100, input ``eos_id``.
     """
 
-    def __init__(self, tokens: TokenFile, length: int, *, documents: Documents = "separate") -> None:
+    def __init__(self, tokens: TokenFile, length: int, *, documents: Documents = "separate", packing: Packing = "cut") -> None:
         if length < 1:
             raise RecipeError(f"length is {length}; expected at least 1 token in a sequence")
-        if documents not in ("separate", "joined"):
-            raise RecipeError(f"documents is {documents!r}; expected 'separate' or 'joined'")
+        if documents not in ("separate", "joined") or packing not in ("cut", "best_fit"):
+            raise RecipeError(f"got {documents=} and {packing=}; expected documents 'separate' or 'joined', packing 'cut' or 'best_fit'")
+        if documents == "joined" and packing == "best_fit":
+            raise RecipeError("packing='best_fit' keeps documents whole, and documents='joined' makes one text of them; give one of both")
         self.tokens, self.length, self.documents, self.vocab_size = tokens, length, documents, tokens.vocab_size
-        self.fingerprint = f"{tokens.fingerprint or tokens.tokens}/{length}{'/separate' if documents == 'separate' else ''}"
-        self._ids: np.ndarray | None = None
+        self._fitted = best_fit(tokens.document_ends(), length) if packing == "best_fit" else None
+        kinds = ("/separate" if documents == "separate" else "") + ("/best_fit" if packing == "best_fit" else "")
+        self.fingerprint = f"{tokens.fingerprint or tokens.tokens}/{length}{kinds}"
+        self._mapped: tuple[np.ndarray, np.ndarray | None] | None = None
 
     @property
     def separates(self) -> bool:
         """Whether a batch may have ``position_ids`` that restart."""
         return self.documents == "separate" and self.tokens.documents != 1
 
+    @property
+    def padding(self) -> float:
+        """The share of positions that stay empty."""
+        used = max(0, self.tokens.tokens - 1) if self._fitted is None else self._fitted.used
+        return 1 - used / (len(self) * self.length) if len(self) else 0.0
+
     def __len__(self) -> int:
-        return max(0, -(-(self.tokens.tokens - 1) // self.length))
+        return max(0, -(-(self.tokens.tokens - 1) // self.length)) if self._fitted is None else len(self._fitted)
 
     def __str__(self) -> str:
-        return f"{self.tokens.tokens:,} tokens"
+        return f"{self.tokens.tokens:,} tokens{'' if self._fitted is None else f', {self.padding:.1%} padding'}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_ids": None}  # a worker maps the file itself
+        return self.__dict__ | {"_mapped": None}  # a worker maps the file itself
 
     def __getitem__(self, index: int) -> TensorBatch:
         return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
         numpy = need("numpy")
-        if self._ids is None:
-            self._ids = self.tokens.ids()
+        if self._mapped is None:
+            self._mapped = self.tokens.ids(), self.tokens.marks()
+        ids, marks = self._mapped
         inputs = numpy.full((len(indices), self.length), self.tokens.eos_id, dtype=numpy.int64)
         labels = numpy.full((len(indices), self.length), IGNORE_INDEX, dtype=numpy.int64)
         begins = numpy.zeros((len(indices), self.length + 1), dtype=bool)
         for row, index in enumerate(indices):
-            if index == FILLER:
-                continue
-            window = self._ids[index * self.length : (index + 1) * self.length + 1]
-            self.tokens.check_ids(window)
-            inputs[row, : window.size - 1] = window[:-1]
-            labels[row, : window.size - 1] = window[1:]
-            begins[row, 1 : window.size] = window[:-1] == self.tokens.eos_id
+            at = 0
+            for start, count in self._parts(index):
+                window = ids[start : start + count + 1]
+                self.tokens.check_ids(window)
+                to = at + window.size - 1
+                inputs[row, at:to], labels[row, at:to] = window[:-1], window[1:]
+                begins[row, at] = at > 0
+                if marks is None:
+                    begins[row, at + 1 : to + 1] = window[:-1] == self.tokens.eos_id
+                else:
+                    mark = marks[start + 1 : start + count + 1]
+                    begins[row, at + 1 : to + 1] = mark & BEGINS
+                    labels[row, at:to][(mark & COUNTS) == 0] = IGNORE_INDEX
+                at = to
         batch = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
         if self.separates:
-            labels[begins[:, 1:]] = IGNORE_INDEX
+            if self._fitted is None:
+                labels[begins[:, 1:]] = IGNORE_INDEX
             if begins[:, :-1].any():
                 batch["position_ids"] = torch.from_numpy(restarting(begins[:, :-1]))
         return batch
+
+    def _parts(self, index: int) -> Sequence[tuple[int, int]]:
+        """Return where the parts of a sample begin in the file, and how many inputs each has."""
+        if index == FILLER:
+            return ()
+        return ((index * self.length, self.length),) if self._fitted is None else self._fitted.parts(index)
 
 
 def restarting(begins: np.ndarray) -> np.ndarray:

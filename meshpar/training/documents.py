@@ -108,7 +108,7 @@ def _as_it_is(par: Parallelized, module: nn.Module) -> Iterator[set[torch.dtype]
     narrow = any((known := installed(each)) is not None and known.product is not None for each in modules)
     seen = {torch.float8_e4m3fn} if narrow else {torch.float32, *(each.dtype for each in module.parameters() if each.is_floating_point())}
 
-    def look(module: nn.Module, args: Any) -> None:
+    def look(module: nn.Module, args: object) -> None:
         seen.update(each.dtype for each in leaves(args) if isinstance(each, Tensor) and each.is_floating_point())
 
     blocks = [block for _, block in find_blocks(par.module, par.layout)] if module is par.module else []

@@ -65,7 +65,9 @@ def means(widths: Mapping[str, int], values: Sequence[float], tokens: float) -> 
     return found
 
 
-def losses_of(names: Sequence[str], losses: Sequence[torch.Tensor], labels_BL: torch.Tensor, source_B: torch.Tensor) -> dict[str, torch.Tensor]:
+def losses_of(
+    names: Sequence[str], losses: Sequence[torch.Tensor], labels_BL: torch.Tensor, source_B: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Return ``loss/<name>`` of each source: its summed loss and the number of its tokens, (2,) float32.
 
     Args:
