@@ -24,6 +24,7 @@ from meshpar.launchers.jobs.datasets import (
     prepare_data,
     separates,
     sequence_of,
+    several_documents,
     vocab_size_of,
 )
 from meshpar.launchers.jobs.transformers_models import HEAD_OF, DataFacts, build_transformers
@@ -50,7 +51,16 @@ from meshpar.training.profile_summary import LEAST as PROFILED
 from meshpar.training.schedule import Schedule, scaled_rate
 from meshpar.training.settings import TrainSettings
 
-__all__ = ["Data", "batches", "changes", "origin_of", "prepare_data", "sequence_of", "vocab_size_of"]  # of meshpar.launchers.jobs.datasets
+__all__ = [
+    "Data",
+    "batches",
+    "changes",
+    "origin_of",
+    "prepare_data",
+    "sequence_of",
+    "several_documents",
+    "vocab_size_of",
+]  # of meshpar.launchers.jobs.datasets
 
 
 def device_type(recipe: Recipe) -> str:

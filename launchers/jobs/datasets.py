@@ -103,6 +103,12 @@ def separates(recipe: Recipe) -> bool:
     return recipe.data.documents == "separate" and recipe.data.source != "dataset" and examples_of(recipe) == "tokens"
 
 
+def several_documents(recipe: Recipe) -> bool:
+    """Return whether a forecast takes each sample for several documents: records are short, files are not."""
+    short = any(each.source in ("chat", "jsonl", "csv", "parquet") for each in parts_of(recipe.data).values())
+    return separates(recipe) and (short or recipe.data.packing == "best_fit")
+
+
 def vocab_size_of(recipe: Recipe) -> int:
     """Return the vocabulary of a recipe's data without preparing it."""
     data = recipe.data

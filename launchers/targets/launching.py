@@ -161,15 +161,24 @@ def _seen_from_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
     notes: list[str] = []
 
     def absent(field: str, *paths: object) -> bool:
-        found = [str(path) for path in paths if path is not None and not Path(str(path)).expanduser().exists()]
+        found = [str(path) for path in paths if path not in (None, STDLIB) and not Path(str(path)).expanduser().exists()]
         found = [path for path in found if not glob.glob(str(Path(path).expanduser()))]
         notes.extend(f"{field}: {path} is not on this machine; the job checks it when it starts" for path in found)
         return bool(found)
 
     data = recipe.data
     tokenizer = None if data.tokenizer in (None, "bytes", "bpe") else data.tokenizer
-    if absent("data.paths", *data.paths) | absent("data.validation_paths", *data.validation_paths):
-        data = data.model_copy(update={"source": "stdlib", "paths": (), "validation_paths": (), "validation_fraction": 0.1})
+    mixed = [path for each in data.mix for path in (*each.paths, *each.validation_paths)]
+    templates = [each.template for each in (data, *data.mix) if each.template not in TEMPLATES]
+    fields = (
+        ("data.paths", data.paths),
+        ("data.validation_paths", data.validation_paths),
+        ("data.mix", mixed),
+        ("data.template", templates),
+    )
+    if any([absent(field, *paths) for field, paths in fields]):
+        other = {"source": "stdlib", "paths": (), "validation_paths": (), "validation_fraction": 0.1, "mix": (), "template": None}
+        data = data.model_copy(update=other)
     if absent("data.tokenizer", tokenizer):
         data = data.model_copy(update={"tokenizer": None})
     resume = recipe.checkpoint.resume

@@ -82,6 +82,12 @@ class TokenFile:
         size, width = path.stat().st_size, 2 if fields["dtype"] == "uint16" else 4
         if size % width or fields.get("tokens", size // width) != size // width:
             raise RecipeError(f"{path} has {size} bytes, which is not {fields.get('tokens', 'a number of')} tokens of {fields['dtype']}")
+        if fields.get("marked") and (
+            not path.with_suffix(".marks").is_file() or path.with_suffix(".marks").stat().st_size != size // width
+        ):
+            raise RecipeError(
+                f"{path.with_suffix('.marks')} is missing or has not {size // width} bytes, one for each id of {path}; copy it"
+            )
         known = {name: fields[name] for name in ("dtype", "vocab_size", "eos_id")}
         more = {
             "documents": fields.get("documents", 0),
