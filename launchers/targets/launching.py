@@ -18,6 +18,8 @@ from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 from meshpar.launchers.targets.job import Job, Target, ask, make_target
 from meshpar.launchers.targets.launched import LAUNCH
 from meshpar.mesh import MeshSpec, is_auto
+from meshpar.training.chat import TEMPLATES
+from meshpar.training.text import STDLIB
 
 SUBMIT_S = 900
 """Seconds within which an engine must accept a job; SkyPilot may start its controller first."""
@@ -176,7 +178,8 @@ def _seen_from_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
         ("data.mix", mixed),
         ("data.template", templates),
     )
-    if any([absent(field, *paths) for field, paths in fields]):
+    missing = [absent(field, *paths) for field, paths in fields]
+    if any(missing):
         other = {"source": "stdlib", "paths": (), "validation_paths": (), "validation_fraction": 0.1, "mix": (), "template": None}
         data = data.model_copy(update=other)
     if absent("data.tokenizer", tokenizer):
