@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from meshpar.errors import MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.plan import Plan
 from meshpar.testing import on_ranks
-from meshpar.training.data import PackedTokens
+from meshpar.training import AdamWSettings, Batches, Distillation, PackedTokens, Schedule, Trainer, TrainSettings, build_adamw, freeze
 from meshpar.training.documents import check_documents
 from meshpar.training.objectives import CausalLM
 from meshpar.training.tokens import write_tokens
@@ -121,6 +122,31 @@ def refused():
         model.train()
         check_documents(par, model, VOCAB, 64)
         assert model.training
+
+
+def test_a_trainer_tries_its_model_and_its_teacher(tmp_path):
+    trained(tmp_path)
+
+
+@on_ranks(1)
+def trained(folder):
+    samples = packed(folder, documents(9, 1, 14, 8), 16)
+    for model, objective, told in (
+        (Carried("recurrent"), CausalLM(), "Carried lets the documents"),
+        (transformer(), Distillation(teacher=freeze(Carried("recurrent"))), "Carried lets the documents"),
+        (transformer(), Distillation(teacher=freeze(transformer())), None),
+    ):
+        par = Plan("", []).apply(model)
+        batches, optimizer = Batches(samples, micro_batch=2), build_adamw(model, AdamWSettings(lr=1e-3))
+        trainer = Trainer(par, objective, batches, optimizer, Schedule(lr=1e-3, steps=1), TrainSettings(steps=1))
+        with nullcontext() if told is None else pytest.raises(MeshparError, match=told):
+            trainer.run()
+    row = samples.__getitems__([0])
+    other = {**row, "input_ids": row["input_ids"].clone()}
+    other["input_ids"][:, :8] = (row["input_ids"][:, :8] + 1) % END
+    row["labels"][:, :9] = other["labels"][:, :9] = -100
+    model.eval()
+    assert objective.loss(model, row)[0].equal(objective.loss(model, other)[0]), "a teacher or a student saw another document"
 
 
 @pytest.mark.parametrize(
