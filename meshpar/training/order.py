@@ -73,7 +73,7 @@ def key_of(seed: int, epoch: int, source: int = 0) -> int:
 class Interleave:
     """The order in which samples are taken from several sources, by weight.
 
-    Sample k of a source is due at ``(k + 1/2) / weight``, and the samples come in the order in which they are due. So at every place each of
+    Sample k of a source is due at ``(k + 1/2) / weight``, and the samples come in the order in which they are due. At every place each of
     n sources has its share to within (n + 1) / 2 samples, and a source that is used up leaves the others in proportion (the method of
     Webster and Sainte-Lague for seats). The whole state is the number of samples that each source has given.
 
