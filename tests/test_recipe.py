@@ -88,7 +88,7 @@ passes:
         "small.yaml:2: model.dim: expected a whole number or nothing, got 64.5",
         "small.yaml:2: model.rope_scaling.facto: unknown key; nearest: factor",
         "small.yaml:2: model.layrs: unknown key; nearest: layers",
-        "small.yaml:3: data.source: expected 'stdlib', 'files', 'jsonl', 'csv', 'tokens' or 'dataset', got 'stdlb'",
+        "small.yaml:3: data.source: expected 'stdlib', 'files', 'jsonl', 'csv', 'parquet', 'chat', 'tokens', 'mix' or 'dataset', got 'stdlb'",
         "small.yaml:3: data.micro_batch: must be greater than or equal to 1, got 0",
         "small.yaml:6: optimizer.betas: expected a list of 2, got [0.9]",
         "small.yaml:4: training.steps: expected a whole number or nothing, got '5'",
