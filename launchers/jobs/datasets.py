@@ -256,8 +256,11 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
     )
     place: dict[str, Any] = {"micro_batch": section.micro_batch, "data_rank": par.data_rank, "data_size": par.data_size}
     split = data.split
-    found = _mixed(recipe, {name: each.train for name, each in split.parts.items()}) if isinstance(split, MixedSplit) else None
-    found = found or samples(recipe, split.train, par)
+    found: Samples
+    if isinstance(split, MixedSplit):
+        found = _mixed(recipe, {name: each.train for name, each in split.parts.items()})
+    else:
+        found = samples(recipe, split.train, par)
     if too_few := _too_few(recipe, len(found)):
         raise RecipeError(f"{recipe.where('data.micro_batch')}: {too_few}")
     train = Batches(
@@ -268,6 +271,7 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
         **place,
     )
     _check_epochs(recipe, train)
+    held: Samples | None
     if isinstance(split, MixedSplit):
         kept = {name: each.validation for name, each in split.parts.items() if each.validation is not None}
         held = _mixed(recipe, kept, once=True) if kept else None

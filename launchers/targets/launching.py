@@ -171,7 +171,7 @@ def _seen_from_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
     data = recipe.data
     tokenizer = None if data.tokenizer in (None, "bytes", "bpe") else data.tokenizer
     mixed = [path for each in data.mix for path in (*each.paths, *each.validation_paths)]
-    templates = [each.template for each in (data, *data.mix) if each.template not in TEMPLATES]
+    templates = [each for each in (data.template, *(part.template for part in data.mix)) if each not in TEMPLATES]
     fields = (
         ("data.paths", data.paths),
         ("data.validation_paths", data.validation_paths),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -28,7 +28,7 @@ class MixedSamples:
         RecipeError: samples of different lengths, or wrong weights or epochs.
     """
 
-    def __init__(self, sources: dict[str, PackedSamples], weights: Sequence[float], epochs: Sequence[int | None]) -> None:
+    def __init__(self, sources: Mapping[str, PackedSamples], weights: Sequence[float], epochs: Sequence[int | None]) -> None:
         if len(lengths := {each.length for each in sources.values()}) != 1:
             raise RecipeError(f"the sources of a mix have samples of {sorted(lengths)} tokens; expected one length")
         self.sources = sources
