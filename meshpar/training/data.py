@@ -255,7 +255,7 @@ class OrderedBatches:
         self.samples, self.micro_batch, self.accumulate = samples, micro_batch, accumulate
         self.data_rank, self.data_size, self.seed, self.mix = data_rank, data_size, seed, mix
         self.epoch, self.consumed = 0, 0
-        self.counts = (0,) * (0 if mix is None else len(mix.sizes))
+        self.counts: tuple[int, ...] = (0,) * (0 if mix is None else len(mix.sizes))
 
     @property
     def global_batch(self) -> int:
@@ -385,7 +385,7 @@ class Batches:
     def restart(self) -> None:
         """Set the position to the beginning of the first epoch."""
         self._epoch, self._consumed = 0, 0
-        self._counts = (0,) * (0 if self._sampler.mix is None else len(self._sampler.mix.sizes))
+        self._counts: tuple[int, ...] = (0,) * (0 if self._sampler.mix is None else len(self._sampler.mix.sizes))
 
     def position(self) -> dict[str, Any]:
         """Return the position of the next step, the same on every rank; of a mix also how many samples each source has given."""
