@@ -63,7 +63,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         library = TextSource(inputs=("stdlib",))
-        prepare_tokenizer("bpe", library, folder / "cache", vocab_size=8192).save(folder / "tokenizer")
+        prepare_tokenizer("bpe", [library], folder / "cache", vocab_size=8192).save(folder / "tokenizer")
         documents = "\n".join(library.documents())
         with (folder / "text.txt").open("w", encoding="utf-8") as file:
             for number in range(given.megabytes * 1_000_000 // len(documents) + 1):

@@ -8,8 +8,8 @@ from types import ModuleType
 from meshpar.errors import MeshparError
 
 
-def need(module: str) -> ModuleType:
-    """Import ``module`` of the ``train`` extra.
+def need(module: str, *, extra: str = "train") -> ModuleType:
+    """Import ``module`` of an extra.
 
     Raises:
         MeshparError: the package is not installed.
@@ -19,4 +19,4 @@ def need(module: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
             raise
-        raise MeshparError(f"this needs {module.partition('.')[0]!r}, which is not installed: pip install 'meshpar[train]'") from error
+        raise MeshparError(f"this needs {module.partition('.')[0]!r}, which is not installed: pip install 'meshpar[{extra}]'") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,32 @@ def token_loss(
     return reduced(total)
 
 
+@contextmanager
+def token_losses() -> Iterator[list[torch.Tensor]]:
+    """Collect the loss of every token that :func:`token_loss` and :func:`meshpar.chunked_token_loss` sum up meanwhile.
+
+    Yields:
+        A list of (N,) float32 tensors without gradient, one for each call, or for each chunk, in their order; 0 where a label does not
+        count.
+    """
+    losses: list[torch.Tensor] = []
+    token = _collected.set(losses)
+    try:
+        yield losses
+    finally:
+        _collected.reset(token)
+
+
+_collected: ContextVar[list[torch.Tensor] | None] = ContextVar("_collected", default=None)
+
+
+def _summed(losses_N: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the tokens' losses, which are collected where somebody asked for them."""
+    if (collected := _collected.get()) is not None:
+        collected.append(losses_N.detach())
+    return losses_N.sum()
+
+
 def reduction_of(reduction: str, labels: torch.Tensor, ignore_index: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return what makes of the sum over tokens what ``reduction`` says.
 
@@ -79,7 +107,7 @@ class _TokenLoss(torch.autograd.Function):
         rows = zip(logits_NV.split(_rows(logits_NV)), index_N1.split(_rows(logits_NV)))
         chosen_N1 = torch.cat([logits_nV.log_softmax(-1, torch.float32).gather(1, index_n1) for logits_nV, index_n1 in rows])
         ctx.save_for_backward(logits_NV, index_N1, counted_N)
-        return -torch.where(counted_N, chosen_N1[:, 0], 0.0).sum()
+        return _summed(-torch.where(counted_N, chosen_N1[:, 0], 0.0))
 
     @staticmethod
     @once_differentiable
@@ -130,7 +158,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         counted_N = labels_N != ignore_index
         ctx.save_for_backward(scores_NV, sums_2N[0], index_N, here_N, counted_N)
         ctx.dtype = local_NV.dtype  # type: ignore[attr-defined]
-        return ((sums_2N[0].log() - sums_2N[1]) * counted_N).sum()
+        return _summed((sums_2N[0].log() - sums_2N[1]) * counted_N)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:

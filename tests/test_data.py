@@ -106,7 +106,7 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"no token '</s>'"):
         load_tokenizer(tmp_path, eos="</s>")
     with pytest.raises(RecipeError, match="neither 'bytes', 'bpe' nor a folder"):
-        prepare_tokenizer("bepe", None, tmp_path)
+        prepare_tokenizer("bepe", (), tmp_path)
 
 
 # text

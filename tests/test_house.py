@@ -62,6 +62,7 @@ EXTRAS = {
     "accelerate",
     "numpy",
     "peft",
+    "pyarrow",
     "pydantic",
     "yaml",
     "rich",

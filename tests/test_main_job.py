@@ -383,3 +383,53 @@ def test_a_resume_with_other_data_or_another_batch_says_so(tmp_path: Path, monke
     other = train("training.steps=4")
     assert other.exit_code == 78
     assert re.search(r"data: the checkpoint .* is of other data: text.txt has changed \(it had [\d,]+ bytes and has", other.stderr)
+
+
+def test_a_run_of_joined_documents_goes_on_with_separate_ones_only_if_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(RECIPE)
+    for name in ("a.txt", "b.txt"):
+        Path(name).write_text(text(200))
+
+    def train(*overrides: str) -> Any:
+        wanted = ["data.paths=[a.txt, b.txt]", "mesh=''", "passes=[]", *overrides]
+        return CliRunner().invoke(app, ["train", "job.yaml", "--quiet", *wanted])
+
+    assert train("training.steps=2", "data.documents=joined").exit_code == 0
+    refused = train("training.steps=3")
+    assert refused.exit_code == 78
+    assert (
+        "data.documents was 'joined' and is 'separate'; restore what has changed, set checkpoint.allow: [data.documents]" in refused.stderr
+    )
+    told = train("training.steps=3", "checkpoint.allow=[data.documents]")
+    assert told.exit_code == 0, told.stderr
+    assert train("training.steps=4").exit_code == 0, "from here on the run's documents are separate"
+    with Path("a.txt").open("a") as file:
+        file.write("more\n")
+    assert "a.txt has changed" in train("training.steps=5", "data.documents=joined", "checkpoint.allow=[data.documents]").stderr
+
+
+def test_a_mixture_with_conversations_trains_resumes_and_reports_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This one."}]
+    Path("chat.jsonl").write_text("".join(json.dumps({"messages": said, "n": place}) + "\n" for place in range(60)))
+    Path("text.txt").write_text(text(400))
+    Path("job.yaml").write_text(
+        RECIPE.partition("data:")[0]
+        + "data:\n  sequence_length: 32\n  micro_batch: 2\n  cache: cache\n  packing: best_fit\n  validation_fraction: 0.1\n  mix:\n"
+        + "    - {name: prose, source: files, paths: [text.txt], weight: 0.7}\n"
+        + "    - {name: talk, source: chat, paths: [chat.jsonl], template: chatml, weight: 0.3, epochs: 2}\n"
+        + "training: {steps: 6, log_every: 1, validate_every: 3, tensorboard: false}\n"
+    )
+
+    def train(*overrides: str, mesh: str = "dp_shard=2") -> list[dict[str, float]]:
+        recipe = load_recipe("job.yaml", [f"mesh='{mesh}'", "passes=auto", *overrides])
+        assert launch(recipe, 2 if mesh else 1, quiet=True) == 0
+        return [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
+
+    whole = train("output=whole", "checkpoint.every=3")
+    train("output=parts", "training.steps=3", "schedule.steps=6")
+    parts = train("output=parts", "data.micro_batch=4", mesh="")
+    for name in ("train/loss/prose", "train/loss/talk", "val/loss/prose", "val/loss/talk"):
+        have, want = ([record[name] for record in records if name in record] for records in (parts, whole))
+        assert want and have == pytest.approx(want, rel=1e-4), name

@@ -38,6 +38,7 @@ CASES = {
         "qwen3_moe_distillation",
         ("data.sequence_length=32", "per_device_train_batch_size=2", "teacher.model.weights=null", "teacher.model.config={config}"),
     ),
+    "documents": ("sft", ("data.tokenizer=bytes", "data.sequence_length=128", "data.micro_batch=2")),
     "adapters": ("qwen3_moe_teacher", (*MOE, "lora.targets=[q_proj, v_proj]", "lora.rank=4", "model.weights={config}")),
 }
 
@@ -91,7 +92,9 @@ def test_the_planned_step_of_a_recipe_is_its_jobs(case):
     launch(__name__, "real_step", 2, (case, folder, made.trace.to_json()))
 
 
-@pytest.mark.parametrize("name", sorted(set(shipped()) - {"qwen3_moe_distillation", "gpt2", "gpt2_small", "hybrid_two_nodes", "hsdp_tp"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(shipped()) - {"qwen3_moe_distillation", "gpt2", "gpt2_small", "sft", "hybrid_two_nodes", "hsdp_tp"})
+)
 def test_a_shipped_recipe_is_planned_by_name(name):
     assert forecast_job(load_recipe(name), "h100", 2).cost.seconds > 0
 

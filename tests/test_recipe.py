@@ -88,7 +88,7 @@ passes:
         "small.yaml:2: model.dim: expected a whole number or nothing, got 64.5",
         "small.yaml:2: model.rope_scaling.facto: unknown key; nearest: factor",
         "small.yaml:2: model.layrs: unknown key; nearest: layers",
-        "small.yaml:3: data.source: expected 'stdlib', 'files', 'jsonl', 'csv', 'tokens' or 'dataset', got 'stdlb'",
+        "small.yaml:3: data.source: expected 'stdlib', 'files', 'jsonl', 'csv', 'parquet', 'chat', 'tokens', 'mix' or 'dataset', got 'stdlb'",
         "small.yaml:3: data.micro_batch: must be greater than or equal to 1, got 0",
         "small.yaml:6: optimizer.betas: expected a list of 2, got [0.9]",
         "small.yaml:4: training.steps: expected a whole number or nothing, got '5'",
@@ -168,6 +168,42 @@ def test_weights_bring_their_config_and_tokenizer(tmp_path: Path) -> None:
 def test_an_unknown_recipe_names_those_that_come_with_meshpar() -> None:
     with pytest.raises(RecipeError, match=r"no recipe file quikstart.*nearest: quickstart"):
         load_recipe("quikstart")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["data={mix: [{source: files}]}"], "data.mix: source: files with paths []; expected none for stdlib"),
+        (["data={mix: [{source: stdlib}], paths: [x]}"], "data.mix: paths, validation_paths and template are written in each source"),
+        (["data.source=mix"], "data.mix: a mixture is written mix:"),
+        (["data={mix: [{source: stdlib, name: a}, {source: stdlib, name: a}]}"], "two sources have one name"),
+        (["data={mix: [{source: stdlib, weight: 0}]}"], "must be greater than 0, got 0"),
+        (["data={mix: [{source: stdlib}]}", "training.epochs=1"], "training.epochs: a mixture is read until the epochs of its sources"),
+        (["data={mix: [{source: stdlib}]}", "checkpoint.every=epoch"], "checkpoint.every: a mixture with a source that is read again"),
+        (["data={mix: [{source: stdlib, wieght: 1}]}"], "unknown key; nearest: weight"),
+        (["data={source: chat, paths: [stdlib]}"], "tokenizer bytes has no chat template; write template: chatml or llama3"),
+        (["data={template: chatml}"], "a chat template goes with source: chat"),
+        (["data={packing: best_fit, documents: joined}"], "best_fit keeps documents whole"),
+        (["data={mix: [{source: stdlib}]}", "training.objective=seq2seq"], "learns from pairs, and a mixture is of texts"),
+    ],
+)
+def test_mixtures_and_packing_that_cannot_be_are_refused(overrides: list[str], told: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        read(SMALL, *overrides)
+    assert told in str(caught.value)
+
+
+def test_a_mixture_reads_back_and_is_checked() -> None:
+    recipe = read(SMALL, "data={mix: [{source: stdlib, weight: 2, epochs: 3}, {name: b, source: chat, paths: [stdlib], template: llama3}]}")
+    assert read(recipe.to_yaml()) == recipe
+    assert build.check_job(recipe, 2) == []
+
+
+def test_a_model_without_position_ids_is_refused_before_a_rank_starts() -> None:
+    own = "model={class: models_for_parity.Masked, vocab: 300}"
+    (found,) = build.check_job(read(SMALL, "mesh=''", own), 1)
+    assert re.search(r"data.documents: Masked takes no position_ids.*; write data.documents: joined", found)
+    assert build.check_job(read(SMALL, "mesh=''", own, "data.documents=joined"), 1) == []
 
 
 def test_the_recipes_that_come_with_meshpar_are_right() -> None:

@@ -191,7 +191,7 @@ def test_a_model_must_suit_its_objective(tmp_path: Path) -> None:
 
     wrong = recipe(tmp_path, "training.objective=seq2seq")
     assert any("for the objective seq2seq write kind: huggingface" in line for line in build.check_job(wrong, 2))
-    with pytest.raises(RecipeError, match="the objective seq2seq learns from stdlib, jsonl or csv"):
+    with pytest.raises(RecipeError, match="the objective seq2seq learns from stdlib, jsonl, csv or parquet"):
         recipe(tmp_path, "training.objective=seq2seq", "data.source=files", "data.paths=[a.txt]")
     pytest.importorskip("transformers")
     strange = recipe(tmp_path, "training.objective=seq2seq", "model={kind: huggingface, config: {model_type: qwen3}}")

@@ -22,7 +22,9 @@ from meshpar.launchers.jobs.datasets import (
     examples_of,
     origin_of,
     prepare_data,
+    separates,
     sequence_of,
+    several_documents,
     vocab_size_of,
 )
 from meshpar.launchers.jobs.transformers_models import HEAD_OF, DataFacts, build_transformers
@@ -41,6 +43,7 @@ from meshpar.plan import Plan
 from meshpar.registry import layout_for
 from meshpar.training.data import Batches
 from meshpar.training.distillation import freeze, teacher_problems
+from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.lora import add_adapters
 from meshpar.training.objectives import Objective
 from meshpar.training.optimizer import AdamWSettings, build_adamw, parameter_groups
@@ -48,7 +51,16 @@ from meshpar.training.profile_summary import LEAST as PROFILED
 from meshpar.training.schedule import Schedule, scaled_rate
 from meshpar.training.settings import TrainSettings
 
-__all__ = ["Data", "batches", "changes", "origin_of", "prepare_data", "sequence_of", "vocab_size_of"]  # of meshpar.launchers.jobs.datasets
+__all__ = [
+    "Data",
+    "batches",
+    "changes",
+    "origin_of",
+    "prepare_data",
+    "sequence_of",
+    "several_documents",
+    "vocab_size_of",
+]  # of meshpar.launchers.jobs.datasets
 
 
 def device_type(recipe: Recipe) -> str:
@@ -223,6 +235,8 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
         model = build_model(recipe, vocab_size)
         plan = plan_of(recipe)
         plan.check(model, layout_of(recipe, model), world_size=world_size)
+        if separates(recipe) and not takes_positions(model):
+            problems.append(f"{recipe.where('data.documents')}: {untaken(model)}")
         problems += _uneven(recipe, plan, world_size)
         if isinstance(recipe.optimizer, OwnOptimizer):
             problems += _optimizer_problems(recipe, model)
@@ -285,7 +299,7 @@ def _unmeasured(recipe: Recipe) -> Iterator[str]:
     if resume not in ("auto", "never") and not Path(resume).expanduser().exists():
         yield f"{recipe.where('checkpoint.resume')}: there is no {resume}; expected auto, never, or the folder of a step or of a run"
     best, data, steps = (recipe.checkpoint.best or "").removeprefix("+"), recipe.data, recipe.training.steps
-    if best.startswith("val/") and not (data.validation_paths or data.validation_fraction or data.validation_dataset):
+    if best.startswith("val/") and not data.validates:
         yield f"{recipe.where('checkpoint.best')}: nothing measures {best}; give data.validation_fraction or data.validation_paths"
     if recipe.profile and steps is not None and steps < PROFILED:
         yield f"{recipe.where('profile')}: a profile takes {PROFILED} steps, and training.steps is {steps}; train longer, or profile: off"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,16 +15,20 @@ from meshpar.errors import MeshparError, RecipeError, brief
 from meshpar.launchers.jobs.transformers_models import DataFacts
 from meshpar.launchers.recipes.own import has_keyword, make_own, objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.launchers.recipes.sections import Own
+from meshpar.launchers.recipes.sections import DataSection, Own
 from meshpar.parallelized import Parallelized
+from meshpar.training.chat import ChatSource, chat_template
 from meshpar.training.data import Batches, LoaderSettings, MappedSamples, PackedTokens, Samples
 from meshpar.training.examples import ExampleFile, ExampleSplit, prepare_examples
+from meshpar.training.mixture import MixedSamples
 from meshpar.training.padding import LabelledExamples, PairedExamples
 from meshpar.training.records import RecordSource
-from meshpar.training.text import PACKED, STDLIB, TextSource
+from meshpar.training.text import PACKED, STDLIB, UNPLAIN, TextSource, kind_of
 from meshpar.training.tokenizer import TextTokenizer, load_tokenizer
 from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens
 
+_BEFORE = {"data.documents": "joined"}
+"""Settings of runs that were saved before there was a choice."""
 _LOOKED_AT, _PIECE, _PIECES_READ = 1 << 20, 1 << 13, 100
 
 
@@ -39,15 +43,29 @@ class MappedSplit:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixedSplit:
+    """The token files of each source of a mixture, by name."""
+
+    parts: Mapping[str, TokenSplit]
+
+    @property
+    def train(self) -> TokenFile:
+        """The file with the largest vocabulary."""
+        return max((each.train for each in self.parts.values()), key=lambda file: file.vocab_size)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
     """The prepared data of a run.
 
     Attributes:
-        split: training and validation files: tokens, or examples if the objective requires these; or samples of the user's own.
+        split: training and validation files: tokens, of one source or of several, or examples if the objective requires these; or samples
+            of the user's own.
         tokenizer: the tokenizer; None if the data is a token file, or samples, without one.
     """
 
-    split: TokenSplit | ExampleSplit | MappedSplit
+    split: TokenSplit | ExampleSplit | MappedSplit | MixedSplit
     tokenizer: TextTokenizer | None
 
     @property
@@ -80,6 +98,17 @@ def examples_of(recipe: Recipe) -> str:
         return "tokens"
 
 
+def separates(recipe: Recipe) -> bool:
+    """Return whether the samples may have several documents that must not see each other."""
+    return recipe.data.documents == "separate" and recipe.data.source != "dataset" and examples_of(recipe) == "tokens"
+
+
+def several_documents(recipe: Recipe) -> bool:
+    """Return whether a forecast takes each sample for several documents: records are short, files are not."""
+    short = any(each.source in ("chat", "jsonl", "csv", "parquet") for each in parts_of(recipe.data).values())
+    return separates(recipe) and (short or recipe.data.packing == "best_fit")
+
+
 def vocab_size_of(recipe: Recipe) -> int:
     """Return the vocabulary of a recipe's data without preparing it."""
     data = recipe.data
@@ -90,11 +119,23 @@ def vocab_size_of(recipe: Recipe) -> int:
                 f"{data.dataset.class_} has no vocab_size, and the model takes its vocabulary from the data; write model.vocab_size"
             )
         return known or load_tokenizer(str(data.tokenizer), eos=data.eos).vocab_size
-    if data.source == "tokens":
-        return TokenFile.open(Path(data.paths[0]).expanduser()).vocab_size
+    if all(each.source == "tokens" for each in parts_of(data).values()):
+        return max(TokenFile.open(Path(each.paths[0]).expanduser()).vocab_size for each in parts_of(data).values())
     if data.tokenizer in (None, "bytes"):
         return 257
     return data.vocab_size if data.tokenizer == "bpe" else load_tokenizer(str(data.tokenizer), eos=data.eos).vocab_size
+
+
+def parts_of(data: DataSection) -> dict[str, DataSection]:
+    """Return the sources of a mixture by name, each as a section of its own; the section itself where there is no mixture."""
+    if not data.mix:
+        return {"": data}
+    names = [each.name or f"{each.source}{place}" for place, each in enumerate(data.mix)]
+    fields = [{**each.given(), "source": each.source, "mix": ()} for each in data.mix]
+    return {
+        name: data.model_copy(update={key: value for key, value in each.items() if key in DataSection.model_fields})
+        for name, each in zip(names, fields, strict=True)
+    }
 
 
 def prepare_data(recipe: Recipe) -> Data:
@@ -106,20 +147,53 @@ def prepare_data(recipe: Recipe) -> Data:
         held = held if data.validation_dataset is None else own_samples(recipe, data.validation_dataset)
         named = None if data.tokenizer is None else load_tokenizer(data.tokenizer, eos=data.eos)
         return Data(split=MappedSplit(train=train, validation=held), tokenizer=named)
-    if data.source == "tokens":
-        whole = TokenFile.open(Path(data.paths[0]).expanduser())
-        split = split_tokens(whole, cache, fraction=data.validation_fraction, seed=recipe.seed)
-        if data.validation_paths:
-            split = TokenSplit(train=whole, validation=TokenFile.open(Path(data.validation_paths[0]).expanduser()))
-        return Data(split=split, tokenizer=None if data.tokenizer is None else load_tokenizer(data.tokenizer, eos=data.eos))
-    source: Any = _source(recipe, (STDLIB,) if data.source == "stdlib" else data.paths)
-    tokenizer = prepare_tokenizer(data.tokenizer or "bytes", source, cache, vocab_size=data.vocab_size)
-    if data.eos is not None and data.tokenizer not in (None, "bytes", "bpe"):
-        tokenizer = load_tokenizer(data.tokenizer, eos=data.eos)
-    validation: Any = _source(recipe, data.validation_paths) if data.validation_paths else None
-    prepare: Any = prepare_tokens if examples_of(recipe) == "tokens" else prepare_examples
-    split = prepare(source, tokenizer, cache, validation=validation, validation_fraction=data.validation_fraction, seed=recipe.seed)
-    return Data(split=split, tokenizer=tokenizer)
+    parts = parts_of(data)
+    texts = [each for each in parts.values() if each.source != "tokens"]
+    tokenizer = _tokenizer(recipe, texts, cache)
+    if examples_of(recipe) != "tokens":
+        assert tokenizer is not None
+        source: Any = _source(recipe, data, _inputs(data))
+        validation: Any = _source(recipe, data, data.validation_paths) if data.validation_paths else None
+        examples = prepare_examples(
+            source, tokenizer, cache, validation=validation, validation_fraction=data.validation_fraction, seed=recipe.seed
+        )
+        return Data(split=examples, tokenizer=tokenizer)
+    splits = {name: _split(recipe, each, tokenizer, cache) for name, each in parts.items()}
+    return Data(split=MixedSplit(parts=splits) if data.mix else splits[""], tokenizer=tokenizer)
+
+
+def _tokenizer(recipe: Recipe, texts: Sequence[DataSection], cache: Path) -> TextTokenizer | None:
+    """Return the tokenizer of the sources that are text; None where none is, and no tokenizer is named."""
+    data, name = recipe.data, recipe.data.tokenizer
+    if not texts:
+        return None if name is None else load_tokenizer(name, eos=data.eos)
+    named = next((chat_template(each.template, None) for each in texts if each.source == "chat" and each.template is not None), None)
+    if name in (None, "bytes", "bpe"):
+        sources = [_source(recipe, each, _inputs(each)) for each in texts] if name == "bpe" else []
+        special, end = ((), None) if named is None else (named.special, named.end)
+        template = None if named is None else named.text
+        return prepare_tokenizer(
+            name or "bytes", sources, cache, vocab_size=data.vocab_size, special=special, eos=data.eos or end, template=template
+        )
+    return load_tokenizer(name, eos=data.eos, template=None if named is None else named.text)
+
+
+def _split(recipe: Recipe, section: DataSection, tokenizer: TextTokenizer | None, cache: Path) -> TokenSplit:
+    """Return the token files of one source."""
+    if section.source == "tokens":
+        whole = TokenFile.open(Path(section.paths[0]).expanduser())
+        if section.validation_paths:
+            return TokenSplit(train=whole, validation=TokenFile.open(Path(section.validation_paths[0]).expanduser()))
+        return split_tokens(whole, cache, fraction=section.validation_fraction, seed=recipe.seed)
+    assert tokenizer is not None
+    source: Any = _source(recipe, section, _inputs(section), tokenizer)
+    validation: Any = _source(recipe, section, section.validation_paths, tokenizer) if section.validation_paths else None
+    fraction = 0.0 if validation is not None else section.validation_fraction
+    return prepare_tokens(source, tokenizer, cache, validation=validation, validation_fraction=fraction, seed=recipe.seed)
+
+
+def _inputs(section: DataSection) -> tuple[str, ...]:
+    return (STDLIB,) if section.source == "stdlib" else section.paths
 
 
 def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
@@ -140,20 +214,28 @@ def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
         "label_field",
         "separator",
         "validation_fraction",
+        "documents",
+        "packing",
+        "template",
     )
     settings = {f"data.{name}": getattr(data, name) for name in names} | {"seed": recipe.seed}
-    if data.source == "tokens":
-        files = [Path(path).expanduser() for path in data.paths]
-    else:
-        files = [] if data.source in ("stdlib", "dataset") else TextSource(inputs=data.paths).files()
+    settings |= {"data.mix": [each.model_dump(mode="json") for each in data.mix]} if data.mix else {}
+    files: list[Path] = []
+    for part in parts_of(data).values():
+        if part.source == "tokens":
+            files += [Path(path).expanduser() for path in part.paths]
+        elif part.source not in ("stdlib", "dataset") and part.paths != (STDLIB,):
+            files += TextSource(inputs=part.paths).files()
     stats = {str(path): path.stat() for path in files}
     return {"settings": settings, "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}, "batch": batch}
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return how two origins of :func:`origin_of` differ, one text each; batches aside."""
-    old, new = before["settings"], now["settings"]
-    found = [f"{name} was {old[name]!r} and is {new[name]!r}" for name in new if name in old and old[name] != new[name]]
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str] = ()) -> list[str]:
+    """Return how two origins of :func:`origin_of` differ, one text each; batches and settings that are ``allowed`` to differ aside."""
+    old, new = _BEFORE | before["settings"], now["settings"]
+    found = [
+        f"{name} was {old[name]!r} and is {new[name]!r}" for name in new if name in old and name not in allowed and old[name] != new[name]
+    ]
     old, new = before["files"], now["files"]
     found += [f"{name} is gone from data.paths" for name in old if name not in new]
     found += [f"{name} was not in data.paths" for name in new if name not in old]
@@ -173,7 +255,12 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
         prefetch=section.prefetch,
     )
     place: dict[str, Any] = {"micro_batch": section.micro_batch, "data_rank": par.data_rank, "data_size": par.data_size}
-    found = samples(recipe, data.split.train, par)
+    split = data.split
+    found: Samples
+    if isinstance(split, MixedSplit):
+        found = _mixed(recipe, {name: each.train for name, each in split.parts.items()})
+    else:
+        found = samples(recipe, split.train, par)
     if too_few := _too_few(recipe, len(found)):
         raise RecipeError(f"{recipe.where('data.micro_batch')}: {too_few}")
     train = Batches(
@@ -183,10 +270,42 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
         loader=loader,
         **place,
     )
-    if data.split.validation is None:
-        return train, None
+    _check_epochs(recipe, train)
+    held: Samples | None
+    if isinstance(split, MixedSplit):
+        kept = {name: each.validation for name, each in split.parts.items() if each.validation is not None}
+        held = _mixed(recipe, kept, once=True) if kept else None
+    else:
+        held = None if split.validation is None else samples(recipe, split.validation, par)
     # The order is drawn once and equal at every validation, so that its first validate_steps are a fair sample.
-    return train, Batches(samples(recipe, data.split.validation, par), seed=recipe.seed, **place)
+    return train, None if held is None else Batches(held, seed=recipe.seed, **place)
+
+
+def _mixed(recipe: Recipe, files: Mapping[str, TokenFile], *, once: bool = False) -> MixedSamples:
+    """Return the samples of several sources; ``once``: all of each, one time."""
+    mix = {name: each for name, each in zip(parts_of(recipe.data), recipe.data.mix, strict=True) if name in files}
+    parts = {name: packed(recipe, file) for name, file in files.items()}
+    for name, each in parts.items():
+        if not len(each):
+            raise RecipeError(f"{recipe.where('data.mix')}: {name} has no sample; give it more text")
+    weights = [float(len(each)) if once else mix[name].weight for name, each in parts.items()]
+    return MixedSamples(parts, weights, [1 if once else mix[name].epochs for name in parts])
+
+
+def _check_epochs(recipe: Recipe, train: Batches) -> None:
+    """Refuse a run that needs more steps than the epochs of its sources give."""
+    mix, steps = getattr(train.samples, "mix", None), recipe.training.steps
+    if mix is not None and mix.total is not None and steps is not None and steps > train.steps_per_epoch:
+        raise RecipeError(
+            f"{recipe.where('training.steps')}: the epochs of the sources in data.mix give {train.steps_per_epoch:,} steps, and "
+            f"training.steps is {steps:,}; lower it, or raise their epochs"
+        )
+
+
+def packed(recipe: Recipe, file: TokenFile) -> PackedTokens:
+    """Return the samples of a token file."""
+    section = recipe.data
+    return PackedTokens(file, section.sequence_length, documents=section.documents, packing=section.packing)
 
 
 def own_samples(recipe: Recipe, section: Own) -> MappedSamples:
@@ -222,7 +341,7 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: 
     if isinstance(file, MappedSamples):
         return file
     if isinstance(file, TokenFile):
-        return PackedTokens(file, section.sequence_length)
+        return packed(recipe, file)
     if file.classes:
         return LabelledExamples(file, length=section.sequence_length)
     start = par.layout.config.get("decoder_start_token_id")
@@ -233,35 +352,51 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: 
 
 def data_problems(recipe: Recipe) -> Iterator[str]:
     """Yield the problems of the data's files, before anything is prepared; the beginning of each is read."""
-    source, most = recipe.data.source, 0
+    most = 0
     for name in ("dataset", "validation_dataset"):
         if (own := getattr(recipe.data, name)) is not None:
             try:
                 own_samples(recipe, own)
             except MeshparError as error:
                 yield f"{recipe.where(f'data.{name}.class')}: {error}"
-    if source not in ("stdlib", "dataset"):
-        for path in (*recipe.data.paths, *recipe.data.validation_paths):
+    if recipe.data.source == "dataset":
+        return
+    for place, section in enumerate(parts_of(recipe.data).values()):
+        at = f"data.mix.{place}" if recipe.data.mix else "data"
+        for path in (*section.paths, *section.validation_paths) if section.source != "stdlib" else ():
+            trained = path in section.paths
             try:
-                if source == "tokens":
-                    file = TokenFile.open(Path(path).expanduser())
-                    file.check_ids(file.ids()[:_LOOKED_AT])
-                    most += file.tokens if path in recipe.data.paths else 0
-                    continue
-                files = _source(recipe, (path,)).files()
-                plain = all(each.suffix not in PACKED for each in files)  # a byte is at least one token, with an end for each document
-                most += (sum(each.stat().st_size + 1 for each in files) if plain else sys.maxsize) if path in recipe.data.paths else 0
-                text = _source(recipe, (path,))
-                read: Iterator[Any] = text.pieces(_PIECE) if isinstance(text, TextSource) else text.documents()
-                deque(islice(read, _PIECES_READ), maxlen=0)
+                size = _looked_at(recipe, section, path)
+                most += size if trained else 0
             except RecipeError as error:
                 most = sys.maxsize
-                yield f"{recipe.where('data.paths' if path in recipe.data.paths else 'data.validation_paths')}: {error}"
+                yield f"{recipe.where(f'{at}.paths' if trained else f'{at}.validation_paths')}: {error}"
             except OSError as error:
-                yield f"{recipe.where('data.paths')}: {path} cannot be read: {brief(error)}"
-        few = _too_few(recipe, max(0, most - 1) // recipe.data.sequence_length + 1) if examples_of(recipe) == "tokens" else ""
+                yield f"{recipe.where(f'{at}.paths')}: {path} cannot be read: {brief(error)}"
+    if all(section.source != "stdlib" for section in parts_of(recipe.data).values()) and examples_of(recipe) == "tokens":
+        few = _too_few(recipe, max(0, most - 1) // recipe.data.sequence_length + 1)
         if few:
             yield f"{recipe.where('data.micro_batch')}: {few}"
+
+
+def _looked_at(recipe: Recipe, section: DataSection, path: str) -> int:
+    """Read the beginning of a file and return how many tokens it has at most; raises RecipeError for what is wrong in it."""
+    if section.source == "tokens":
+        file = TokenFile.open(Path(path).expanduser())
+        file.check_ids(file.ids()[:_LOOKED_AT])
+        return file.tokens
+    text = _source(recipe, section, (path,), _of_template(recipe) if section.source == "chat" else None)
+    read: Iterator[Any] = text.pieces(_PIECE) if isinstance(text, TextSource) else text.documents()
+    deque(islice(read, _PIECES_READ), maxlen=0)
+    files = text.files()
+    plain = section.source != "chat" and all(kind_of(each) not in UNPLAIN and each.suffix not in PACKED for each in files)
+    return sum(each.stat().st_size + 1 for each in files) if plain else sys.maxsize  # a byte is at least one token, with an end a document
+
+
+def _of_template(recipe: Recipe) -> TextTokenizer | None:
+    """Return the tokenizer whose chat template may be used; None for one that is made of the text."""
+    name = recipe.data.tokenizer
+    return None if name in (None, "bytes", "bpe") else load_tokenizer(str(name), eos=recipe.data.eos)
 
 
 def _too_few(recipe: Recipe, most: int) -> str:
@@ -273,11 +408,14 @@ def _too_few(recipe: Recipe, most: int) -> str:
     return f"a micro-batch has {section.micro_batch} samples{length}, and all the training data gives {most}; lower it, or give more data"
 
 
-def _source(recipe: Recipe, inputs: tuple[str, ...]) -> TextSource | RecordSource:
-    section = recipe.data
+def _source(
+    recipe: Recipe, section: DataSection, inputs: tuple[str, ...], tokenizer: TextTokenizer | None = None
+) -> TextSource | RecordSource | ChatSource:
     match examples_of(recipe):
         case "pairs":
             return RecordSource(inputs=inputs, kind="pairs", field=section.field, output_field=section.target_field)
         case "labels":
             return RecordSource(inputs=inputs, kind="labels", field=section.field, output_field=section.label_field)
+    if section.source == "chat":
+        return ChatSource(inputs=inputs, template=chat_template(section.template, tokenizer))
     return TextSource(inputs=inputs, field=section.field, separator=section.separator)

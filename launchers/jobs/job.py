@@ -174,14 +174,18 @@ def _resume(
     # Only an automatic choice may fall back to an older step; a requested step is restored or is an error.
     restored = source.restore(par, optimizer, None if source is manager else step, fallback=source is manager)
     before = restored.extra.get("origin")
+    differ = [] if before is None else build.changes(before, origin, recipe.checkpoint.allow)
+    if before is not None and recipe.checkpoint.allow and not differ:
+        restored.extra["data"]["data"] = trainer.data.samples.fingerprint  # the same samples, told apart by what is allowed to differ
     try:
         trainer.load_state_dict(restored.extra)
     except RecipeError as error:
-        if before is None or not (differ := build.changes(before, origin)):
+        if not differ:
             raise
+        allowed = "" if not any(each.startswith("data.documents ") for each in differ) else ", set checkpoint.allow: [data.documents]"
         raise RecipeError(
-            f"{recipe.where('data')}: the checkpoint {restored.folder} is of other data: {'; '.join(differ)}; restore what has changed, "
-            "or start a new run in another output folder"
+            f"{recipe.where('data')}: the checkpoint {restored.folder} is of other data: {'; '.join(differ)}; restore what has changed"
+            f"{allowed}, or start a new run in another output folder"
         ) from error
     told = f"{restored.folder}{'' if restored.same_mesh else ', saved on another mesh'}"
     return told if before is None else f"{told}{_other_batch(recipe, before['batch'], trainer.data.global_batch)}"

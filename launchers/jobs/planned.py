@@ -27,6 +27,7 @@ def batch_of(recipe: Recipe) -> Batch:
         examples=build.examples_of(recipe),
         target=data.target_length,
         reduce_each=recipe.training.reduce_each,
+        documents=build.several_documents(recipe),
     )
 
 

@@ -30,6 +30,7 @@ _SECTIONS: tuple[tuple[str, type[BaseModel], tuple[type, ...]], ...] = (
     ("teacher", sections.TeacherSection, (sections.TeacherSection,)),
     ("lora", sections.LoRASection, (LoRA,)),
     ("data", sections.DataSection, (sections.DataSection,)),
+    ("data.mix", sections.MixSection, (sections.MixSection,)),
     ("optimizer", sections.OptimizerSection, (AdamWSettings, sections.OptimizerSection)),
     ("optimizer, class: package.module.Name", sections.OwnOptimizer, (sections.Own, sections.OwnOptimizer)),
     ("schedule", sections.ScheduleSection, (Schedule, sections.ScheduleSection)),

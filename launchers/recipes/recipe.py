@@ -99,7 +99,8 @@ class Recipe(Section):
 
     def where(self, field: str) -> str:
         """Return a field with its file and line, or its override, for a message."""
-        return field if self._document is None else self._document.where(tuple(field.split(".")))
+        place = tuple(int(each) if each.isdigit() else each for each in field.split("."))
+        return field if self._document is None else self._document.where(place)
 
     @property
     def folder(self) -> Path:
@@ -218,6 +219,8 @@ def _name_kinds(data: dict[str, Any]) -> None:
         data["optimizer"] = {"name": "own" if "class" in optimizer else "adamw", **optimizer}
     if isinstance(section, Mapping) and section.get("dataset") is not None:
         data["data"] = {"source": "dataset", **section}
+    elif isinstance(section, Mapping) and section.get("mix"):
+        data["data"] = {"source": "mix", **section}
 
 
 def _find_own_code(data: dict[str, Any], document: Document) -> None:
@@ -330,8 +333,9 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
         yield ("data", "validation_dataset"), "it goes with data.dataset, and without validation_fraction"
     if data.source == "dataset" and (data.paths or data.validation_paths):
         yield ("data", "paths"), "a dataset of your own reads its files itself; give them to it as keywords"
-    if data.source not in ("stdlib", "dataset") and not data.paths:
+    if data.source not in ("stdlib", "dataset", "mix") and not data.paths:
         yield ("data", "paths"), f"source: {data.source} needs paths"
+    yield from _packing_problems(recipe)
     if data.source == "tokens" and (len(data.paths) > 1 or len(data.validation_paths) > 1):
         yield ("data", "paths"), f"tokens are one .bin file, got {len(data.paths)}"
     if data.source == "tokens" and data.tokenizer in ("bytes", "bpe"):
@@ -353,7 +357,7 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
     yield from _objective_problems(recipe)
     if data.validation_paths and data.validation_fraction:
         yield ("data", "validation_fraction"), "validation is text of its own (validation_paths) or a part of this text, not both"
-    if training.validate_every is not None and not (data.validation_paths or data.validation_fraction or data.validation_dataset):
+    if training.validate_every is not None and not data.validates:
         yield ("training", "validate_every"), "there is nothing to validate on; give data.validation_fraction or data.validation_paths"
     length = recipe.schedule.steps or training.steps
     if length is not None and recipe.schedule.warmup_steps > length:
@@ -373,6 +377,50 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
         yield from ((tuple(name.split(".")), text) for text in (*files, *_model_problems(section)))
 
 
+def _packing_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield what is wrong with mixtures, conversations and packing."""
+    data, training = recipe.data, recipe.training
+    if (data.source == "mix") != bool(data.mix):
+        yield ("data", "mix"), "a mixture is written mix: [{source: files, paths: [...], weight: 0.7}, ...], without another source"
+    if data.mix and (data.paths or data.validation_paths or data.template):
+        yield ("data", "mix"), "paths, validation_paths and template are written in each source of the mix"
+    if len({each.name for each in data.mix if each.name}) < len([each for each in data.mix if each.name]):
+        yield ("data", "mix"), "two sources have one name; their losses could not be told apart"
+    for each in data.mix:
+        if bool(each.paths) == (each.source == "stdlib") or (each.source == "tokens" and len(each.paths) > 1):
+            yield (
+                ("data", "mix"),
+                f"source: {each.source} with paths {list(each.paths)}; expected none for stdlib, one for tokens, else one or more",
+            )
+        if each.name and not each.name.replace("-", "").replace("_", "").isalnum():
+            yield ("data", "mix"), f"name {each.name!r} is part of a metric's; use letters, digits, - and _"
+    endless = any(each.epochs is None for each in data.mix)
+    if data.mix and training.epochs is not None and (endless or training.epochs > 1):
+        yield (
+            ("training", "epochs"),
+            "a mixture is read until the epochs of its sources are used up; write training.steps, and epochs in data.mix",
+        )
+    for place, value in ((("training", "validate_every"), training.validate_every), (("checkpoint", "every"), recipe.checkpoint.every)):
+        if endless and value == "epoch":
+            yield place, "a mixture with a source that is read again and again has no epoch; write a number of steps"
+    if data.template is not None and data.source != "chat":
+        yield ("data", "template"), "a chat template goes with source: chat"
+    unnamed = [each for each in (data.mix or (data,)) if each.source == "chat" and each.template is None]
+    if unnamed and data.tokenizer in (None, "bytes", "bpe") and recipe.model.weights is None:
+        yield (
+            ("data", "template"),
+            f"tokenizer {data.tokenizer or 'bytes'} has no chat template; write template: chatml or llama3, or a file",
+        )
+    if data.packing == "best_fit" and data.documents == "joined":
+        yield ("data", "packing"), "best_fit keeps documents whole, and documents: joined makes one text of them; give one of both"
+    try:
+        examples = getattr(objective_factory(training.objective), "examples", "tokens")
+    except MeshparError:
+        return
+    if examples != "tokens" and data.mix:
+        yield ("data", "mix"), f"the objective {training.objective} learns from {examples}, and a mixture is of texts"
+
+
 def _objective_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     training, data = recipe.training, recipe.data
     try:
@@ -382,10 +430,10 @@ def _objective_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
     if wants_teacher(factory) != (recipe.teacher is not None):
         words = "needs a teacher: give it a model and its weights" if recipe.teacher is None else "has no use for a teacher"
         yield ("teacher",), f"the objective {training.objective} {words}"
-    if getattr(factory, "examples", "tokens") != "tokens" and data.source not in ("stdlib", "jsonl", "csv", "dataset"):
+    if getattr(factory, "examples", "tokens") != "tokens" and data.source not in ("stdlib", "jsonl", "csv", "parquet", "dataset"):
         yield (
             ("data", "source"),
-            f"the objective {training.objective} learns from stdlib, jsonl or csv, which hold two fields, got {data.source!r}",
+            f"the objective {training.objective} learns from stdlib, jsonl, csv or parquet, which hold two fields, got {data.source!r}",
         )
 
 

@@ -124,13 +124,38 @@ class TeacherSection(Section):
 
 
 @final
+class MixSection(Section):
+    """One source of a mixture; keys that are not written are those of ``data``.
+
+    Attributes:
+        name: of the source, in metrics (``train/loss/<name>``); None: ``source`` and the place in the list.
+        weight: its share of the samples; only the ratios count.
+        epochs: how often it is read at most; None: again and again.
+        source, paths, field, separator, template, validation_paths: as in ``data``.
+    """
+
+    name: str | None = None
+    weight: Annotated[float, Bound(gt=0)] = 1.0
+    epochs: Count | None = None
+    source: Literal["stdlib", "files", "jsonl", "csv", "parquet", "tokens", "chat"] = "files"
+    paths: tuple[str, ...] = ()
+    field: str | None = None
+    separator: str | None = None
+    template: str | None = None
+    validation_paths: tuple[str, ...] = ()
+
+
+@final
 class DataSection(Section):
     """What is read, and how it becomes batches.
 
     Attributes:
         source: ``stdlib`` (the source of Python's standard library; for pairs of texts its functions with the first sentence of their
-            docstrings, for labels its lines with their modules), ``files`` (text), ``jsonl``, ``csv``, ``tokens`` (a ``.bin`` and its
-            ``.json``), or ``dataset``. Text may be compressed by gzip or zstd.
+            docstrings, for labels its lines with their modules), ``files`` (text), ``jsonl``, ``csv``, ``parquet`` (also Arrow files and
+            folders of ``datasets``), ``chat`` (conversations in such tables, of which the assistant's tokens count; or ``paths:
+            [stdlib]``), ``tokens`` (a ``.bin`` and its ``.json``), ``mix``, or ``dataset``. Text may be compressed by gzip or zstd.
+        mix: several sources, interleaved by weight: ``[{source: files, paths: [code], weight: 0.7}, {source: chat, ...}]``.
+        template: of ``chat``: ``chatml``, ``llama3``, or a file in Jinja; None: the tokenizer's own.
         dataset: a class of your own, ``{class: mypackage.Dataset, ...keywords}``: samples that need no tokenizer.
         validation_dataset: the same, to validate on.
         paths: files, folders and globs; one token file for ``tokens``.
@@ -142,6 +167,8 @@ class DataSection(Section):
             ``bytes`` for text, none for tokens.
         vocab_size: of a trained BPE.
         eos: the token that ends a document, where the tokenizer's folder does not say.
+        documents: ``separate``: the documents of a packed sample do not see each other; ``joined``: a sample is one text.
+        packing: ``cut`` documents where a sample ends, or ``best_fit``: cut none that fits a sample, and pad.
         sequence_length: tokens of a sample; a text with a target or a label is cut to it.
         target_length: tokens of a target text, which is cut to it.
         micro_batch: samples of a data rank in one forward pass.
@@ -156,7 +183,9 @@ class DataSection(Section):
         cache: where tokenizers and tokens are kept.
     """
 
-    source: Literal["stdlib", "files", "jsonl", "csv", "tokens", "dataset"] = "stdlib"
+    source: Literal["stdlib", "files", "jsonl", "csv", "parquet", "chat", "tokens", "mix", "dataset"] = "stdlib"
+    mix: tuple[MixSection, ...] = ()
+    template: str | None = None
     dataset: Own | None = None
     validation_dataset: Own | None = None
     paths: tuple[str, ...] = ()
@@ -167,6 +196,8 @@ class DataSection(Section):
     tokenizer: str | None = None
     vocab_size: Annotated[int, Bound(ge=257)] = 4096
     eos: str | None = None
+    documents: Literal["separate", "joined"] = "separate"
+    packing: Literal["cut", "best_fit"] = "cut"
     sequence_length: Count = 256
     target_length: Count = 64
     micro_batch: Count = 8
@@ -179,6 +210,12 @@ class DataSection(Section):
     persistent_workers: bool = True
     prefetch: Count = 2
     cache: str = "~/.cache/meshpar"
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is anything to validate on."""
+        own = self.validation_paths or self.validation_fraction or self.validation_dataset
+        return bool(own) or any(each.validation_paths for each in self.mix)
 
 
 @final
@@ -255,6 +292,7 @@ class CheckpointSection(Section):
         background: write beside training; the optimizer is held back only while the state is copied.
         resume: ``auto`` continues from the newest undamaged one in the output folder; ``never`` refuses a folder that holds any;
             a path (a step or a run) is taken where the output folder holds none.
+        allow: settings that may differ from those of the run that is resumed: ``[data.documents]``.
     """
 
     every: Every = None
@@ -262,3 +300,4 @@ class CheckpointSection(Section):
     best: str | None = None
     background: bool = False
     resume: str = "auto"
+    allow: tuple[Literal["data.documents"], ...] = ()

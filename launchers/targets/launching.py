@@ -18,6 +18,8 @@ from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 from meshpar.launchers.targets.job import Job, Target, ask, make_target
 from meshpar.launchers.targets.launched import LAUNCH
 from meshpar.mesh import MeshSpec, is_auto
+from meshpar.training.chat import TEMPLATES
+from meshpar.training.text import STDLIB
 
 SUBMIT_S = 900
 """Seconds within which an engine must accept a job; SkyPilot may start its controller first."""
@@ -161,15 +163,25 @@ def _seen_from_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
     notes: list[str] = []
 
     def absent(field: str, *paths: object) -> bool:
-        found = [str(path) for path in paths if path is not None and not Path(str(path)).expanduser().exists()]
+        found = [str(path) for path in paths if path not in (None, STDLIB) and not Path(str(path)).expanduser().exists()]
         found = [path for path in found if not glob.glob(str(Path(path).expanduser()))]
         notes.extend(f"{field}: {path} is not on this machine; the job checks it when it starts" for path in found)
         return bool(found)
 
     data = recipe.data
     tokenizer = None if data.tokenizer in (None, "bytes", "bpe") else data.tokenizer
-    if absent("data.paths", *data.paths) | absent("data.validation_paths", *data.validation_paths):
-        data = data.model_copy(update={"source": "stdlib", "paths": (), "validation_paths": (), "validation_fraction": 0.1})
+    mixed = [path for each in data.mix for path in (*each.paths, *each.validation_paths)]
+    templates = [each for each in (data.template, *(part.template for part in data.mix)) if each not in TEMPLATES]
+    fields = (
+        ("data.paths", data.paths),
+        ("data.validation_paths", data.validation_paths),
+        ("data.mix", mixed),
+        ("data.template", templates),
+    )
+    missing = [absent(field, *paths) for field, paths in fields]
+    if any(missing):
+        other = {"source": "stdlib", "paths": (), "validation_paths": (), "validation_fraction": 0.1, "mix": (), "template": None}
+        data = data.model_copy(update=other)
     if absent("data.tokenizer", tokenizer):
         data = data.model_copy(update={"tokenizer": None})
     resume = recipe.checkpoint.resume

@@ -21,23 +21,25 @@ _CHANNELS_STEP = 8
 
 
 @contextmanager
-def kernels_of(target: str) -> Iterator[None]:
+def kernels_of(target: str, *, documents: bool = False) -> Iterator[None]:
     """Send attention and RMS normalisation to the kernels that ``target`` would run; on an unknown device torch takes none of them.
 
     Attention on ``"cuda"``: flash attention in half precision without a mask; the memory-efficient kernel in float32 or with a mask, where
     each head has its own keys; else the plain computation, which holds the scores. ``"cpu"``: torch's flash attention for CPUs, and with
     dropout the plain computation.
+
+    ``documents``: samples have several documents, which models of transformers find in ``position_ids`` and keep apart by a mask.
     """
     # Not a TorchFunctionMode: torch 2.13's autograd threads of a device written in Python abort under one.
     attention, norm = F.scaled_dot_product_attention, F.rms_norm
     masks = sys.modules.get("transformers.masking_utils")  # whose models are in the job, if it is there
-    packed = getattr(masks, "find_packed_sequence_indices", None)
+    packed = None if documents else getattr(masks, "find_packed_sequence_indices", None)
     F.scaled_dot_product_attention = partial(_attend, target)
     if target == "cuda":
         F.rms_norm = partial(_normalised, norm)
     if packed is not None:
         # It looks into position_ids for packed samples, and where values cannot be read it supposes some, whose mask flash attention cannot
-        # take. A forecast's samples are whole.
+        # take.
         setattr(masks, packed.__name__, lambda position_ids: None)
     try:
         yield

@@ -193,7 +193,12 @@ def run(job: Simulation) -> Trace:
     plan, compiled = _uncompiled(job.plan)
     # One thread: an error in a thread that autograd keeps for a device written in Python ends the process without a word.
     single = torch.autograd.set_multithreading_enabled(False)
-    with single, runtime.simulated(job.world_size, as_rank=job.rank), private.fake_mode(), kernels_of(job.device):
+    with (
+        single,
+        runtime.simulated(job.world_size, as_rank=job.rank),
+        private.fake_mode(),
+        kernels_of(job.device, documents=job.batch.documents),
+    ):
         par = plan.apply(job.model, job.layout, device_type=device.NAME)
         initialize.allocate(par.module, par.device, par.home)
         private.settle(par, job.device)

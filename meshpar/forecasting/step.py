@@ -36,6 +36,7 @@ class Batch:
         examples: what a sample is: ``tokens`` of packed text, ``pairs`` of a text and its target, or a text with one of ``labels``.
         target: tokens of a pair's target.
         reduce_each: gradients are reduced after every micro-batch.
+        documents: a sample of packed text has several documents: the model gets ``position_ids``, and attends by a mask.
     """
 
     sequence: int
@@ -44,6 +45,7 @@ class Batch:
     examples: str = "tokens"
     target: int = 1
     reduce_each: bool = False
+    documents: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sequence", "micro_batch", "accumulate", "target"):
@@ -65,7 +67,7 @@ class Batch:
         if ids is None or ids.dim() != 2:
             got = "none" if ids is None else f"one of {tuple(ids.shape)}"
             raise MeshparError(f"a batch to forecast needs input_ids of (batch, length), got {got}; or give Batch(sequence=...)")
-        return cls(sequence=ids.shape[1], micro_batch=ids.shape[0])
+        return cls(sequence=ids.shape[1], micro_batch=ids.shape[0], documents="position_ids" in batch)
 
     @property
     def tokens(self) -> int:
@@ -77,6 +79,8 @@ class Batch:
         sizes = {"input_ids": (self.micro_batch, self.sequence)}
         if self.examples != "tokens":
             sizes["attention_mask"] = sizes["input_ids"]
+        if self.documents:
+            sizes["position_ids"] = sizes["input_ids"]
         if self.examples == "pairs":
             sizes["decoder_input_ids"] = (self.micro_batch, self.target)
         labels = {"tokens": (self.sequence,), "pairs": (self.target,), "labels": ()}[self.examples]

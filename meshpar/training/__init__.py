@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from meshpar.training.loop import Trainer
     from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
     from meshpar.training.metrics import peak_flops, peak_memory
+    from meshpar.training.mixture import MixedSamples
     from meshpar.training.objectives import CausalLM, Objective, Seq2Seq, SequenceClassification
     from meshpar.training.optimizer import AdamWSettings, build_adamw
     from meshpar.training.padding import LabelledExamples, PairedExamples
@@ -33,6 +34,7 @@ __all__ = [
     "LoRA",
     "LoaderSettings",
     "LossScaler",
+    "MixedSamples",
     "Objective",
     "PackedTokens",
     "PairedExamples",
@@ -63,6 +65,7 @@ _HOMES = {
     "LoRA": "lora",
     "LoaderSettings": "data",
     "LossScaler": "scaler",
+    "MixedSamples": "mixture",
     "Objective": "objectives",
     "PackedTokens": "data",
     "PairedExamples": "padding",

@@ -11,15 +11,16 @@ import signal
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
 import torch
 
 from meshpar.errors import RecipeError
 from meshpar.extras import need
 from meshpar.loss import IGNORE_INDEX
-from meshpar.training.order import held_out, permuted
-from meshpar.training.tokens import TokenFile
+from meshpar.training.order import Interleave, held_out, key_of, permuted
+from meshpar.training.packing import best_fit
+from meshpar.training.tokens import BEGINS, COUNTS, TokenFile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,9 +29,21 @@ FILLER = -1  # the index of a sample that is fully masked: it fills the last glo
 
 TensorBatch = dict[str, torch.Tensor]
 
+Documents = Literal["separate", "joined"]
+"""Whether the documents of a packed sample see each other."""
+
+Packing = Literal["cut", "best_fit"]
+"""Whether documents are cut where a sample ends, or put where they fit whole."""
+
 
 class Samples(Protocol):
-    """The samples of :class:`Batches`. They collate themselves, so that a batch costs one call. ``str()`` describes their number."""
+    """The samples of :class:`Batches`. They collate themselves, so that a batch costs one call. ``str()`` describes their number.
+
+    Two members are optional. ``mix``: an :class:`meshpar.training.order.Interleave` of several sources, which orders the samples; a batch
+    then has ``source`` (B,) int64, the number of each sample's source. ``separates``: whether batches may have ``position_ids`` that
+    restart with each document (default: False); such samples also tell their ``vocab_size`` and ``length``, for
+    :func:`meshpar.training.documents.check_documents`.
+    """
 
     fingerprint: str
 
@@ -43,47 +56,112 @@ class Samples(Protocol):
         ...
 
 
+class PackedSamples(Samples, Protocol):
+    """Samples of one length in tokens, as :class:`PackedTokens` are."""
+
+    length: int
+    vocab_size: int
+
+    @property
+    def separates(self) -> bool:
+        """Whether a batch may have ``position_ids`` that restart."""
+        ...
+
+
 @final
 class PackedTokens:
-    """Cut a token file into sequences of ``length`` tokens; sample i predicts tokens ``i*length+1`` to ``(i+1)*length``.
+    """Pack a token file into sequences of ``length`` tokens.
 
-    Every token except the file's first is a label exactly once. The last sample is padded: label -100, input ``eos_id``.
+    ``documents="separate"``: the documents of a sample do not see each other. Every token is a label exactly once an epoch, except the
+    first of each document, which nothing predicts. A batch in which a sample has several documents gets ``position_ids`` (B, L), which
+    restart at 0 with each document; the other batches need none. ``"joined"``: a sample is one text, and every token except the file's
+    first is a label.
+
+    ``packing="cut"``: sample i predicts tokens ``i*length+1`` to ``(i+1)*length``, wherever they cut a document. ``"best_fit"``: no
+    document is cut that fits a sample (:func:`meshpar.training.packing.best_fit`); ``padding`` is the share of positions that stay empty.
+
+    Where the file marks which tokens count, the others are no labels. Empty positions are padded: label -100, input ``eos_id``.
     """
 
-    def __init__(self, tokens: TokenFile, length: int) -> None:
+    def __init__(self, tokens: TokenFile, length: int, *, documents: Documents = "separate", packing: Packing = "cut") -> None:
         if length < 1:
             raise RecipeError(f"length is {length}; expected at least 1 token in a sequence")
-        self.tokens = tokens
-        self.length = length
-        self.fingerprint = f"{tokens.fingerprint or tokens.tokens}/{length}"
-        self._ids: np.ndarray | None = None
+        if documents not in ("separate", "joined") or packing not in ("cut", "best_fit"):
+            raise RecipeError(f"got {documents=} and {packing=}; expected documents 'separate' or 'joined', packing 'cut' or 'best_fit'")
+        if documents == "joined" and packing == "best_fit":
+            raise RecipeError("packing='best_fit' keeps documents whole, and documents='joined' makes one text of them; give one of both")
+        self.tokens, self.length, self.documents, self.vocab_size = tokens, length, documents, tokens.vocab_size
+        self._fitted = best_fit(tokens.document_ends(), length) if packing == "best_fit" else None
+        kinds = ("/separate" if documents == "separate" else "") + ("/best_fit" if packing == "best_fit" else "")
+        self.fingerprint = f"{tokens.fingerprint or tokens.tokens}/{length}{kinds}"
+        self._mapped: tuple[np.ndarray, np.ndarray | None] | None = None
+
+    @property
+    def separates(self) -> bool:
+        """Whether a batch may have ``position_ids`` that restart."""
+        return self.documents == "separate" and self.tokens.documents != 1
+
+    @property
+    def padding(self) -> float:
+        """The share of positions that stay empty."""
+        used = max(0, self.tokens.tokens - 1) if self._fitted is None else self._fitted.used
+        return 1 - used / (len(self) * self.length) if len(self) else 0.0
 
     def __len__(self) -> int:
-        return max(0, -(-(self.tokens.tokens - 1) // self.length))
+        return max(0, -(-(self.tokens.tokens - 1) // self.length)) if self._fitted is None else len(self._fitted)
 
     def __str__(self) -> str:
-        return f"{self.tokens.tokens:,} tokens"
+        return f"{self.tokens.tokens:,} tokens{'' if self._fitted is None else f', {self.padding:.1%} padding'}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_ids": None}  # a worker maps the file itself
+        return self.__dict__ | {"_mapped": None}  # a worker maps the file itself
 
     def __getitem__(self, index: int) -> TensorBatch:
         return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
         numpy = need("numpy")
-        if self._ids is None:
-            self._ids = self.tokens.ids()
+        if self._mapped is None:
+            self._mapped = self.tokens.ids(), self.tokens.marks()
+        ids, marks = self._mapped
         inputs = numpy.full((len(indices), self.length), self.tokens.eos_id, dtype=numpy.int64)
         labels = numpy.full((len(indices), self.length), IGNORE_INDEX, dtype=numpy.int64)
+        begins = numpy.zeros((len(indices), self.length + 1), dtype=bool)
         for row, index in enumerate(indices):
-            if index == FILLER:
-                continue
-            window = self._ids[index * self.length : (index + 1) * self.length + 1]
-            self.tokens.check_ids(window)
-            inputs[row, : window.size - 1] = window[:-1]
-            labels[row, : window.size - 1] = window[1:]
-        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+            at = 0
+            for start, count in self._parts(index):
+                window = ids[start : start + count + 1]
+                self.tokens.check_ids(window)
+                to = at + window.size - 1
+                inputs[row, at:to], labels[row, at:to] = window[:-1], window[1:]
+                begins[row, at] = at > 0
+                if marks is None:
+                    begins[row, at + 1 : to + 1] = window[:-1] == self.tokens.eos_id
+                else:
+                    mark = marks[start + 1 : start + count + 1]
+                    begins[row, at + 1 : to + 1] = mark & BEGINS
+                    labels[row, at:to][(mark & COUNTS) == 0] = IGNORE_INDEX
+                at = to
+        batch = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+        if self.separates:
+            if self._fitted is None:
+                labels[begins[:, 1:]] = IGNORE_INDEX
+            if begins[:, :-1].any():
+                batch["position_ids"] = torch.from_numpy(restarting(begins[:, :-1]))
+        return batch
+
+    def _parts(self, index: int) -> Sequence[tuple[int, int]]:
+        """Return where the parts of a sample begin in the file, and how many inputs each has."""
+        if index == FILLER:
+            return ()
+        return ((index * self.length, self.length),) if self._fitted is None else self._fitted.parts(index)
+
+
+def restarting(begins: np.ndarray) -> np.ndarray:
+    """Return positions (B, L) int64 that count from 0 and restart where ``begins`` (B, L) is True."""
+    numpy = need("numpy")
+    places = numpy.arange(begins.shape[1], dtype=numpy.int64)[None]
+    return places - numpy.maximum.accumulate(numpy.where(begins, places, 0), axis=1)
 
 
 @final
@@ -163,10 +241,21 @@ class LoaderSettings:
 class OrderedBatches:
     """The indices of one data rank's micro-batches, from a position to the end of its epoch; a batch sampler."""
 
-    def __init__(self, samples: int, *, micro_batch: int, accumulate: int, data_rank: int, data_size: int, seed: int | None) -> None:
+    def __init__(
+        self,
+        samples: int,
+        *,
+        micro_batch: int,
+        accumulate: int,
+        data_rank: int,
+        data_size: int,
+        seed: int | None,
+        mix: Interleave | None = None,
+    ) -> None:
         self.samples, self.micro_batch, self.accumulate = samples, micro_batch, accumulate
-        self.data_rank, self.data_size, self.seed = data_rank, data_size, seed
+        self.data_rank, self.data_size, self.seed, self.mix = data_rank, data_size, seed, mix
         self.epoch, self.consumed = 0, 0
+        self.counts: tuple[int, ...] = (0,) * (0 if mix is None else len(mix.sizes))
 
     @property
     def global_batch(self) -> int:
@@ -177,16 +266,28 @@ class OrderedBatches:
         return math.ceil((self.samples - self.consumed) / self.global_batch) * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
+        mine = self.micro_batch * self.accumulate
+        for indices in self._of_one() if self.mix is None else self._of_several(self.mix):
+            indices += [FILLER] * (mine - len(indices))
+            yield from (indices[row : row + self.micro_batch] for row in range(0, mine, self.micro_batch))
+
+    def _of_one(self) -> Iterator[list[int]]:
+        """Yield this rank's indices of each step; one permutation for each epoch."""
         numpy = need("numpy")
         mine = self.micro_batch * self.accumulate
-        # one permutation for each epoch; epochs of one seed are far apart in the key
-        key = None if self.seed is None else ((self.seed & 0xFFFFFFFF) << 32) + (self.epoch & 0xFFFFFFFF)
+        key = None if self.seed is None else key_of(self.seed, self.epoch)
         for start in range(self.consumed, self.samples, self.global_batch):
             first = start + self.data_rank * mine
             places = numpy.arange(first, max(first, min(first + mine, self.samples)), dtype=numpy.int64)
-            indices = (places if key is None else permuted(places, self.samples, key)).tolist()
-            indices += [FILLER] * (mine - len(indices))
-            yield from (indices[row : row + self.micro_batch] for row in range(0, mine, self.micro_batch))
+            yield (places if key is None else permuted(places, self.samples, key)).tolist()
+
+    def _of_several(self, mix: Interleave) -> Iterator[list[int]]:
+        """Yield this rank's indices of each step, until all sources are used up."""
+        mine, counts = self.micro_batch * self.accumulate, self.counts
+        while (sources := mix.sources(counts, self.global_batch)).size:
+            first = self.data_rank * mine
+            yield mix.places(counts, sources, self.seed)[first : first + mine].tolist()
+            counts = mix.after(counts, sources)
 
 
 @final
@@ -233,10 +334,16 @@ class Batches:
             raise RecipeError("the data has no sample; give at least two tokens, because a token and its successor make a sample")
         self.samples = samples
         self._sampler = OrderedBatches(
-            len(samples), micro_batch=micro_batch, accumulate=accumulate, data_rank=data_rank, data_size=data_size, seed=seed
+            len(samples),
+            micro_batch=micro_batch,
+            accumulate=accumulate,
+            data_rank=data_rank,
+            data_size=data_size,
+            seed=seed,
+            mix=getattr(samples, "mix", None),
         )
         self._loader = _loader(samples, self._sampler, loader or LoaderSettings())
-        self._epoch, self._consumed = 0, 0
+        self.restart()
 
     @property
     def global_batch(self) -> int:
@@ -255,7 +362,7 @@ class Batches:
 
     def one_epoch(self) -> Iterator[list[TensorBatch]]:
         """Yield the remaining steps of this epoch; the position advances with each."""
-        self._sampler.epoch, self._sampler.consumed = self._epoch, self._consumed
+        self._sampler.epoch, self._sampler.consumed, self._sampler.counts = self._epoch, self._consumed, self._counts
         step: list[TensorBatch] = []
         for batch in self._loader:
             step.append(batch)
@@ -265,17 +372,25 @@ class Batches:
                 step = []
 
     def __iter__(self) -> Iterator[list[TensorBatch]]:
-        """Yield steps forever, epoch after epoch."""
+        """Yield steps forever, epoch after epoch.
+
+        Raises:
+            RecipeError: all sources of a mix are used up.
+        """
         while True:
             yield from self.one_epoch()
+            if self._sampler.mix is not None:
+                raise RecipeError(f"the sources of the mix are used up after {self.steps_per_epoch} steps; raise their epochs")
 
     def restart(self) -> None:
         """Set the position to the beginning of the first epoch."""
         self._epoch, self._consumed = 0, 0
+        self._counts: tuple[int, ...] = (0,) * (0 if self._sampler.mix is None else len(self._sampler.mix.sizes))
 
-    def position(self) -> dict[str, int]:
-        """Return the position of the next step, the same on every rank."""
-        return {"epoch": self._epoch, "samples": self._consumed}
+    def position(self) -> dict[str, Any]:
+        """Return the position of the next step, the same on every rank; of a mix also how many samples each source has given."""
+        position: dict[str, Any] = {"epoch": self._epoch, "samples": self._consumed}
+        return position if self._sampler.mix is None else position | {"sources": list(self._counts)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the seed and the fingerprint of the data."""
@@ -294,10 +409,14 @@ class Batches:
                 f"the saved position is one in other data ({'; '.join(differ)}); resume with the same text, tokenizer, "
                 "sequence length and seed, or start a new run"
             )
-        self._epoch, self._consumed = state["epoch"], state["samples"]
+        self._epoch, self._consumed, self._counts = state["epoch"], state["samples"], tuple(state.get("sources", ()))
 
     def _advance(self) -> None:
         self._consumed += self.global_batch
+        if (mix := self._sampler.mix) is not None:
+            self._counts = mix.after(self._counts, mix.sources(self._counts, self.global_batch))
+            if mix.total is None:
+                return
         if self._consumed >= len(self.samples):
             self._epoch, self._consumed = self._epoch + 1, 0
 

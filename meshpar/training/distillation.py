@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, final
+from typing import Annotated, Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -54,10 +54,11 @@ class Distillation:
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the summed loss, and its parts as ``cross_entropy``, ``kl`` and ``hidden``."""
-        more = {"output_hidden_states": True} if self.hidden_weight else {}
+        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+        inputs |= {"output_hidden_states": True} if self.hidden_weight else {}
         with torch.no_grad():
-            taught = self.teacher(input_ids=batch["input_ids"], **more)
-        output, labels = model(input_ids=batch["input_ids"], **more), batch["labels"]
+            taught = self.teacher(**inputs)
+        output, labels = model(**inputs), batch["labels"]
         student, teacher = (logits_of(self, each, got, "(B, L, V)") for each, got in ((model, output), (self.teacher, taught)))
         if student.shape != teacher.shape:
             raise MeshparError(

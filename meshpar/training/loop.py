@@ -12,14 +12,17 @@ from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from meshpar.errors import MeshparError
+from meshpar.loss import token_losses
 from meshpar.parallelized import Parallelized
 from meshpar.passes.random import mix
 from meshpar.replicas import check_equal
 from meshpar.training.bounds import Every
 from meshpar.training.data import Batches, TensorBatch
-from meshpar.training.metrics import Meter, Reading, Reporter
+from meshpar.training.documents import check_documents
+from meshpar.training.metrics import Meter, Reading, Reporter, losses_of, means
 from meshpar.training.objectives import Objective
 from meshpar.training.scaler import LossScaler
 from meshpar.training.schedule import Schedule
@@ -136,9 +139,11 @@ class Trainer:
             stop: source of stop requests, which this method enters and exits; None: SIGTERM and SIGINT.
 
         Raises:
-            MeshparError: a loss or gradient is not finite (the message names the step), or ranks have different data or parameters.
+            MeshparError: a loss or gradient is not finite (the message names the step), ranks have different data or parameters, or the
+                model lets the documents of a packed row see each other.
         """
         self._check_ranks()
+        self._check_documents()
         self.par.module.train()
         stopped = None
         with stop or StopRequest() as stop:
@@ -168,15 +173,27 @@ class Trainer:
         with torch.no_grad(), self._meter.paused():
             for batch in chain.from_iterable(islice(self.validation.one_epoch(), self.settings.validate_steps)):
                 batch = self.par.split(batch)
-                loss_sum, _, more = self.objective.loss(module, self._on_device(batch))
+                loss_sum, more = self._loss(batch, self.validation)
                 self.validated += 1
                 tokens += self.objective.tokens(batch)
                 for name, value in {"loss": loss_sum, **more}.items():
                     totals[name] = totals.get(name, 0) + value.float()
             count = torch.tensor(float(tokens), device=self.par.device)
-            *sums, counted = self.par.data_sum(torch.stack([*totals.values(), count])).tolist()
+            *sums, counted = self.par.data_sum(torch.cat([*(each.reshape(-1) for each in totals.values()), count[None]])).tolist()
         module.train()
-        return {name: value / counted if counted else math.nan for name, value in zip(totals, sums, strict=True)}
+        return {"loss": math.nan} | means({name: each.numel() for name, each in totals.items()}, sums, counted)
+
+    def _loss(self, batch: TensorBatch, data: Batches) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Return the summed loss of a batch of this rank, and what else is reported; of a mix also the loss of each source."""
+        batch = self._on_device(batch)
+        source = batch.pop("source", None)
+        if source is None:
+            loss_sum, _, more = self.objective.loss(self.par.module, batch)
+            return loss_sum, more
+        with token_losses() as losses:
+            loss_sum, _, more = self.objective.loss(self.par.module, batch)
+        samples: Any = data.samples
+        return loss_sum, {**more, **losses_of(list(samples.sources), losses, batch["labels"], source)}
 
     def _train_step(self, micro_batches: list[TensorBatch]) -> None:
         par, optimizer = self.par, self.optimizer
@@ -188,7 +205,7 @@ class Trainer:
         scale = None
         sums: dict[str, torch.Tensor] = {}
         for batch in par.accumulate(micro_batches, reduce_each=self.settings.reduce_each):
-            loss_sum, _, more = self.objective.loss(par.module, self._on_device(batch))
+            loss_sum, more = self._loss(batch, self.data)
             if scale is None:  # not before the first forward, beside which the ranks exchange their counts
                 scale = token_scale() * (1.0 if self.scaler is None else self.scaler.scale)
             (loss_sum * scale).backward()
@@ -298,6 +315,14 @@ class Trainer:
     def _note(self, text: str) -> None:
         for reporter in self.reporters:
             reporter.note(text)
+
+    def _check_documents(self) -> None:
+        """Check that the model, and a teacher beside it, keep the documents of a packed row apart. Collective."""
+        samples: Any = self.data.samples
+        if getattr(samples, "separates", False):
+            teacher = getattr(self.objective, "teacher", None)
+            for module in (self.par.module, *([teacher] if isinstance(teacher, nn.Module) else [])):
+                check_documents(self.par, module, samples.vocab_size, samples.length)
 
     def _check_ranks(self) -> None:
         """Check that all ranks train the same parameters on the same data with the same settings. Collective."""

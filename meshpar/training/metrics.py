@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, final
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from meshpar.extras import need
+from meshpar.loss import IGNORE_INDEX
 from meshpar.training.peaks import peak_flops
 
 Metrics = Mapping[str, float]
@@ -46,6 +47,41 @@ class Mesh(Protocol):
     def loss_size(self) -> int: ...
 
     def data_sum(self, values: torch.Tensor) -> torch.Tensor: ...
+
+
+def means(widths: Mapping[str, int], values: Sequence[float], tokens: float) -> dict[str, float]:
+    """Return means by name; a name without tokens is left out.
+
+    Args:
+        widths: name -> how many of ``values`` it has: 1, a sum over all tokens; 2, a sum and the number of its own tokens.
+        values: the sums of all ranks, in the order of ``widths``.
+        tokens: number of all tokens.
+    """
+    found, place = dict[str, float](), 0
+    for name, width in widths.items():
+        count = tokens if width == 1 else values[place + 1]
+        found |= {name: values[place] / count} if count else {}
+        place += width
+    return found
+
+
+def losses_of(
+    names: Sequence[str], losses: Sequence[torch.Tensor], labels_BL: torch.Tensor, source_B: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return ``loss/<name>`` of each source: its summed loss and the number of its tokens, (2,) float32.
+
+    Args:
+        names: of the sources.
+        losses: of every token, from :func:`meshpar.loss.token_losses`; nothing is returned if they are not those of all labels, once.
+        labels_BL: the labels, -100 where none counts.
+        source_B: the number of each sample's source.
+    """
+    if sum(each.numel() for each in losses) != labels_BL.numel():
+        return {}
+    rows_BL = torch.cat([each.reshape(-1) for each in losses]).view(labels_BL.shape)
+    rows_B2 = torch.stack([rows_BL.sum(1), (labels_BL != IGNORE_INDEX).sum(1)], 1)
+    sums = rows_B2.new_zeros(len(names), 2).index_add_(0, source_B, rows_B2)
+    return {f"loss/{name}": each for name, each in zip(names, sums, strict=True)}
 
 
 @final
@@ -94,23 +130,23 @@ class Meter:
         Args:
             more: scalars that are equal on every rank, to read with the sums.
         """
-        par, names = self._par, list(self._sums)
-        vector = torch.zeros(1 + len(names) + par.loss_size, dtype=self._dtype, device=par.device)
+        par, widths = self._par, {name: each.numel() for name, each in self._sums.items()}
+        count = sum(widths.values())
+        vector = torch.zeros(1 + count + par.loss_size, dtype=self._dtype, device=par.device)
         vector[0] = self._tokens
-        for place, name in enumerate(names, 1):
-            vector[place] = self._sums[name]
-        vector[1 + len(names) + par.loss_rank] = peak_memory(par.device)
+        vector[1 : 1 + count] = torch.cat([each.reshape(-1).to(self._dtype) for each in self._sums.values()])
+        vector[1 + count + par.loss_rank] = peak_memory(par.device)
         joined = torch.cat([par.data_sum(vector), *(value.reshape(1).to(self._dtype) for value in more)])
         self._tokens, self._sums = 0, {}
-        return Reading(self, names, to_host(joined), len(more))
+        return Reading(self, widths, to_host(joined), len(more))
 
-    def record(self, names: list[str], values: list[float]) -> dict[str, float]:
+    def record(self, widths: Mapping[str, int], values: list[float]) -> dict[str, float]:
         """Return means over all tokens of all data ranks, tokens a second, MFU and memory (GiB), and restart the clock."""
         tokens, *rest = values
         now = time.perf_counter()
         seconds, self._start = now - self._start, now
-        record = {f"train/{name}": value / tokens for name, value in zip(names, rest) if tokens}
-        record |= {"tokens": tokens, "tokens_per_second": tokens / seconds, "memory_gib": max(rest[len(names) :]) / 2**30}
+        record = {f"train/{name}": value for name, value in means(widths, rest, tokens).items()}
+        record |= {"tokens": tokens, "tokens_per_second": tokens / seconds, "memory_gib": max(rest[sum(widths.values()) :]) / 2**30}
         if self._flops is not None:
             record["mfu"] = tokens / seconds * self._flops
         return record
@@ -120,14 +156,14 @@ class Meter:
 class Reading:
     """A report that is being copied to the host. Read it after the next step was submitted, so that the device never waits."""
 
-    def __init__(self, meter: Meter, names: list[str], values: Callable[[], torch.Tensor], more: int) -> None:
-        self._meter, self._names, self._values, self._more = meter, names, values, more
+    def __init__(self, meter: Meter, widths: Mapping[str, int], values: Callable[[], torch.Tensor], more: int) -> None:
+        self._meter, self._widths, self._values, self._more = meter, widths, values, more
 
     def read(self) -> tuple[dict[str, float], list[float]]:
         """Wait for the values and return the record and the additional scalars."""
         values = self._values().tolist()
         cut = len(values) - self._more
-        return self._meter.record(self._names, values[:cut]), values[cut:]
+        return self._meter.record(self._widths, values[:cut]), values[cut:]
 
 
 def to_host(values: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -1,9 +1,12 @@
-"""A seeded permutation without memory: every rank computes the places that it needs."""
+"""The order of samples, which every rank computes for itself: a seeded permutation without memory, and an interleave of sources."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
 
+from meshpar.errors import RecipeError
 from meshpar.extras import need
 
 if TYPE_CHECKING:
@@ -58,3 +61,79 @@ def held_out(count: int, fraction: float, seed: int) -> np.ndarray:
     order = numpy.argsort(numpy.random.Philox(seed).random_raw(count), kind="stable")
     chosen[order[: min(count - 1, max(1, round(count * fraction)))]] = True
     return chosen
+
+
+def key_of(seed: int, epoch: int, source: int = 0) -> int:
+    """Return the key of the permutation of a source's epoch; epochs of one seed are far apart."""
+    return (((seed + 0x9E3779B9 * source) & 0xFFFFFFFF) << 32) + (epoch & 0xFFFFFFFF)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interleave:
+    """The order in which samples are taken from several sources, by weight.
+
+    Sample k of a source is due at ``(k + 1/2) / weight``, and the samples come in the order in which they are due. At every place each of
+    n sources has its share to within (n + 1) / 2 samples, and a source that is used up leaves the others in proportion (the method of
+    Webster and Sainte-Lague for seats). The whole state is the number of samples that each source has given.
+
+    Attributes:
+        sizes: number of samples in an epoch of each source.
+        weights: shares; only their ratios count.
+        epochs: how often each source is read at most; None: again and again.
+    """
+
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...]
+    epochs: tuple[int | None, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.sizes) == len(self.weights) == len(self.epochs) or not self.sizes or min(self.sizes) < 1:
+            raise RecipeError(f"expected a size of at least 1, a weight and epochs for each source, got {self}")
+        if min(self.weights) <= 0 or any(each is not None and each < 1 for each in self.epochs):
+            raise RecipeError(f"expected weights above 0 and epochs of at least 1, got {self.weights} and {self.epochs}")
+
+    @property
+    def total(self) -> int | None:
+        """Number of samples until every source is used up; None: without end."""
+        ends = [None if most is None else size * most for size, most in zip(self.sizes, self.epochs)]
+        return None if None in ends else sum(end or 0 for end in ends)
+
+    def sources(self, counts: Sequence[int], number: int) -> np.ndarray:
+        """Return the sources of the next ``number`` samples, fewer at the end: int64.
+
+        Args:
+            counts: number of samples that each source has given so far.
+            number: how many samples to take.
+        """
+        numpy = need("numpy")
+        due, whose = [], []
+        for source, (size, weight, most) in enumerate(zip(self.sizes, self.weights, self.epochs)):
+            left = number if most is None else min(number, size * most - counts[source])
+            due.append((numpy.arange(counts[source], counts[source] + left) + 0.5) / weight)
+            whose.append(numpy.full(left, source))
+        order = numpy.argsort(numpy.concatenate(due), kind="stable")[:number]
+        return numpy.concatenate(whose)[order]
+
+    def after(self, counts: Sequence[int], sources: np.ndarray) -> tuple[int, ...]:
+        """Return the counts after samples of ``sources``."""
+        return tuple(count + int((sources == source).sum()) for source, count in enumerate(counts))
+
+    def places(self, counts: Sequence[int], sources: np.ndarray, seed: int | None) -> np.ndarray:
+        """Return the samples of ``sources``, numbered through all sources: int64.
+
+        Args:
+            counts: number of samples that each source gave before.
+            sources: of :meth:`sources`.
+            seed: of each epoch's order; None: the order of the data.
+        """
+        numpy = need("numpy")
+        found, begin = numpy.zeros(sources.size, dtype=numpy.int64), 0
+        for source, size in enumerate(self.sizes):
+            (mine,) = numpy.nonzero(sources == source)
+            epochs, rows = numpy.divmod(counts[source] + numpy.arange(mine.size, dtype=numpy.int64), size)
+            for epoch in numpy.unique(epochs).tolist() if seed is not None else ():
+                rows[epochs == epoch] = permuted(rows[epochs == epoch], size, key_of(seed or 0, epoch, source))
+            found[mine] = begin + rows
+            begin += size
+        return found

@@ -80,7 +80,7 @@ class RecordSource:
                 yield from self._table(path)
 
     def _table(self, path: Path) -> Iterator[TextPair]:
-        for number, entry in records_of(path):
+        for number, entry in records_of(path, [self.field, self.output_field]):
             keys = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
             text, output = (entry.get(key) if isinstance(entry, dict) else None for key in (self.field, self.output_field))
             if not isinstance(text, str):

@@ -1,4 +1,4 @@
-"""Read text from files, folders, globs, JSON lines, CSV, or the source of Python's standard library; also packed by gzip or zstd."""
+"""Read text from files, folders and globs: plain, JSON lines, CSV, Parquet, Arrow, also packed; or the standard library's source."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ import json
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast, final
 
 from meshpar.errors import RecipeError
+from meshpar.extras import need
 
 STDLIB = "stdlib"
-_TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
-_TABLES = (".jsonl", ".csv")
+UNPLAIN = (".parquet", ".arrow")
+"""Suffixes of tables that are not text."""
+_TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv", *UNPLAIN)
+_TABLES = (".jsonl", ".csv", *UNPLAIN)
+_ROWS = 1024  # of a table at a time
 _LONGEST_CELL = 1 << 30  # characters; the csv module's own limit is for tables of numbers
 PACKED = (".gz", ".zst")
 _UNREAD = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
@@ -39,9 +43,10 @@ class TextSource:
     """Text as documents, in the same order on every rank.
 
     Attributes:
-        inputs: files, globs (``**`` crosses folders), folders (all .txt, .md, .rst, .py, .jsonl and .csv files in them, also with .gz
-            or .zst behind) or ``stdlib``, the source of Python's standard library without its tests and code tables.
-        field: key of the text in a line of a ``.jsonl`` file, or its column in a ``.csv`` file with a first line of names.
+        inputs: files, globs (``**`` crosses folders), folders (all .txt, .md, .rst, .py, .jsonl, .csv, .parquet and .arrow files in them,
+            also with .gz or .zst behind; of a folder that ``datasets`` saved its data files) or ``stdlib``, the source of Python's standard
+            library without its tests and code tables.
+        field: key of the text in a line of a ``.jsonl`` file, or its column in a ``.csv``, ``.parquet`` or ``.arrow`` file.
         separator: text that divides a file of text into documents; None: a file is one document.
     """
 
@@ -109,6 +114,11 @@ def _expand(text: str) -> list[Path]:
     if text == STDLIB:
         return standard_library()
     path = Path(text).expanduser()
+    if (path / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir()))
+        raise RecipeError(f"{path} is a folder of datasets with several splits ({splits}); name one of them: {path}/train")
+    if (state := path / "state.json").is_file():  # the files of a dataset; a folder also holds what datasets caches
+        return [path / each["filename"] for each in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
     if path.is_dir():
         return sorted(each for each in path.rglob("*") if kind_of(each) in _TEXT_SUFFIXES and each.is_file())
     if path.is_file():
@@ -217,8 +227,19 @@ def _cut_at(text: str, least: int, *, anywhere: bool) -> int | None:
     return least if anywhere else None
 
 
-def records_of(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the line number and value of each line of JSON, or each row of CSV as a dict; raises RecipeError for a line that is neither."""
+def records_of(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, Any]]:
+    """Yield the number and value of each record; memory stays bounded.
+
+    Args:
+        path: JSON lines, CSV, Parquet or Arrow (its stream format, which ``datasets`` writes, or its file format).
+        columns: the columns of Parquet or Arrow to read; None: all.
+
+    Raises:
+        RecipeError: a line or a file is none of these.
+    """
+    if kind_of(path) in UNPLAIN:
+        yield from _arrow_rows(path, columns)
+        return
     with _opened(path) as file:
         if kind_of(path) == ".csv":
             yield from _rows(path, file)
@@ -250,9 +271,41 @@ def _rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, dict[str, str]]]:
         raise RecipeError(f"{path}:{reader.line_num + 1} is not CSV: {error}") from error
 
 
+def _arrow_rows(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    arrow, number = need("pyarrow", extra="arrow"), 0
+    try:
+        with ExitStack() as stack:
+            if path.suffix == ".parquet":
+                file = stack.enter_context(need("pyarrow.parquet", extra="arrow").ParquetFile(path, memory_map=True))
+                names = [each for each in columns or file.schema_arrow.names if each in file.schema_arrow.names]
+                batches = file.iter_batches(batch_size=_ROWS, columns=names)
+            else:
+                source = stack.enter_context(arrow.memory_map(str(path)))
+                batches = _arrow_batches(arrow, source)
+            for batch in batches:
+                kept = batch if columns is None else batch.select([each for each in columns if each in batch.schema.names])
+                for start in range(0, kept.num_rows, _ROWS):
+                    for record in kept.slice(start, _ROWS).to_pylist():
+                        number += 1
+                        yield number, record
+    except arrow.ArrowInvalid as error:
+        raise RecipeError(f"{path} cannot be read as {path.suffix[1:]}: {error}; it is damaged, or not what its name says") from error
+
+
+def _arrow_batches(arrow: Any, source: Any) -> Iterator[Any]:  # noqa: ANN401 - pyarrow has no types
+    """Yield the record batches of Arrow's stream format or file format."""
+    try:
+        yield from arrow.ipc.open_stream(source)
+    except arrow.ArrowInvalid:
+        source.seek(0)
+        file = arrow.ipc.open_file(source)
+        yield from (file.get_batch(place) for place in range(file.num_record_batches))
+
+
 def _column(path: Path, field: str) -> Iterator[str]:
-    for number, record in records_of(path):
+    for number, record in records_of(path, [field]):
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
             keys = sorted(record) if isinstance(record, dict) else type(record).__name__
+            keys = sorted(next(records_of(path))[1]) if kind_of(path) in UNPLAIN else keys
             raise RecipeError(f"{path}:{number} has no text under {field!r}; it has {keys}")
         yield record[field]

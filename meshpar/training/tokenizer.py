@@ -33,8 +33,16 @@ class TextTokenizer:
         vocab_size: ids are in ``range(vocab_size)``.
     """
 
-    def __init__(self, fast: tokenizers.Tokenizer, *, eos: str = END_OF_TEXT, folder: Path | None = None, plain: bool = False) -> None:
-        """``plain``: ids are the bytes of the text."""
+    def __init__(
+        self,
+        fast: tokenizers.Tokenizer,
+        *,
+        eos: str = END_OF_TEXT,
+        folder: Path | None = None,
+        plain: bool = False,
+        template: str | None = None,
+    ) -> None:
+        """``plain``: ids are the bytes of the text; ``template``: the chat template that is saved with it; None: the folder's."""
         eos_id = fast.token_to_id(eos)
         if eos_id is None:
             raise RecipeError(f"the tokenizer has no token {eos!r} to end a document with; set data.eos to one of its tokens")
@@ -43,7 +51,7 @@ class TextTokenizer:
         self.eos_id: int = eos_id
         self.vocab_size: int = max(fast.get_vocab(with_added_tokens=True).values()) + 1
         self._folder = folder
-        self._bytes = plain
+        self._bytes, self._template = plain, template
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``, without special tokens."""
@@ -73,6 +81,26 @@ class TextTokenizer:
                     yield arrays(before.result())
             if ahead is not None:
                 yield arrays(ahead.result())
+
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the ids of each text, without special tokens added, and the character where each begins."""
+        numpy = need("numpy")
+        found = self.fast.encode_batch(list(texts), add_special_tokens=False)
+        return [(numpy.array(each.ids), numpy.array([begin for begin, _ in each.offsets])) for each in found]
+
+    def chat_template(self) -> str | None:
+        """Return the chat template of the tokenizer's folder; None where it has none."""
+        if self._template is not None or self._folder is None:
+            return self._template
+        if (file := self._folder / "chat_template.jinja").is_file():
+            return file.read_text(encoding="utf-8")
+        named = _setting(self._folder, "chat_template")
+        return next((each["template"] for each in named if each["name"] == "default"), None) if isinstance(named, list) else named
+
+    def variables(self) -> dict[str, str]:
+        """Return the tokens that chat templates know by name."""
+        found = {} if self._folder is None else {kind: _configured(self._folder, kind) for kind in ("bos_token", "pad_token", "unk_token")}
+        return {kind: token for kind, token in found.items() if token is not None} | {"eos_token": self.eos}
 
     @cached_property
     def splits_at_lines(self) -> bool:
@@ -118,26 +146,29 @@ class TextTokenizer:
             self.fast.save(str(folder / "tokenizer.json"))
         if _configured_eos(folder) != self.eos:
             _configure_eos(folder / "tokenizer_config.json", self.eos)
+        if self._template is not None:
+            (folder / "chat_template.jinja").write_text(self._template, encoding="utf-8")
         return folder
 
 
-def byte_tokenizer() -> TextTokenizer:
-    """Return a tokenizer whose ids 0 to 255 are the bytes of UTF-8 and whose id 256 is the end of a text."""
+def byte_tokenizer(template: str | None = None) -> TextTokenizer:
+    """Return a tokenizer whose ids 0 to 255 are the bytes of UTF-8 and whose id 256 is the end of a text, with a chat template or none."""
     library = need("tokenizers")
     vocabulary = {letter: byte for byte, letter in enumerate(_byte_letters())}
     fast = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=[]))
     fast.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = library.decoders.ByteLevel()
     fast.add_special_tokens([END_OF_TEXT])
-    return TextTokenizer(fast, plain=True)
+    return TextTokenizer(fast, plain=True, template=template)
 
 
-def train_bpe(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
+def train_bpe(documents: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> TextTokenizer:
     """Train a byte-level BPE like GPT-2's. The same documents in the same order give the same tokenizer.
 
     Args:
         documents: texts to train on.
         vocab_size: number of ids, including the 256 bytes and the end of text.
+        special: further texts that are one token each: those of a chat template.
 
     Raises:
         RecipeError: ``vocab_size`` is below 257, or the text is too short for that many ids.
@@ -150,7 +181,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
     fast.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *special],
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -162,12 +193,13 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> TextTokenizer:
     return TextTokenizer(fast)
 
 
-def load_tokenizer(folder: str | Path, *, eos: str | None = None) -> TextTokenizer:
+def load_tokenizer(folder: str | Path, *, eos: str | None = None, template: str | None = None) -> TextTokenizer:
     """Load a saved or Hugging Face tokenizer folder.
 
     Args:
         folder: a folder with ``tokenizer.json`` and, usually, ``tokenizer_config.json``.
         eos: token that ends a document; None: the folder's ``eos_token``.
+        template: the chat template that is saved with it; None: the folder's.
 
     Raises:
         RecipeError: there is no ``tokenizer.json``, or no end-of-text token.
@@ -185,7 +217,7 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None) -> TextTokeniz
         raise RecipeError(f"{folder / 'tokenizer.json'}, or tokenizer_config.json beside it, cannot be read: {brief(error)}") from error
     if eos is None:
         raise RecipeError(f"tokenizer_config.json in {folder} has no eos_token; set data.eos to the token that ends a document")
-    return TextTokenizer(fast, eos=eos, folder=folder)
+    return TextTokenizer(fast, eos=eos, folder=folder, template=template)
 
 
 def _configured_eos(folder: Path) -> str | None:
@@ -193,12 +225,14 @@ def _configured_eos(folder: Path) -> str | None:
 
 
 def _configured(folder: Path, kind: str) -> str | None:
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / name).is_file():
-            token: Any = json.loads((folder / name).read_text(encoding="utf-8")).get(kind)
-            if token is not None:
-                return token["content"] if isinstance(token, dict) else str(token)
-    return None
+    token = _setting(folder, kind)
+    return token["content"] if isinstance(token, dict) else None if token is None else str(token)
+
+
+def _setting(folder: Path, name: str) -> Any:  # noqa: ANN401 - of JSON
+    files = (folder / each for each in ("tokenizer_config.json", "special_tokens_map.json"))
+    read = (json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file())
+    return next((found[name] for found in read if found.get(name) is not None), None)
 
 
 def _configure_eos(file: Path, eos: str) -> None:

@@ -6,9 +6,11 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from meshpar.errors import RecipeError
 from meshpar.extras import need
@@ -24,6 +26,11 @@ _FORMAT = 1
 _BATCH = 1 << 19  # characters that are tokenized at once: the tokenizer holds about 100 bytes for each id of them
 _PIECE, _LONG_PIECE = 1 << 13, 1 << 17  # characters: longer documents are cut, so that all cores work and memory stays bounded
 _SCANNED = 1 << 22  # ids
+BEGINS, COUNTS = 1, 2
+"""Marks of an id: it begins a document; it counts as a label."""
+
+Piece = tuple["Sequence[int] | np.ndarray", bool, "np.ndarray | None"]
+"""Ids of a document, whether they end it, and which of them count as labels; None: all."""
 
 
 @final
@@ -39,6 +46,8 @@ class TokenFile:
         vocab_size: ids are in ``range(vocab_size)``.
         eos_id: id that ends a document.
         fingerprint: SHA-256 of the ids; empty if the file's ``.json`` has none.
+        marked: a ``.marks`` file is beside it, with a byte for each id: ``BEGINS`` a document, ``COUNTS`` as a label. Without it each
+            ``eos_id`` ends a document, and every id counts.
     """
 
     path: Path
@@ -48,6 +57,7 @@ class TokenFile:
     vocab_size: int
     eos_id: int
     fingerprint: str = ""
+    marked: bool = False
 
     @classmethod
     def open(cls, path: str | Path) -> TokenFile:
@@ -72,8 +82,18 @@ class TokenFile:
         size, width = path.stat().st_size, 2 if fields["dtype"] == "uint16" else 4
         if size % width or fields.get("tokens", size // width) != size // width:
             raise RecipeError(f"{path} has {size} bytes, which is not {fields.get('tokens', 'a number of')} tokens of {fields['dtype']}")
+        if fields.get("marked") and (
+            not path.with_suffix(".marks").is_file() or path.with_suffix(".marks").stat().st_size != size // width
+        ):
+            raise RecipeError(
+                f"{path.with_suffix('.marks')} is missing or has not {size // width} bytes, one for each id of {path}; copy it"
+            )
         known = {name: fields[name] for name in ("dtype", "vocab_size", "eos_id")}
-        more = {"documents": fields.get("documents", 0), "fingerprint": fields.get("fingerprint", "")}
+        more = {
+            "documents": fields.get("documents", 0),
+            "fingerprint": fields.get("fingerprint", ""),
+            "marked": fields.get("marked", False),
+        }
         return cls(path=path, tokens=size // width, **known, **more)
 
     def check_ids(self, ids: np.ndarray) -> None:
@@ -91,6 +111,26 @@ class TokenFile:
             return numpy.zeros(0, dtype=self.dtype)
         return numpy.memmap(self.path, dtype=numpy.dtype(self.dtype).newbyteorder("<"), mode="r")
 
+    def marks(self) -> np.ndarray | None:
+        """Return the marks of the ids, uint8, memory-mapped and read-only; None where there are none."""
+        numpy = need("numpy")
+        return numpy.memmap(self.path.with_suffix(".marks"), dtype=numpy.uint8, mode="r") if self.marked and self.tokens else None
+
+    def document_ends(self) -> np.ndarray:
+        """Return the place behind the last id of each document, int64."""
+        numpy = need("numpy")
+        ids, marks, found = self.ids(), self.marks(), []
+        for start in range(0, self.tokens, _SCANNED):
+            part = slice(start, start + _SCANNED)
+            found.append(
+                numpy.flatnonzero(ids[part] == self.eos_id) + (start + 1)
+                if marks is None
+                else numpy.flatnonzero(marks[part] & BEGINS) + start
+            )
+        ends = numpy.concatenate(found) if found else numpy.zeros(0, dtype=numpy.int64)
+        ends = ends[ends > 0]
+        return ends if ends.size and ends[-1] == self.tokens else numpy.append(ends, self.tokens)
+
     def save(self) -> None:
         """Write the description beside the ids."""
         fields = {name: value for name, value in asdict(self).items() if name != "path"}
@@ -106,30 +146,63 @@ class TokenSplit:
     validation: TokenFile | None
 
 
-def prepare_tokenizer(name: str, source: TextSource | None, cache: str | Path, *, vocab_size: int = 4096) -> TextTokenizer:
+class MarkedSource(Protocol):
+    """Documents that say themselves which of their ids count as labels: :class:`meshpar.training.chat.ChatSource`."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+
+    def documents(self) -> Iterator[str]:
+        """Yield the texts, on which a tokenizer is trained."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Return a hash of everything that determines the texts."""
+        ...
+
+    def token_pieces(self, tokenizer: TextTokenizer) -> Iterator[Piece]:
+        """Yield the ids of the documents."""
+        ...
+
+
+def prepare_tokenizer(
+    name: str,
+    sources: Sequence[Any],
+    cache: str | Path,
+    *,
+    vocab_size: int = 4096,
+    special: Sequence[str] = (),
+    eos: str | None = None,
+    template: str | None = None,
+) -> TextTokenizer:
     """Return the tokenizer called ``name``, the same on every rank.
 
     Args:
-        name: ``bytes``, ``bpe`` (trained on ``source`` and stored in ``cache``) or a folder with ``tokenizer.json``.
-        source: the text on which a BPE is trained.
+        name: ``bytes``, ``bpe`` (trained on ``sources`` and stored in ``cache``) or a folder with ``tokenizer.json``.
+        sources: the text on which a BPE is trained: each a :class:`TextSource`, or what has ``documents()`` and ``fingerprint()``.
         cache: folder for a trained tokenizer.
         vocab_size: vocabulary size of a BPE.
+        special: further texts that are one token of a BPE each.
+        eos: the token that ends a document, of a BPE or a folder; None: its own.
+        template: the chat template that is saved with it; None: the folder's.
 
     Raises:
         RecipeError: the name is none of these.
     """
     if name == "bytes":
-        return byte_tokenizer()
+        return byte_tokenizer(template)
     if name != "bpe":
         if not Path(name).is_dir():
             raise RecipeError(f"tokenizer {name!r} is neither 'bytes', 'bpe' nor a folder with a tokenizer.json")
-        return load_tokenizer(name)
-    if source is None:
+        return load_tokenizer(name, eos=eos, template=template)
+    if not sources:
         raise RecipeError("tokenizer 'bpe' is trained on text, and the input is tokens; give the tokenizer's folder instead")
-    key = _key("bpe", source.fingerprint(), vocab_size)
-    return load_tokenizer(
-        build_once(Path(cache) / f"tokenizer-{key}", lambda folder: train_bpe(_training_texts(source), vocab_size).save(folder))
-    )
+    key = _key("bpe", *(each.fingerprint() for each in sources), vocab_size, *special)
+
+    def build(folder: Path) -> None:
+        train_bpe(chain.from_iterable(map(_training_texts, sources)), vocab_size, special).save(folder)
+
+    return load_tokenizer(build_once(Path(cache) / f"tokenizer-{key}", build), eos=eos, template=template)
 
 
 def _training_texts(source: Any) -> Iterator[str]:  # noqa: ANN401 - of texts or of records
@@ -137,18 +210,18 @@ def _training_texts(source: Any) -> Iterator[str]:  # noqa: ANN401 - of texts or
 
 
 def prepare_tokens(
-    source: TextSource,
+    source: TextSource | MarkedSource,
     tokenizer: TextTokenizer,
     cache: str | Path,
     *,
-    validation: TextSource | None = None,
+    validation: TextSource | MarkedSource | None = None,
     validation_fraction: float = 0.0,
     seed: int = 0,
 ) -> TokenSplit:
     """Tokenize text once and return its token files. Every rank may call it; later runs find the files in ``cache``.
 
     Args:
-        source: the text.
+        source: the text, or conversations.
         tokenizer: converts documents to ids; ``eos_id`` follows each document.
         cache: a folder that at least the ranks of one machine share. File names in it are hashes of everything they depend on.
         validation: separate text for validation; None: none.
@@ -188,23 +261,30 @@ def split_tokens(whole: TokenFile, cache: str | Path, *, fraction: float, seed: 
 
 def write_tokens(path: str | Path, documents: Iterable[Sequence[int] | np.ndarray], *, vocab_size: int, eos_id: int) -> TokenFile:
     """Write documents (including their end ids) as a token file and return it."""
-    return _write_pieces(Path(path), ((document, True) for document in documents), vocab_size=vocab_size, eos_id=eos_id)
+    return _write_pieces(Path(path), ((document, True, None) for document in documents), vocab_size=vocab_size, eos_id=eos_id)
 
 
-def _write_pieces(path: Path, pieces: Iterable[tuple[Sequence[int] | np.ndarray, bool]], *, vocab_size: int, eos_id: int) -> TokenFile:
-    """Write documents in pieces, each with whether it ends its document."""
+def _write_pieces(path: Path, pieces: Iterable[Piece], *, vocab_size: int, eos_id: int) -> TokenFile:
+    """Write documents in pieces; marks as well, if the pieces say which ids count."""
     numpy = need("numpy")
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    digest, count, tokens = hashlib.sha256(dtype.encode()), 0, 0
-    with path.open("wb") as file:
-        for piece, ends in pieces:
+    digest, count, tokens, ended, marked = hashlib.sha256(dtype.encode()), 0, 0, True, False
+    with ExitStack() as stack:
+        file, marks = stack.enter_context(path.open("wb")), None
+        for piece, ends, counted in pieces:
             ids = numpy.asarray(piece)
             if ids.size and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
                 raise RecipeError(f"a document has id {int(ids.max())}; expected ids of 0 to {vocab_size - 1}, the size of the vocabulary")
             data = ids.astype(numpy.dtype(dtype).newbyteorder("<")).data
             digest.update(data)
             file.write(data)
-            tokens, count = tokens + ids.size, count + ends
+            if counted is not None:
+                marks, marked = marks or stack.enter_context(path.with_suffix(".marks").open("wb")), True
+                mark = counted.astype(numpy.uint8) * COUNTS
+                mark[:1] |= BEGINS if ended else 0
+                digest.update(mark.data)
+                marks.write(mark.data)
+            tokens, count, ended = tokens + ids.size, count + ends, ends
     written = TokenFile(
         path=path,
         dtype=dtype,
@@ -213,14 +293,15 @@ def _write_pieces(path: Path, pieces: Iterable[tuple[Sequence[int] | np.ndarray,
         vocab_size=vocab_size,
         eos_id=eos_id,
         fingerprint=digest.hexdigest(),
+        marked=marked,
     )
     written.save()
     return written
 
 
-def _tokenize_once(source: TextSource, tokenizer: TextTokenizer, cache: Path) -> TokenFile:
+def _tokenize_once(source: TextSource | MarkedSource, tokenizer: TextTokenizer, cache: Path) -> TokenFile:
     def build(folder: Path) -> None:
-        pieces = _token_pieces(source, tokenizer)
+        pieces = _token_pieces(source, tokenizer) if isinstance(source, TextSource) else source.token_pieces(tokenizer)
         written = _write_pieces(folder / "tokens.bin", pieces, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
         if written.tokens < 2:
             raise RecipeError(f"the text of {', '.join(source.inputs)} has {written.tokens} tokens; expected at least 2: give more text")
@@ -229,7 +310,7 @@ def _tokenize_once(source: TextSource, tokenizer: TextTokenizer, cache: Path) ->
     return TokenFile.open(build_once(cache / f"tokens-{key}", build) / "tokens.bin")
 
 
-def _token_pieces(source: TextSource, tokenizer: TextTokenizer) -> Iterator[tuple[np.ndarray, bool]]:
+def _token_pieces(source: TextSource, tokenizer: TextTokenizer) -> Iterator[Piece]:
     """Yield the ids of the documents in pieces, each with whether it ends its document; the last piece has the end."""
     numpy = need("numpy")
     end = numpy.array([tokenizer.eos_id], dtype=numpy.uint32)
@@ -246,10 +327,10 @@ def _token_pieces(source: TextSource, tokenizer: TextTokenizer) -> Iterator[tupl
         start = 0
         for place, (_, last) in enumerate(parts):
             if last:
-                yield numpy.concatenate([ids for ids, _ in parts[start : place + 1]]), True
+                yield numpy.concatenate([ids for ids, _ in parts[start : place + 1]]), True, None
                 start = place + 1
         if start < len(parts):
-            yield numpy.concatenate([ids for ids, _ in parts[start:]]), False
+            yield numpy.concatenate([ids for ids, _ in parts[start:]]), False, None
 
 
 def _batched(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
@@ -267,12 +348,7 @@ def _batched(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, boo
 
 def _write_split(whole: TokenFile, folder: Path, fraction: float, seed: int) -> None:
     numpy = need("numpy")
-    ids = whole.ids()
-    scans = range(0, ids.size, _SCANNED)
-    found = [numpy.flatnonzero(ids[start : start + _SCANNED] == whole.eos_id) + (start + 1) for start in scans]
-    ends = numpy.concatenate(found)
-    if not ends.size or ends[-1] != ids.size:
-        ends = numpy.append(ends, ids.size)
+    ids, marks, ends = whole.ids(), whole.marks(), whole.document_ends()
     if ends.size == 1:
         cut = ids.size - max(2, round(ids.size * fraction))
         if cut < 2:
@@ -284,7 +360,10 @@ def _write_split(whole: TokenFile, folder: Path, fraction: float, seed: int) -> 
     for name, wanted in (("train", False), ("validation", True)):
         documents = ((start, end) for start, end, held in zip(starts, ends.tolist(), chosen) if held == wanted)
         parts = (
-            (ids[at : min(at + _SCANNED, end)], at + _SCANNED >= end) for start, end in documents for at in range(start, end, _SCANNED)
+            (ids[at:to], to == end, None if marks is None else (marks[at:to] & COUNTS) > 0)
+            for start, end in documents
+            for at in range(start, end, _SCANNED)
+            for to in (min(at + _SCANNED, end),)
         )
         _write_pieces(folder / f"{name}.bin", parts, vocab_size=whole.vocab_size, eos_id=whole.eos_id)
 

@@ -1,0 +1,131 @@
+"""Whether the documents of a packed row see each other: tried with a few tokens before the first step.
+
+Neither names nor signatures tell. A recurrent model takes ``position_ids`` and carries its state over; a model with a mask of its own
+ignores them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshpar._torch import set_recomputed
+from meshpar.errors import MeshparError
+from meshpar.exact.agreement import leaves
+from meshpar.parallelized import Parallelized
+from meshpar.passes.base import find_blocks
+from meshpar.passes.installed import installed
+from meshpar.patterns import class_name
+
+_LENGTH = 64
+_PART, _NARROW_PART = 0.1, 0.5
+"""How much of what it sees of a joined text a document may see of a separate one: rounding, which is a larger part of 16 and 8 bits."""
+REMEDY = "write data.documents: joined (PackedTokens(..., documents='joined')), or use a model whose attention follows position_ids"
+
+
+def takes_positions(module: nn.Module) -> bool:
+    """Return whether a model's forward takes ``position_ids``, by name or among any keywords."""
+    parameters = inspect.signature(module.forward).parameters
+    return "position_ids" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def untaken(module: nn.Module) -> str:
+    """Return why a model that takes no ``position_ids`` cannot keep documents apart."""
+    return f"{class_name(module)} takes no position_ids, so the documents of a packed row would see each other; {REMEDY}"
+
+
+@torch.no_grad()
+def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, length: int) -> None:
+    """Try whether documents of a row see each other, and whether each is computed as if it stood alone.
+
+    A row of two documents runs with another first document: what the second one gives must not move. It also runs in the other order:
+    the second document must give the same in the first place. How far it moves is measured against a row that is one text.
+
+    Args:
+        par: the mesh and the plan.
+        module: ``par.module``, or a teacher beside it. It returns ``.logits``.
+        vocab_size: ids are in ``range(vocab_size)``.
+        length: tokens of a sample, which the model has room for.
+
+    Raises:
+        MeshparError: on every rank alike; names the model, how far a document moved, and the remedy.
+
+    Collective: every rank calls it.
+    """
+    if not takes_positions(module):
+        raise MeshparError(untaken(module))
+    length = min(length, _LENGTH) // 2 * 2
+    if length < 4 or vocab_size < 2:
+        return
+    half, draw = length // 2, torch.Generator().manual_seed(0)
+    first, second = torch.randint(vocab_size, (2, half), generator=draw)
+    other = (first + 1) % vocab_size
+    rows = [(first, second), (other, second), (second, first), (first, second), (other, second)]
+    apart, joined = torch.arange(half).repeat(2), torch.arange(length)
+    batch: dict[str, Tensor] = {
+        "input_ids": torch.stack([torch.cat(row) for row in rows]),
+        "position_ids": torch.stack([apart, apart, apart, joined, joined]),
+        "second": (joined >= half).expand(len(rows), -1),
+    }
+    part = par.split({name: each.to(par.device) for name, each in batch.items()})
+    mask = part.pop("second")[0]
+    with _as_it_is(par, module) as seen:
+        logits = getattr(module(**part), "logits", None)
+    if not isinstance(logits, Tensor):
+        return  # told by the objective
+    logits = (logits.to_local() if isinstance(logits, DTensor) else logits).float()
+    moved, control = (logits[[0, 3]] - logits[[1, 4]])[:, mask].abs().flatten(1).amax(1) if mask.any() else logits.new_zeros(2)
+    whole = len(mask) == length  # where ranks split positions, the test of what mixes positions sees that a model counts them itself
+    misplaced = (logits[0, mask] - logits[2, ~mask]).abs().max() if whole else logits.new_zeros(())
+    sizes = torch.stack([moved, misplaced, control])
+    dist.all_reduce(sizes, dist.ReduceOp.MAX)
+    moved, misplaced, control = sizes.tolist()
+    most = control * (_PART if torch.finfo(min(seen, key=lambda each: torch.finfo(each).bits)).bits >= 32 else _NARROW_PART)
+    if moved > most:
+        raise MeshparError(
+            f"{class_name(module)} lets the documents of a packed row see each other: another first document moved what the second one "
+            f"gives by {moved:.1e} ({control:.1e} in one text); {REMEDY}"
+        )
+    if misplaced > most:
+        raise MeshparError(
+            f"{class_name(module)} counts positions itself: the second document of a packed row gives something else than alone "
+            f"(off by {misplaced:.1e}); {REMEDY}"
+        )
+
+
+@contextmanager
+def _as_it_is(par: Parallelized, module: nn.Module) -> Iterator[set[torch.dtype]]:
+    """Run without random numbers, recomputation, compiled blocks and the other tries; yield the dtypes in which blocks compute."""
+    modules: list[Any] = list(module.modules())
+    before = [(each.training, each._compiled_call_impl) for each in modules]
+    narrow = any((known := installed(each)) is not None and known.product is not None for each in modules)
+    seen = {torch.float8_e4m3fn} if narrow else {torch.float32, *(each.dtype for each in module.parameters() if each.is_floating_point())}
+
+    def look(module: nn.Module, args: object) -> None:
+        seen.update(each.dtype for each in leaves(args) if isinstance(each, Tensor) and each.is_floating_point())
+
+    blocks = [block for _, block in find_blocks(par.module, par.layout)] if module is par.module else []
+    handles = [block.register_forward_pre_hook(look) for block in blocks]
+    waiting = None if par.cycle is None else par.cycle.mixing_test
+    if par.cycle is not None:
+        par.cycle.mixing_test = None
+    for each in modules:
+        each.training, each._compiled_call_impl = False, None
+        set_recomputed(each, False)
+    try:
+        yield seen
+    finally:
+        for each, (training, compiled) in zip(modules, before, strict=True):
+            each.training, each._compiled_call_impl = training, compiled
+            set_recomputed(each, True)
+        for handle in handles:
+            handle.remove()
+        if par.cycle is not None:
+            par.cycle.mixing_test = waiting

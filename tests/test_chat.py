@@ -1,0 +1,216 @@
+"""Conversations: templates, which tokens count, and what is refused; packing that cuts none; tables by columns."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from meshpar.errors import RecipeError
+from meshpar.training.chat import TEMPLATES, ChatSource, ChatTemplate, chat_template, messages_of
+from meshpar.training.data import FILLER, PackedTokens
+from meshpar.training.text import TextSource
+from meshpar.training.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
+from meshpar.training.tokens import prepare_tokens, write_tokens
+
+pytest.importorskip("transformers")
+
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] + "
+    "'<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
+    "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+    "{{ message['content'] + eos_token + ' ' }}{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}"
+    "{% endfor %}"
+)
+REWRITES = (  # as templates of models that think: earlier thoughts are left out
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SAID = [("user", "Hé, 2+2?"), ("assistant", " 4 \n"), ("user", "And 中?"), ("assistant", "A <b>letter</b>.")]
+
+
+def messages(said=SAID):
+    return [{"role": role, "content": text} for role, text in said]
+
+
+def of_chatml(role, text):
+    return [(f"<|im_start|>{role}\n", False), (f"{text}<|im_end|>", role == "assistant"), ("\n", False)]
+
+
+def of_llama3(role, text):
+    return [(f"<|start_header_id|>{role}<|end_header_id|>\n\n", False), (f"{text.strip()}<|eot_id|>", role == "assistant")]
+
+
+def of_mistral(role, text):
+    return [(f"[INST] {text} [/INST]", False)] if role == "user" else [(f"{text}</s>", True), (" ", False)]
+
+
+@pytest.mark.parametrize(
+    "template,begin,turn",
+    [
+        (ChatTemplate(text=CHATML), "", of_chatml),
+        (TEMPLATES["chatml"], "", of_chatml),
+        (ChatTemplate(text=LLAMA3, variables={"bos_token": "<|begin_of_text|>"}), "<|begin_of_text|>", of_llama3),
+        (TEMPLATES["llama3"], "<|begin_of_text|>", of_llama3),
+        (ChatTemplate(text=MISTRAL, variables={"bos_token": "<s>", "eos_token": "</s>"}), "<s>", of_mistral),
+    ],
+    ids=["chatml", "our chatml", "llama 3", "our llama 3", "mistral"],
+)
+def test_the_assistants_tokens_alone_count_turn_by_turn(template, begin, turn, tmp_path):
+    said = [("system", "Be brief."), *SAID] if turn is not of_mistral else SAID
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages(said)}) + "\n" + json.dumps({"messages": messages()}) + "\n")
+    parts = [[(begin, False), *(part for each in written for part in turn(*each))] for written in (said, SAID)]
+    want = [np.concatenate([np.full(len(text.encode()), counts) for text, counts in each]) for each in parts]
+    source = ChatSource(inputs=(str(tmp_path / "chat.jsonl"),), template=template)
+    pieces = list(source.token_pieces(byte_tokenizer()))
+    assert [bytes(ids.tolist()).decode() for ids, _, _ in pieces] == ["".join(text for text, _ in each) for each in parts]
+    for (_, _, counted), each in zip(pieces, want, strict=True):
+        np.testing.assert_array_equal(counted, each)
+    file = prepare_tokens(source, byte_tokenizer(), tmp_path / "cache").train
+    batch = PackedTokens(file, 4096).__getitems__([0, FILLER])
+    labels = batch["labels"][0][batch["labels"][0] != -100].tolist()
+    assert bytes(labels).decode() == "".join(text for each in parts for text, counts in each if counts)
+    second = int((batch["position_ids"][0] == 0).nonzero()[1])
+    assert second == len(want[0]), "each conversation is a document"
+
+
+def test_a_trained_tokenizer_has_the_templates_tokens_whole(tmp_path):
+    template = TEMPLATES["chatml"]
+    text = template.conversation(messages())[0]
+    train_bpe([text * 40], 290, template.special).save(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, eos=template.end, template=template.text)
+    (ids, begins), *_ = tokenizer.encode_with_places([text])
+    assert ids.tolist().count(tokenizer.eos_id) == 4 and [text[at : at + 12] for at in begins[ids == tokenizer.encode("<|im_start|>")[0]]]
+    tokenizer.save(tmp_path / "saved")
+    theirs = __import__("transformers").AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert theirs.apply_chat_template(messages(), tokenize=False) == text and theirs.eos_token == "<|im_end|>"
+    assert chat_template(None, load_tokenizer(tmp_path / "saved")).text == template.text
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    thought = [("user", "a"), ("assistant", "<think>x</think>b"), ("user", "c"), ("assistant", "<think>y</think>d")]
+    template = ChatTemplate(text=REWRITES)
+    assert template.conversation(messages(thought[:2]))[1]
+    with pytest.raises(RecipeError, match=r"turn 2.*rewrites earlier turns.*mark the assistant's text with {% generation %}.*one answer"):
+        template.conversation(messages(thought))
+    with pytest.raises(RecipeError, match=r"does not render it: .*Conversation roles must alternate"):
+        ChatTemplate(text=MISTRAL, variables={"bos_token": "", "eos_token": ""}).conversation(messages([("system", "x")]))
+
+
+def test_forms_of_conversations_and_tools_pass_through():
+    assert messages_of({"messages": messages()})[0] == messages()
+    shared = [{"from": {"user": "human", "assistant": "gpt"}[role], "value": text} for role, text in SAID]
+    assert messages_of({"conversations": shared, "system": "S"})[0] == [{"role": "system", "content": "S"}, *messages()]
+    assert messages_of({"prompt": "Q", "completion": "A"})[0] == messages([("user", "Q"), ("assistant", "A")])
+    assert messages_of({"prompt": messages(SAID[:3]), "completion": messages(SAID[3:])})[0] == messages()
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    said = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    said += [{"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4."}]
+    text, spans = TEMPLATES["chatml"].conversation(*messages_of({"messages": said, "tools": [{"name": "add"}]}))
+    assert '<tools>\n{"name": "add"}\n</tools>' in text and "<|im_start|>tool\n4<|im_end|>" in text
+    assert [text[begin:end] for begin, end in spans] == [
+        '\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>',
+        "It is 4.<|im_end|>",
+    ]
+    with pytest.raises(RecipeError, match="llama3 has no tool calls"):
+        TEMPLATES["llama3"].conversation(said)
+
+
+@pytest.mark.parametrize(
+    "line,told",
+    [
+        ('{"messages": [', "is not JSON"),
+        ('{"messages": []}', "the conversation is empty; .* remove the line, or write its turns"),
+        ('{"messages": [{"content": "x"}]}', "turn 1 has no role; it has .*'content'.*: add role"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', r"no turn is the assistant's \(roles: user\).*; remove the line, or name"),
+        ('{"messages": [{"role": "assistant"}]}', r"turn 1 \(assistant\) has no content; .*: add content"),
+        ('{"messages": "x"}', "the conversation is a str; expected a list of turns"),
+        ('{"text": "x"}', "there are .*'text'.*; expected messages, conversations, or prompt and completion"),
+        ("[1]", "got a list; expected an object"),
+    ],
+)
+def test_what_is_no_conversation_is_told_with_file_and_line(line, told, tmp_path):
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": messages()}) + "\n" + line + "\n")
+    with pytest.raises(RecipeError, match=rf"chat\.jsonl:2:? {told}"):
+        list(ChatSource(inputs=(str(file),), template=TEMPLATES["chatml"]).conversations())
+
+
+def test_best_fit_cuts_no_document_that_fits(tmp_path):
+    chance = random.Random(0)
+    for case in range(30):
+        length, count = chance.randint(1, 40), chance.randint(1, 60)
+        written = [[chance.randint(1, 99) for _ in range(chance.randint(0, 2 * length))] + [0] for _ in range(count)]
+        file = write_tokens(tmp_path / f"{case}.bin", written, vocab_size=100, eos_id=0)
+        if file.tokens == file.documents:
+            continue  # of empty documents alone there is nothing to predict
+        samples = PackedTokens(file, length, packing="best_fit")
+        batch = samples.__getitems__(range(len(samples)))
+        ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
+        positions = batch["position_ids"].numpy() if "position_ids" in batch else np.broadcast_to(np.arange(length), ids.shape)
+        found, whole = [], []
+        for row in range(len(samples)):
+            (used,) = np.nonzero(labels[row] != -100)
+            starts = [at for at in used.tolist() if at == 0 or positions[row, at] == 0]
+            for at, to in zip(starts, [*starts[1:], len(used)]):
+                part = [int(ids[row, at]), *labels[row, at:to].tolist()]
+                found += part[1:]
+                whole += [tuple(part)] if to - at < length else []
+        assert sorted(found) == sorted(id_ for each in written for id_ in each[1:])
+        assert not {tuple(each) for each in written if 1 < len(each) <= length} - set(whole), "a document that fits was cut"
+        assert samples.padding == pytest.approx(float((labels == -100).mean()))
+        assert f"{samples.padding:.1%} padding" in str(samples)
+    small = write_tokens(tmp_path / "small.bin", [[1] * each + [0] for each in (6, 4, 3, 3)], vocab_size=100, eos_id=0)
+    samples = PackedTokens(small, 8, packing="best_fit")
+    assert (len(samples), samples.padding) == (3, pytest.approx(1 / 3))
+    with pytest.raises(RecipeError, match="give one of both"):
+        PackedTokens(small, 8, packing="best_fit", documents="joined")
+
+
+def test_parquet_and_arrow_are_read_by_columns_as_a_stream(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = [f"{place} " + "x" * 2000 for place in range(4000)]
+    table = arrow.table({"text": texts, "label": list(range(4000)), "more": ["y" * 4000] * 4000})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=500, compression="none")
+    (tmp_path / "saved").mkdir()
+    with arrow.OSFile(str(tmp_path / "saved/data-00000-of-00001.arrow"), "wb") as file, arrow.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=500)
+    (tmp_path / "saved/cache-1.arrow").write_bytes(b"what datasets keeps")
+    (tmp_path / "saved/state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    with arrow.OSFile(str(tmp_path / "b.arrow"), "wb") as file, arrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.parquet", "saved", "b.arrow"):
+        most, before = 0, arrow.total_allocated_bytes()
+        for document, want in zip(TextSource(inputs=(str(tmp_path / name),)).documents(), texts, strict=True):
+            assert document == want
+            most = max(most, arrow.total_allocated_bytes() - before)
+        assert most < 4 << 20, f"{name}: {most} bytes were held at once"
+    with pytest.raises(RecipeError, match=r"a.parquet:1 has no text under 'body'; it has \['label', 'more', 'text'\]"):
+        list(TextSource(inputs=(str(tmp_path / "a.parquet"),), field="body").documents())
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(RecipeError, match=r"broken.parquet cannot be read as parquet"):
+        list(TextSource(inputs=(str(tmp_path / "broken.parquet"),)).documents())
+    said = arrow.table({"messages": [messages(), messages(SAID[:2])], "noise": [1, 2]})
+    parquet.write_table(said, tmp_path / "chat.parquet")
+    found = list(ChatSource(inputs=(str(tmp_path / "chat.parquet"),), template=TEMPLATES["chatml"]).conversations())
+    assert found == [TEMPLATES["chatml"].conversation(each) for each in (messages(), messages(SAID[:2]))]
+    (tmp_path / "saved/dataset_dict.json").write_text("{}")
+    (tmp_path / "saved/train").mkdir()
+    with pytest.raises(RecipeError, match=r"several splits \(train\); name one of them"):
+        TextSource(inputs=(str(tmp_path / "saved"),)).files()

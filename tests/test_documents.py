@@ -1,0 +1,171 @@
+"""Documents of a packed row do not see each other, and a model that lets them is refused before the first step."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from models_for_parity import VOCAB, Masked, gpt2, huggingface, transformer
+from torch import nn
+
+import meshpar
+from meshpar.errors import MeshparError
+from meshpar.layout import ModelLayout
+from meshpar.plan import Plan
+from meshpar.testing import on_ranks
+from meshpar.training import AdamWSettings, Batches, Distillation, PackedTokens, Schedule, Trainer, TrainSettings, build_adamw, freeze
+from meshpar.training.documents import check_documents
+from meshpar.training.objectives import CausalLM
+from meshpar.training.tokens import write_tokens
+
+END = VOCAB - 1
+MODELS = {"transformer": transformer, "gpt2": gpt2, "llama": lambda: huggingface("Llama"), "qwen3": lambda: huggingface("Qwen3")}
+
+
+def documents(*lengths, seed=0):
+    chance = np.random.default_rng(seed)
+    return [[*chance.integers(0, END, each - 1).tolist(), END] for each in lengths]
+
+
+def packed(folder, written, length, **options):
+    return PackedTokens(write_tokens(folder / "tokens.bin", written, vocab_size=VOCAB, eos_id=END), length, **options)
+
+
+def loss_and_gradients(model, batches):
+    model.zero_grad()
+    for batch in batches:
+        loss = CausalLM().loss(model, batch)[0]
+        loss.backward()
+    return sum(CausalLM().loss(model, batch)[0].item() for batch in batches), [each.grad for each in model.parameters()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_packed_row_has_the_loss_and_gradients_of_its_documents(name, tmp_path):
+    torch.manual_seed(0)
+    model, written = MODELS[name]().eval(), documents(9, 1, 14, 8)
+    row = packed(tmp_path, written, 31).__getitems__([0])
+    alone = [{"input_ids": torch.tensor([each[:-1]]), "labels": torch.tensor([each[1:]])} for each in written if len(each) > 1]
+    loss, gradients = loss_and_gradients(model, [row])
+    want, wanted = loss_and_gradients(model, alone)
+    assert loss == pytest.approx(want, rel=1e-5)
+    for have, each in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(have, each, rtol=1e-5, atol=1e-5 * float(each.abs().max()))
+    other = {**row, "labels": row["labels"].clone(), "input_ids": row["input_ids"].clone()}
+    row["labels"][:, :10] = other["labels"][:, :10] = -100
+    other["input_ids"][:, :8] = (other["input_ids"][:, :8] + 1) % END
+    assert CausalLM().loss(model, row)[0].equal(CausalLM().loss(model, other)[0]), "a document changed the loss of another one"
+    joined = {key: value for key, value in row.items() if key != "position_ids"}, {k: v for k, v in other.items() if k != "position_ids"}
+    assert not CausalLM().loss(model, joined[0])[0].equal(CausalLM().loss(model, joined[1])[0])
+
+
+def test_every_token_but_the_first_of_a_document_is_a_label_once(tmp_path):
+    written = documents(5, 1, 12, 3, 2, 1, 7)
+    separate, joined = packed(tmp_path, written, 6), packed(tmp_path, written, 6, documents="joined")
+    batch = separate.__getitems__(range(len(separate)))
+    assert batch["labels"][batch["labels"] != -100].tolist() == [id_ for each in written for id_ in each[1:]]
+    assert batch["position_ids"][0].tolist() == [0, 1, 2, 3, 4, 0]
+    assert batch["position_ids"][2].tolist() == [0, 1, 2, 3, 4, 5]
+    assert "position_ids" not in separate.__getitems__([1]), "a sample of one document needs no mask"
+    whole = joined.__getitems__(range(len(joined)))
+    assert whole["labels"][whole["labels"] != -100].tolist() == [id_ for each in written for id_ in each][1:]
+    assert separate.fingerprint != joined.fingerprint and "position_ids" not in whole
+
+
+class Carried(nn.Module):
+    """A model that takes position_ids and does with them what ``kind`` says."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.embed, self.head = kind, nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.places, self.layers = nn.Embedding(64, 16), nn.ModuleList([nn.GRU(16, 16, batch_first=True)])
+
+    def forward(self, input_ids, position_ids=None):
+        x = self.embed(input_ids)
+        if self.kind == "recurrent":
+            x = x + self.layers[0](x)[0]
+        elif self.kind == "one before":
+            x = x + x.roll(1, 1) * (torch.arange(x.shape[1]) > 0)[:, None]
+        elif self.kind == "counts":
+            x = x + self.places(torch.arange(x.shape[1]))
+        else:
+            x = x + self.places(position_ids)
+        return SimpleNamespace(logits=self.head(x))
+
+    def meshpar_layout(self):
+        return ModelLayout(blocks=("layers.*",))
+
+
+def test_a_model_that_lets_documents_see_each_other_is_refused_by_name():
+    refused()
+
+
+@on_ranks(1)
+def refused():
+    import transformers
+
+    sizes = dict(vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2, conv_kernel=3, expand=2, time_step_rank=4)
+    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, use_cache=False))
+    for model, told in (
+        (Carried("recurrent"), "Carried lets the documents of a packed row see each other: .*data.documents: joined"),
+        (Carried("one before"), "Carried lets the documents of a packed row see each other"),
+        (Carried("counts"), "Carried counts positions itself"),
+        (Masked(), "Masked takes no position_ids"),
+        (mamba, "MambaForCausalLM lets the documents of a packed row see each other"),
+    ):
+        with pytest.raises(MeshparError, match=told):
+            check_documents(Plan("", []).apply(model), model, VOCAB, 64)
+    for model in (Carried("none"), *(each() for each in MODELS.values())):
+        par = Plan("", []).apply(model)
+        model.train()
+        check_documents(par, model, VOCAB, 64)
+        assert model.training
+
+
+def test_a_trainer_tries_its_model_and_its_teacher(tmp_path):
+    trained(tmp_path)
+
+
+@on_ranks(1)
+def trained(folder):
+    samples = packed(folder, documents(9, 1, 14, 8), 16)
+    for model, objective, told in (
+        (Carried("recurrent"), CausalLM(), "Carried lets the documents"),
+        (transformer(), Distillation(teacher=freeze(Carried("recurrent"))), "Carried lets the documents"),
+        (transformer(), Distillation(teacher=freeze(transformer())), None),
+    ):
+        par = Plan("", []).apply(model)
+        batches, optimizer = Batches(samples, micro_batch=2), build_adamw(model, AdamWSettings(lr=1e-3))
+        trainer = Trainer(par, objective, batches, optimizer, Schedule(lr=1e-3, steps=1), TrainSettings(steps=1))
+        with nullcontext() if told is None else pytest.raises(MeshparError, match=told):
+            trainer.run()
+    row = samples.__getitems__([0])
+    other = {**row, "input_ids": row["input_ids"].clone()}
+    other["input_ids"][:, :8] = (row["input_ids"][:, :8] + 1) % END
+    row["labels"][:, :9] = other["labels"][:, :9] = -100
+    model.eval()
+    assert objective.loss(model, row)[0].equal(objective.loss(model, other)[0]), "a teacher or a student saw another document"
+
+
+@pytest.mark.parametrize(
+    "mesh,passes",
+    [
+        ("dp_shard=2", [meshpar.FullyShard(param_dtype=torch.bfloat16)]),
+        ("tp=2", [meshpar.TensorParallel(loss_parallel=True)]),
+        ("dp_shard=1,cp=2", [meshpar.ContextParallel(), meshpar.ActivationCheckpoint(), meshpar.FullyShard()]),
+    ],
+    ids=str,
+)
+def test_the_try_runs_on_every_mesh(mesh, passes):
+    on_ranks(2)(tried)(mesh, passes)
+
+
+def tried(mesh, passes):
+    par = Plan(mesh, passes).apply(transformer())
+    check_documents(par, par.module, VOCAB, 64)
+    if "cp" not in mesh:
+        par.module.forward = lambda input_ids, position_ids, forward=par.module.forward: forward(input_ids)
+        with pytest.raises(MeshparError, match="Transformer lets the documents of a packed row see each other"):
+            check_documents(par, par.module, VOCAB, 64)
