@@ -16,7 +16,7 @@ from meshpar import _torch
 from meshpar.errors import MeshparError
 from meshpar.loss import IGNORE_INDEX, reduction_of, token_loss
 from meshpar.passes.applied import applied
-from meshpar.passes.installed import Step, installed, own_forward
+from meshpar.passes.installed import Step, in_place_of, installed, own_forward
 from meshpar.patterns import class_name, find_modules
 from meshpar.registry import layout_for
 
@@ -126,15 +126,8 @@ def _loss_for_logits(head: nn.Module, labels_BL: Tensor, chunk: int, ignore_inde
         made.append(_Chunked.apply(finish, wanted, chunk, ignore_index, labels_BL.flatten(), hidden.flatten(0, -2), weight, bias))
         return made[0]
 
-    own = head.__dict__.get("forward")
-    head.forward = forward  # type: ignore[method-assign]
-    try:
+    with in_place_of(head, forward):
         yield
-    finally:
-        if own is None:
-            del head.forward
-        else:
-            head.forward = own  # type: ignore[method-assign]
 
 
 def around_the_product(head: nn.Module) -> tuple[Step, Step]:

@@ -26,6 +26,8 @@ from meshpar import (
     TensorParallel,
     attention,
     attention_mask,
+    chunked_token_loss,
+    token_loss,
 )
 from meshpar.testing import assert_parity, on_ranks, token_steps
 
@@ -127,6 +129,15 @@ def prefix():
     with mock.patch.object(modeling_llama, "create_causal_mask", mask):
         steps = [*token_steps(VOCAB, parts=2, steps=1), *with_documents(token_steps(VOCAB, parts=2, steps=1))]
         assert_parity(MODELS["llama"], "dp_shard=1,cp=2", [ContextParallel(balance=False), FullyShard()], steps)
+
+
+@on_ranks(2)
+def test_the_first_step_may_compute_its_loss_in_chunks():
+    par = Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).apply(transformer())
+    part = par.split({"input_ids": torch.arange(16)[None], "labels": torch.arange(1, 17)[None]})
+    labels = part.pop("labels")
+    first = chunked_token_loss(par.module, part, labels, chunk=3, reduction="sum")
+    torch.testing.assert_close(first, token_loss(par.module(**part).logits, labels, reduction="sum"))
 
 
 class Convolved(nn.Module):

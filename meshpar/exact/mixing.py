@@ -23,7 +23,7 @@ from meshpar.errors import MeshparError, ParallelError
 from meshpar.exact.agreement import leaves
 from meshpar.exact.trial import off, quiet
 from meshpar.passes.exchange import Exchange
-from meshpar.passes.installed import installed
+from meshpar.passes.installed import in_its_own_place, installed
 from meshpar.patterns import class_name
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,8 @@ class MixingTest:
             each.training, each._compiled_call_impl = False, None
             set_recomputed(each, False)
         try:
-            yield
+            with in_its_own_place(self._module):
+                yield
         finally:
             for each, was, impl in zip(modules, training, compiled):
                 each.training, each._compiled_call_impl = was, impl

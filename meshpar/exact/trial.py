@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from meshpar._torch import set_recomputed
 from meshpar.exact.agreement import leaves
-from meshpar.passes.installed import installed
+from meshpar.passes.installed import in_its_own_place, installed
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.context import Context
 
@@ -78,7 +78,7 @@ def quiet(unit: nn.Module, *, autocast: bool = False) -> Iterator[None]:
             set_recomputed(each, False)
         for each, _, _ in hooks:
             each._forward_pre_hooks, each._forward_hooks = type(each._forward_pre_hooks)(), type(each._forward_hooks)()
-        with nullcontext() if autocast else torch.amp.autocast(_device_type(unit), enabled=False):
+        with in_its_own_place(unit), nullcontext() if autocast else torch.amp.autocast(_device_type(unit), enabled=False):
             yield
     finally:
         for each, was in zip(modules, training):

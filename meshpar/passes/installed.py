@@ -29,6 +29,7 @@ class Installed:
         around: what a head does before and after its one product, where that is all that it does.
         exchange: how the ranks that hold a part of the positions each exchange them; None: each rank holds all.
         reads_parameters: the forward takes this rank's part of the module's own parameters itself.
+        aside: not empty: during one call of the model another forward computes; the instance's own of before, None where it had none.
     """
 
     before: Callable[..., Any] | None = None
@@ -38,6 +39,7 @@ class Installed:
     around: tuple[Step, Step] | None = None
     exchange: Exchange | None = None
     reads_parameters: bool = False
+    aside: list[Callable[..., Any] | None] = field(default_factory=list)
 
 
 def installed(module: nn.Module) -> Installed | None:
@@ -78,6 +80,38 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     if known is None or known.forward is None:
         return forward
     return known.before if forward is known.forward else forward
+
+
+@contextmanager
+def in_place_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let ``module`` compute something else during a call of its model (a loss instead of logits), which tries of the model do not see."""
+    known, own = record(module), module.__dict__.get("forward")
+    known.aside.append(own)
+    module.forward = forward
+    try:
+        yield
+    finally:
+        known.aside.pop()
+        _put(module, own)
+
+
+@contextmanager
+def in_its_own_place(module: nn.Module) -> Iterator[None]:
+    """Undo :func:`in_place_of` in ``module`` and what is in it for a while."""
+    aside = [(each, each.__dict__["forward"], known.aside[0]) for each in module.modules() if (known := installed(each)) and known.aside]
+    for each, _, own in aside:
+        _put(each, own)
+    try:
+        yield
+    finally:
+        for each, forward, _ in aside:
+            _put(each, forward)
+
+
+def _put(module: Any, forward: Callable[..., Any] | None) -> None:
+    module.__dict__.pop("forward", None)
+    if forward is not None:
+        module.forward = forward
 
 
 @contextmanager
