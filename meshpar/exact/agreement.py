@@ -124,6 +124,15 @@ class Agreement:
                 "rank"
             )
 
+    def written(self, here: bool) -> bool:
+        """Return whether any data rank says so: every time on a CPU, on an accelerator, where reading waits, the first times.
+
+        Collective over the data axes.
+        """
+        if not self._looks.now("written", self._device):
+            return here
+        return not all(same(torch.tensor([int(here)], device=self._device), self._data_groups())) or here
+
     def micro_batches(self, left: int) -> None:
         """See that all ranks are as far in their step: 0 where this rank has no micro-batch in it, 1 before its last one, 2 before others.
 

@@ -49,6 +49,9 @@ class Comparisons(Protocol):
     def unit(self, name: str, trained: str) -> None:
         """Before the forward of a unit, with a digit for each of its parameters."""
 
+    def written(self, here: bool) -> bool:
+        """Before a forward whose parameters all data ranks split: whether any rank wrote some outside of a step."""
+
     def micro_batches(self, left: int) -> None:
         """Before a micro-batch."""
 
@@ -74,7 +77,7 @@ class Cycle:
         self.mixing_test: MixingTest | None = None
         self._eager = ExitStack()
         known = applied(module)
-        self.whole, self._selective = known.whole, known.selective
+        self.whole, self._selective, self._shards = known.whole, known.selective, known.replica_shards
         recomputed = [child for block in known.recomputed for child in block.modules()]
         self._recomputed = [child for child in recomputed if child._buffers and not isinstance(child, _BatchNorm)]
         self.reducing = True
@@ -255,10 +258,21 @@ class Cycle:
             )
         # What an earlier forward left gathered may be older than the last step: any code may have changed the shards since.
         self._units.reshard()
+        self._gather_shards()
         if torch.is_grad_enabled():
             self._refuse_left()
         if self.agreement is not None and torch.is_grad_enabled():
             self.agreement.batch((args, kwargs))
+
+    def _gather_shards(self) -> None:
+        """Start to gather over replicas what has changed since the last forward: all units at once, beside the first ones' computing."""
+        if self._shards is None:
+            return
+        _torch.make_ready(self.module)
+        written = self._shards.written()
+        if written if self.agreement is None else self.agreement.written(written):
+            self._shards.changed()
+        self._shards.begin()
 
     def _refuse_whole_sequences(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse what a model computes over a whole sequence, of which each rank has a part."""
@@ -283,8 +297,9 @@ class Cycle:
             stack.enter_context(_outside_inference_mode())
             self._outside[unit] = stack
         if not self._depth and not _torch.in_backward():
-            self._units.make_ready(self.module)
+            _torch.make_ready(self.module)
             self._units.reshard()
+            self._gather_shards()
         self._units.show(unit)
         if self.agreement is not None and not _torch.in_backward():
             self.agreement.unit(self._names[unit], self._units.trained(unit))
@@ -364,6 +379,7 @@ class Cycle:
             if self._units.hooked() or self._units.hooked_after():
                 self._refuse_hooks()
             return
+        self._changed()
         unused = self._units.take_filled() + ([] if self.whole is None else self.whole.reduce())
         if self.agreement is not None and any(each.grad is not None for each in self.module.parameters()):
             self.agreement.gradients(unused)
@@ -411,6 +427,7 @@ class Cycle:
                 "Replicate(), or an optimizer that looks at each element, or at each parameter, alone"
             )
         self._steps += 1
+        self._changed()
         self._refuse_left()
         if optimizer not in self._guarded:
             self._guarded.add(optimizer)
@@ -441,6 +458,12 @@ class Cycle:
         """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained and saved."""
         if not self._depth and not _torch.in_backward():
             self._units.reshard()
+            self._changed()
+
+    def _changed(self) -> None:
+        """Remember that parameters may change before the next forward."""
+        if self._shards is not None:
+            self._shards.changed()
 
 
 @final

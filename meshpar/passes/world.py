@@ -1,0 +1,147 @@
+"""Two hops for FSDP2: slices of all data ranks are gathered over replicas once a step, over the shards of a replica as often as needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshpar import _torch
+
+
+class _Allocates:
+    """How FSDP2 gets the memory of a collective."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+@final
+class _Gather(_Allocates):
+    """The all-gather of one unit: over replicas into the shard that this rank keeps for its replica, then over the replica's shards."""
+
+    def __init__(self, inputs: Callable[[], Tensor], replicas: dist.ProcessGroup, shards: dist.ProcessGroup) -> None:
+        self._inputs, self._replicas, self._shards = inputs, replicas, shards
+        self._shard: Tensor | None = None
+        self.fresh = False
+
+    def begin(self) -> None:
+        """Start the hop over replicas, which the next gather waits for, unless the shard is up to date."""
+        if not self.fresh:
+            self._over_replicas(self._inputs())
+
+    def shard(self) -> Tensor:
+        """Return the shard; one that was never gathered has memory and no values."""
+        return self._memory(self._inputs()) if self._shard is None else self._shard
+
+    def _memory(self, mine: Tensor) -> Tensor:
+        size = self._replicas.size() * mine.numel()
+        if self._shard is None or (self._shard.dtype, self._shard.numel()) != (mine.dtype, size):
+            self._shard = mine.new_empty(size)
+        return self._shard
+
+    def _over_replicas(self, mine: Tensor) -> None:
+        shard, count = self._memory(mine), self._replicas.size()
+        own = shard.chunk(count)[self._replicas.rank()]
+        own.copy_(mine)
+        _torch.collective_ops.all_gather_into_tensor_out(own, count, self._replicas.group_name, out=shard)
+        self.fresh = True
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False) -> None:
+        if not self.fresh:
+            self._over_replicas(input_tensor)
+        shard, count = _torch.collective_ops.wait_tensor(self.shard()), self._replicas.size()
+        parts = zip(output_tensor.chunk(count), shard.chunk(count))
+        _together(_torch.all_gather(whole, part, self._shards, async_op=True) for whole, part in parts)
+
+
+class _Reduce(_Allocates):
+    """The reduce-scatter of a unit: over the replica's shards, then over replicas.
+
+    Attributes:
+        exchanges: the second hop is an all-to-all and a sum, because gloo's reduce-scatter is an all-reduce, which sends twice the bytes.
+    """
+
+    def __init__(self, replicas: dist.ProcessGroup, shards: dist.ProcessGroup, *, exchanges: bool) -> None:
+        self._replicas, self._shards, self.exchanges = replicas, shards, exchanges
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: Any, async_op: bool = False) -> None:
+        count = self._replicas.size()
+        sums = input_tensor.new_empty(count * output_tensor.numel())
+        parts = zip(sums.chunk(count), input_tensor.chunk(count))
+        _together(_torch.reduce_scatter(total, part, op, self._shards, async_op=True) for total, part in parts)
+        averages = op == dist.ReduceOp.AVG
+        if self.exchanges:
+            received = torch.empty_like(sums)
+            dist.all_to_all_single(received, sums, group=self._replicas)
+            torch.sum(received.view(count, -1), 0, out=output_tensor)
+            if averages:
+                output_tensor /= count
+        else:
+            _torch.reduce_scatter(output_tensor, sums, dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM, self._replicas)
+
+
+def _together(works: Iterable[dist.Work | None]) -> None:
+    for work in list(works):
+        if work is not None:
+            work.wait()
+
+
+@final
+class ReplicaShards:
+    """The shards that the ranks of a replica keep of parameters that are split over all data ranks.
+
+    FSDP2 splits a unit over replicas and, in each, over shards: rank (r, s) stores slice (r, s), which it trains. Gathering takes two
+    hops. The first gathers the slices (0..R, s) over replicas into a shard in the computing dtype; it is repeated when slices have
+    changed. The second gathers the shards inside the replica, and is each of FSDP2's all-gathers. Gradients take the same hops back.
+    This is the secondary partition of ZeRO++ (Wang et al. 2023, arXiv 2306.10209), kept for a whole step.
+
+    Args:
+        module: the outermost module, whose units are sharded over the flattened (replicas, shards).
+        mesh: has both axes.
+        replicas: the axis over which a shard is gathered once a step.
+        shards: the axis inside a replica.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, replicas: str, shards: str) -> None:
+        self._module = module
+        self._seen: tuple[int, ...] = ()
+        self._replicas = mesh[replicas].size()
+        groups = mesh.get_group(replicas), mesh.get_group(shards)
+        self.reduce = _Reduce(*groups, exchanges=mesh.device_type == "cpu")
+        self._gathers = []
+        for unit in _torch.units_with_parameters(module):
+            gather = _Gather(lambda unit=unit: _torch.gathered_inputs(unit), *groups)  # type: ignore[misc]
+            unit.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(self.reduce)
+            self._gathers.append(gather)
+
+    def changed(self) -> None:
+        """Remember that slices may have other values than the shards."""
+        for each in self._gathers:
+            each.fresh = False
+
+    def written(self) -> bool:
+        """Tell whether somebody wrote slices since the last call, as far as the tensors count their writes."""
+        before = self._seen
+        self._seen = tuple(each._version for held in self._module.parameters() for each in (held, getattr(held, "_local_tensor", held)))
+        return self._seen != before
+
+    def begin(self) -> None:
+        """Start to gather the shards that are out of date, the first unit's first. Collective over replicas."""
+        for each in self._gathers:
+            each.begin()
+
+    def tensors(self) -> list[Tensor]:
+        """Return the shards of all units, of which those that were never gathered have no values yet."""
+        _torch.make_ready(self._module)
+        return [each.shard() for each in self._gathers]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shards, also of a module on the meta device."""
+        return sum(_torch.gathered_bytes(unit) for unit in _torch.units_with_parameters(self._module)) * self._replicas
