@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from models_for_parity import VOCAB, transformer
 
 from meshpar import ActivationCheckpoint, FullyShard, HybridShard, MeshparError, Plan, PlanError, TensorParallel
 from meshpar.checkpoints import CheckpointManager
+from meshpar.forecasting import Batch, Hardware
+from meshpar.forecasting.search import search
 from meshpar.passes import world
 from meshpar.passes.applied import applied
 from meshpar.placements import local_tensor
@@ -157,6 +160,10 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and
     }.items():
         other = sharded(passes, mesh)
         fresh = adamw(other)
+        train_steps(other, steps[:1], optimizer=fresh)
+        if passes == [WORLD]:  # its shards are up to date, and restoring makes them old
+            with torch.no_grad():
+                other.module(steps[0][0][0]["input_ids"])
         manager.restore(other, fresh)
         same_bits(weights(other) | moments(other, fresh), middle)
         manager.save(3, other, fresh, replace=True)
@@ -169,6 +176,37 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and
     same_bits(weights(back) | moments(back, again), middle)
     dist.barrier()
     shutil.rmtree(root[0], ignore_errors=True)
+
+
+@on_ranks(4)
+def test_frozen_parameters_cross_replicas_once():
+    """What adapters leave frozen is not sent again after each step, and every write to it is."""
+    sent, inner = [], world._Gather._gathered
+
+    def counted(self, mine, room=None):
+        sent.append(mine.numel())
+        return inner(self, mine, room)
+
+    world._Gather._gathered = counted
+    par, batch = sharded(), random_tokens(99, 1, 8, seed=0)
+    trained = [each for name, each in par.module.named_parameters() if each.requires_grad_("attn.v" in name).requires_grad]
+    optimizer, losses, counts = torch.optim.SGD(trained, lr=0.5), [], []
+    for _ in range(3):
+        loss = token_loss_sum(par.module, batch)[0]
+        loss.backward()
+        par.clip_grad_norm_(1.0)
+        optimizer.step()
+        losses.append(float(loss))
+        counts.append(sum(sent))
+        sent.clear()
+    assert losses[0] > losses[1] > losses[2]
+    assert counts[1] == counts[2] == sum(-(-each.shape[0] // 4) * each.shape[1] for each in trained) < counts[0] / 10
+    with torch.no_grad():
+        par.module.embed.weight.mul_(2)
+        changed = float(token_loss_sum(par.module, batch)[0])
+        trained[0].requires_grad_(False)
+        assert changed != losses[-1] and changed == float(token_loss_sum(par.module, batch)[0])
+    assert sum(sent) == 2 * counts[0], "a write to what is frozen, and another choice of what is, send everything"
 
 
 def moments(par, optimizer):
@@ -199,6 +237,21 @@ def real_bytes(passes, expected):
         assert par.describe() == expected[each]
         assert sum(local_tensor(value).untyped_storage().nbytes() for value in state) == expected[each].optimizer_bytes
         assert (0 if shards is None else sum(value.nbytes for value in shards.tensors())) == expected[each].shard_bytes
+
+
+def test_the_search_proposes_it_where_replicas_cannot_each_have_an_optimizer():
+    """In nodes of two ranks, 16 bytes a parameter over 2 shards do not fit, over all 8 ranks and with shards in bfloat16 they do."""
+    with torch.device("meta"):
+        model = transformer(dim=256, hidden=1024, layers=8)
+    count = sum(each.numel() for each in model.parameters())
+    h100 = Hardware.load("h100")
+    small = replace(h100, node=2, memory=h100.reserved + 6 * count)
+    found = search(model, model.meshpar_layout(), Batch(sequence=16), small, 8, recompute=("full",), micro_batches=(1,), top=1)
+    first, best = found.fitting[0], found.best[0]
+    assert first.settings.world and dict(best.mesh.axes) == {"dp_replicate": 4, "dp_shard": 2} and "optimizer=world" in str(first.settings)
+    assert best.fits and abs(first.peak - best.memory.peak) < 0.1 * best.memory.peak, (first.peak, best.memory.peak)
+    plain = {each.settings.mesh(): each.settings.world for each in (*found.fitting, *found.out) if each.settings.replicas > 1}
+    assert plain and all(world or mesh.axes["dp_shard"] > 2 for mesh, world in plain.items())
 
 
 def test_what_cannot_be_is_refused():

@@ -49,8 +49,8 @@ class Comparisons(Protocol):
     def unit(self, name: str, trained: str) -> None:
         """Before the forward of a unit, with a digit for each of its parameters."""
 
-    def written(self, here: bool) -> bool:
-        """Before a forward whose parameters all data ranks split: whether any rank wrote some outside of a step."""
+    def written(self, here: int) -> int:
+        """Before a forward whose parameters all data ranks split: the largest of their numbers."""
 
     def micro_batches(self, left: int) -> None:
         """Before a micro-batch."""
@@ -270,8 +270,10 @@ class Cycle:
             return
         _torch.make_ready(self.module)
         written = self._shards.written()
-        if written if self.agreement is None else self.agreement.written(written):
-            self._shards.changed()
+        if self.agreement is not None:
+            written = self.agreement.written(written)
+        if written:
+            self._shards.changed(frozen=written > 1)
         self._shards.begin()
 
     def _refuse_whole_sequences(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -461,7 +463,7 @@ class Cycle:
             self._changed()
 
     def _changed(self) -> None:
-        """Remember that parameters may change before the next forward."""
+        """Remember that trained parameters may change before the next forward."""
         if self._shards is not None:
             self._shards.changed()
 

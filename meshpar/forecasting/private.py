@@ -91,10 +91,10 @@ class Settled:
     def whole(self, batch: object) -> None:
         """Only the first steps compare batches that are split by positions."""
 
-    def written(self, here: bool) -> bool:
-        """Send what is looked at."""
+    def written(self, here: int) -> int:
+        """Send what is looked at; nobody writes parameters but the optimizer."""
         if self._on_cpu:
-            self._par.data_sum(torch.empty(2, dtype=torch.int64, device=self._par.device))
+            self._par.data_sum(torch.empty((), dtype=torch.int64, device=self._par.device))
         return here
 
     def unit(self, name: str, trained: str) -> None:

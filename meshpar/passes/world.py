@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from meshpar import _torch
 
@@ -22,21 +24,37 @@ class _Allocates:
 
 @final
 class _Gather(_Allocates):
-    """The all-gather of one unit: over replicas into the shard that this rank keeps for its replica, then over the replica's shards."""
+    """The all-gather of one unit: over replicas into the shard that this rank keeps for its replica, then over the replica's shards.
 
-    def __init__(self, inputs: Callable[[], Tensor], replicas: dist.ProcessGroup, shards: dist.ProcessGroup) -> None:
-        self._inputs, self._replicas, self._shards = inputs, replicas, shards
+    Attributes:
+        fresh: the shard has the values of the slices.
+        complete: what is frozen has them in any case.
+    """
+
+    def __init__(self, unit: FSDPModule, replicas: dist.ProcessGroup, shards: dist.ProcessGroup) -> None:
+        self._unit, self._replicas, self._shards = unit, replicas, shards
         self._shard: Tensor | None = None
-        self.fresh = False
+        self._trained: tuple[Tensor, list[slice]] | None = None
+        self.fresh = self.complete = False
 
     def begin(self) -> None:
         """Start the hop over replicas, which the next gather waits for, unless the shard is up to date."""
-        if not self.fresh:
-            self._over_replicas(self._inputs())
+        if self.fresh:
+            return
+        parts = _torch.gathered_inputs(self._unit)
+        trained = [part for part, changes in parts if changes]
+        if not self.complete or len(trained) == len(parts):
+            self._over_replicas(torch.cat([part for part, _ in parts]))
+            return
+        self.fresh = True
+        if trained:
+            ends = list(accumulate(part.numel() for part, _ in parts))
+            places = [slice(end - part.numel(), end) for end, (part, changes) in zip(ends, parts) if changes]
+            self._trained = self._gathered(torch.cat(trained)), places
 
     def shard(self) -> Tensor:
         """Return the shard; one that was never gathered has memory and no values."""
-        return self._memory(self._inputs()) if self._shard is None else self._shard
+        return self._shard if self._shard is not None else self._memory(torch.cat([part for part, _ in _torch.gathered_inputs(self._unit)]))
 
     def _memory(self, mine: Tensor) -> Tensor:
         size = self._replicas.size() * mine.numel()
@@ -45,18 +63,29 @@ class _Gather(_Allocates):
         return self._shard
 
     def _over_replicas(self, mine: Tensor) -> None:
-        shard, count = self._memory(mine), self._replicas.size()
-        own = shard.chunk(count)[self._replicas.rank()]
+        self._gathered(mine, self._memory(mine))
+        self.fresh = self.complete = True
+        self._trained = None
+
+    def _gathered(self, mine: Tensor, room: Tensor | None = None) -> Tensor:
+        """Start to gather slices in ``room``, and return it."""
+        count = self._replicas.size()
+        room = mine.new_empty(count * mine.numel()) if room is None else _torch.collective_ops.wait_tensor(room)
+        own = room.chunk(count)[self._replicas.rank()]
         own.copy_(mine)
-        _torch.collective_ops.all_gather_into_tensor_out(own, count, self._replicas.group_name, out=shard)
-        self.fresh = True
+        return _torch.collective_ops.all_gather_into_tensor_out(own, count, self._replicas.group_name, out=room)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False) -> None:
         if not self.fresh:
             self._over_replicas(input_tensor)
         shard, count = _torch.collective_ops.wait_tensor(self.shard()), self._replicas.size()
-        parts = zip(output_tensor.chunk(count), shard.chunk(count))
-        _together(_torch.all_gather(whole, part, self._shards, async_op=True) for whole, part in parts)
+        if self._trained is not None:
+            (got, places), self._trained = self._trained, None
+            parts = _torch.collective_ops.wait_tensor(got).view(count, -1).split([place.stop - place.start for place in places], 1)
+            for place, part in zip(places, parts):
+                shard.view(count, -1)[:, place].copy_(part)
+        together = zip(output_tensor.chunk(count), shard.chunk(count))
+        _together(_torch.all_gather(whole, part, self._shards, async_op=True) for whole, part in together)
 
 
 class _Reduce(_Allocates):
@@ -109,27 +138,31 @@ class ReplicaShards:
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, replicas: str, shards: str) -> None:
         self._module = module
-        self._seen: tuple[int, ...] = ()
+        self._seen: list[list[int]] = [[], []]
         self._replicas = mesh[replicas].size()
         groups = mesh.get_group(replicas), mesh.get_group(shards)
         self.reduce = _Reduce(*groups, exchanges=mesh.device_type == "cpu")
         self._gathers = []
         for unit in _torch.units_with_parameters(module):
-            gather = _Gather(lambda unit=unit: _torch.gathered_inputs(unit), *groups)  # type: ignore[misc]
+            gather = _Gather(unit, *groups)
             unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(self.reduce)
             self._gathers.append(gather)
 
-    def changed(self) -> None:
-        """Remember that slices may have other values than the shards."""
+    def changed(self, *, frozen: bool = False) -> None:
+        """Remember that slices of trained parameters, or also of ``frozen`` ones, may have other values than the shards."""
         for each in self._gathers:
             each.fresh = False
+            each.complete = each.complete and not frozen
 
-    def written(self) -> bool:
-        """Tell whether somebody wrote slices since the last call, as far as the tensors count their writes."""
-        before = self._seen
-        self._seen = tuple(each._version for held in self._module.parameters() for each in (held, getattr(held, "_local_tensor", held)))
-        return self._seen != before
+    def written(self) -> int:
+        """Return what was written since the last call, as far as tensors count it: 1 trained parameters, 2 frozen ones, 0 none."""
+        before, held = self._seen, list(self._module.parameters())
+        self._seen = [
+            [each._version for one in held if one.requires_grad is trains for each in (one, getattr(one, "_local_tensor", one))]
+            for trains in (True, False)
+        ]
+        return 2 if self._seen[1] != before[1] else int(self._seen[0] != before[0])
 
     def begin(self) -> None:
         """Start to gather the shards that are out of date, the first unit's first. Collective over replicas."""
