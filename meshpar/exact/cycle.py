@@ -30,7 +30,7 @@ from meshpar.exact.verify import SplitTest, verified
 from meshpar.passes.applied import applied
 from meshpar.passes.installed import set_forward
 from meshpar.patterns import class_name
-from meshpar.placements import local_tensor, unevenly_split
+from meshpar.placements import local_tensor, sharded_axes, unevenly_split
 from meshpar.state.full import guard_optimizer
 
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
@@ -427,6 +427,11 @@ class Cycle:
             raise MeshparError(
                 "LBFGS takes all parameters for one vector, and torch cannot make one of parameters that ranks hold unequal parts of; use "
                 "Replicate(), or an optimizer that looks at each element, or at each parameter, alone"
+            )
+        if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(each) for each in held):
+            raise MeshparError(
+                "torch.optim.Adafactor reads norms of whole parameters and keeps factors of their rows and columns, and cannot where ranks "
+                "hold parts of them; use Replicate(), or an optimizer whose state has the shape of the parameters: AdamW, SGD, RMSprop"
             )
         self._steps += 1
         self._changed()
