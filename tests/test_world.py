@@ -240,12 +240,12 @@ def real_bytes(passes, expected):
 
 
 def test_the_search_proposes_it_where_replicas_cannot_each_have_an_optimizer():
-    """In nodes of two ranks, 16 bytes a parameter over 2 shards do not fit, over all 8 ranks and with shards in bfloat16 they do."""
+    """In nodes of two ranks, 16 bytes a parameter over 2 shards do not fit, and over all 8 ranks with shards in bfloat16 they do."""
     with torch.device("meta"):
         model = transformer(dim=256, hidden=1024, layers=8)
     count = sum(each.numel() for each in model.parameters())
     h100 = Hardware.load("h100")
-    small = replace(h100, node=2, memory=h100.reserved + 6 * count)
+    small = replace(h100, node=2, memory=h100.reserved + 6 * count, network_bandwidth=1e8)
     found = search(model, model.meshpar_layout(), Batch(sequence=16), small, 8, recompute=("full",), micro_batches=(1,), top=1)
     first, best = found.fitting[0], found.best[0]
     assert first.settings.world and dict(best.mesh.axes) == {"dp_replicate": 4, "dp_shard": 2} and "optimizer=world" in str(first.settings)

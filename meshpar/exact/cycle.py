@@ -265,7 +265,7 @@ class Cycle:
             self.agreement.batch((args, kwargs))
 
     def _gather_shards(self) -> None:
-        """Start to gather over replicas what has changed since the last forward: all units at once, beside the first ones' computing."""
+        """Start to gather over replicas what has changed since the last forward."""
         if self._shards is None:
             return
         _torch.make_ready(self.module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, final
 
 import torch
@@ -29,6 +29,7 @@ class _Gather(_Allocates):
     Attributes:
         fresh: the shard has the values of the slices.
         complete: what is frozen has them in any case.
+        following: the gather of the next unit, whose hop over replicas runs beside this unit's computing.
     """
 
     def __init__(self, unit: FSDPModule, replicas: dist.ProcessGroup, shards: dist.ProcessGroup) -> None:
@@ -36,6 +37,7 @@ class _Gather(_Allocates):
         self._shard: Tensor | None = None
         self._trained: tuple[Tensor, list[slice]] | None = None
         self.fresh = self.complete = False
+        self.following: _Gather | None = None
 
     def begin(self) -> None:
         """Start the hop over replicas, which the next gather waits for, unless the shard is up to date."""
@@ -84,6 +86,8 @@ class _Gather(_Allocates):
             parts = _torch.collective_ops.wait_tensor(got).view(count, -1).split([place.stop - place.start for place in places], 1)
             for place, part in zip(places, parts):
                 shard.view(count, -1)[:, place].copy_(part)
+        if self.following is not None:
+            self.following.begin()
         together = zip(output_tensor.chunk(count), shard.chunk(count))
         _together(_torch.all_gather(whole, part, self._shards, async_op=True) for whole, part in together)
 
@@ -92,7 +96,7 @@ class _Reduce(_Allocates):
     """The reduce-scatter of a unit: over the replica's shards, then over replicas.
 
     Attributes:
-        exchanges: the second hop is an all-to-all and a sum, because gloo's reduce-scatter is an all-reduce, which sends twice the bytes.
+        exchanges: a hop is an all-to-all and a sum, because gloo's reduce-scatter is an all-reduce, which sends twice the bytes.
     """
 
     def __init__(self, replicas: dist.ProcessGroup, shards: dist.ProcessGroup, *, exchanges: bool) -> None:
@@ -101,17 +105,20 @@ class _Reduce(_Allocates):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: Any, async_op: bool = False) -> None:
         count = self._replicas.size()
         sums = input_tensor.new_empty(count * output_tensor.numel())
-        parts = zip(sums.chunk(count), input_tensor.chunk(count))
-        _together(_torch.reduce_scatter(total, part, op, self._shards, async_op=True) for total, part in parts)
-        averages = op == dist.ReduceOp.AVG
-        if self.exchanges:
-            received = torch.empty_like(sums)
-            dist.all_to_all_single(received, sums, group=self._replicas)
-            torch.sum(received.view(count, -1), 0, out=output_tensor)
-            if averages:
-                output_tensor /= count
-        else:
-            _torch.reduce_scatter(output_tensor, sums, dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM, self._replicas)
+        self._hop(list(sums.chunk(count)), list(input_tensor.chunk(count)), op, self._shards)
+        self._hop([output_tensor], [sums], op if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM, self._replicas)
+
+    def _hop(self, outputs: list[Tensor], inputs: list[Tensor], op: Any, group: dist.ProcessGroup) -> None:
+        """Reduce-scatter several tensors over a group."""
+        if not self.exchanges:
+            _together(_torch.reduce_scatter(output, each, op, group, async_op=True) for output, each in zip(outputs, inputs))
+            return
+        received = [torch.empty_like(each) for each in inputs]
+        _together(dist.all_to_all_single(got, each, group=group, async_op=True) for got, each in zip(received, inputs))
+        for output, got in zip(outputs, received):
+            torch.sum(got.view(group.size(), -1), 0, out=output)
+            if op == dist.ReduceOp.AVG:
+                output /= group.size()
 
 
 def _together(works: Iterable[dist.Work | None]) -> None:
@@ -142,12 +149,15 @@ class ReplicaShards:
         self._replicas = mesh[replicas].size()
         groups = mesh.get_group(replicas), mesh.get_group(shards)
         self.reduce = _Reduce(*groups, exchanges=mesh.device_type == "cpu")
+        unit: Any  # FSDP2 names the classes of its collectives in private modules alone
         self._gathers = []
         for unit in _torch.units_with_parameters(module):
             gather = _Gather(unit, *groups)
             unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(self.reduce)
             self._gathers.append(gather)
+        for each, following in pairwise(self._gathers):
+            each.following = following
 
     def changed(self, *, frozen: bool = False) -> None:
         """Remember that slices of trained parameters, or also of ``frozen`` ones, may have other values than the shards."""
@@ -165,9 +175,9 @@ class ReplicaShards:
         return 2 if self._seen[1] != before[1] else int(self._seen[0] != before[0])
 
     def begin(self) -> None:
-        """Start to gather the shards that are out of date, the first unit's first. Collective over replicas."""
-        for each in self._gathers:
-            each.begin()
+        """Start to gather the first unit's shard, if it is out of date; each unit starts the next one's. Collective over replicas."""
+        if self._gathers:
+            self._gathers[0].begin()
 
     def tensors(self) -> list[Tensor]:
         """Return the shards of all units, of which those that were never gathered have no values yet."""
