@@ -51,6 +51,7 @@ class Comparisons(Protocol):
 
     def written(self, here: int) -> int:
         """Before a forward whose parameters all data ranks split: the largest of their numbers."""
+        ...
 
     def micro_batches(self, left: int) -> None:
         """Before a micro-batch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from meshpar import _torch
+
+_AHEAD = 2  # units: one leaves the link between replicas idle while ranks compare notes, all would put these behind everything
 
 
 class _Allocates:
@@ -29,7 +31,7 @@ class _Gather(_Allocates):
     Attributes:
         fresh: the shard has the values of the slices.
         complete: what is frozen has them in any case.
-        following: the gather of the next unit, whose hop over replicas runs beside this unit's computing.
+        following: the gather of a later unit, whose hop over replicas runs beside this unit's computing.
     """
 
     def __init__(self, unit: FSDPModule, replicas: dist.ProcessGroup, shards: dist.ProcessGroup) -> None:
@@ -72,10 +74,10 @@ class _Gather(_Allocates):
     def _gathered(self, mine: Tensor, room: Tensor | None = None) -> Tensor:
         """Start to gather slices in ``room``, and return it."""
         count = self._replicas.size()
-        room = mine.new_empty(count * mine.numel()) if room is None else _torch.collective_ops.wait_tensor(room)
-        own = room.chunk(count)[self._replicas.rank()]
+        memory: Tensor = mine.new_empty(count * mine.numel()) if room is None else _torch.collective_ops.wait_tensor(room)
+        own = memory.chunk(count)[self._replicas.rank()]
         own.copy_(mine)
-        return _torch.collective_ops.all_gather_into_tensor_out(own, count, self._replicas.group_name, out=room)
+        return _torch.collective_ops.all_gather_into_tensor_out(own, count, self._replicas.group_name, out=memory)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False) -> None:
         if not self.fresh:
@@ -156,7 +158,7 @@ class ReplicaShards:
             unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(self.reduce)
             self._gathers.append(gather)
-        for each, following in pairwise(self._gathers):
+        for each, following in zip(self._gathers, self._gathers[_AHEAD:]):
             each.following = following
 
     def changed(self, *, frozen: bool = False) -> None:
@@ -175,9 +177,9 @@ class ReplicaShards:
         return 2 if self._seen[1] != before[1] else int(self._seen[0] != before[0])
 
     def begin(self) -> None:
-        """Start to gather the first unit's shard, if it is out of date; each unit starts the next one's. Collective over replicas."""
-        if self._gathers:
-            self._gathers[0].begin()
+        """Start to gather the first units' shards, if out of date; each unit starts a later one's. Collective over replicas."""
+        for each in self._gathers[:_AHEAD]:
+            each.begin()
 
     def tensors(self) -> list[Tensor]:
         """Return the shards of all units, of which those that were never gathered have no values yet."""
