@@ -252,8 +252,8 @@ def test_the_search_proposes_it_where_replicas_cannot_each_have_an_optimizer():
     assert proposed.settings.world and "optimizer=world" in str(proposed.settings)
     exact = forecast(Plan(mesh, proposed.settings.passes()), model, Batch(sequence=16), hardware=small, depth="all")
     assert exact.fits and abs(proposed.peak - exact.memory.peak) < 0.1 * exact.memory.peak, (proposed.peak, exact.memory.peak)
-    plain = {each.settings.mesh(): each.settings.world for each in (*found.fitting, *found.out) if each.settings.replicas > 1}
-    assert plain and all(world or mesh.axes["dp_shard"] > 2 for mesh, world in plain.items())
+    hybrids = [each.settings for each in (*found.fitting, *found.out) if each.settings.replicas > 1 and each.settings.tp == 1]
+    assert {each.shards: each.world for each in hybrids} == {2: True, 4: False}
 
 
 def test_what_cannot_be_is_refused():
