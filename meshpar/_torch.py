@@ -4,7 +4,7 @@
   (pytorch/pytorch#166433). It goes when ``torch.distributed.fsdp`` exports it.
 - ``collective_ops``: the collectives as operators that autograd functions and ``torch.compile`` can hold. Their Python wrappers are
   renamed between releases (torch 2.13 deprecates ``all_gather_tensor``, which 2.11 has alone); the operators keep their names. They go when
-  the wrappers are public.
+  the wrappers are public. ``all_gather`` and ``reduce_scatter`` of one tensor have other names since torch 2.13.
 - ``ignore_profiler_marks``: torch's own list of operators to ignore lacks them; it goes when the list has them.
 - ``Units``: what FSDP2 keeps of its units: which weights are gathered, under which parameters, and whether gradients are reduced. It
   reduces what has a gradient on this rank, which may be something else on another rank; torch 2.13 has
@@ -17,6 +17,7 @@
 - ``drop_unreduced_gradients``: torch 2.13 has ``reset_iter_state`` for it, 2.11 nothing.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
+- ``flattened``: FSDP2 takes one axis to shard over; flattening several is private (``gathered_inputs`` is what it sends over it).
 - ``StridedShard``: how FSDP2 names its split of a dim that the tensor axis split before (pytorch/pytorch#126697).
 - ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664). The context
   of its recomputation, ``_no_hook``, can be entered once, and a second backward through one forward enters it once more: ours takes its
@@ -49,6 +50,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable import checkpoint_activation
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -202,11 +204,12 @@ class Units:
                     return each._param_fqn or info.param_name
         return None
 
-    def make_ready(self, module: nn.Module) -> None:
-        """Let ``module`` be the outermost one also where a part of it is called first."""
-        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-        if state is not None and state._is_root is None:
-            state._lazy_init()
+
+def make_ready(module: nn.Module) -> None:
+    """Let ``module`` be the outermost one also where a part of it is called first."""
+    state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+    if state is not None and state._is_root is None:
+        state._lazy_init()
 
 
 def _unseen(inner: Callable[..., None]) -> Callable[..., None]:
@@ -225,6 +228,33 @@ def _groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     # torch 2.13 allows a state several groups, where 2.11 has one.
     return [each for each in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if each is not None]
+
+
+def units_with_parameters(module: nn.Module) -> list[FSDPModule]:
+    """Return the units of a module that hold parameters, outermost first."""
+    return [child for child in module.modules() if isinstance(child, FSDPModule) and _groups(child)]
+
+
+@torch.no_grad()
+def gathered_inputs(unit: FSDPModule) -> list[tuple[torch.Tensor, bool]]:
+    """Return what this rank sends when a sharded unit is gathered, as FSDP2 sends it, each part with whether it is trained."""
+    held = [each for group in _groups(unit) for each in group.fsdp_params]
+    parts = [(part, each.sharded_param.requires_grad) for each in held for part in each.all_gather_inputs]
+    mixed = len({part.dtype for part, _ in parts}) > 1
+    return [(part.view(torch.uint8) if mixed else part, trained) for part, trained in parts]
+
+
+def gathered_bytes(unit: FSDPModule) -> int:
+    """Return the bytes of :func:`gathered_inputs`, also on the meta device."""
+    held = ((each, group.mp_policy.param_dtype or each.sharded_param.dtype) for group in _groups(unit) for each in group.fsdp_params)
+    return sum(each.padded_sharded_param_size.numel() * dtype.itemsize for each, dtype in held)
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the one axis over all ranks of a mesh, named after its axes: ``"dp_replicate+dp_shard"``."""
+    flat = mesh._flatten("+".join(mesh.mesh_dim_names or ()))
+    share_timeout([flat.get_group()])
+    return flat
 
 
 def gather_before_backward(unit: nn.Module, output: object, tensors: Iterable[Any]) -> None:
@@ -336,6 +366,8 @@ def output_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 collective_ops = torch.ops._c10d_functional
+all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 __all__ = ["StridedShard", "assert_async", "checkpoint", "collective_ops", "drop_unreduced_gradients", "ignore_profiler_marks", "replicate"]
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.layout import ModelLayout
+from meshpar.passes.applied import applied
 from meshpar.passes.base import find_blocks
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, shard_dim
@@ -55,6 +56,8 @@ class Description:
         gradient_bytes: the same for gradients (of trainable parameters).
         optimizer_bytes: AdamW's two moments of trainable parameters; None: another optimizer, whose state is not known.
         buffer_bytes: buffers, which every rank holds whole.
+        shard_bytes: the shard that this rank keeps for its replica, in the computing dtype, where it stores a slice of the shard
+            (``HybridShard(optimizer="world")``).
     """
 
     title: str
@@ -64,11 +67,12 @@ class Description:
     gradient_bytes: int
     optimizer_bytes: int | None
     buffer_bytes: int
+    shard_bytes: int
 
     @property
     def total_bytes(self) -> int:
         """Bytes that live through the whole of training; activations and gathered units come on top."""
-        return self.parameter_bytes + self.gradient_bytes + (self.optimizer_bytes or 0) + self.buffer_bytes
+        return self.parameter_bytes + self.gradient_bytes + (self.optimizer_bytes or 0) + self.buffer_bytes + self.shard_bytes
 
     def __str__(self) -> str:
         head = ("block", "parameter", "shape", "placement", "dtype", "bytes a rank")
@@ -86,10 +90,11 @@ class Description:
         widths = [max(len(line[column]) for line in (head, *body)) for column in range(len(head))]
         lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in (head, *body)]
         optimizer = "optimizer state of unknown size" if self.optimizer_bytes is None else f"{_size(self.optimizer_bytes)} of AdamW state"
+        shards = f", {_size(self.shard_bytes)} of shards for its replica" if self.shard_bytes else ""
         totals = (
             f"{self.parameters:,} parameters; this rank stores "
             f"{_size(self.parameter_bytes)} of parameters, {_size(self.gradient_bytes)} of gradients, "
-            f"{optimizer} and {_size(self.buffer_bytes)} of buffers: {_size(self.total_bytes)} in all, "
+            f"{optimizer}{shards} and {_size(self.buffer_bytes)} of buffers: {_size(self.total_bytes)} in all, "
             "activations and gathered units aside"
         )
         return "\n".join([self.title, "", lines[0], "-" * len(lines[0]), *lines[1:], "", totals])
@@ -116,6 +121,7 @@ def describe(module: nn.Module, layout: ModelLayout, title: str) -> Description:
             rank_bytes=size,
         )
         rows.setdefault(block, []).append(row)
+    shards = applied(module).replica_shards
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     return Description(
         title=f"{class_name(module)} under {title}",
@@ -125,6 +131,7 @@ def describe(module: nn.Module, layout: ModelLayout, title: str) -> Description:
         gradient_bytes=gradients,
         optimizer_bytes=ADAM_STATE_TENSORS * gradients,
         buffer_bytes=buffers,
+        shard_bytes=0 if shards is None else shards.nbytes,
     )
 
 

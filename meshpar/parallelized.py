@@ -210,7 +210,7 @@ class Parallelized:
         Args:
             micro_batches: any iterable. Every rank must pass the same number.
             reduce_each: reduce-scatter after every micro-batch, which keeps gradients sharded. Hybrid sharding still reduces over
-                ``dp_replicate`` once.
+                ``dp_replicate`` once, except with ``optimizer="world"``, which then keeps slices of the shards only.
         """
         units = [unit for unit in (self.module,) if hasattr(unit, "set_requires_gradient_sync")]
         waiting: list[Micro] = []

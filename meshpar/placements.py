@@ -18,12 +18,13 @@ def shard_dim(placement: Placement) -> int | None:
 
 
 def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
-    """Return the names of the mesh axes over which ``tensor`` is split; none for a plain tensor."""
+    """Return the names of the mesh axes over which ``tensor`` is split; none for a plain tensor. A flattened axis stands for its parts."""
     if not isinstance(tensor, DTensor):
         return ()
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None, "meshpar's meshes have names"
-    return tuple(name for name, placement in zip(names, tensor.placements, strict=True) if shard_dim(placement) is not None)
+    split = (name for name, placement in zip(names, tensor.placements, strict=True) if shard_dim(placement) is not None)
+    return tuple(part for name in split for part in name.split("+"))
 
 
 def local_index(

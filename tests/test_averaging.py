@@ -22,6 +22,7 @@ PLANS = {
     "tp": ("tp=4", [TensorParallel()]),
     "fsdp-tp": ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]),
     "replicate-tp": ("dp_replicate=2,tp=2", [TensorParallel(), Replicate()]),
+    "world": ("dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world")]),
     "offload": ("dp_shard=4", [FullyShard(offload="cpu")]),
 }
 SIZES = {"hidden": 50, "kv_heads": 4, "tied": True}

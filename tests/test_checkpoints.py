@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import meshpar
+from meshpar._torch import flattened
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, read_manifest, verify_files
 from meshpar.layout import ModelLayout
 from meshpar.models import Transformer, TransformerConfig
@@ -73,9 +74,9 @@ def make(kind: str, seed: int) -> Job:
         mesh = init_device_mesh("cpu", (world(),), mesh_dim_names=("dp_shard",))
         fully_shard(module, mesh=mesh, ignored_params={module.low})
         return Job(module, mesh)
-    if kind == "hsdp":
+    if kind in ("hsdp", "world"):
         mesh = init_device_mesh("cpu", (2, world() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-        fully_shard(module, mesh=mesh, ignored_params={module.low})
+        fully_shard(module, mesh=flattened(mesh) if kind == "world" else mesh, ignored_params={module.low})
         return Job(module, mesh)
     if kind in ("fsdp_tp", "hsdp_tp", "tp"):
         tp = world() if kind == "tp" else 2

@@ -17,8 +17,8 @@ from tests.test_checkpoints import assert_same, everything, make, optimizer_of, 
 
 KINDS = {
     2: ("fsdp", "hsdp", "fsdp_tp"),
-    4: ("fsdp", "hsdp", "fsdp_tp", "hsdp_tp", "tp", "replicate"),
-    8: ("fsdp", "hsdp", "fsdp_tp", "hsdp_tp"),
+    4: ("fsdp", "hsdp", "fsdp_tp", "hsdp_tp", "tp", "replicate", "world"),
+    8: ("fsdp", "hsdp", "fsdp_tp", "hsdp_tp", "world"),
 }
 SAVED = [f"{kind}-{ranks}" for ranks, kinds in KINDS.items() for kind in kinds]
 

@@ -33,6 +33,7 @@ CASES = {
     "replicas": ("dp_replicate=2", [Replicate()]),
     "hybrid": ("dp_replicate=2,dp_shard=2", [HybridShard()]),
     "hybrid, recomputed": ("dp_replicate=2,dp_shard=2", [ActivationCheckpoint(), HybridShard()]),
+    "hybrid, optimizer of the world": ("dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world", param_dtype=torch.bfloat16)]),
     "tp": ("tp=2", [TensorParallel()]),
     "tp, recomputed": ("tp=2", [TensorParallel(loss_parallel=True), ActivationCheckpoint()]),
     "fsdp x tp": ("dp_shard=2,tp=2", [SP, FullyShard()]),

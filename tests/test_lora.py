@@ -31,6 +31,7 @@ PLANS: dict[str, tuple[str, list[Any]]] = {
     "fsdp-tp": ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]),
     "fsdp-tp-sequence": ("dp_shard=2,tp=2", [SEQUENCE, FullyShard()]),
     "hsdp": ("dp_replicate=2,dp_shard=2", [HybridShard()]),
+    "world": ("dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world")]),
 }
 SETTINGS = LoRA(targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), rank=4, alpha=8.0)
 GPT2_SETTINGS = LoRA(targets=("c_attn", "c_proj", "c_fc"), rank=4)

@@ -47,6 +47,7 @@ MESHES = {
     "replicate": ("dp_replicate=4", [Replicate()]),
     "fsdp": ("dp_shard=4", [FullyShard()]),
     "hsdp": ("dp_replicate=2,dp_shard=2", [HybridShard()]),
+    "world": ("dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world")]),
     "fsdp-tp": ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]),
     "replicate-tp": ("dp_replicate=2,tp=2", [TensorParallel(), Replicate()]),
 }

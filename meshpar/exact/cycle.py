@@ -30,7 +30,7 @@ from meshpar.exact.verify import SplitTest, verified
 from meshpar.passes.applied import applied
 from meshpar.passes.installed import set_forward
 from meshpar.patterns import class_name
-from meshpar.placements import local_tensor, unevenly_split
+from meshpar.placements import local_tensor, sharded_axes, unevenly_split
 from meshpar.state.full import guard_optimizer
 
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
@@ -48,6 +48,10 @@ class Comparisons(Protocol):
 
     def unit(self, name: str, trained: str) -> None:
         """Before the forward of a unit, with a digit for each of its parameters."""
+
+    def written(self, here: int) -> int:
+        """Before a forward whose parameters all data ranks split: the largest of their numbers."""
+        ...
 
     def micro_batches(self, left: int) -> None:
         """Before a micro-batch."""
@@ -75,7 +79,7 @@ class Cycle:
         self.mixing_test: MixingTest | None = None
         self._eager = ExitStack()
         known = applied(module)
-        self.whole, self._selective = known.whole, known.selective
+        self.whole, self._selective, self._shards = known.whole, known.selective, known.replica_shards
         recomputed = [child for block in known.recomputed for child in block.modules()]
         self._recomputed = [child for child in recomputed if child._buffers and not isinstance(child, _BatchNorm)]
         self.reducing = True
@@ -256,10 +260,23 @@ class Cycle:
             )
         # What an earlier forward left gathered may be older than the last step: any code may have changed the shards since.
         self._units.reshard()
+        self._gather_shards()
         if torch.is_grad_enabled():
             self._refuse_left()
         if self.agreement is not None and torch.is_grad_enabled():
             self.agreement.batch((args, kwargs))
+
+    def _gather_shards(self) -> None:
+        """Start to gather over replicas what has changed since the last forward."""
+        if self._shards is None:
+            return
+        _torch.make_ready(self.module)
+        written = self._shards.written()
+        if self.agreement is not None:
+            written = self.agreement.written(written)
+        if written:
+            self._shards.changed(frozen=written > 1)
+        self._shards.begin()
 
     def _refuse_whole_sequences(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse what a model computes over a whole sequence, of which each rank has a part."""
@@ -291,8 +308,9 @@ class Cycle:
             stack.enter_context(_outside_inference_mode())
             self._outside[unit] = stack
         if not self._depth and not _torch.in_backward():
-            self._units.make_ready(self.module)
+            _torch.make_ready(self.module)
             self._units.reshard()
+            self._gather_shards()
         self._units.show(unit)
         if self.agreement is not None and not _torch.in_backward():
             self.agreement.unit(self._names[unit], self._units.trained(unit))
@@ -372,6 +390,7 @@ class Cycle:
             if self._units.hooked() or self._units.hooked_after():
                 self._refuse_hooks()
             return
+        self._changed()
         unused = self._units.take_filled() + ([] if self.whole is None else self.whole.reduce())
         if self.agreement is not None and any(each.grad is not None for each in self.module.parameters()):
             self.agreement.gradients(unused)
@@ -418,7 +437,13 @@ class Cycle:
                 "LBFGS takes all parameters for one vector, and torch cannot make one of parameters that ranks hold unequal parts of; use "
                 "Replicate(), or an optimizer that looks at each element, or at each parameter, alone"
             )
+        if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(each) for each in held):
+            raise MeshparError(
+                "torch.optim.Adafactor reads norms of whole parameters and keeps factors of their rows and columns, and cannot where ranks "
+                "hold parts of them; use Replicate(), or an optimizer whose state has the shape of the parameters: AdamW, SGD, RMSprop"
+            )
         self._steps += 1
+        self._changed()
         self._refuse_left()
         if optimizer not in self._guarded:
             self._guarded.add(optimizer)
@@ -449,6 +474,12 @@ class Cycle:
         """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained and saved."""
         if not self._depth and not _torch.in_backward():
             self._units.reshard()
+            self._changed()
+
+    def _changed(self) -> None:
+        """Remember that trained parameters may change before the next forward."""
+        if self._shards is not None:
+            self._shards.changed()
 
 
 @final

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -115,13 +116,15 @@ def on_nodes(plan: Plan, profile: Hardware) -> Plan:
 
 
 def trace_of(job: Simulation, layout: ModelLayout, depth: str = "probes") -> tuple[Trace, str]:
-    """Return the trace of ``job`` at its model's whole depth, and whether it was replayed or extrapolated from probes."""
-    jobs = probes(job, layout) if depth == "probes" else [job]
-    traces = simulate(jobs, workers=len(jobs))
-    if len(jobs) == 1:
-        return traces[0], "all"
-    _, blocks = like_blocks(job.model, layout)
-    return deepened(traces[0], traces[1], blocks), "probes"
+    """Return the trace of ``job`` at its model's whole depth, and whether it was replayed or extrapolated from probes.
+
+    A plan whose phases have several stretches of blocks, such as one that gathers all units ahead, cannot be extrapolated and is replayed.
+    """
+    if depth == "probes" and len(jobs := probes(job, layout)) > 1:
+        few, more = simulate(jobs, workers=len(jobs))
+        with suppress(MeshparError):
+            return deepened(few, more, like_blocks(job.model, layout)[1]), "probes"
+    return simulate([job])[0], "all"
 
 
 def probes(job: Simulation, layout: ModelLayout) -> list[Simulation]:

@@ -69,6 +69,8 @@ def settle(par: Parallelized, device_type: str) -> None:
     par.cycle.agreement = Settled(par, on_cpu=device_type == "cpu")
     if (split := applied(par.module).split) is not None and split.arrivals is not None:
         split.arrivals.sends = device_type == "cpu"
+    if (shards := applied(par.module).replica_shards) is not None:
+        shards.reduce.exchanges = device_type == "cpu"
 
 
 @final
@@ -88,6 +90,12 @@ class Settled:
 
     def whole(self, batch: object) -> None:
         """Only the first steps compare batches that are split by positions."""
+
+    def written(self, here: int) -> int:
+        """Send what is looked at; nobody writes parameters but the optimizer."""
+        if self._on_cpu:
+            self._par.data_sum(torch.empty((), dtype=torch.int64, device=self._par.device))
+        return here
 
     def unit(self, name: str, trained: str) -> None:
         """Send the marks of a unit, where they are looked at."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ class Settings:
     Attributes:
         replicas, shards, tp: sizes of the axes.
         reshard: free gathered parameters after forward.
+        world: the replicas split one optimizer (``HybridShard(optimizer="world")``).
         recompute: ``none``, ``selective`` or ``full``.
         micro_batch: samples in one forward pass.
         beside: passes that are not varied.
@@ -53,6 +54,7 @@ class Settings:
     micro_batch: int
     beside: tuple[Pass, ...]
     fixed: Mapping[str, int]
+    world: bool = False
 
     def mesh(self) -> MeshSpec:
         """Return the mesh, without axes of size 1 other than ``dp_shard``."""
@@ -68,14 +70,15 @@ class Settings:
         if self.recompute != "none":
             passes.append(ActivationCheckpoint(mode="full" if self.recompute == "full" else "selective"))
         if "dp_shard" not in claimed:
-            sharding = HybridShard if self.replicas > 1 else FullyShard
-            passes.append(sharding(reshard_after_forward=self.reshard, param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+            common: dict[str, Any] = {"reshard_after_forward": self.reshard, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+            optimizer: Literal["replica", "world"] = "world" if self.world else "replica"
+            passes.append(HybridShard(optimizer=optimizer, **common) if self.replicas > 1 else FullyShard(**common))
         return sorted(passes, key=lambda each: each.stage)
 
     def __str__(self) -> str:
         kept = "" if self.reshard else ", parameters kept gathered"
         again = "no recomputation" if self.recompute == "none" else f"{self.recompute} recomputation"
-        return f"{self.mesh()}; micro-batch {self.micro_batch}; {again}{kept}"
+        return f"{self.mesh()}; micro-batch {self.micro_batch}; {again}{kept}{', optimizer=world' if self.world else ''}"
 
 
 @final
@@ -308,11 +311,16 @@ def _estimates(asked: _Asked, pair: tuple[Trace, Trace], depth: int, family: tup
     room = int(asked.hardware.memory - asked.hardware.reserved)
     for replicas, shards in _splits(asked, family[0]):
         settings = asked.settings(*family, replicas=replicas, shards=shards, micro_batch=size)
-        split = sum(memory.held.get(name, 0) for name in ("parameters", "gradients", "optimizer"))
-        peak = memory.peak - split + split * shards_then // shards
+        state = {name: memory.held.get(name, 0) * shards_then for name in ("parameters", "gradients", "optimizer")}
+        others, held = memory.peak - sum(state.values()) // shards_then, sum(state.values()) // shards
+        if others + held > room and replicas > 1 and "dp_shard" not in _claimed(asked.beside):
+            # Replicas that cannot have an optimizer each share one, and keep shards of the parameters in bfloat16.
+            settings, width = replace(settings, world=True), next(asked.model.parameters()).itemsize
+            held = sum(state.values()) // (shards * replicas) + state["parameters"] * torch.bfloat16.itemsize // (width * shards)
+        peak = others + held
         if peak > room:
-            held = dict(memory.held) | {"model state": split * shards_then // shards}
-            most = max((name for name in held if name not in ("parameters", "gradients", "optimizer")), key=lambda name: held[name])
+            parts = {name: value for name, value in memory.held.items() if name not in state} | {"model state": held}
+            most = max(parts, key=lambda name: parts[name])
             problem = f"needs {peak / 2**30:.0f} GiB of {room / 2**30:.0f}, most of it {most}"
             yield Candidate(settings=settings, tokens_per_second=0.0, peak=peak, problem=problem)
             continue

@@ -19,6 +19,7 @@ from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.trace import HELD, Trace
 from meshpar.loss import token_loss
 from meshpar.parallelized import Parallelized
+from meshpar.passes.applied import applied
 from meshpar.passes.base import find_blocks
 from meshpar.placements import local_tensor
 from meshpar.training.objectives import EXAMPLES
@@ -204,15 +205,17 @@ def _hold_state(
     """Tell the recorder what is there before the step; returns bytes as allocated, and to the byte."""
     state = [each for states in optimizer.state.values() for each in states.values() if isinstance(each, Tensor) and each.ndim]
     counters = [each for states in optimizer.state.values() for each in states.values() if isinstance(each, Tensor) and not each.ndim]
+    gathered = [each for module in (par.module, *beside) if (kept := applied(module).replica_shards) for each in kept.tensors()]
     parts: dict[str, list[Tensor]] = {
-        "parameters": [_stored(each) for module in (par.module, *beside) for each in module.parameters()],
+        "parameters": [*(_stored(each) for module in (par.module, *beside) for each in module.parameters()), *gathered],
         "optimizer": [_stored(each) for each in (*state, *counters)],
         "buffers": [_stored(each) for each in par.module.buffers()],
         "inputs": [each for batch in batches for each in batch.values()],
     }
     held = {name: recorder.hold(iter(tensors), name) for name, tensors in parts.items()}
     exact = {
-        "parameters": sum(local_tensor(each).nbytes for module in (par.module, *beside) for each in module.parameters()),
+        "parameters": sum(local_tensor(each).nbytes for module in (par.module, *beside) for each in module.parameters())
+        + sum(each.nbytes for each in gathered),
         "gradients": 0,
         "optimizer": sum(local_tensor(each).nbytes for each in state),
         "buffers": sum(local_tensor(each).nbytes for each in par.module.buffers()),

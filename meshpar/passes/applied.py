@@ -10,6 +10,7 @@ from torch import nn
 from meshpar.layout import ModelLayout
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.whole import WholeParameters
+from meshpar.passes.world import ReplicaShards
 
 
 @final
@@ -21,6 +22,7 @@ class Applied:
         layout: the description that the plan used.
         split: what the styles that split features share.
         whole: the parameters that data ranks keep whole.
+        replica_shards: what the ranks of a replica keep of parameters that all data ranks split.
         recomputed: the blocks whose forward runs once more in backward.
         selective: a recomputation uses results that the forward kept, which torch lets one backward do.
     """
@@ -28,6 +30,7 @@ class Applied:
     layout: ModelLayout | None = None
     split: Context | None = None
     whole: WholeParameters | None = None
+    replica_shards: ReplicaShards | None = None
     recomputed: list[nn.Module] = field(default_factory=list)
     selective: bool = False
 

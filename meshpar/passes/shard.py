@@ -12,11 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from meshpar import _torch
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
 from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, block_problems, find_blocks, unmatched
 from meshpar.passes.whole import WholeParameters, kept_whole
+from meshpar.passes.world import ReplicaShards
 from meshpar.patterns import find_modules, matches, nearest
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -121,11 +123,11 @@ class _Sharding(Precision):
         kept = {id(each) for each in kept_whole(module, self.whole).values()}
         return {name for name, each in module.named_parameters(remove_duplicate=False) if id(each) not in kept}
 
-    def shard(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
-        """Apply ``fully_shard`` unit by unit, the outermost last, over ``axes``: (shards) or (replicas, shards)."""
+    def shard(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, axes: tuple[str, ...], held_on: DeviceMesh) -> None:
+        """Apply ``fully_shard`` unit by unit, the outermost last, on ``held_on``: the mesh of ``axes``, (shards) or (replicas, shards)."""
         cast_buffers(module, self.buffer_dtype)
         ignored = self.keep_whole(module, mesh, axes)
-        common: dict[str, Any] = {"mesh": mesh[axes], "offload_policy": self._offload_policy(mesh), "ignored_params": ignored}
+        common: dict[str, Any] = {"mesh": held_on, "offload_policy": self._offload_policy(mesh), "ignored_params": ignored}
         keep = self.reshard_after_forward
         *inner, (_, outer, _) = self.units(module, layout, self.min_params)
         units = [fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **common) for unit, policy, _ in inner]
@@ -183,7 +185,7 @@ class FullyShard(_Sharding, Pass):  # type: ignore[override]
         yield from self.unit_problems(self.name, module, layout, mesh.axes["dp_shard"])
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        self.shard(module, layout, mesh, self.axes)
+        self.shard(module, layout, mesh, self.axes, mesh[self.axes])
 
 
 @final
@@ -193,6 +195,10 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
 
     Put ``dp_shard`` inside a node and ``dp_replicate`` across nodes, as ``MeshSpec.auto`` does. All-gathers then stay inside the nodes,
     and one all-reduce of gradient shards crosses the nodes.
+
+    ``optimizer="world"`` splits parameters, gradients and optimizer state over all ranks of both axes. Each rank trains one slice of its
+    shard, and keeps the shard itself in ``param_dtype`` only. The all-reduce becomes a reduce-scatter in backward and an all-gather of the
+    slices in the next forward, which send the same bytes together. The results are the same.
 
     Parameters and optimizer state keep the dtype of the model: build the model in float32 for float32 master weights.
 
@@ -216,7 +222,12 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap. Defaults to FSDP2's overlap alone.
         prefetch_backward: number of units that backward gathers ahead. 1 is FSDP2's default; 0 gathers each unit when it is needed.
         min_params: merge blocks with fewer parameters than this into the unit around them.
+        optimizer: ``"replica"``: each replica has the whole optimizer state. ``"world"``: the replicas split it, with gradients and
+            parameters. With ``par.accumulate(reduce_each=True)``, each micro-batch is then reduced over ``dp_replicate``, too, into slices.
+            With ``offload="cpu"``, the shard in ``param_dtype`` stays on the device.
     """
+
+    optimizer: Literal["replica", "world"] = "replica"
 
     name = "HybridShard"
     stage = Stage.DATA
@@ -224,6 +235,13 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from self.unit_problems(self.name, module, layout, mesh.axes["dp_shard"])
+        if self.optimizer not in ("replica", "world"):
+            yield f"{self.name}(optimizer={self.optimizer!r}) is not known; use 'replica' or 'world'"
+        if self.optimizer == "world" and not isinstance(self.reshard_after_forward, bool):
+            yield (
+                f"{self.name}(optimizer='world', reshard_after_forward={self.reshard_after_forward}) reshards to parts of a replica, whose "
+                "shards are kept as they are; use reshard_after_forward=True or False"
+            )
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         if mesh.spans_nodes("dp_shard"):
@@ -233,7 +251,11 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
             )
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        self.shard(module, layout, mesh, self.axes)
+        replicas, shards = self.axes
+        splits = self.optimizer == "world" and mesh[replicas].size() > 1
+        self.shard(module, layout, mesh, self.axes, _torch.flattened(mesh[self.axes]) if splits else mesh[self.axes])
+        if splits:
+            applied(module).replica_shards = ReplicaShards(module, mesh, replicas, shards)
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:

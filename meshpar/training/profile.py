@@ -18,6 +18,7 @@ from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import axis_groups
 from meshpar.forecasting.trace import Phase
 from meshpar.parallelized import Parallelized
+from meshpar.passes.applied import applied
 from meshpar.placements import local_tensor
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.metrics import peak_memory
@@ -99,8 +100,10 @@ class Profiled:
         module, optimizer = self._par.module, self._optimizer
         recorder = Recorder(axis_groups(self._par))
         state = [each for states in optimizer.state.values() for each in states.values() if isinstance(each, torch.Tensor)]
+        shards = applied(module).replica_shards
+        parameters = [*map(local_tensor, module.parameters()), *([] if shards is None else shards.tensors())]
         held = {
-            "parameters": recorder.hold((local_tensor(each) for each in module.parameters()), "parameters"),
+            "parameters": recorder.hold(iter(parameters), "parameters"),
             "optimizer": recorder.hold((local_tensor(each) for each in state), "optimizer"),
             "buffers": recorder.hold(iter(module.buffers()), "buffers"),
         }

@@ -1,0 +1,192 @@
+"""Two hops for FSDP2: slices of all data ranks are gathered over replicas once a step, over the shards of a replica as often as needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from meshpar import _torch
+
+_AHEAD = 2  # units: one leaves the link between replicas idle while ranks compare notes, all would put these behind everything
+
+
+class _Allocates:
+    """How FSDP2 gets the memory of a collective."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+@final
+class _Gather(_Allocates):
+    """The all-gather of one unit: over replicas into the shard that this rank keeps for its replica, then over the replica's shards.
+
+    Attributes:
+        fresh: the shard has the values of the slices.
+        complete: what is frozen has them in any case.
+        following: the gather of a later unit, whose hop over replicas runs beside this unit's computing.
+    """
+
+    def __init__(self, unit: FSDPModule, replicas: dist.ProcessGroup, shards: dist.ProcessGroup) -> None:
+        self._unit, self._replicas, self._shards = unit, replicas, shards
+        self._shard: Tensor | None = None
+        self._trained: tuple[Tensor, list[slice]] | None = None
+        self.fresh = self.complete = False
+        self.following: _Gather | None = None
+
+    def begin(self) -> None:
+        """Start the hop over replicas, which the next gather waits for, unless the shard is up to date."""
+        if self.fresh:
+            return
+        parts = _torch.gathered_inputs(self._unit)
+        trained = [part for part, changes in parts if changes]
+        if not self.complete or len(trained) == len(parts):
+            self._over_replicas(torch.cat([part for part, _ in parts]))
+            return
+        self.fresh = True
+        if trained:
+            ends = list(accumulate(part.numel() for part, _ in parts))
+            places = [slice(end - part.numel(), end) for end, (part, changes) in zip(ends, parts) if changes]
+            self._trained = self._gathered(torch.cat(trained)), places
+
+    def shard(self) -> Tensor:
+        """Return the shard; one that was never gathered has memory and no values."""
+        return self._shard if self._shard is not None else self._memory(torch.cat([part for part, _ in _torch.gathered_inputs(self._unit)]))
+
+    def _memory(self, mine: Tensor) -> Tensor:
+        size = self._replicas.size() * mine.numel()
+        if self._shard is None or (self._shard.dtype, self._shard.numel()) != (mine.dtype, size):
+            self._shard = mine.new_empty(size)
+        return self._shard
+
+    def _over_replicas(self, mine: Tensor) -> None:
+        self._gathered(mine, self._memory(mine))
+        self.fresh = self.complete = True
+        self._trained = None
+
+    def _gathered(self, mine: Tensor, room: Tensor | None = None) -> Tensor:
+        """Start to gather slices in ``room``, and return it."""
+        count = self._replicas.size()
+        memory: Tensor = mine.new_empty(count * mine.numel()) if room is None else _torch.collective_ops.wait_tensor(room)
+        own = memory.chunk(count)[self._replicas.rank()]
+        own.copy_(mine)
+        return _torch.collective_ops.all_gather_into_tensor_out(own, count, self._replicas.group_name, out=memory)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False) -> None:
+        if not self.fresh:
+            self._over_replicas(input_tensor)
+        shard, count = _torch.collective_ops.wait_tensor(self.shard()), self._replicas.size()
+        if self._trained is not None:
+            (got, places), self._trained = self._trained, None
+            parts = _torch.collective_ops.wait_tensor(got).view(count, -1).split([place.stop - place.start for place in places], 1)
+            for place, part in zip(places, parts):
+                shard.view(count, -1)[:, place].copy_(part)
+        if self.following is not None:
+            self.following.begin()
+        together = zip(output_tensor.chunk(count), shard.chunk(count))
+        _together(_torch.all_gather(whole, part, self._shards, async_op=True) for whole, part in together)
+
+
+class _Reduce(_Allocates):
+    """The reduce-scatter of a unit: over the replica's shards, then over replicas.
+
+    Attributes:
+        exchanges: a hop is an all-to-all and a sum, because gloo's reduce-scatter is an all-reduce, which sends twice the bytes.
+    """
+
+    def __init__(self, replicas: dist.ProcessGroup, shards: dist.ProcessGroup, *, exchanges: bool) -> None:
+        self._replicas, self._shards, self.exchanges = replicas, shards, exchanges
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: Any, async_op: bool = False) -> None:
+        count = self._replicas.size()
+        sums = input_tensor.new_empty(count * output_tensor.numel())
+        self._hop(list(sums.chunk(count)), list(input_tensor.chunk(count)), op, self._shards)
+        self._hop([output_tensor], [sums], op if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM, self._replicas)
+
+    def _hop(self, outputs: list[Tensor], inputs: list[Tensor], op: Any, group: dist.ProcessGroup) -> None:
+        """Reduce-scatter several tensors over a group."""
+        if not self.exchanges:
+            _together(_torch.reduce_scatter(output, each, op, group, async_op=True) for output, each in zip(outputs, inputs))
+            return
+        received = [torch.empty_like(each) for each in inputs]
+        _together(dist.all_to_all_single(got, each, group=group, async_op=True) for got, each in zip(received, inputs))
+        for output, got in zip(outputs, received):
+            torch.sum(got.view(group.size(), -1), 0, out=output)
+            if op == dist.ReduceOp.AVG:
+                output /= group.size()
+
+
+def _together(works: Iterable[dist.Work | None]) -> None:
+    for work in list(works):
+        if work is not None:
+            work.wait()
+
+
+@final
+class ReplicaShards:
+    """The shards that the ranks of a replica keep of parameters that are split over all data ranks.
+
+    FSDP2 splits a unit over replicas and, in each, over shards: rank (r, s) stores slice (r, s), which it trains. Gathering takes two
+    hops. The first gathers the slices (0..R, s) over replicas into a shard in the computing dtype; it is repeated when slices have
+    changed. The second gathers the shards inside the replica, and is each of FSDP2's all-gathers. Gradients take the same hops back.
+    This is the secondary partition of ZeRO++ (Wang et al. 2023, arXiv 2306.10209), kept for a whole step.
+
+    Args:
+        module: the outermost module, whose units are sharded over the flattened (replicas, shards).
+        mesh: has both axes.
+        replicas: the axis over which a shard is gathered once a step.
+        shards: the axis inside a replica.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, replicas: str, shards: str) -> None:
+        self._module = module
+        self._seen: list[list[int]] = [[], []]
+        self._replicas = mesh[replicas].size()
+        groups = mesh.get_group(replicas), mesh.get_group(shards)
+        self.reduce = _Reduce(*groups, exchanges=mesh.device_type == "cpu")
+        unit: Any  # FSDP2 names the classes of its collectives in private modules alone
+        self._gathers = []
+        for unit in _torch.units_with_parameters(module):
+            gather = _Gather(unit, *groups)
+            unit.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(self.reduce)
+            self._gathers.append(gather)
+        for each, following in zip(self._gathers, self._gathers[_AHEAD:]):
+            each.following = following
+
+    def changed(self, *, frozen: bool = False) -> None:
+        """Remember that slices of trained parameters, or also of ``frozen`` ones, may have other values than the shards."""
+        for each in self._gathers:
+            each.fresh = False
+            each.complete = each.complete and not frozen
+
+    def written(self) -> int:
+        """Return what was written since the last call, as far as tensors count it: 1 trained parameters, 2 frozen ones, 0 none."""
+        before, held = self._seen, list(self._module.parameters())
+        self._seen = [
+            [each._version for one in held if one.requires_grad is trains for each in (one, getattr(one, "_local_tensor", one))]
+            for trains in (True, False)
+        ]
+        return 2 if self._seen[1] != before[1] else int(self._seen[0] != before[0])
+
+    def begin(self) -> None:
+        """Start to gather the first units' shards, if out of date; each unit starts a later one's. Collective over replicas."""
+        for each in self._gathers[:_AHEAD]:
+            each.begin()
+
+    def tensors(self) -> list[Tensor]:
+        """Return the shards of all units, of which those that were never gathered have no values yet."""
+        _torch.make_ready(self._module)
+        return [each.shard() for each in self._gathers]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shards, also of a module on the meta device."""
+        return sum(_torch.gathered_bytes(unit) for unit in _torch.units_with_parameters(self._module)) * self._replicas
