@@ -173,7 +173,6 @@ class Restoring:
         with torch.no_grad():
             for name, tensor in sorted(stored, key=lambda each: self._source.place(each[0])):
                 self._source.read(name, held_by_this_rank(tensor), local_tensor(tensor))
-                torch.autograd.graph.increment_version(tensor)  # files are read past autograd's count of writes
 
     def _restore_random(self, same: bool) -> str:
         prefix = f"random.rank-{self._ranks.rank}."

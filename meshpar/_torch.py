@@ -236,12 +236,10 @@ def units_with_parameters(module: nn.Module) -> list[FSDPModule]:
 
 
 @torch.no_grad()
-def gathered_inputs(unit: FSDPModule) -> list[tuple[torch.Tensor, bool]]:
-    """Return what this rank sends when a sharded unit is gathered, as FSDP2 sends it, each part with whether it is trained."""
-    held = [each for group in _groups(unit) for each in group.fsdp_params]
-    parts = [(part, each.sharded_param.requires_grad) for each in held for part in each.all_gather_inputs]
-    mixed = len({part.dtype for part, _ in parts}) > 1
-    return [(part.view(torch.uint8) if mixed else part, trained) for part, trained in parts]
+def gathered_inputs(unit: FSDPModule) -> list[torch.Tensor]:
+    """Return what this rank sends when a sharded unit is gathered, as FSDP2 sends it."""
+    parts = [part for group in _groups(unit) for each in group.fsdp_params for part in each.all_gather_inputs]
+    return [part.view(torch.uint8) for part in parts] if len({part.dtype for part in parts}) > 1 else parts
 
 
 def gathered_bytes(unit: FSDPModule) -> int:

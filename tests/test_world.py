@@ -124,6 +124,11 @@ def test_every_write_to_a_parameter_is_in_the_next_forward():
         if dist.get_rank() == 3:  # whoever writes, all gather: here only the last rank's slices change
             local_tensor(par.module.layers[0].mlp.up.weight).zero_()
         seen.append(loss())
+        for factor in (2, 0.5):  # past autograd's count of writes
+            for parameter in par.module.parameters():
+                local_tensor(parameter).data.mul_(factor)
+            seen.append(loss())
+        assert seen[-1] == seen[-3] and seen.pop() != seen.pop()
     par.module.load_state_dict(state)
     seen.append(loss())
     average = par.averaged(0.5)
@@ -179,34 +184,35 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and
 
 
 @on_ranks(4)
-def test_frozen_parameters_cross_replicas_once():
-    """What adapters leave frozen is not sent again after each step, and every write to it is."""
-    sent, inner = [], world._Gather._gathered
-
-    def counted(self, mine, room=None):
-        sent.append(mine.numel())
-        return inner(self, mine, room)
-
-    world._Gather._gathered = counted
+def test_micro_batches_of_a_step_share_what_was_gathered():
     par, batch = sharded(), random_tokens(99, 1, 8, seed=0)
-    trained = [each for name, each in par.module.named_parameters() if each.requires_grad_("attn.v" in name).requires_grad]
-    optimizer, losses, counts = torch.optim.SGD(trained, lr=0.5), [], []
-    for _ in range(3):
-        loss = token_loss_sum(par.module, batch)[0]
-        loss.backward()
-        par.clip_grad_norm_(1.0)
-        optimizer.step()
-        losses.append(float(loss))
-        counts.append(sum(sent))
+    sent, inner = [], world._Gather._over_replicas
+
+    def counted(self, mine):
+        sent.append(mine.numel())
+        inner(self, mine)
+
+    world._Gather._over_replicas = counted
+
+    def step(between=lambda: None):
         sent.clear()
-    assert losses[0] > losses[1] > losses[2]
-    assert counts[1] == counts[2] == sum(-(-each.shape[0] // 4) * each.shape[1] for each in trained) < counts[0] / 10
-    with torch.no_grad():
-        par.module.embed.weight.mul_(2)
-        changed = float(token_loss_sum(par.module, batch)[0])
-        trained[0].requires_grad_(False)
-        assert changed != losses[-1] and changed == float(token_loss_sum(par.module, batch)[0])
-    assert sum(sent) == 2 * counts[0], "a write to what is frozen, and another choice of what is, send everything"
+        for number, micro in enumerate(par.accumulate([batch, batch])):
+            if number:
+                between()
+            token_loss_sum(par.module, micro)[0].backward()
+        par.module.zero_grad()
+        return sum(sent)
+
+    def write():
+        with torch.no_grad():
+            next(par.module.parameters()).mul_(2)
+
+    once = step()
+    assert once == step() > 0
+    with pytest.raises(MeshparError, match=r"written between the micro-batches of one step.*call par.reshard\(\)"):
+        step(write)
+    par.module.zero_grad()
+    assert step(lambda: (write(), par.reshard())) == 2 * once
 
 
 def moments(par, optimizer):

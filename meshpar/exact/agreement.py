@@ -124,18 +124,6 @@ class Agreement:
                 "rank"
             )
 
-    def written(self, here: int) -> int:
-        """Return the largest of the data ranks' numbers: every time on a CPU, on an accelerator, where reading waits, the first times.
-
-        Collective over the data axes.
-        """
-        if not self._looks.now("written", self._device):
-            return here
-        most = torch.tensor(here, device=self._device)
-        for group in self._data_groups():
-            dist.all_reduce(most, dist.ReduceOp.MAX, group)
-        return int(most)
-
     def micro_batches(self, left: int) -> None:
         """See that all ranks are as far in their step: 0 where this rank has no micro-batch in it, 1 before its last one, 2 before others.
 

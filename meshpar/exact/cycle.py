@@ -49,10 +49,6 @@ class Comparisons(Protocol):
     def unit(self, name: str, trained: str) -> None:
         """Before the forward of a unit, with a digit for each of its parameters."""
 
-    def written(self, here: int) -> int:
-        """Before a forward whose parameters all data ranks split: the largest of their numbers."""
-        ...
-
     def micro_batches(self, left: int) -> None:
         """Before a micro-batch."""
 
@@ -83,6 +79,7 @@ class Cycle:
         recomputed = [child for block in known.recomputed for child in block.modules()]
         self._recomputed = [child for child in recomputed if child._buffers and not isinstance(child, _BatchNorm)]
         self.reducing = True
+        self._accumulating = False
         self._explanation = explanation
         self._units = _torch.Units(module)
         self._names = {unit: name for name, unit in module.named_modules()}
@@ -267,15 +264,16 @@ class Cycle:
             self.agreement.batch((args, kwargs))
 
     def _gather_shards(self) -> None:
-        """Start to gather over replicas what has changed since the last forward."""
+        """Start to gather over replicas: before each forward, for any code may have written since, but those that accumulate gradients."""
         if self._shards is None:
             return
         _torch.make_ready(self.module)
-        written = self._shards.written()
-        if self.agreement is not None:
-            written = self.agreement.written(written)
-        if written:
-            self._shards.changed(frozen=written > 1)
+        if not self._accumulating:
+            self._shards.changed()
+        elif self._shards.written():
+            raise MeshparError(
+                "a parameter was written between the micro-batches of one step, which use the same weights; call par.reshard() after writing"
+            )
         self._shards.begin()
 
     def _refuse_whole_sequences(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -389,6 +387,7 @@ class Cycle:
         if self._units.modules and not (self.reducing and self._units.reduces()):
             if self._units.hooked() or self._units.hooked_after():
                 self._refuse_hooks()
+            self._accumulating = True
             return
         self._changed()
         unused = self._units.take_filled() + ([] if self.whole is None else self.whole.reduce())
@@ -451,6 +450,7 @@ class Cycle:
 
     def leave_step(self) -> None:
         """Remember that a step was left before its gradients were reduced, until somebody clears gradients."""
+        self._changed()
         if not self._units.modules:
             return
         for each in self.module.parameters():
@@ -477,7 +477,8 @@ class Cycle:
             self._changed()
 
     def _changed(self) -> None:
-        """Remember that trained parameters may change before the next forward."""
+        """Remember that parameters may change before the next forward."""
+        self._accumulating = False
         if self._shards is not None:
             self._shards.changed()
 

@@ -91,12 +91,6 @@ class Settled:
     def whole(self, batch: object) -> None:
         """Only the first steps compare batches that are split by positions."""
 
-    def written(self, here: int) -> int:
-        """Send what is looked at; nobody writes parameters but the optimizer."""
-        if self._on_cpu:
-            self._par.data_sum(torch.empty((), dtype=torch.int64, device=self._par.device))
-        return here
-
     def unit(self, name: str, trained: str) -> None:
         """Send the marks of a unit, where they are looked at."""
         if self._on_cpu:

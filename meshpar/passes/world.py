@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -30,35 +29,26 @@ class _Gather(_Allocates):
 
     Attributes:
         fresh: the shard has the values of the slices.
-        complete: what is frozen has them in any case.
         following: the gather of a later unit, whose hop over replicas runs beside this unit's computing.
     """
 
     def __init__(self, unit: FSDPModule, replicas: dist.ProcessGroup, shards: dist.ProcessGroup) -> None:
         self._unit, self._replicas, self._shards = unit, replicas, shards
         self._shard: Tensor | None = None
-        self._trained: tuple[Tensor, list[slice]] | None = None
-        self.fresh = self.complete = False
+        self.fresh = False
         self.following: _Gather | None = None
 
     def begin(self) -> None:
         """Start the hop over replicas, which the next gather waits for, unless the shard is up to date."""
-        if self.fresh:
-            return
-        parts = _torch.gathered_inputs(self._unit)
-        trained = [part for part, changes in parts if changes]
-        if not self.complete or len(trained) == len(parts):
-            self._over_replicas(torch.cat([part for part, _ in parts]))
-            return
-        self.fresh = True
-        if trained:
-            ends = list(accumulate(part.numel() for part, _ in parts))
-            places = [slice(end - part.numel(), end) for end, (part, changes) in zip(ends, parts) if changes]
-            self._trained = self._gathered(torch.cat(trained)), places
+        if not self.fresh:
+            self._over_replicas(self._mine())
 
     def shard(self) -> Tensor:
         """Return the shard; one that was never gathered has memory and no values."""
-        return self._shard if self._shard is not None else self._memory(torch.cat([part for part, _ in _torch.gathered_inputs(self._unit)]))
+        return self._shard if self._shard is not None else self._memory(self._mine())
+
+    def _mine(self) -> Tensor:
+        return torch.cat(_torch.gathered_inputs(self._unit))
 
     def _memory(self, mine: Tensor) -> Tensor:
         size = self._replicas.size() * mine.numel()
@@ -67,33 +57,24 @@ class _Gather(_Allocates):
         return self._shard
 
     def _over_replicas(self, mine: Tensor) -> None:
-        self._gathered(mine, self._memory(mine))
-        self.fresh = self.complete = True
-        self._trained = None
-
-    def _gathered(self, mine: Tensor, room: Tensor | None = None) -> Tensor:
-        """Start to gather slices in ``room``, and return it."""
         count = self._replicas.size()
-        memory: Tensor = mine.new_empty(count * mine.numel()) if room is None else _torch.collective_ops.wait_tensor(room)
+        memory = _torch.collective_ops.wait_tensor(self._memory(mine))
         own = memory.chunk(count)[self._replicas.rank()]
         own.copy_(mine)
-        return _torch.collective_ops.all_gather_into_tensor_out(own, count, self._replicas.group_name, out=memory)
+        _torch.collective_ops.all_gather_into_tensor_out(own, count, self._replicas.group_name, out=memory)
+        self.fresh = True
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False) -> None:
         if not self.fresh:
             self._over_replicas(input_tensor)
         shard, count = _torch.collective_ops.wait_tensor(self.shard()), self._replicas.size()
-        if self._trained is not None:
-            (got, places), self._trained = self._trained, None
-            parts = _torch.collective_ops.wait_tensor(got).view(count, -1).split([place.stop - place.start for place in places], 1)
-            for place, part in zip(places, parts):
-                shard.view(count, -1)[:, place].copy_(part)
         if self.following is not None:
             self.following.begin()
         together = zip(output_tensor.chunk(count), shard.chunk(count))
         _together(_torch.all_gather(whole, part, self._shards, async_op=True) for whole, part in together)
 
 
+@final
 class _Reduce(_Allocates):
     """The reduce-scatter of a unit: over the replica's shards, then over replicas.
 
@@ -134,8 +115,8 @@ class ReplicaShards:
     """The shards that the ranks of a replica keep of parameters that are split over all data ranks.
 
     FSDP2 splits a unit over replicas and, in each, over shards: rank (r, s) stores slice (r, s), which it trains. Gathering takes two
-    hops. The first gathers the slices (0..R, s) over replicas into a shard in the computing dtype; it is repeated when slices have
-    changed. The second gathers the shards inside the replica, and is each of FSDP2's all-gathers. Gradients take the same hops back.
+    hops. The first gathers the slices (0..R, s) over replicas into a shard in the computing dtype, once in each forward, or in the first of
+    those that accumulate gradients. The second gathers the shards inside the replica, and is each of FSDP2's all-gathers. Gradients take the same hops back.
     This is the secondary partition of ZeRO++ (Wang et al. 2023, arXiv 2306.10209), kept for a whole step.
 
     Args:
@@ -147,7 +128,7 @@ class ReplicaShards:
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, replicas: str, shards: str) -> None:
         self._module = module
-        self._seen: list[list[int]] = [[], []]
+        self._seen: list[int] = []
         self._replicas = mesh[replicas].size()
         groups = mesh.get_group(replicas), mesh.get_group(shards)
         self.reduce = _Reduce(*groups, exchanges=mesh.device_type == "cpu")
@@ -161,20 +142,19 @@ class ReplicaShards:
         for each, following in zip(self._gathers, self._gathers[_AHEAD:]):
             each.following = following
 
-    def changed(self, *, frozen: bool = False) -> None:
-        """Remember that slices of trained parameters, or also of ``frozen`` ones, may have other values than the shards."""
+    def changed(self) -> None:
+        """Forget the shards: slices may have other values."""
+        self._seen = self._versions()
         for each in self._gathers:
             each.fresh = False
-            each.complete = each.complete and not frozen
 
-    def written(self) -> int:
-        """Return what was written since the last call, as far as tensors count it: 1 trained parameters, 2 frozen ones, 0 none."""
-        before, held = self._seen, list(self._module.parameters())
-        self._seen = [
-            [each._version for one in held if one.requires_grad is trains for each in (one, getattr(one, "_local_tensor", one))]
-            for trains in (True, False)
-        ]
-        return 2 if self._seen[1] != before[1] else int(self._seen[0] != before[0])
+    def written(self) -> bool:
+        """Return whether a slice was written since :meth:`changed`, as far as tensors count it."""
+        return self._seen != self._versions()
+
+    def _versions(self) -> list[int]:
+        held = self._module.parameters()
+        return [each._version for one in held for each in (one, getattr(one, "_local_tensor", one))]
 
     def begin(self) -> None:
         """Start to gather the first units' shards, if out of date; each unit starts a later one's. Collective over replicas."""
