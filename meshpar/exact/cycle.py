@@ -272,7 +272,7 @@ class Cycle:
             self._shards.changed()
         elif self._shards.written():
             raise MeshparError(
-                "a parameter was written between the micro-batches of one step, which use the same weights; call par.reshard() after writing"
+                "a parameter was written between the micro-batches of one step, which share their weights; call par.reshard() after writing"
             )
         self._shards.begin()
 

@@ -115,9 +115,9 @@ class ReplicaShards:
     """The shards that the ranks of a replica keep of parameters that are split over all data ranks.
 
     FSDP2 splits a unit over replicas and, in each, over shards: rank (r, s) stores slice (r, s), which it trains. Gathering takes two
-    hops. The first gathers the slices (0..R, s) over replicas into a shard in the computing dtype, once in each forward, or in the first of
-    those that accumulate gradients. The second gathers the shards inside the replica, and is each of FSDP2's all-gathers. Gradients take the same hops back.
-    This is the secondary partition of ZeRO++ (Wang et al. 2023, arXiv 2306.10209), kept for a whole step.
+    hops. The first gathers the slices (0..R, s) over replicas into a shard in the computing dtype, once in each forward, or in the first
+    of those that accumulate gradients. The second gathers the shards inside the replica, and is each of FSDP2's all-gathers. Gradients
+    take the same hops back. This is the secondary partition of ZeRO++ (Wang et al. 2023, arXiv 2306.10209).
 
     Args:
         module: the outermost module, whose units are sharded over the flattened (replicas, shards).
