@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,13 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import AUTO, MeshSpec, default_device_type
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
-from meshpar.passes.base import Pass, Role, Stage, axes_of, find_blocks, held_mesh
+from meshpar.passes.base import Pass, Role, Stage, axes_of, find_blocks, held_mesh, seen_mesh
 from meshpar.passes.batch_norm import batch_norm_problems, synchronize_batch_norm
 from meshpar.passes.random import draws_random
 from meshpar.replicas import check_equal
 from meshpar.state.initialize import state, tied_names
 
 log = logging.getLogger(__name__)
-AnyMesh = TypeVar("AnyMesh")
 
 LARGE_PARAMETER = 1 << 24
 """Elements from which a parameter that every rank would hold whole is a problem: 64 MiB in float32."""
@@ -153,7 +152,7 @@ class Plan:
         spec, layout = self._checked(module, layout, dist.get_world_size())
         held = held_mesh(self.passes, spec)
         for each in self.passes if dist.get_rank() == 0 else ():
-            for warning in each.warnings(module, layout, _seen_by(each, spec, held)):
+            for warning in each.warnings(module, layout, seen_mesh(each, self.passes, spec)):
                 log.warning("%s", warning)
         simulated = runtime.is_simulated()
         kind = device_type or ("cpu" if simulated or dist.get_backend() == "gloo" else default_device_type())
@@ -164,14 +163,15 @@ class Plan:
         if not simulated:
             weights = {name: tensor for name, tensor in state(module) if not tensor.is_meta}
             check_equal(weights, dict.fromkeys(weights, [0] * dist.get_world_size()), device, "the weights handed to apply")
-        mesh = spec.build(kind)
-        held_on = mesh if held == spec else held.build(kind)
+        seen = [spec, held, *(seen_mesh(each, self.passes, spec) for each in self.passes)]
+        meshes = {each: each.build(kind) for each in dict.fromkeys(seen)}
+        mesh, held_on = meshes[spec], meshes[held]
         before = list(module.parameters())
-        data_axes = axes_of(self.passes, spec, Role.SAMPLES)
+        data_axes = axes_of(self.passes, held, Role.SAMPLES)
         if data_axes or any(each.stage == Stage.RECOMPUTE for each in self.passes):
             synchronize_batch_norm(module, held_on, data_axes)
         applied(module).layout = layout
-        self._run_passes(module, layout, mesh, held_on)
+        self._run_passes(module, layout, spec, meshes)
         if not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
             module.to(device)
         kept = {id(each) for each in module.parameters()}
@@ -180,7 +180,7 @@ class Plan:
         explanation = Explanation(module, str(self), splits_features=splits_features, unit_pass=None if data is None else data.name)
         cycle = Cycle(module, explanation, [each for each in before if id(each) not in kept])
         refuse_copies(module)
-        par = Parallelized(module, mesh, spec, self, layout, device, cycle, held_on=held_on)
+        par = Parallelized(module, mesh, spec, self, layout, device, cycle, meshes=meshes)
         same = [axis for axis, size in held.axes.items() if size > 1 and axis not in data_axes]
         sequence_parallel = any(each.splits_sequence and any(spec.axes[axis] > 1 for axis in each.axes) for each in self.passes)
         parts, enter = dict([*_parts(module), *find_blocks(module, layout)]), "call the module, or a method by par.register_method(name)"
@@ -234,10 +234,10 @@ class Plan:
         sized = isinstance(self.mesh, MeshSpec) and -1 not in self.mesh.axes.values()
         return self.mesh.size if sized and isinstance(self.mesh, MeshSpec) else runtime.world_size()
 
-    def _run_passes(self, module: nn.Module, layout: ModelLayout, mesh: Any, held_on: Any) -> None:
+    def _run_passes(self, module: nn.Module, layout: ModelLayout, spec: MeshSpec, meshes: Mapping[MeshSpec, Any]) -> None:
         names, ties = [name for name, _ in module.named_parameters()], tied_names(module)
         for each in self.passes:
-            each.apply(module, layout, _seen_by(each, mesh, held_on))
+            each.apply(module, layout, meshes[seen_mesh(each, self.passes, spec)])
             if (now := [name for name, _ in module.named_parameters()]) != names:
                 changed = sorted(set(now) ^ set(names))[:6]
                 raise MeshparError(f"{each.name} changed the names of parameters, which a pass must keep: {changed}")
@@ -261,11 +261,6 @@ class Plan:
         self.check(module, layout, size)
         with runtime.simulated(size):
             return self.apply(module, layout, device_type="cpu").describe()
-
-
-def _seen_by(each: Pass, mesh: AnyMesh, held: AnyMesh) -> AnyMesh:
-    """Return the mesh that a pass sees: the plan's for one that splits positions, the mesh of parameters for the others."""
-    return mesh if Role.POSITIONS in each.roles.values() else held
 
 
 def _split_copy(each: Pass, layout: ModelLayout, module: nn.Module, mesh: Any, group: Any, rank: int) -> Any:
@@ -373,7 +368,7 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
     with suppress(MeshError):  # which _axis_problems tells
         held = held_mesh(passes, mesh)
         for each in ready:
-            yield from each.problems(module, layout, _seen_by(each, mesh, held))
+            yield from each.problems(module, layout, seen_mesh(each, passes, mesh))
         if any(held.axes[axis] > 1 for axis in axes_of(ready, held, Role.SAMPLES)):
             yield from batch_norm_problems(module)
     for group in layout.tied:

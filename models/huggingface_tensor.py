@@ -66,6 +66,11 @@ def tensor_table(model: Any) -> dict[str, Any]:
     return table | _between_regions(model, table)
 
 
+def expert_modules(model: nn.Module) -> tuple[str, ...]:
+    """Return the patterns of modules with stacked experts that compute by transformers' interface of (hidden states, chosen, weights)."""
+    return tuple(dict.fromkeys(generic(name) for name, module in model.named_modules() if _takes_whole_experts(module)))
+
+
 def head_counts(model: Any, table: Mapping[str, Any]) -> dict[str, int]:
     """Return pattern of a projection -> number of heads in its output features."""
     counts: dict[str, dict[str, int]] = {}
