@@ -378,6 +378,21 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
         elif len({id(parameters[name]) for name in group}) > 1:
             yield f"layout.tied says that {' and '.join(group)} are one tensor, but the model holds them apart; tie them or drop the entry"
     yield from _unsharded_problems(ready, module, layout, mesh, parameters)
+    yield from _divided_problems(ready, module, layout, mesh)
+
+
+def _divided_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+    """Yield parameters that a pass divides over samples and that the data pass does not shard: nothing would reduce their gradients."""
+    data = [each for each in passes if each.stage == Stage.DATA]
+    sharded = {name for each in data for name in each.shards(module, layout)}
+    for each in passes:
+        axes = [] if each in data else [axis for axis in axes_of([each], mesh, Role.SAMPLES) if mesh.axes[axis] > 1]
+        missing = sorted(each.shards(module, layout) - sharded) if axes and data else []
+        if missing:
+            yield (
+                f"{each.name} divides {missing[0]} over {', '.join(axes)}, and {data[0].name} keeps it whole, so that nothing averages its "
+                "gradient; use FullyShard() or HybridShard() with dp_shard, and leave it out of whole=(...)"
+            )
 
 
 def _unsharded_problems(
