@@ -166,13 +166,13 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
 def _routed(expert: Tensor, count: int, group: Any) -> tuple[list[int], list[int], Tensor]:
     """Return how many rows go to each rank, how many come from each, and by which of this rank's experts each that comes is computed."""
     size, held = group.size(), count // group.size()
+    mine = torch.zeros(count, dtype=torch.int64, device=expert.device).index_add_(0, expert, torch.ones_like(expert))
+    theirs = _all_to_all(mine, [held] * size, [held] * size, group)
     if dist.get_backend(group) == "fake":  # simulated ranks, which route equally
         total, me = len(expert), group.rank()
         sent = [total * (rank + 1) // size - total * rank // size for rank in range(size)]
         rows = sent[me] * size
         return sent, [sent[me]] * size, torch.arange(rows, device=expert.device) * held // max(1, rows)
-    mine = expert.bincount(minlength=count)
-    theirs = _all_to_all(mine, [held] * size, [held] * size, group)
     sent, received = torch.stack([mine, theirs]).view(2, size, held).sum(2).tolist()
     numbers = torch.arange(held, device=expert.device).repeat(size)
     return sent, received, numbers.repeat_interleave(theirs, output_size=sum(received))
