@@ -12,6 +12,7 @@ from models_for_parity import VOCAB, huggingface, transformer
 
 from meshpar import (
     ActivationCheckpoint,
+    Compile,
     ContextParallel,
     ExpertParallel,
     FullyShard,
@@ -21,8 +22,9 @@ from meshpar import (
     PlanError,
     Replicate,
     TensorParallel,
+    distributed,
 )
-from meshpar.checkpoints import CheckpointManager, export_safetensors
+from meshpar.checkpoints import CheckpointManager, export_module, export_safetensors
 from meshpar.passes.experts import by_experts
 from meshpar.testing import assert_parity, launch, on_ranks, token_steps, train_steps, whole
 
@@ -30,6 +32,10 @@ from meshpar.testing import assert_parity, launch, on_ranks, token_steps, train_
 def mixture(name="Qwen3Moe", **options):
     sizes = dict(moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1)
     return huggingface(name, **sizes | options)
+
+
+def own_mixture():
+    return transformer(experts=8, expert_hidden=16, qk_norm=True)
 
 
 def on_two_experts():
@@ -73,6 +79,30 @@ def divided(ranks):
     steps = token_steps(VOCAB, micro_batches=2, parts=max(8, ranks), length=8)
     for mesh, passes in MESHES[ranks]:
         assert_parity(mixture, mesh, passes, steps)
+
+
+def test_the_reference_mixture_is_qwen3_moe(tmp_path):
+    """The export computes in transformers what the model computes here, by a grouped product or expert by expert."""
+    import transformers
+
+    torch.manual_seed(0)
+    model, ids = own_mixture(), torch.randint(VOCAB, (2, 9))
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(0.1 * torch.randn_like(each))
+    with distributed("cpu"):
+        export_module(Plan().apply(model), tmp_path / "hf")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert type(loaded).__name__ == "Qwen3MoeForCausalLM"
+    torch.testing.assert_close(model(ids).logits, loaded(ids).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.double()(ids).logits.float(), loaded(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@on_ranks(4)
+def test_the_reference_mixture_on_any_mesh_equals_one_process():
+    for mesh, passes in [("dp_shard=1,ep=4", [ExpertParallel(), Compile(backend="eager"), FullyShard()]), *MESHES[4][2:]]:
+        assert_parity(own_mixture, mesh, passes, token_steps(VOCAB, micro_batches=2, length=8))
+    assert_parity(own_mixture, "dp_shard=2,tp=2", [TensorParallel(), FullyShard()], token_steps(VOCAB, length=8))
 
 
 @on_ranks(4)
