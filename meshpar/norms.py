@@ -67,7 +67,7 @@ def _joined(
 
 
 def _split_over(tensor: Tensor, groups: Collection[str]) -> frozenset[str]:
-    """Return the axes of ``groups`` that split a tensor; one that divides experts is a part of the data axis there, which shards them, too."""
+    """Return the axes of ``groups`` that split a tensor. The axis that divides experts is a part of the data axis there."""
     return frozenset(sharded_axes(tensor)).intersection(groups)
 
 

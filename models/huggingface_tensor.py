@@ -80,8 +80,8 @@ def expert_refusal(model: nn.Module) -> str | None:
     if not kinds:
         return f"{type(model).__name__} has no experts to divide; drop ExpertParallel and ep from the mesh"
     return (
-        f"{type(model).__name__} computes its experts in {', '.join(kinds)}, and ExpertParallel divides stacked parameters behind a forward "
-        "of (hidden states, chosen experts, weights) alone; use a mesh without ep"
+        f"{type(model).__name__} computes its experts in {', '.join(kinds)}, and ExpertParallel divides stacked parameters behind a "
+        "forward of (hidden states, chosen experts, weights) alone; use a mesh without ep"
     )
 
 

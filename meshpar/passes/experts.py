@@ -66,11 +66,20 @@ class ExpertParallel(Pass):
                 yield unmatched(f"layout experts {pattern!r}", pattern, module)
             for name, child in found:
                 counts = {leaf: len(each) if each.ndim else 0 for leaf, each in child.named_parameters(recurse=False)}
-                if len(set(counts.values())) != 1:
+                if name.endswith(".base_layer"):
+                    yield f"{name.rpartition('.')[0]} puts adapters on experts, which ExpertParallel does not divide; use a mesh without ep"
+                elif len(set(counts.values())) != 1:
                     held = ", ".join(f"{leaf} {tuple(getattr(child, leaf).shape)}" for leaf in counts) or "no parameter"
                     yield f"{name} must hold parameters whose first dim counts its experts, got {held}; take it out of ModelLayout.experts"
                 elif (count := next(iter(counts.values()))) % size:
                     yield f"{name} has {count} experts, which ep={size} does not divide; {sizes_text('ep', count)}"
+
+    def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        if mesh.spans_nodes("ep"):
+            yield (
+                f"axis 'ep' (size {mesh.axes['ep']}) spans nodes of {mesh.ranks_per_node} ranks: every layer of experts then sends its "
+                "tokens between nodes four times a step; keep ep x tp within a node, and use dp_shard across nodes"
+            )
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
         found = [pair for pattern in layout.experts for pair in find_modules(module, pattern)]

@@ -19,6 +19,7 @@ from torch import nn
 
 from meshpar._torch import eager, in_backward
 from meshpar.extras import need
+from meshpar.parallelized import Parallelized
 from meshpar.patterns import find_modules
 from meshpar.training.peaks import peak_flops
 
@@ -127,7 +128,7 @@ class ExpertLoad:
         par: the parallel module; modules of ``layout.experts`` are counted.
     """
 
-    def __init__(self, par: Any) -> None:
+    def __init__(self, par: Parallelized) -> None:
         found = [module for pattern in par.layout.experts for _, module in find_modules(par.module, pattern)]
         self._par, self._steps = par, 0
         self._counts = [torch.zeros(len(next(each.parameters(recurse=False))), device=par.device) for each in found]
