@@ -24,6 +24,8 @@ MODELS = {
     "transformer": functools.partial(Transformer, SHAPE),
     "gpt2": functools.partial(GPT2, GPT2Config(vocab_size=515, n_positions=64, n_embd=32, n_layer=2, n_head=4)),
 }
+
+
 class EvenRouter(nn.Linear):
     """Prefers two experts by a token's number, so that all get equally many tokens, as the forecast assumes."""
 

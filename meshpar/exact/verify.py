@@ -213,10 +213,10 @@ class SplitTest:
             with holding(unit, alone.parameters), as_written(unit):  # for the backward, too, in which a model may recompute
                 try:
                     expected = alone.outputs(unit)
+                    cotangents = [noise(want, place) for place, want in enumerate(expected)]
+                    wanted = alone.gradients(expected, cotangents)
                 except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
                     raise _NotTried(f"it does not run unsplit: {type(error).__name__}: {str(error).splitlines()[0]}") from error
-                cotangents = [noise(want, place) for place, want in enumerate(expected)]
-                wanted = alone.gradients(expected, cotangents)
             parts = {each: self._part(self._parameter(full), wholes[each]) for each, full in names.items()}
             both = Run(parts, (seen.args, seen.kwargs))
             with holding(unit, both.parameters), plain_products(unit):
