@@ -132,7 +132,8 @@ def _place(module: nn.Module, name: str, placement: Shard | Replicate, context: 
         return
     taken = context.placed.get(id(parameter))
     if taken is None:
-        part, mesh, placements = parameter.detach(), context.mesh, [placement]
+        part, mesh = parameter.detach(), context.mesh
+        placements: list[Placement] = [placement]
         if isinstance(part, DTensor):  # experts, which another axis divided before
             mesh, placements = part.device_mesh, list(part.placements)
             placements[(mesh.mesh_dim_names or ()).index((context.mesh.mesh_dim_names or ("",))[0])] = placement
