@@ -61,10 +61,7 @@ MESHES = {
         ("dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), FullyShard()]),
         ("dp_shard=1,cp=2,ep=2", [ExpertParallel(), ContextParallel(), FullyShard()]),
     ],
-    8: [
-        ("dp_replicate=2,dp_shard=2,ep=2", [ExpertParallel(), ActivationCheckpoint(), HybridShard()]),
-        ("dp_replicate=2,dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), HybridShard()]),
-    ],
+    8: [("dp_replicate=2,dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()])],
     16: [("dp_replicate=2,dp_shard=2,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()])],
 }
 
