@@ -192,7 +192,7 @@ def _plan(name: str, styles: dict[str, Any]) -> Any:
     from meshpar import ContextParallel, ExpertParallel, FullyShard, HybridShard, Plan, TensorParallel
 
     mesh, _ = PLANS[name]
-    passes: list[Any] = [ExpertParallel()] if "ep" in mesh else []
+    passes: list[Any] = [ExpertParallel()] if ",ep=" in mesh else []
     passes += [TensorParallel(styles=styles)] if "tp" in mesh else []
     passes += [ContextParallel(transport="heads" if "heads" in name else "gather")] if "cp" in mesh else []
     passes += [HybridShard() if "dp_replicate" in mesh else FullyShard()] if "dp_shard" in mesh else []
