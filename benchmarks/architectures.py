@@ -314,10 +314,14 @@ def measure(pool: Pool, case: tuple[str, str], styles: dict[str, Any] | None = N
     results: dict[str, Any] = {ALONE: alone}
     if alone["verdict"] == "exact":
         for together in rounds:
-            if together[0][0] == "EP 2 x TP 2" and results.get("EP 2", alone)["verdict"] == "exact":
-                pool.close()  # DTensor keeps what it knows of FSDP 2 x TP 2's mesh, which equals this one's and whose groups are gone
+            # DTensor keeps what it knows of FSDP 2 x TP 2's mesh, which equals that of EP 2 x TP 2 and whose groups are gone: fresh processes.
+            afresh = together[0][0] == "EP 2 x TP 2" and results.get("EP 2", alone)["verdict"] == "exact"
+            if afresh:
+                pool.close()
             export = [plan for plan, _ in together if plan == EXPORTED or (plan == ELSE and "export" not in results.get(EXPORTED, {}))]
             results |= _round(pool, case, together, styles or {}, export)
+            if afresh:
+                pool.close()
     return {"plans": results, "seconds": round(time.monotonic() - began, 1)}
 
 
