@@ -314,7 +314,7 @@ def measure(pool: Pool, case: tuple[str, str], styles: dict[str, Any] | None = N
     results: dict[str, Any] = {ALONE: alone}
     if alone["verdict"] == "exact":
         for together in rounds:
-            # DTensor keeps what it knows of FSDP 2 x TP 2's mesh, which equals that of EP 2 x TP 2 and whose groups are gone: fresh processes.
+            # DTensor keeps what it knows of FSDP 2 x TP 2's mesh, which equals this one's and whose groups are gone.
             afresh = together[0][0] == "EP 2 x TP 2" and results.get("EP 2", alone)["verdict"] == "exact"
             if afresh:
                 pool.close()
