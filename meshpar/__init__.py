@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         ActivationCheckpoint,
         Compile,
         ContextParallel,
+        ExpertParallel,
         Float8,
         FullyShard,
         HybridShard,
@@ -54,6 +55,7 @@ __all__ = [
     "CheckpointError",
     "Compile",
     "ContextParallel",
+    "ExpertParallel",
     "Float8",
     "FullyShard",
     "HybridShard",
@@ -87,8 +89,8 @@ __all__ = [
 ]
 
 _PASSES = (
-    "ActivationCheckpoint", "Compile", "ContextParallel", "Float8", "FullyShard", "HybridShard", "Pass", "Replicate", "Role", "Stage",
-    "TensorParallel",
+    "ActivationCheckpoint", "Compile", "ContextParallel", "ExpertParallel", "Float8", "FullyShard", "HybridShard", "Pass", "Replicate",
+    "Role", "Stage", "TensorParallel",
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(("attention", "attention_mask"), "positions"),

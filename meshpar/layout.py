@@ -43,11 +43,14 @@ class ModelLayout:
         config: contents of the ``config.json`` of an export. Empty: the model has no published form.
         attention: patterns of the modules that call :func:`meshpar.attention` or :func:`meshpar.attention_mask`, for
             :class:`meshpar.ContextParallel`.
+        experts: patterns of modules with stacked experts, for :class:`meshpar.ExpertParallel`: parameters whose first dim counts experts,
+            and a forward of (hidden states (N, D), chosen experts (N, K), their weights (N, K)) that returns (N, D). A number of experts
+            that the module keeps as an attribute has ``experts`` in its name.
         exchange: lets the attention of a model that does not call it exchange positions, given the model and a
             :class:`meshpar.passes.exchange.Exchange`.
         counts_positions: the model finds out itself where its tokens stand, if nobody says so: ``par.split`` gives no ``position_ids``.
         hidden_inputs: keyword names of the hidden states that a ``region`` receives.
-        refusals: technique (``"tp"``, ``"cp"``, ``"recompute"``) -> reason why the model does not support it, and the remedy.
+        refusals: technique (``"tp"``, ``"cp"``, ``"ep"``, ``"recompute"``) -> reason why the model does not support it, and the remedy.
     """
 
     blocks: tuple[str, ...] = ()
@@ -65,6 +68,7 @@ class ModelLayout:
     weights: WeightMap = field(default_factory=WeightMap)
     config: Mapping[str, Any] = field(default_factory=dict)
     attention: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
     exchange: Callable[[nn.Module, Any], None] | None = None
     counts_positions: bool = False
     hidden_inputs: tuple[str, ...] = ("hidden_states",)

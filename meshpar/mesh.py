@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.errors import MeshError
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 """The known axes, outermost first: the last ones talk most, so their ranks sit closest."""
 
-MAX_AXES = 5
+MAX_AXES = 6
 
 AUTO = re.compile(r"auto((?:\s*,\s*[A-Za-z_]\w*\s*=\s*\d+)*)")
 """The texts that leave the mesh to the topology, see :meth:`MeshSpec.auto`: ``auto``, ``auto,tp=4``."""
@@ -33,7 +33,7 @@ class MeshSpec:
     """Names and sizes of mesh axes, outermost first. One size may be -1: it is inferred from the world size.
 
     ``MeshSpec("dp_replicate=2,dp_shard=-1,tp=4")`` and ``MeshSpec(dp_replicate=2, dp_shard=-1, tp=4)`` are equal. Known axes are sorted
-    into the canonical order: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``. Axes with other names come before them, in the
+    into the canonical order: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``ep``, ``tp``. Axes with other names come before them, in the
     order written, and a pass must claim them.
 
     >>> from meshpar import MeshSpec
@@ -146,7 +146,7 @@ class MeshSpec:
         return MeshSpec(axes, ranks_per_node=self.ranks_per_node)
 
     def shrunk(self, world_size: int) -> MeshSpec:
-        """Return this mesh for another number of ranks. Only ``dp_replicate`` and ``dp_shard`` change; ``tp``, ``cp`` and ``pp`` do not.
+        """Return this mesh for another number of ranks. Only ``dp_replicate`` and ``dp_shard`` change, no other axis.
 
         ``dp_shard`` keeps its size if possible, and ``dp_replicate`` gets the remaining ranks. If ``dp_shard`` is -1, ``dp_replicate``
         keeps its size.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,9 +32,9 @@ def clip_grad_norm_(
     parts: dict[frozenset[str], list[Tensor]] = {}
     for parameter in parameters:
         if (grad := _whole_gradient(parameter)) is not None:
-            parts.setdefault(frozenset(sharded_axes(grad)), []).append(local_tensor(grad))
+            parts.setdefault(_split_over(grad, groups), []).append(local_tensor(grad))
     # A rank may have no gradient where another has: every rank joins the same reductions all the same.
-    kinds = {frozenset(sharded_axes(parameter)) for parameter in parameters if parameter.requires_grad}
+    kinds = {_split_over(parameter, groups) for parameter in parameters if parameter.requires_grad}
     wide = torch.float64 if any(each.dtype == torch.float64 for each in parameters) else torch.float32
     powers = {axes: _power(parts.get(axes, []), norm_type, device).to(wide) for axes in kinds | set(parts)}
     total = _joined(powers, groups, norm_type, device)
@@ -64,6 +64,11 @@ def _joined(
             known = powers.get(rest)
             powers[rest] = value if known is None else torch.maximum(known, value) if largest else known + value
     return powers.get(frozenset(), torch.zeros((), device=device))
+
+
+def _split_over(tensor: Tensor, groups: Collection[str]) -> frozenset[str]:
+    """Return the axes of ``groups`` that split a tensor. The axis that divides experts is a part of the data axis there."""
+    return frozenset(sharded_axes(tensor)).intersection(groups)
 
 
 def _whole_gradient(parameter: Tensor) -> Tensor | None:

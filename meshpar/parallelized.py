@@ -71,13 +71,15 @@ class Parallelized:
         device: torch.device,
         cycle: Cycle | None = None,
         *,
-        held_on: DeviceMesh | None = None,
+        meshes: Mapping[MeshSpec, DeviceMesh] | None = None,
     ) -> None:
         self.module, self.mesh, self.spec, self.plan, self.layout, self.device = module, mesh, spec, plan, layout, device
         self.cycle = cycle
         self.data_axes = axes_of(plan.passes, spec, Role.SAMPLES)
         self._place = spec.coordinates(dist.get_rank())
-        self._held, self._held_on = held_mesh(plan.passes, spec), mesh if held_on is None else held_on
+        self._held, self._meshes = held_mesh(plan.passes, spec), dict(meshes or {spec: mesh})
+        self._held_on = self._meshes[self._held]
+        self._held_data = axes_of(plan.passes, self._held, Role.SAMPLES)
         self._splits = [each for each in plan.passes if any(spec.axes[axis] > 1 for axis in axes_of([each], spec, Role.POSITIONS))]
 
     @property
@@ -99,7 +101,7 @@ class Parallelized:
 
         Gradients are averaged over these ranks, and :meth:`data_sum` sums over them.
         """
-        return math.prod(self._held.axes[axis] for axis in self.data_axes)
+        return math.prod(self._held.axes[axis] for axis in self._held_data)
 
     @property
     def loss_rank(self) -> int:
@@ -111,7 +113,7 @@ class Parallelized:
 
     def groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
         """Yield this rank's process groups with their axes. A group over a data axis and over positions has the data axis's name."""
-        for mesh in (self.mesh,) if self._held_on is self.mesh else (self.mesh, self._held_on):
+        for mesh in self._meshes.values():
             yield from ((axis, mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ())
 
     def split(self, batch: Values, dim: int = 1) -> Values:
@@ -266,7 +268,7 @@ class Parallelized:
         Collective: every rank calls it, and the returned function.
         """
         count = torch.zeros((), device=self.device) + tokens
-        first, *others = self.data_axes or (None,)
+        first, *others = self._held_data or (None,)
         work = None if first is None else dist.all_reduce(count, group=self._held_on.get_group(first), async_op=True)
 
         def finish() -> Tensor:
@@ -280,7 +282,7 @@ class Parallelized:
 
     def data_sum(self, values: Tensor) -> Tensor:
         """Sum ``values`` over samples and positions, in place, and return it. Collective: every rank calls it."""
-        for axis in self.data_axes:
+        for axis in self._held_data:
             dist.all_reduce(values, group=self._held_on.get_group(axis))
         return values
 
@@ -427,7 +429,7 @@ class Parallelized:
         places = [self._held.coordinates(rank) for rank in range(self._held.size)]
         for name, tensor in state.items():
             split = sharded_axes(tensor)
-            groups[name] = [hash(tuple(place[axis] for axis in split)) for place in places]
+            groups[name] = [hash(tuple(place[axis] for axis in split if axis in place)) for place in places]
         check_equal(tensors, groups, self.device, "parameters or buffers")
 
     def describe(self) -> Description:

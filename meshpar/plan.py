@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,13 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
-from meshpar.passes.base import Pass, Role, Stage, axes_of, find_blocks, held_mesh
+from meshpar.passes.base import Pass, Role, Stage, axes_of, find_blocks, held_mesh, seen_mesh
 from meshpar.passes.batch_norm import batch_norm_problems, synchronize_batch_norm
 from meshpar.passes.random import draws_random
 from meshpar.replicas import check_equal
 from meshpar.state.initialize import state, tied_names
 
 log = logging.getLogger(__name__)
-AnyMesh = TypeVar("AnyMesh")
 
 LARGE_PARAMETER = 1 << 24
 """Elements from which a parameter that every rank would hold whole is a problem: 64 MiB in float32."""
@@ -150,7 +149,7 @@ class Plan:
         spec, layout = self._checked(module, layout, dist.get_world_size())
         held = held_mesh(self.passes, spec)
         for each in self.passes if dist.get_rank() == 0 else ():
-            for warning in each.warnings(module, layout, _seen_by(each, spec, held)):
+            for warning in each.warnings(module, layout, seen_mesh(each, self.passes, spec)):
                 log.warning("%s", warning)
         simulated = runtime.is_simulated()
         kind = device_type or ("cpu" if simulated or dist.get_backend() == "gloo" else default_device_type())
@@ -161,14 +160,15 @@ class Plan:
         if not simulated:
             weights = {name: tensor for name, tensor in state(module) if not tensor.is_meta}
             check_equal(weights, dict.fromkeys(weights, [0] * dist.get_world_size()), device, "the weights handed to apply")
-        mesh = spec.build(kind)
-        held_on = mesh if held == spec else held.build(kind)
+        seen = [spec, held, *(seen_mesh(each, self.passes, spec) for each in self.passes)]
+        meshes = {each: each.build(kind) for each in dict.fromkeys(seen)}
+        mesh, held_on = meshes[spec], meshes[held]
         before = list(module.parameters())
-        data_axes = axes_of(self.passes, spec, Role.SAMPLES)
+        data_axes = axes_of(self.passes, held, Role.SAMPLES)
         if data_axes or any(each.stage == Stage.RECOMPUTE for each in self.passes):
             synchronize_batch_norm(module, held_on, data_axes)
         applied(module).layout = layout
-        self._run_passes(module, layout, mesh, held_on)
+        self._run_passes(module, layout, spec, meshes)
         if not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
             module.to(device)
         kept = {id(each) for each in module.parameters()}
@@ -177,7 +177,7 @@ class Plan:
         explanation = Explanation(module, str(self), splits_features=splits_features, unit_pass=None if data is None else data.name)
         cycle = Cycle(module, explanation, [each for each in before if id(each) not in kept])
         refuse_copies(module)
-        par = Parallelized(module, mesh, spec, self, layout, device, cycle, held_on=held_on)
+        par = Parallelized(module, mesh, spec, self, layout, device, cycle, meshes=meshes)
         same = [axis for axis, size in held.axes.items() if size > 1 and axis not in data_axes]
         sequence_parallel = any(each.splits_sequence and any(spec.axes[axis] > 1 for axis in each.axes) for each in self.passes)
         parts, enter = dict([*_parts(module), *find_blocks(module, layout)]), "call the module, or a method by par.register_method(name)"
@@ -231,10 +231,10 @@ class Plan:
         sized = isinstance(self.mesh, MeshSpec) and -1 not in self.mesh.axes.values()
         return self.mesh.size if sized and isinstance(self.mesh, MeshSpec) else runtime.world_size()
 
-    def _run_passes(self, module: nn.Module, layout: ModelLayout, mesh: Any, held_on: Any) -> None:
+    def _run_passes(self, module: nn.Module, layout: ModelLayout, spec: MeshSpec, meshes: Mapping[MeshSpec, Any]) -> None:
         names, ties = [name for name, _ in module.named_parameters()], tied_names(module)
         for each in self.passes:
-            each.apply(module, layout, _seen_by(each, mesh, held_on))
+            each.apply(module, layout, meshes[seen_mesh(each, self.passes, spec)])
             if (now := [name for name, _ in module.named_parameters()]) != names:
                 changed = sorted(set(now) ^ set(names))[:6]
                 raise MeshparError(f"{each.name} changed the names of parameters, which a pass must keep: {changed}")
@@ -258,11 +258,6 @@ class Plan:
         self.check(module, layout, size)
         with runtime.simulated(size):
             return self.apply(module, layout, device_type="cpu").describe()
-
-
-def _seen_by(each: Pass, mesh: AnyMesh, held: AnyMesh) -> AnyMesh:
-    """Return the mesh that a pass sees: the plan's for one that splits positions, the mesh of parameters for the others."""
-    return mesh if Role.POSITIONS in each.roles.values() else held
 
 
 def _split_copy(each: Pass, layout: ModelLayout, module: nn.Module, mesh: Any, group: Any, rank: int) -> Any:
@@ -370,7 +365,7 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
     with suppress(MeshError):  # which _axis_problems tells
         held = held_mesh(passes, mesh)
         for each in ready:
-            yield from each.problems(module, layout, _seen_by(each, mesh, held))
+            yield from each.problems(module, layout, seen_mesh(each, passes, mesh))
         if any(held.axes[axis] > 1 for axis in axes_of(ready, held, Role.SAMPLES)):
             yield from batch_norm_problems(module)
     for group in layout.tied:
@@ -380,6 +375,21 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
         elif len({id(parameters[name]) for name in group}) > 1:
             yield f"layout.tied says that {' and '.join(group)} are one tensor, but the model holds them apart; tie them or drop the entry"
     yield from _unsharded_problems(ready, module, layout, mesh, parameters)
+    yield from _divided_problems(ready, module, layout, mesh)
+
+
+def _divided_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+    """Yield parameters that a pass divides over samples and that the data pass does not shard: nothing would reduce their gradients."""
+    data = [each for each in passes if each.stage == Stage.DATA]
+    sharded = {name for each in data for name in each.shards(module, layout)}
+    for each in passes:
+        axes = [] if each in data else [axis for axis in axes_of([each], mesh, Role.SAMPLES) if mesh.axes[axis] > 1]
+        missing = sorted(each.shards(module, layout) - sharded) if axes and data else []
+        if missing:
+            yield (
+                f"{each.name} divides {missing[0]} over {', '.join(axes)}, and {data[0].name} keeps it whole, so that nothing averages its "
+                "gradient; use FullyShard() or HybridShard() with dp_shard, and leave it out of whole=(...)"
+            )
 
 
 def _unsharded_problems(

@@ -21,7 +21,7 @@ from meshpar.errors import LayoutError
 from meshpar.layout import ModelLayout
 from meshpar.models.huggingface_exchange import counts_positions, exchange_positions, refusal
 from meshpar.models.huggingface_head import head_of_logits
-from meshpar.models.huggingface_tensor import HEAD_RATIO, copied_heads, head_counts, tensor_table
+from meshpar.models.huggingface_tensor import HEAD_RATIO, copied_heads, expert_modules, expert_refusal, head_counts, tensor_table
 from meshpar.models.huggingface_vocabulary import generic
 from meshpar.models.huggingface_weights import weight_map
 from meshpar.patterns import find_modules
@@ -56,6 +56,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         ignored=_ignored(model),
         weights=weight_map(model),
         config=_published_config(model),
+        experts=expert_modules(model),
         exchange=exchange_positions,
         counts_positions=counts_positions(model),
         refusals=_refusals(model, table),
@@ -177,6 +178,8 @@ def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
         )
     if (reason := refusal(model)) is not None:
         refusals["cp"] = reason
+    if (reason := expert_refusal(model)) is not None:
+        refusals["ep"] = reason
     if getattr(model.config, "use_cache", False):
         refusals["recompute"] = (
             f"{type(model).__name__} has a key/value cache (config.use_cache), which recomputation would fill twice; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -64,6 +65,29 @@ def tensor_table(model: Any) -> dict[str, Any]:
     table |= dict.fromkeys(_regions(model, table), "region")
     table = dict(_without_sparse(model, table))
     return table | _between_regions(model, table)
+
+
+def expert_modules(model: nn.Module) -> tuple[str, ...]:
+    """Return the patterns of modules with stacked experts that compute by transformers' interface of (hidden states, chosen, weights)."""
+    return tuple(dict.fromkeys(generic(name) for name, module in model.named_modules() if _has_stacked_experts(module)))
+
+
+def expert_refusal(model: nn.Module) -> str | None:
+    """Return why a model's experts cannot be divided; None where some can."""
+    if any(_has_stacked_experts(each) for each in model.modules()):
+        return None
+    kinds = sorted({type(each).__name__ for each in model.modules() if "Expert" in type(each).__name__})
+    if not kinds:
+        return f"{type(model).__name__} has no experts to divide; drop ExpertParallel and ep from the mesh"
+    return (
+        f"{type(model).__name__} computes its experts in {', '.join(kinds)}, and ExpertParallel divides stacked parameters behind a "
+        "forward of (hidden states, chosen experts, weights) alone; use a mesh without ep"
+    )
+
+
+def _has_stacked_experts(module: nn.Module) -> bool:
+    counts = {len(each) if each.ndim > 1 else 0 for each in module.parameters(recurse=False)}
+    return counts == {vars(module).get("num_experts")} and len(inspect.signature(module.forward).parameters) == 3
 
 
 def head_counts(model: Any, table: Mapping[str, Any]) -> dict[str, int]:

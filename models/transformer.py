@@ -1,4 +1,4 @@
-"""Transformer: a decoder with RMSNorm, RoPE, grouped-query attention and SwiGLU; its export is a Llama or Qwen3 checkpoint.
+"""Transformer: a decoder with RMSNorm, RoPE, grouped-query attention, and SwiGLU or experts; its export is Llama's, Qwen3's or Qwen3-MoE's.
 
 Shape suffixes: B batch, L sequence, D model, H query heads, G key/value heads, C channels of a head, R rotations (C / 2),
 F hidden, V vocabulary. A suffix names the logical dim: under tensor parallelism H, G, F and V are this rank's part, so the code reads head
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from meshpar.layout import ModelLayout
 from meshpar.models.layers import Embedding, Linear, ModelOutput, next_token_loss, positions_of
-from meshpar.models.transformer_config import RopeScaling, TransformerConfig, published_config, published_names
+from meshpar.models.mixture import Mixture
+from meshpar.models.transformer_config import RopeScaling, TransformerConfig, published_config, published_experts, published_names
+from meshpar.passes.tensor.parts import Parts
 from meshpar.positions import Mask, attention, attention_mask
 from meshpar.weights import Rename, WeightMap
 
@@ -62,7 +64,7 @@ class Transformer(nn.Module):
         config = self.config
         return ModelLayout(
             blocks=("layers.*",),
-            tensor=_TENSOR | (_QK_NORM if config.qk_norm else {}),
+            tensor=(_MIXTURE if config.experts else _TENSOR) | (_QK_NORM if config.qk_norm else {}),
             heads={"layers.*.attn.q": config.heads, "layers.*.attn.k": config.kv_groups, "layers.*.attn.v": config.kv_groups},
             copied_heads=("layers.*.attn.k", "layers.*.attn.v"),
             head="head",
@@ -70,7 +72,8 @@ class Transformer(nn.Module):
             tied=(("embed.weight", "head.weight"),) if config.tied else (),
             dropout=config.dropout > 0,
             ignored=(r"rotary_emb\.inv_freq$",),
-            weights=WeightMap(rules=tuple(Rename(ours, theirs) for ours, theirs in published_names(config))),
+            experts=("layers.*.mlp.experts",) if config.experts else (),
+            weights=WeightMap(rules=(*(Rename(ours, theirs) for ours, theirs in published_names(config)), *published_experts(config))),
             config=published_config(config),
         )
 
@@ -84,7 +87,7 @@ class Layer(nn.Module):
         self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attn = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp = SwiGLU(config) if not config.experts else _mixture(config)
         # Here and not in attn and mlp: the residual stream is replicated over the tensor axis, their insides are not.
         self.attn_drop = nn.Dropout(config.dropout)
         self.mlp_drop = nn.Dropout(config.dropout)
@@ -171,6 +174,10 @@ def _stretched(frequency_R: Tensor, scaling: RopeScaling) -> Tensor:
     return (1 - smooth_R) * frequency_R / scaling.factor + smooth_R * frequency_R
 
 
+def _mixture(config: TransformerConfig) -> Mixture:
+    return Mixture(config.dim, config.expert_hidden or config.hidden, config.experts, config.experts_per_token, _residual_std(config))
+
+
 def _residual_std(config: TransformerConfig) -> float:
     # Each of the 2 * layers additions to the residual stream is drawn smaller, so that their sum starts at one layer's size.
     return 0.02 / math.sqrt(2 * config.layers)
@@ -191,5 +198,10 @@ _TENSOR: dict[str, Any] = {
     "layers.*.mlp.down": "rowwise",
     "norm": "sequence",
     "head": "head",
+}
+# Each expert's features are split. Routers see whole sequences, so that nothing runs between regions on a part of one.
+_MIXTURE: dict[str, Any] = {
+    **{name: style for name, style in _TENSOR.items() if style != "sequence" and not name.startswith("layers.*.mlp")},
+    "layers.*.mlp.experts": Parts(dims={"gate": (1, 1), "up": (1, 1), "down": (2, 1)}, sums=True),
 }
 _QK_NORM: dict[str, Any] = {"layers.*.attn.q_norm": "grad_sum", "layers.*.attn.k_norm": "grad_sum"}

@@ -1,9 +1,11 @@
-"""TransformerConfig: shapes of a :class:`meshpar.models.Transformer`, and their published form (Llama, Qwen3)."""
+"""TransformerConfig: shapes of a :class:`meshpar.models.Transformer`, and their published form (Llama, Qwen3, Qwen3-MoE)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, final
+
+from meshpar.weights import Unstack
 
 
 @final
@@ -39,6 +41,9 @@ class TransformerConfig:
         kv_heads: number of key/value heads; None: ``heads``.
         head_dim: channels of a head; None: ``dim / heads``.
         hidden: width of the SwiGLU layer.
+        experts: number of experts that take the place of each SwiGLU layer; 0: none.
+        experts_per_token: number of experts that compute each token.
+        expert_hidden: width of an expert; None: ``hidden``.
         max_positions: longest sequence in tokens.
         rope_theta: base of the rotary embedding's frequencies.
         rope_scaling: scaling of the rotary embedding; None: none.
@@ -48,7 +53,7 @@ class TransformerConfig:
         dropout: probability of dropout on attention weights and on the updates of the residual stream.
 
     Raises:
-        ValueError: a size is not positive, or heads, kv_heads and dim do not divide.
+        ValueError: a size is not positive, heads, kv_heads and dim do not divide, or a mixture of experts cannot be exported.
     """
 
     vocab_size: int = 512
@@ -58,6 +63,9 @@ class TransformerConfig:
     kv_heads: int | None = None
     head_dim: int | None = None
     hidden: int = 384
+    experts: int = 0
+    experts_per_token: int = 2
+    expert_hidden: int | None = None
     max_positions: int = 2048
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -77,6 +85,12 @@ class TransformerConfig:
             problems.append(f"a head has {self.channels} channels; expected an even number, because RoPE rotates pairs")
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}, expected at least 0 and less than 1")
+        if self.experts and not self.qk_norm:
+            problems.append(f"experts is {self.experts} and qk_norm is False; set qk_norm=True, as Qwen3-MoE, whose form an export has")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            problems.append(f"experts_per_token is {self.experts_per_token}, expected 1 to experts ({self.experts})")
+        if self.experts < 0 or (self.expert_hidden is not None and self.expert_hidden < 1):
+            problems.append(f"experts is {self.experts} and expert_hidden {self.expert_hidden}; expected 0 or more, and at least 1")
         if problems:
             raise ValueError("TransformerConfig: " + "; ".join(problems))
 
@@ -118,6 +132,9 @@ PRESETS: dict[str, TransformerConfig] = {
 """Name of a shape -> its configuration; `meshpar describe NAME` prints what each rank would hold."""
 
 
+_SWIGLU = ("gate", "up", "down")
+
+
 def published_names(config: TransformerConfig) -> list[tuple[str, str]]:
     modules = {
         "embed": "model.embed_tokens",
@@ -127,16 +144,25 @@ def published_names(config: TransformerConfig) -> list[tuple[str, str]]:
         "layers.*.attn.o": "model.layers.*.self_attn.o_proj",
         "layers.*.attn_norm": "model.layers.*.input_layernorm",
         "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
-        "layers.*.mlp.gate": "model.layers.*.mlp.gate_proj",
-        "layers.*.mlp.up": "model.layers.*.mlp.up_proj",
-        "layers.*.mlp.down": "model.layers.*.mlp.down_proj",
         "norm": "model.norm",
         "head": "lm_head",
     }
+    if config.experts:
+        modules["layers.*.mlp.router"] = "model.layers.*.mlp.gate"
+    else:
+        modules |= {f"layers.*.mlp.{part}": f"model.layers.*.mlp.{part}_proj" for part in _SWIGLU}
     if config.qk_norm:
         modules["layers.*.attn.q_norm"] = "model.layers.*.self_attn.q_norm"
         modules["layers.*.attn.k_norm"] = "model.layers.*.self_attn.k_norm"
     return [(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in modules.items()]
+
+
+def published_experts(config: TransformerConfig) -> list[Unstack]:
+    numbers = range(config.experts)
+    return [
+        Unstack(f"layers.*.mlp.experts.{part}", tuple(f"model.layers.*.mlp.experts.{number}.{part}_proj.weight" for number in numbers))
+        for part in (_SWIGLU if config.experts else ())
+    ]
 
 
 def published_config(config: TransformerConfig) -> dict[str, Any]:
@@ -149,9 +175,19 @@ def published_config(config: TransformerConfig) -> dict[str, Any]:
             "high_freq_factor": scaling.high_frequency,
             "original_max_position_embeddings": scaling.original_positions,
         }
+    kind, name = ("qwen3_moe", "Qwen3Moe") if config.experts else ("qwen3", "Qwen3") if config.qk_norm else ("llama", "Llama")
+    mixture = {
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_hidden or config.hidden,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
     return {
-        "model_type": "qwen3" if config.qk_norm else "llama",
-        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
+        "model_type": kind,
+        "architectures": [f"{name}ForCausalLM"],
+        **(mixture if config.experts else {}),
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
         "intermediate_size": config.hidden,

@@ -39,8 +39,14 @@ EVERYWHERE = (
 WHOLE_OVER_TP = (("mamba", "causal"), ("doge", "causal"))
 DATA_PLANS = ("one process", "FSDP 2", "HSDP 2x2")
 POSITIONS = ("CP 2", "CP 2 by heads")
-UNSPLIT = {"qwen3_next": POSITIONS, "t5": POSITIONS, "gpt_oss": ("CP 2 by heads",), "llama4_text": (), "bert": ()}
-"""Positions that cannot be split: linear attention, no position_ids, sinks of a head's own."""
+EXPERTS = ("EP 2", "EP 2 x TP 2")
+UNSPLIT = {
+    "qwen3_next": POSITIONS,
+    "t5": (*POSITIONS, *EXPERTS),
+    "gpt_oss": ("CP 2 by heads",),
+    **dict.fromkeys(("llama4_text", "bert", "apertus", "gpt2"), EXPERTS),
+}
+"""Positions that cannot be split: linear attention, no position_ids, sinks of a head's own. Experts: none, or not by a chosen number."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +70,8 @@ def test_what_has_no_exact_split_is_refused_and_shards_over_data(pool, case):
     verdicts = {plan: each["verdict"] for plan, each in plans.items()}
     assert verdicts == {plan: "exact" if plan in DATA_PLANS else "refused" for plan in ("one process", *architectures.PLANS)}, plans
     why = {plan: each["why"] for plan, each in plans.items() if each["verdict"] == "refused"}
-    assert all(("position" if plan in POSITIONS else "TensorParallel") in text for plan, text in why.items()), why
+    said = dict.fromkeys(POSITIONS, "position") | dict.fromkeys(EXPERTS, "experts")
+    assert all(said.get(plan, "TensorParallel") in text for plan, text in why.items()), why
 
 
 def test_a_missing_gradient_sum_is_found(pool):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from meshpar import ActivationCheckpoint, ContextParallel, FullyShard, HybridShard, Plan, Replicate, TensorParallel
+from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, Plan, Replicate, TensorParallel
 from meshpar.forecasting.simulate import Simulation, simulate
 from meshpar.forecasting.step import Batch, record_step
 from meshpar.forecasting.trace import Trace
@@ -22,6 +24,23 @@ MODELS = {
     "transformer": functools.partial(Transformer, SHAPE),
     "gpt2": functools.partial(GPT2, GPT2Config(vocab_size=515, n_positions=64, n_embd=32, n_layer=2, n_head=4)),
 }
+
+
+class EvenRouter(nn.Linear):
+    """Prefers two experts by a token's number, so that all get equally many tokens, as the forecast assumes."""
+
+    def forward(self, x):
+        token, expert = torch.arange(len(x), device=x.device), torch.arange(self.out_features, device=x.device)
+        return super().forward(x) + 100.0 * (expert // 2 == (token % (self.out_features // 2))[:, None])
+
+
+def even_mixture():
+    model = Transformer(replace(SHAPE, experts=8, expert_hidden=48, qk_norm=True))
+    for layer in model.layers:
+        layer.mlp.router = EvenRouter(SHAPE.dim, 8, bias=False)
+    return model
+
+
 SP = TensorParallel(sequence_parallel=True)
 CASES = {
     "fsdp": ("dp_shard=2", [FullyShard()]),
@@ -41,6 +60,8 @@ CASES = {
         "dp_shard=2,tp=2",
         [TensorParallel(sequence_parallel=True, loss_parallel=True), ActivationCheckpoint(), FullyShard()],
     ),
+    "experts": ("dp_shard=1,ep=2", [ExpertParallel(), FullyShard()]),
+    "experts, fsdp x ep": ("dp_shard=2,ep=2", [ExpertParallel(), ActivationCheckpoint(), FullyShard()]),
     "gpt2, fsdp x tp": ("dp_shard=2,tp=2", [SP, FullyShard()]),
     "fsdp x cp": ("dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),
     "cp by heads, recomputed": ("dp_shard=1,cp=2", [ContextParallel(transport="heads"), ActivationCheckpoint(), FullyShard()]),
@@ -49,6 +70,8 @@ ON_THE_LAST_RANK = ("fsdp, uneven", "fsdp x tp")
 
 
 def model_of(case):
+    if case.startswith("experts"):
+        return even_mixture
     return MODELS["gpt2" if case.startswith("gpt2") else "transformer"]
 
 

@@ -33,8 +33,8 @@ def test_every_axis_has_the_groups_time_out():
 
 
 def test_five_axes_and_strangers_outermost():
-    spec = MeshSpec("tp=2,ep=3,dp_shard=2,dp_replicate=2,pp=1")
-    assert list(spec.axes) == ["ep", "pp", "dp_replicate", "dp_shard", "tp"]
+    spec = MeshSpec("tp=2,own=3,dp_shard=2,dp_replicate=2,pp=1")
+    assert list(spec.axes) == ["own", "pp", "dp_replicate", "dp_shard", "tp"]
     assert spec.resolve(24).size == 24
 
 
@@ -47,7 +47,7 @@ def test_five_axes_and_strangers_outermost():
         ("dp_shard=0", "size 0"),
         ("dp_shard=-2", "size -2"),
         ("dp_shard=-1,tp=-1", "only one axis may be -1"),
-        ("a=1,b=1,c=1,d=1,e=1,f=1", "at most 5 axes"),
+        ("a=1,b=1,c=1,d=1,e=1,f=1,g=1", "at most 6 axes"),
     ],
 )
 def test_wrong_texts_are_refused(text, message):

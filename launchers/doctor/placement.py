@@ -45,12 +45,12 @@ def spans(spec: MeshSpec, hosts: Sequence[str]) -> list[AxisSpan]:
 
 
 def placement_findings(spec: MeshSpec, hosts: Sequence[str]) -> Iterator[Finding]:
-    """Yield a finding for each axis that spans hosts and should not: tp and cp always, dp_shard beside dp_replicate."""
+    """Yield a finding for each axis that spans hosts and should not: tp, ep and cp always, dp_shard beside dp_replicate."""
     names = list(dict.fromkeys(hosts))
     if len(names) < 2:
         return
     smallest = min(hosts.count(name) for name in names)
-    should = [axis for axis in ("dp_shard", "cp", "tp") if spec.axes.get(axis, 1) > 1]
+    should = [axis for axis in ("dp_shard", "cp", "ep", "tp") if spec.axes.get(axis, 1) > 1]
     if spec.axes.get("dp_replicate", 1) == 1 and "dp_shard" in should:
         should.remove("dp_shard")  # shards over all ranks: a choice, with a price
     for span in spans(spec, hosts):

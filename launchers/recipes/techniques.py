@@ -18,6 +18,8 @@ from meshpar.patterns import nearest
 GROUP = "meshpar.passes"
 SHARDING = ("FullyShard", "HybridShard", "Replicate")
 """The passes of data parallelism that come with meshpar."""
+BY_AXIS = (("ep", "ExpertParallel"), ("tp", "TensorParallel"), ("cp", "ContextParallel"))
+"""Axis -> the pass that works on it, in the order in which they apply."""
 Written = dict[str, dict[str, Any]]
 """A pass as a resolved recipe writes it: ``{"FullyShard": {"offload": "cpu"}}``."""
 
@@ -65,8 +67,8 @@ def default_passes(mesh: MeshSpec | str | None) -> list[Written]:
         return []
     if isinstance(mesh, str) and not is_auto(mesh):
         mesh = MeshSpec(mesh)
-    axes = {"dp_replicate", "dp_shard", *(axis for axis in ("tp", "cp") if axis in str(mesh))} if isinstance(mesh, str) else set(mesh.axes)
-    names = [name for axis, name in (("tp", "TensorParallel"), ("cp", "ContextParallel")) if axis in axes]
+    axes = {"dp_replicate", "dp_shard", *(axis for axis, _ in BY_AXIS if axis in str(mesh))} if isinstance(mesh, str) else set(mesh.axes)
+    names = [name for axis, name in BY_AXIS if axis in axes]
     if "dp_shard" in axes:
         names.append("HybridShard" if "dp_replicate" in axes else "FullyShard")
     elif "dp_replicate" in axes:

@@ -209,14 +209,18 @@ class SplitTest:
         split = bool(name) and self._context.sequence_parallel
 
         with quiet(unit):
+            expected, cotangents, wanted, failed = list[Tensor](), list[Tensor](), dict[str, Tensor](), ""
             alone = Run(wholes, self._gathered(seen, self._local_inputs(name), hidden=split))
             with holding(unit, alone.parameters), as_written(unit):  # for the backward, too, in which a model may recompute
                 try:
                     expected = alone.outputs(unit)
+                    cotangents = [noise(want, place) for place, want in enumerate(expected)]
+                    wanted = alone.gradients(expected, cotangents)
                 except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
-                    raise _NotTried(f"it does not run unsplit: {type(error).__name__}: {str(error).splitlines()[0]}") from error
-                cotangents = [noise(want, place) for place, want in enumerate(expected)]
-                wanted = alone.gradients(expected, cotangents)
+                    failed = f"it does not run unsplit: {type(error).__name__}: {str(error).splitlines()[0]}"
+            device = next((each.device for each in wholes.values()), torch.device("cpu"))
+            if bool(gather_values(torch.tensor([bool(failed)], device=device), self._context.group).any()):
+                raise _NotTried(failed or "it does not run unsplit on another rank of the axis")
             parts = {each: self._part(self._parameter(full), wholes[each]) for each, full in names.items()}
             both = Run(parts, (seen.args, seen.kwargs))
             with holding(unit, both.parameters), plain_products(unit):

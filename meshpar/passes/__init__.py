@@ -3,6 +3,7 @@
 from meshpar.passes.base import Pass, Role, Stage
 from meshpar.passes.compile import Compile
 from meshpar.passes.context import ContextParallel
+from meshpar.passes.experts import ExpertParallel
 from meshpar.passes.float8 import Float8
 from meshpar.passes.recompute import ActivationCheckpoint
 from meshpar.passes.replicate import Replicate
@@ -14,6 +15,7 @@ __all__ = [
     "ActivationCheckpoint",
     "Compile",
     "ContextParallel",
+    "ExpertParallel",
     "Float8",
     "FullyShard",
     "HybridShard",

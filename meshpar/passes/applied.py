@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.layout import ModelLayout
 from meshpar.passes.tensor.context import Context
@@ -21,6 +22,7 @@ class Applied:
     Attributes:
         layout: the description that the plan used.
         split: what the styles that split features share.
+        divided: modules whose own parameters an axis of samples divides -> the mesh, which has that axis apart from the data axes.
         whole: the parameters that data ranks keep whole.
         replica_shards: what the ranks of a replica keep of parameters that all data ranks split.
         recomputed: the blocks whose forward runs once more in backward.
@@ -29,6 +31,7 @@ class Applied:
 
     layout: ModelLayout | None = None
     split: Context | None = None
+    divided: dict[nn.Module, DeviceMesh] = field(default_factory=dict)
     whole: WholeParameters | None = None
     replica_shards: ReplicaShards | None = None
     recomputed: list[nn.Module] = field(default_factory=list)

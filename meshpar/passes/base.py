@@ -20,10 +20,11 @@ from meshpar.patterns import find_modules, is_called, nearest
 class Stage(enum.IntEnum):
     """When a pass applies.
 
-    Tensor parallelism decides what a layer computes, so it applies before anything that wraps the layer. Data parallelism shards the
-    parameters that the others left, so it applies last.
+    Whole experts are divided before tensor parallelism splits the features of each. Tensor parallelism decides what a layer computes, so it
+    applies before anything that wraps the layer. Data parallelism shards the parameters that the others left, so it applies last.
     """
 
+    EXPERTS = 0
     TENSOR = 1
     PRECISION = 2
     RECOMPUTE = 3
@@ -114,7 +115,8 @@ class Pass:
             module: the model.
             layout: its description.
             mesh: has the plan's axes by name. Only a pass with a ``POSITIONS`` axis sees such axes: for the others they are a part of the
-                data axis before them, so that what holds parameters on that axis also averages gradients over positions.
+                data axis before them, so that what holds parameters on that axis also averages gradients over positions. The same holds of
+                ``SAMPLES`` axes of passes before ``Stage.DATA``.
         """
         raise NotImplementedError
 
@@ -146,21 +148,38 @@ def axes_of(passes: Iterable[Pass], mesh: MeshSpec, *roles: Role) -> tuple[str, 
     return tuple(axis for axis in mesh.axes if axis in claimed)
 
 
-def held_mesh(passes: Iterable[Pass], mesh: MeshSpec) -> MeshSpec:
-    """Return the mesh over which parameters are held: axes of positions are a part of the data axis before them.
+def held_mesh(passes: Iterable[Pass], mesh: MeshSpec, *, apart: Iterable[str] = ()) -> MeshSpec:
+    """Return the mesh over which parameters are held.
+
+    Axes of positions, and axes of samples that no data pass claims, are a part of the data axis before them.
+
+    Args:
+        passes: of the plan.
+        mesh: resolved.
+        apart: axes that stay, for the parameters that are divided over them.
 
     Raises:
         MeshError: no pass holds parameters over data axes, or the axes are apart.
     """
     passes = list(passes)
-    positions = [axis for axis in axes_of(passes, mesh, Role.POSITIONS) if mesh.axes[axis] > 1]
-    if not positions:
-        return mesh
     data = axes_of([each for each in passes if each.stage == Stage.DATA], mesh, Role.SAMPLES)
+    within = [axis for axis in axes_of(passes, mesh, Role.POSITIONS, Role.SAMPLES) if mesh.axes[axis] > 1 and axis not in data]
+    if not within:
+        return mesh
     if not data:
-        axes = ", ".join(positions)
-        raise MeshError(f"nothing averages gradients over {axes}; add FullyShard() to the passes and dp_shard=1 to the mesh")
-    return mesh.folded(data[-1], positions)
+        raise MeshError(f"nothing averages gradients over {', '.join(within)}; add FullyShard() to the passes and dp_shard=1 to the mesh")
+    return mesh.folded(data[-1], [axis for axis in within if axis not in apart])
+
+
+def seen_mesh(each: Pass, passes: Iterable[Pass], mesh: MeshSpec) -> MeshSpec:
+    """Return the mesh that a pass sees: the plan's for one that splits positions, else the mesh of the parameters that it holds.
+
+    Raises:
+        MeshError: see :func:`held_mesh`.
+    """
+    if Role.POSITIONS in each.roles.values():
+        return mesh
+    return held_mesh(passes, mesh, apart=() if each.stage == Stage.DATA else each.roles)
 
 
 def find_blocks(module: nn.Module, layout: ModelLayout, override: tuple[str, ...] | None = None) -> list[tuple[str, nn.Module]]:

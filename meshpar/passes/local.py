@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
@@ -130,16 +132,27 @@ def _place(module: nn.Module, name: str, placement: Shard | Replicate, context: 
         return
     taken = context.placed.get(id(parameter))
     if taken is None:
-        part = parameter.detach()
+        part, mesh = parameter.detach(), context.mesh
+        placements: list[Placement] = [placement]
+        if isinstance(part, DTensor):  # experts, which another axis divided before
+            mesh, placements = part.device_mesh, list(part.placements)
+            placements[(mesh.mesh_dim_names or ()).index((context.mesh.mesh_dim_names or ("",))[0])] = placement
+            part = part.to_local()
         if isinstance(placement, Shard):
             part = part.chunk(context.size, placement.dim)[context.rank].clone(memory_format=torch.contiguous_format)
-        whole = DTensor.from_local(part, context.mesh, [placement], run_check=False, shape=parameter.shape, stride=strides(parameter.shape))
-        taken = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-        vars(taken).update(vars(parameter))
+        taken = part_of(parameter, part, mesh, placements)
         # Numbers of objects are given again once an object is gone, so the one that was replaced is kept until all are placed.
         context.placed[id(parameter)] = context.placed[id(taken)] = taken
         context.replaced.append(parameter)
     module._parameters[name] = taken
+
+
+def part_of(parameter: nn.Parameter, part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
+    """Return a parameter in the place of ``parameter``, of which this rank holds ``part``."""
+    whole = DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=strides(parameter.shape))
+    taken = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    vars(taken).update(vars(parameter))
+    return taken
 
 
 def see_whole(module: nn.Module, blocks: set[nn.Module], styled: set[nn.Module]) -> None:

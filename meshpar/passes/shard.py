@@ -129,10 +129,20 @@ class _Sharding(Precision):
         ignored = self.keep_whole(module, mesh, axes)
         common: dict[str, Any] = {"mesh": held_on, "offload_policy": self._offload_policy(mesh), "ignored_params": ignored}
         keep = self.reshard_after_forward
+        self._shard_divided(module, axes, common)
         *inner, (_, outer, _) = self.units(module, layout, self.min_params)
         units = [fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **common) for unit, policy, _ in inner]
         fully_shard(module, reshard_after_forward=keep if not isinstance(keep, bool) else False, mp_policy=outer, **common)
         self._prefetch(units)
+
+    def _shard_divided(self, module: nn.Module, axes: tuple[str, ...], common: dict[str, Any]) -> None:
+        """Shard what an axis of samples divides over the data axes alone, each module a unit; what is inside of it sees every sample."""
+        keep = self.reshard_after_forward if isinstance(self.reshard_after_forward, bool) else True
+        for unit, mesh in applied(module).divided.items():
+            for child in unit.children():
+                if any(True for _ in child.parameters()):
+                    fully_shard(child, reshard_after_forward=keep, mp_policy=self.inner(), **common)
+            fully_shard(unit, reshard_after_forward=keep, mp_policy=self.inner(), **{**common, "mesh": mesh[axes]})
 
     def _offload_policy(self, mesh: DeviceMesh) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if self.offload == "cpu" else OffloadPolicy()

@@ -21,6 +21,8 @@ _SHOWN = (
     ("val/cross_entropy", "cross entropy {:.4f}"),
     ("lr", "lr {:.2e}"),
     ("grad_norm", "norm {:.3g}"),
+    ("experts/least", "experts {:,.0f}"),
+    ("experts/most", "to {:,.0f} tok"),
     ("tokens_per_second", "{:,.0f} {unit}/s"),
     ("mfu", "mfu {:.1%}"),
     ("memory_gib", "{:.2f} GiB"),

@@ -22,7 +22,7 @@ from meshpar.replicas import check_equal
 from meshpar.training.bounds import Every
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.documents import check_documents
-from meshpar.training.metrics import Meter, Reading, Reporter, losses_of, means
+from meshpar.training.metrics import ExpertLoad, Meter, Reading, Reporter, losses_of, means
 from meshpar.training.objectives import Objective
 from meshpar.training.scaler import LossScaler
 from meshpar.training.schedule import Schedule
@@ -97,12 +97,13 @@ class Trainer:
         self.step, self.tokens, self.skipped = 0, 0, 0
         self.validated = 0  # batches of all validations, so that a watchdog sees one move
         self._meter = Meter(par, flops_per_token=flops_per_token, world_size=dist.get_world_size())
+        self._load = ExpertLoad(par)
         self._values: dict[str, float] = {}
         self._skips = 0
         self._saved = -1
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=par.device)
         self._on_device = Transfer(par.device)
-        self._reading: tuple[Reading, dict[str, float]] | None = None
+        self._reading: tuple[Reading, dict[str, float], list[str]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resume needs besides model and optimizer: plain data, the same on every rank."""
@@ -213,6 +214,7 @@ class Trainer:
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
         if self.scaler is not None:
             self.scaler.unscale_(par.module)
+        self._load.step()
         norm = par.clip_grad_norm_(self.settings.clip or math.inf)
         self.schedule.apply(optimizer, self.step)
         if self._may_step(norm):
@@ -282,7 +284,8 @@ class Trainer:
             return
         known = {"lr": self.schedule.rate(self.step - 1), "epoch": self.data.epoch, "step": self.step}
         known |= {"skipped": self.skipped} if self.skipped else {}
-        self._reading = self._meter.begin(self._norm, self._first_bad), known
+        load = self._load.take()
+        self._reading = self._meter.begin(self._norm, self._first_bad, *load.values()), known, list(load)
         if self.par.device.type == "cpu":
             self._read()
 
@@ -290,8 +293,9 @@ class Trainer:
         """Publish the pending record, if there is one, and raise if a norm was not finite."""
         if self._reading is None:
             return
-        (reading, known), self._reading = self._reading, None
-        record, (norm, first_bad) = reading.read()
+        (reading, known, names), self._reading = self._reading, None
+        record, (norm, first_bad, *load) = reading.read()
+        record |= dict(zip(names, load, strict=True))
         self._raise_if_bad(int(first_bad))
         self.tokens += int(record.pop("tokens"))
         self._publish({"lr": known.pop("lr"), "grad_norm": norm, "epoch": known.pop("epoch"), **record, **known, "tokens": self.tokens})

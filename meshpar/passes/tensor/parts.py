@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshpar.mesh import sizes_text
 from meshpar.passes.installed import set_forward
@@ -123,7 +124,7 @@ class Experts(Style):
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Give each rank its experts."""
-        if (other := self._other(module, context)) is not None:
+        if (other := self._other(name, module, context)) is not None:
             other.shard(name, module, context)
             return
         for parameter in dict(module.named_parameters(recurse=False)):
@@ -131,7 +132,7 @@ class Experts(Style):
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Let the forward run the held experts on what chose them, and sum over the axis."""
-        if (other := self._other(module, context)) is not None:
+        if (other := self._other(name, module, context)) is not None:
             other.install(name, module, context)
             return
         group = context.group
@@ -157,7 +158,11 @@ class Experts(Style):
 
         set_forward(module, forward, reads_parameters=True)
 
-    def _other(self, module: nn.Module, context: Context) -> Parts | None:
+    def _other(self, name: str, module: nn.Module, context: Context) -> Parts | None:
+        """Return how to split inside the experts, which stay whole where another axis divides them already and that is not possible."""
+        if any(isinstance(each, DTensor) and each.device_mesh.ndim > 1 for each in module.parameters(recurse=False)):
+            inside = self.otherwise
+            return Parts(dims={}) if inside is None or any(inside.problems(name, module, context.size)) else inside
         return self.otherwise if _expert_count(module) % context.size else None
 
 

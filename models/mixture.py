@@ -1,0 +1,79 @@
+"""A mixture of experts in the place of a feed-forward layer, as Qwen3-MoE has it.
+
+Shape suffixes: N tokens, D model, E experts, K experts of a token, R = N x K rows, F hidden.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshpar.models.layers import Linear
+
+
+@final
+class Mixture(nn.Module):
+    """A router and its experts: each token is the weighted sum of the ``top`` experts that its router prefers."""
+
+    def __init__(self, dim: int, hidden: int, experts: int, top: int, residual_std: float) -> None:
+        super().__init__()
+        self.top = top
+        self.router = Linear(dim, experts)
+        self.experts = Experts(dim, hidden, experts, residual_std)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Return the update of the residual stream, (B, L, D)."""
+        x_ND = x_BLD.flatten(0, 1)
+        weights_NK, chosen_NK = self.router(x_ND).softmax(-1, dtype=torch.float32).topk(self.top, -1)
+        weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+        return self.experts(x_ND, chosen_NK, weights_NK.to(x_ND.dtype)).view_as(x_BLD)
+
+
+@final
+class Experts(nn.Module):
+    """SwiGLU layers, stacked; it reads their number from its weights, of which a rank may hold a part."""
+
+    def __init__(self, dim: int, hidden: int, experts: int, residual_std: float) -> None:
+        super().__init__()
+        self.residual_std = residual_std
+        self.gate = nn.Parameter(torch.empty(experts, hidden, dim))
+        self.up = nn.Parameter(torch.empty(experts, hidden, dim))
+        self.down = nn.Parameter(torch.empty(experts, dim, hidden))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the weights from normal distributions."""
+        for weight, std in ((self.gate, 0.02), (self.up, 0.02), (self.down, self.residual_std)):
+            nn.init.normal_(weight, std=std)
+
+    def forward(self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """Return each token's weighted sum over its chosen experts, (N, D)."""
+        count, slots = len(self.gate), chosen_NK.shape[1]
+        expert_R = chosen_NK.flatten()
+        order_R = expert_R.argsort(stable=True)
+        rows_E = torch.zeros(count, dtype=torch.int64, device=x_ND.device).index_add_(0, expert_R, torch.ones_like(expert_R))
+        x_RD = x_ND.index_select(0, order_R // slots)
+        h_RF = F.silu(products(x_RD, self.gate, rows_E)) * products(x_RD, self.up, rows_E)
+        y_RD = products(h_RF, self.down, rows_E) * weights_NK.flatten()[order_R, None]
+        place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+        return y_RD.index_select(0, place_R).unflatten(0, (-1, slots)).sum(1)
+
+
+def products(x_RD: Tensor, weight_EFD: Tensor, rows_E: Tensor) -> Tensor:
+    """Return (R, F): consecutive rows times the weight of their expert.
+
+    One grouped product where torch has it for these sizes, which are multiples of 16 bytes; else one product for each expert.
+
+    Args:
+        x_RD: rows in the order of experts.
+        weight_EFD: the experts' weights.
+        rows_E: number of rows of each, int64.
+    """
+    sizes = (x_RD.shape[1] * x_RD.element_size(), weight_EFD.shape[1] * x_RD.element_size())
+    if x_RD.dtype != torch.float64 and not any(each % 16 for each in sizes):
+        return F.grouped_mm(x_RD, weight_EFD.transpose(1, 2), offs=rows_E.cumsum(0).to(torch.int32))
+    parts = x_RD.split(rows_E.tolist())
+    return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weight_EFD, strict=True)])

@@ -1,0 +1,232 @@
+"""ExpertParallel: whole experts on each rank, tokens that travel to them, and the numbers of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models_for_parity import VOCAB, huggingface, transformer
+
+from meshpar import (
+    ActivationCheckpoint,
+    Compile,
+    ContextParallel,
+    ExpertParallel,
+    FullyShard,
+    HybridShard,
+    ModelLayout,
+    Plan,
+    PlanError,
+    Replicate,
+    TensorParallel,
+    distributed,
+)
+from meshpar.checkpoints import CheckpointManager, export_module, export_safetensors
+from meshpar.passes.experts import by_experts
+from meshpar.testing import assert_parity, launch, on_ranks, token_steps, train_steps, whole
+
+
+def mixture(name="Qwen3Moe", **options):
+    sizes = dict(moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1)
+    return huggingface(name, **sizes | options)
+
+
+def own_mixture():
+    return transformer(experts=8, expert_hidden=16, qk_norm=True)
+
+
+def on_two_experts():
+    """Every token of every rank chooses experts 5 and 4, in the order of its weights: six experts and three of four ranks get none."""
+    model = mixture()
+    for layer in model.model.layers:
+        gate = layer.mlp.gate
+
+        def forward(hidden, gate=gate):
+            logits = F.linear(hidden, gate.weight)
+            scores, order = logits[:, 4:6].softmax(-1).sort(descending=True)
+            return logits, scores, order + 4
+
+        gate.forward = forward
+    return model
+
+
+MESHES = {
+    2: [("dp_shard=1,ep=2", [ExpertParallel(), FullyShard()])],
+    4: [
+        ("dp_shard=1,ep=4", [ExpertParallel(), ActivationCheckpoint(), FullyShard()]),
+        ("dp_shard=2,ep=2", [ExpertParallel(), FullyShard(reshard_after_forward=False)]),
+        ("dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), FullyShard()]),
+        ("dp_shard=1,cp=2,ep=2", [ExpertParallel(), ContextParallel(), FullyShard()]),
+    ],
+    8: [("dp_replicate=2,dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()])],
+    16: [("dp_replicate=2,dp_shard=2,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()])],
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, pytest.param(16, marks=pytest.mark.long)])
+def test_divided_experts_equal_one_process(ranks):
+    on_ranks(ranks)(divided)(ranks)
+
+
+def divided(ranks):
+    """Uneven counts of tokens, two micro-batches and clipping. Many ranks train our own mixture, for each would import transformers."""
+    build = mixture if ranks < 8 else own_mixture
+    steps = token_steps(VOCAB, micro_batches=2, parts=max(8, ranks), length=8)
+    for mesh, passes in MESHES[ranks]:
+        assert_parity(build, mesh, passes, steps)
+
+
+def test_the_reference_mixture_is_qwen3_moe(tmp_path):
+    """The export computes in transformers what the model computes here, by a grouped product or expert by expert."""
+    import transformers
+
+    torch.manual_seed(0)
+    model, ids = own_mixture(), torch.randint(VOCAB, (2, 9))
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(0.1 * torch.randn_like(each))
+    with distributed("cpu"):
+        export_module(Plan().apply(model), tmp_path / "hf")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert type(loaded).__name__ == "Qwen3MoeForCausalLM"
+    torch.testing.assert_close(model(ids).logits, loaded(ids).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.double()(ids).logits.float(), loaded(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@on_ranks(4)
+def test_the_reference_mixture_on_any_mesh_equals_one_process():
+    for mesh, passes in [("dp_shard=1,ep=4", [ExpertParallel(), Compile(backend="eager"), FullyShard()]), *MESHES[4][2:]]:
+        assert_parity(own_mixture, mesh, passes, token_steps(VOCAB, micro_batches=2, length=8))
+    assert_parity(own_mixture, "dp_shard=2,tp=2", [TensorParallel(), FullyShard()], token_steps(VOCAB, length=8))
+
+
+@on_ranks(4)
+def test_experts_without_tokens_and_all_tokens_on_one_rank_equal_one_process():
+    assert_parity(on_two_experts, "dp_shard=1,ep=4", [ExpertParallel(), FullyShard()], token_steps(VOCAB))
+    assert_parity(
+        lambda: mixture(num_experts=6), "dp_shard=2,ep=2", [ExpertParallel(), FullyShard()], token_steps(VOCAB, batch=1, length=1)
+    )
+
+
+@on_ranks(4)
+def test_a_thousand_routings_equal_the_dense_computation_bitwise():
+    """Adversarial skew: no token on a rank, all on one expert, one expert twice, a few heavy experts, at random."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    for trial in range(1000):
+        draw = torch.Generator().manual_seed(trial)
+        count, slots, width = 4 * int(torch.randint(1, 4, (), generator=draw)), int(torch.randint(1, 5, (), generator=draw)), 6
+        tables = torch.randn(2, count, width, generator=draw, dtype=torch.float64)
+        sizes = torch.randint(0, 9, (4,), generator=draw).tolist()
+        heavy = torch.rand(count, generator=draw) ** (1 + trial % 40)
+        every = [
+            (
+                torch.randn(size, width, generator=draw, dtype=torch.float64),
+                torch.multinomial(heavy + 1e-12, size * slots, replacement=True, generator=draw).view(size, slots)
+                if size
+                else torch.zeros(0, slots, dtype=torch.int64),
+                torch.rand(size, slots, generator=draw, dtype=torch.float64),
+            )
+            for size in sizes
+        ]
+        x, chosen, weights = every[rank]
+        x.requires_grad_()
+        weights.requires_grad_()
+        held = count // 4
+        mine = tables[:, rank * held : (rank + 1) * held]
+        got = by_experts(lambda rows, number, scale, own=mine: expert(rows, number[:, 0], scale, own), x, chosen, weights, count, group)
+        want = torch.stack([expert(x, chosen[:, slot], weights[:, slot, None], tables) for slot in range(slots)], 1).sum(1)
+        assert torch.equal(got, want), f"routing {trial} differs on rank {rank}"
+        if trial % 20 == 0:
+            seen = torch.autograd.grad(got.square().sum(), (x, weights))
+            expected = torch.autograd.grad(want.square().sum(), (x, weights))
+            for have, would in zip(seen, expected):
+                torch.testing.assert_close(have, would, rtol=1e-12, atol=1e-12)
+
+
+def expert(rows, number, scale, tables):
+    """Compute without a matrix product, whose rounding may depend on how many rows there are."""
+    return (rows * tables[0][number] + tables[1][number]).tanh() * scale
+
+
+ONE_WAY = {4: ("dp_shard=1,ep=4", [ExpertParallel(), FullyShard()]), 2: ("tp=2", [TensorParallel()]), 1: ("", [])}
+
+
+def saves(root):
+    par, optimizer = fresh(4, seed=1)
+    train_steps(par, token_steps(VOCAB), optimizer=optimizer)
+    CheckpointManager(Path(root) / "from-4").save(1, par, optimizer)
+    keep(root, par, optimizer)
+
+
+def restores(root, source, name=None):
+    par, optimizer = fresh(dist.get_world_size(), seed=2)
+    CheckpointManager(Path(root) / source).restore(par, optimizer)
+    values, expected = state_of(par, optimizer), torch.load(Path(root) / "values.pt")
+    assert values.keys() == expected.keys()
+    assert not [key for key in values if not torch.equal(values[key], expected[key])]
+    if name:
+        CheckpointManager(Path(root) / name).save(1, par, optimizer)
+
+
+def fresh(ranks, seed):
+    with torch.device("meta"):
+        module = mixture()
+    mesh, passes = ONE_WAY[ranks]
+    par = Plan(mesh, passes).apply(module).materialize(seed=seed)
+    return par, torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+
+
+def state_of(par, optimizer):
+    names = {id(each): name for name, each in par.module.named_parameters()}
+    values = {name: whole(each) for name, each in par.module.named_parameters()}
+    for each, state in optimizer.state.items():
+        values |= {f"{names[id(each)]}/{key}": whole(value) for key, value in state.items() if value.ndim}
+    return values
+
+
+def keep(root, par, optimizer):
+    values = state_of(par, optimizer)
+    if dist.get_rank() == 0:
+        torch.save(values, Path(root) / "values.pt")
+
+
+def test_a_checkpoint_of_divided_experts_restores_bitwise_on_tensor_parallelism_and_one_process_and_back(tmp_path):
+    launch(__name__, "saves", 4, (str(tmp_path),))
+    launch(__name__, "restores", 2, (str(tmp_path), "from-4", "from-2"))
+    launch(__name__, "restores", 1, (str(tmp_path), "from-2", "from-1"))
+    launch(__name__, "restores", 4, (str(tmp_path), "from-1"))
+    exported = export_safetensors(tmp_path / "from-4", tmp_path / "hf")
+    loaded = type(mixture()).from_pretrained(exported)
+    expected = torch.load(tmp_path / "values.pt")
+    assert all(torch.equal(each, expected[name]) for name, each in loaded.named_parameters())
+
+
+def problems_of(mesh, passes, module, layout=None):
+    with pytest.raises(PlanError) as caught:
+        Plan(mesh, passes).check(module, layout, world_size=Plan(mesh, passes).mesh.size)
+    return "\n".join(caught.value.problems)
+
+
+def test_what_cannot_be_divided_is_refused_before_anything_runs():
+    with torch.device("meta"):
+        model, dense = mixture(num_experts=6), transformer()
+    sharded = [ExpertParallel(), FullyShard()]
+    assert "model.layers.0.mlp.experts has 6 experts, which ep=4 does not divide; use ep=2, 3 or 6" in problems_of(
+        "dp_shard=1,ep=4", sharded, model
+    )
+    assert "nothing averages gradients over ep; add FullyShard()" in problems_of("ep=2", [ExpertParallel()], model)
+    assert "Replicate keeps it whole" in problems_of("dp_replicate=2,ep=2", [ExpertParallel(), Replicate()], model)
+    whole_experts = [ExpertParallel(), FullyShard(whole=("model.layers.0.mlp.experts.down_proj",))]
+    assert "divides model.layers.0.mlp.experts.down_proj over ep, and FullyShard keeps it whole" in problems_of(
+        "dp_shard=1,ep=2", whole_experts, model
+    )
+    assert "names no experts" in problems_of("dp_shard=1,ep=2", sharded, dense)
+    assert "has no experts to divide" in problems_of("dp_shard=1,ep=2", sharded, huggingface("Llama"))
+    assert "add ExpertParallel() or drop ep" in problems_of("dp_shard=1,ep=2", [FullyShard()], model)
+    assert "write ExpertParallel -> TensorParallel" in problems_of("dp_shard=1,ep=2,tp=2", [TensorParallel(), *sharded], model)
+    layout = ModelLayout(experts=("layers.*.mlp.gate", "layers.*.attn"))
+    found = problems_of("dp_shard=1,ep=2", sharded, dense, layout)
+    assert "layers.0.attn must hold parameters whose first dim counts its experts, got no parameter" in found
