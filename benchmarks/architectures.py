@@ -314,14 +314,8 @@ def measure(pool: Pool, case: tuple[str, str], styles: dict[str, Any] | None = N
     results: dict[str, Any] = {ALONE: alone}
     if alone["verdict"] == "exact":
         for together in rounds:
-            # DTensor keeps what it knows of FSDP 2 x TP 2's mesh, which equals this one's and whose groups are gone.
-            afresh = together[0][0] == "EP 2 x TP 2" and results.get("EP 2", alone)["verdict"] == "exact"
-            if afresh:
-                pool.close()
             export = [plan for plan, _ in together if plan == EXPORTED or (plan == ELSE and "export" not in results.get(EXPORTED, {}))]
             results |= _round(pool, case, together, styles or {}, export)
-            if afresh:
-                pool.close()
     return {"plans": results, "seconds": round(time.monotonic() - began, 1)}
 
 

@@ -17,6 +17,7 @@
 - ``drop_unreduced_gradients``: torch 2.13 has ``reset_iter_state`` for it, 2.11 nothing.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
+- ``forget_meshes``: DTensor keeps what it planned for a mesh, whose groups may be closed, in a cache by equal meshes.
 - ``flattened``: FSDP2 takes one axis to shard over; flattening several is private (``gathered_inputs`` is what it sends over it).
 - ``StridedShard``: how FSDP2 names its split of a dim that the tensor axis split before (pytorch/pytorch#126697).
 - ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664). The context
@@ -52,7 +53,7 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
@@ -397,6 +398,11 @@ def gloo_threads() -> dict[int, str]:
     if rest or not each:
         return {}
     return {number: group_title(groups[place // each]) for place, (_, number) in enumerate(sorted(threads))}
+
+
+def forget_meshes() -> None:
+    """Let DTensor plan anew: what it remembers by a mesh also serves an equal one, and may name groups that were closed since."""
+    debug._clear_sharding_prop_cache()
 
 
 def share_timeout(groups: Iterable[Any]) -> None:

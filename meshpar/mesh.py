@@ -208,8 +208,9 @@ class MeshSpec:
 
         Collective: every rank calls it.
         """
-        from meshpar._torch import share_timeout  # loads FSDP2, which those who only name a mesh do without
+        from meshpar._torch import forget_meshes, share_timeout  # loads FSDP2, which those who only name a mesh do without
 
+        forget_meshes()
         axes = dict(self.axes) or {"dp_shard": 1}
         mesh = device_mesh.init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         share_timeout(mesh.get_group(axis) for axis in axes)

@@ -71,6 +71,23 @@ def test_divided_experts_equal_one_process(ranks):
     on_ranks(ranks)(divided)(ranks)
 
 
+@on_ranks(4)
+def test_a_mesh_that_equals_one_whose_groups_are_closed_has_its_own(tmp_path):
+    """And the first step is tried although the model makes a cache."""
+    for number, (mesh, passes) in enumerate([("dp_shard=2,tp=2", []), ("dp_shard=1,ep=2,tp=2", [ExpertParallel()])]):
+        model = mixture()
+        model.config.use_cache = True
+        par = Plan(mesh, [*passes, TensorParallel(), FullyShard()]).apply(model)
+        batch = {"input_ids": torch.arange(8)[None] + par.data_rank}
+        par.module(**batch).logits.sum().backward()
+        par.clip_grad_norm_(1.0)
+        told = par.verify(batch)
+        assert told.modules and not told.skipped
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / str(number)), 4), rank=rank, world_size=4)
+
+
 def divided(ranks):
     """Uneven counts of tokens, two micro-batches and clipping. Many ranks train our own mixture, for each would import transformers."""
     build = mixture if ranks < 8 else own_mixture

@@ -370,6 +370,8 @@ def _draws(module: nn.Module) -> bool:
 
 
 def _copy(value: object) -> Any:
+    if callable(getattr(value, "update", None)):
+        return None  # a cache of keys and values, which a block would fill again
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
