@@ -45,11 +45,12 @@ PLANS: dict[str, tuple[str, int]] = {
     "CP 2 by heads": ("dp_shard=1,cp=2", 2),
     "EP 2": ("dp_shard=1,ep=2", 2),
     "EP 2 x TP 2": ("dp_shard=1,ep=2,tp=2", 4),
+    "documents": ("dp_shard=1", 1),
 }
 PAIRS = (("FSDP 2", "TP 2"), ("CP 2", "CP 2 by heads"))
 ROUNDS = (
     *(((one, (0, 1)), (other, (2, 3))) for one, other in PAIRS),
-    (("EP 2", (0, 1)),),
+    (("EP 2", (0, 1)), ("documents", (2,))),
     *(((plan, (0, 1, 2, 3)),) for plan, (_, ranks) in PLANS.items() if ranks == 4),
 )
 EXPORTED, ELSE = "FSDP 2 x TP 2", "HSDP 2x2"  # the second where the first is refused
@@ -180,7 +181,7 @@ def _under_plan(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any
         except PlanError as error:
             return {"verdict": "refused", "why": "; ".join(error.problems)}
         try:
-            found = _compare(state, par)
+            found = _documents(state, par) if command["plan"] == "documents" else _compare(state, par)
         except MeshparError as error:  # the first forward's own test of the split, or ranks that disagree
             return {"verdict": "refused", "why": " ".join(str(error).split())[:300]}
         return found | (_exported(state, par, command["folder"]) if command["export"] else {})
@@ -199,9 +200,40 @@ def _plan(name: str, styles: dict[str, Any]) -> Any:
     return Plan(mesh, passes)
 
 
-def _compare(state: dict[str, Any], par: Any) -> dict[str, Any]:
+def _documents(state: dict[str, Any], par: Any) -> dict[str, Any]:
+    """Compare rows of two documents each with their documents one by one: loss and gradients."""
     import torch
 
+    from meshpar import token_loss
+    from meshpar.training.documents import check_documents
+
+    if state["case"][1] != "causal":
+        return {"verdict": "refused", "why": "documents are packed for causal language models"}
+    config = par.module.config
+    for each in (config, config.get_text_config()):
+        each.use_cache = False  # with a cache transformers does not look for documents
+    ids = state["batch"]["input_ids"]
+    length, first = ids.shape[1], ids.shape[1] // 3 + 1
+    check_documents(par, par.module, int(ids.max()) + 1, length)
+    positions = torch.cat([torch.arange(first), torch.arange(length - first)]).expand(len(ids), -1)
+    labels = ids.flip(1)
+
+    def gradients(loss: Any) -> tuple[float, dict[str, Any]]:
+        loss.backward()
+        found = {name: each.grad.full_tensor().clone() for name, each in par.module.named_parameters() if each.grad is not None}
+        par.module.zero_grad()
+        return float(loss), found
+
+    def of(ids: Any, labels: Any, **inputs: Any) -> Any:
+        return token_loss(par.module(input_ids=ids, **inputs).logits, labels, reduction="sum")
+
+    loss, found = gradients(of(ids, labels, position_ids=positions))
+    pieces = [(ids[:, part], labels[:, part]) for part in (slice(first), slice(first, None))]
+    alone, expected = gradients(sum(of(*piece) for piece in pieces))
+    return _verdict(abs(loss - alone) / abs(alone), found, expected)
+
+
+def _compare(state: dict[str, Any], par: Any) -> dict[str, Any]:
     from meshpar.testing import whole
 
     rows = [row for row in range(len(state["batch"]["input_ids"])) if row % par.data_size == par.data_rank]
@@ -209,14 +241,18 @@ def _compare(state: dict[str, Any], par: Any) -> dict[str, Any]:
     scaled = total * par.token_scale(count)
     scaled.backward()
     loss = float(par.data_sum(scaled.detach().clone()) / par.loss_size)
-    worst, where, wrong = abs(loss - state["loss"]) / max(abs(state["loss"]), 1e-6), "loss", []
-    expected = state["gradients"]
+    found = {name: whole(each.grad) for name, each in par.module.named_parameters() if each.grad is not None}
+    return _verdict(abs(loss - state["loss"]) / max(abs(state["loss"]), 1e-6), found, state["gradients"])
+
+
+def _verdict(worst: float, found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    """Return whether the gradients are the expected ones, given how far the loss is off; no gradient is zero."""
+    where, wrong = "loss", []
     typical = max(float(grad.abs().max()) for grad in expected.values())
-    for name, parameter in par.module.named_parameters():
-        got = torch.zeros(parameter.shape) if parameter.grad is None else whole(parameter.grad)
-        want = expected.get(name, torch.zeros(()))
-        scale = max(float(want.abs().max()), FLOOR * typical)
-        off = float((got - want).abs().max()) / scale
+    for name in {**expected, **found}:
+        got, want = found.get(name, 0), expected.get(name, 0)
+        scale = max(float(abs(expected[name]).max()) if name in expected else 0.0, FLOOR * typical)
+        off = float(abs(got - want).max()) / scale
         if not off <= TOLERANCE:
             wrong.append((off, name))
         if not off <= worst:
