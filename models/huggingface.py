@@ -180,6 +180,11 @@ def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
         refusals["cp"] = reason
     if (reason := expert_refusal(model)) is not None:
         refusals["ep"] = reason
+    text = model.config.get_text_config()
+    if chosen := next((name for name in ("index_topk", "keep_window_size") if getattr(text, name, None)), None):
+        refusals["documents"] = (
+            f"{type(model).__name__} chooses the keys that a query sees ({chosen}={getattr(text, chosen)}) among those of the whole row"
+        )
     if getattr(model.config, "use_cache", False):
         refusals["recompute"] = (
             f"{type(model).__name__} has a key/value cache (config.use_cache), which recomputation would fill twice; "

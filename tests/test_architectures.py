@@ -40,13 +40,16 @@ WHOLE_OVER_TP = (("mamba", "causal"), ("doge", "causal"))
 DATA_PLANS = ("one process", "FSDP 2", "HSDP 2x2")
 POSITIONS = ("CP 2", "CP 2 by heads")
 EXPERTS = ("EP 2", "EP 2 x TP 2")
+DOCUMENTS = ("documents",)
 UNSPLIT = {
-    "qwen3_next": POSITIONS,
-    "t5": (*POSITIONS, *EXPERTS),
-    "gpt_oss": ("CP 2 by heads",),
-    **dict.fromkeys(("llama4_text", "bert", "apertus", "gpt2"), EXPERTS),
+    "qwen3_next": (*POSITIONS, *DOCUMENTS),
+    "t5": (*POSITIONS, *EXPERTS, *DOCUMENTS),
+    "gpt_oss": ("CP 2 by heads", *DOCUMENTS),
+    **dict.fromkeys(("llama4_text", "apertus", "gpt2"), EXPERTS),
+    **dict.fromkeys(("bert", "roberta", "bart"), (*EXPERTS, *DOCUMENTS)),
 }
-"""Positions that cannot be split: linear attention, no position_ids, sinks of a head's own. Experts: none, or not by a chosen number."""
+"""Positions that cannot be split: linear attention, no position_ids, sinks of a head's own. Experts: none, or not by a chosen number.
+Documents that see each other: linear attention, positions of the model's own; packing is for causal models."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def test_what_has_no_exact_split_is_refused_and_shards_over_data(pool, case):
     verdicts = {plan: each["verdict"] for plan, each in plans.items()}
     assert verdicts == {plan: "exact" if plan in DATA_PLANS else "refused" for plan in ("one process", *architectures.PLANS)}, plans
     why = {plan: each["why"] for plan, each in plans.items() if each["verdict"] == "refused"}
-    said = dict.fromkeys(POSITIONS, "position") | dict.fromkeys(EXPERTS, "experts")
+    said = dict.fromkeys(POSITIONS, "position") | dict.fromkeys(EXPERTS, "experts") | {"documents": "document"}
     assert all(said.get(plan, "TensorParallel") in text for plan, text in why.items()), why
 
 
