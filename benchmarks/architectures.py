@@ -175,6 +175,7 @@ def _under_plan(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any
     ranks = command["ranks"]
     store = dist.FileStore(command["store"], ranks)
     dist.init_process_group("gloo", store=store, rank=command["rank"], world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S - 10))
+    dist.barrier()  # one that is refused at once would leave while others still connect
     try:
         try:
             par = _plan(command["plan"], command["styles"]).apply(copy.deepcopy(state["model"]))
