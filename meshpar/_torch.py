@@ -17,7 +17,7 @@
 - ``drop_unreduced_gradients``: torch 2.13 has ``reset_iter_state`` for it, 2.11 nothing.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
-- ``forget_meshes``: DTensor keeps what it planned for a mesh, whose groups may be closed, in a cache by equal meshes.
+- ``forget_meshes``: DTensor keeps what it planned for a mesh, whose groups may be closed, in caches by equal meshes.
 - ``flattened``: FSDP2 takes one axis to shard over; flattening several is private (``gathered_inputs`` is what it sends over it).
 - ``StridedShard``: how FSDP2 names its split of a dim that the tensor axis split before (pytorch/pytorch#126697).
 - ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664). The context
@@ -53,7 +53,7 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, debug
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
@@ -243,6 +243,11 @@ def gathered_inputs(unit: FSDPModule) -> list[torch.Tensor]:
     return [part.view(torch.uint8) for part in parts] if len({part.dtype for part in parts}) > 1 else parts
 
 
+def is_gathered(unit: FSDPModule) -> bool:
+    """Return whether a unit's parameters are whole now."""
+    return any(group.is_unsharded for group in _groups(unit))
+
+
 def gathered_bytes(unit: FSDPModule) -> int:
     """Return the bytes of :func:`gathered_inputs`, also on the meta device."""
     held = ((each, group.mp_policy.param_dtype or each.sharded_param.dtype) for group in _groups(unit) for each in group.fsdp_params)
@@ -402,7 +407,11 @@ def gloo_threads() -> dict[int, str]:
 
 def forget_meshes() -> None:
     """Let DTensor plan anew: what it remembers by a mesh also serves an equal one, and may name groups that were closed since."""
-    debug._clear_sharding_prop_cache()
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    forget = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if forget is not None:
+        forget()
 
 
 def share_timeout(groups: Iterable[Any]) -> None:

@@ -384,6 +384,9 @@ def _divided_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
     sharded = {name for each in data for name in each.shards(module, layout)}
     for each in passes:
         axes = [] if each in data else [axis for axis in axes_of([each], mesh, Role.SAMPLES) if mesh.axes[axis] > 1]
+        if axes and (whole := [one.name for one in data if not one.shards_divided]):
+            told = ", ".join(axes)
+            yield f"{whole[0]}, as it is set, does not shard what {each.name} divides over {told}; use its defaults, or drop {told}"
         missing = sorted(each.shards(module, layout) - sharded) if axes and data else []
         if missing:
             yield (

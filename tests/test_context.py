@@ -58,8 +58,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("transport", ["gather", "heads"])
-@pytest.mark.parametrize("ranks", sorted(MESHES))
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "gather"), (2, "heads"), (4, "gather"), (4, "heads"), (8, "gather")])
 def test_a_part_of_the_sequence_on_each_rank_equals_one_process(ranks, transport):
     on_ranks(ranks)(in_parts)("gpt2" if ranks == 8 else "transformer", transport)
 

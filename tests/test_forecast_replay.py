@@ -66,6 +66,8 @@ CASES = {
     "fsdp x cp": ("dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),
     "cp by heads, recomputed": ("dp_shard=1,cp=2", [ContextParallel(transport="heads"), ActivationCheckpoint(), FullyShard()]),
 }
+COVERED = {"fsdp", "fsdp, recomputed", "no reshard", "hybrid", "tp", "experts"}
+"""Whose collectives another case has, too: in the long form."""
 ON_THE_LAST_RANK = ("fsdp, uneven", "fsdp x tp")
 
 
@@ -113,7 +115,7 @@ def real_step(case, expected):
         assert want.peak == pytest.approx(got.peak, rel=0.03), f"planned {want.peak}: {want.held}; measured {got.peak}: {got.held}"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case in COVERED else case for case in CASES])
 def test_the_simulated_step_is_the_real_one(case):
     expected = {rank: text for (name, rank), text in simulated().items() if name == case}
     launch(__name__, "real_step", world_of(case), (case, expected))

@@ -35,7 +35,7 @@ PLANS = {
 }
 
 
-SAMPLED = {"gpt2-untied", "hf-llama", "hf-llama-tied", "hf-qwen3", "hf-qwen3-tied"}
+SAMPLED = {"transformer", "gpt2-untied", "hf-llama", "hf-llama-tied", "hf-qwen3", "hf-qwen3-tied"}
 """Whose kind is under every plan by another model; under the other plans they are in the long form, ``-m long``."""
 SAMPLE = {"fsdp", "fsdp-tp-sequence-loss"}
 

@@ -219,7 +219,7 @@ def test_a_search_keeps_a_strangers_passes(stranger, mesh, names, expected):
         plan=Plan(mesh, passes),
         recompute=["none"],
         micro_batches=[1],
-        top=2,
+        top=1,
     )
     assert {str(each.settings.mesh()) for each in found.fitting} == expected
     for each in found.fitting:

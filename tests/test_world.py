@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from models_for_parity import VOCAB, transformer
 
-from meshpar import ActivationCheckpoint, FullyShard, HybridShard, MeshparError, MeshSpec, Plan, PlanError, TensorParallel
+from meshpar import ActivationCheckpoint, ExpertParallel, FullyShard, HybridShard, MeshparError, MeshSpec, Plan, PlanError, TensorParallel
 from meshpar.checkpoints import CheckpointManager
 from meshpar.forecasting import Batch, Hardware, forecast
 from meshpar.forecasting.search import search
@@ -203,16 +203,37 @@ def test_micro_batches_of_a_step_share_what_was_gathered():
         par.module.zero_grad()
         return sum(sent)
 
-    def write():
+    def evaluate():
         with torch.no_grad():
-            next(par.module.parameters()).mul_(2)
+            token_loss_sum(par.module, batch)
+        if dist.get_rank() == 0:
+            par.describe()
 
     once = step()
     assert once == step() > 0
-    with pytest.raises(MeshparError, match=r"written between the micro-batches of one step.*call par.reshard\(\)"):
-        step(write)
-    par.module.zero_grad()
-    assert step(lambda: (write(), par.reshard())) == 2 * once
+    assert step(evaluate) == 3 * once
+    for written in (next(par.module.parameters()), next(par.module.parameters()).data):
+        with pytest.raises(MeshparError, match="written between the micro-batches of one step"):
+            step(lambda written=written: local_tensor(written).detach().mul_(2))
+        par.module.zero_grad()
+
+
+@on_ranks(4)
+def test_weights_swapped_for_an_evaluation_leave_the_backward_around_it_alone():
+    batch, found = random_tokens(99, 1, 8, seed=0), []
+    for passes in (WORLD,), (HybridShard(),):
+        par = sharded(passes)
+        for micro in par.accumulate([batch, batch]):
+            loss = token_loss_sum(par.module, micro)[0]
+            for factor in (2, 0.5):
+                for parameter in par.module.parameters():
+                    local_tensor(parameter).data.mul_(factor)
+                with torch.no_grad():
+                    token_loss_sum(par.module, micro)
+            loss.backward()
+        found.append({name: whole(each.grad) for name, each in par.module.named_parameters()})
+    for name, grad in found[0].items():
+        torch.testing.assert_close(grad, found[1][name])
 
 
 def moments(par, optimizer):
@@ -274,6 +295,9 @@ def test_what_cannot_be_is_refused():
     ):
         with pytest.raises(PlanError, match=message):
             Plan("dp_replicate=2,dp_shard=4", [HybridShard(**options)]).check(module, world_size=8)
+    experts = Plan("dp_replicate=2,dp_shard=2,ep=2", [ExpertParallel(), WORLD])
+    with pytest.raises(PlanError, match="HybridShard, as it is set, does not shard what ExpertParallel divides over ep; use its defaults"):
+        experts.check(transformer(experts=8, expert_hidden=16, qk_norm=True), world_size=8)
 
 
 @on_ranks(4)

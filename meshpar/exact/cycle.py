@@ -79,7 +79,7 @@ class Cycle:
         recomputed = [child for block in known.recomputed for child in block.modules()]
         self._recomputed = [child for child in recomputed if child._buffers and not isinstance(child, _BatchNorm)]
         self.reducing = True
-        self._accumulating = False
+        self._shares_gathered = False
         self._explanation = explanation
         self._units = _torch.Units(module)
         self._names = {unit: name for name, unit in module.named_modules()}
@@ -264,16 +264,18 @@ class Cycle:
             self.agreement.batch((args, kwargs))
 
     def _gather_shards(self) -> None:
-        """Start to gather over replicas: before each forward, for any code may have written since, but those that accumulate gradients."""
+        """Start to gather over replicas before a forward: any code may have written since the last one.
+
+        The micro-batches of one step share what the first gathered. Every rank comes here alike: what it does follows from forwards.
+        """
         if self._shards is None:
             return
         _torch.make_ready(self.module)
-        if not self._accumulating:
+        if self._shares_gathered and torch.is_grad_enabled():
+            self._shards.check_unwritten()
+        else:
             self._shards.changed()
-        elif self._shards.written():
-            raise MeshparError(
-                "a parameter was written between the micro-batches of one step, which share their weights; call par.reshard() after writing"
-            )
+        self._shares_gathered = torch.is_grad_enabled() and not (self.reducing and self._units.reduces())
         self._shards.begin()
 
     def _refuse_whole_sequences(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -337,7 +339,7 @@ class Cycle:
         tensors = _trained(output)
         if not tensors:
             return
-        begin = functools.partial(self._begin_backward, _Forward(self._steps))
+        begin = functools.partial(self._begin_backward, _Forward(self._steps, 0 if self._shards is None else self._shards.gathered))
         for each in tensors:
             each.register_hook(begin)
 
@@ -368,6 +370,9 @@ class Cycle:
             )
         if not self._begun:
             self._units.show()
+            if self._shards is not None and forward.gathered != self._shards.gathered:
+                # A later forward gathered, perhaps of weights that were swapped for it; those of now are the ones that FSDP2 takes.
+                self._shards.changed()
         self.expect_end()
         self._begun.add(forward)
 
@@ -387,9 +392,7 @@ class Cycle:
         if self._units.modules and not (self.reducing and self._units.reduces()):
             if self._units.hooked() or self._units.hooked_after():
                 self._refuse_hooks()
-            self._accumulating = True
             return
-        self._changed()
         unused = self._units.take_filled() + ([] if self.whole is None else self.whole.reduce())
         if self.agreement is not None and any(each.grad is not None for each in self.module.parameters()):
             self.agreement.gradients(unused)
@@ -442,7 +445,6 @@ class Cycle:
                 "hold parts of them; use Replicate(), or an optimizer whose state has the shape of the parameters: AdamW, SGD, RMSprop"
             )
         self._steps += 1
-        self._changed()
         self._refuse_left()
         if optimizer not in self._guarded:
             self._guarded.add(optimizer)
@@ -450,7 +452,6 @@ class Cycle:
 
     def leave_step(self) -> None:
         """Remember that a step was left before its gradients were reduced, until somebody clears gradients."""
-        self._changed()
         if not self._units.modules:
             return
         for each in self.module.parameters():
@@ -474,21 +475,14 @@ class Cycle:
         """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained and saved."""
         if not self._depth and not _torch.in_backward():
             self._units.reshard()
-            self._changed()
-
-    def _changed(self) -> None:
-        """Remember that parameters may change before the next forward."""
-        self._accumulating = False
-        if self._shards is not None:
-            self._shards.changed()
 
 
 @final
 class _Forward:
-    """One forward: how many optimizer steps came before it, and whether a backward has been through it."""
+    """One forward: how many optimizer steps and gathers over replicas came before it, and whether a backward has been through it."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps, self.done = steps, False
+    def __init__(self, steps: int, gathered: int) -> None:
+        self.steps, self.gathered, self.done = steps, gathered, False
 
 
 def _refuse_changed(buffers: Iterable[tuple[nn.Module, str, Tensor, int]]) -> None:

@@ -65,6 +65,7 @@ class Pass:
             claim it.
         splits_sequence: activations between layers are split along the sequence over the pass's axis. The axis's ranks then draw
             different random numbers everywhere, and a block cannot be called alone.
+        shards_divided: a data pass also shards what another pass divides over samples (experts).
         keeps_on_host: parameters, gradients and optimizer state live in host memory.
         compiles: the pass changes how fast a step runs, and not what it computes. The forecast replays a step without it.
         period: number of blocks after which the treatment of blocks repeats. The forecast replays at least one period.
@@ -77,6 +78,7 @@ class Pass:
     stage: int
     roles: Mapping[str, Role] = MappingProxyType({})
     splits_sequence: bool = False
+    shards_divided: bool = True
     keeps_on_host: bool = False
     compiles: bool = False
     period: int = 1

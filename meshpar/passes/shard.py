@@ -243,6 +243,11 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
     stage = Stage.DATA
     roles = MappingProxyType({"dp_replicate": Role.SAMPLES, "dp_shard": Role.SAMPLES})
 
+    @property
+    def shards_divided(self) -> bool:
+        """What another pass divides over samples is sharded, too."""
+        return self.optimizer == "replica"
+
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from self.unit_problems(self.name, module, layout, mesh.axes["dp_shard"])
         if self.optimizer not in ("replica", "world"):

@@ -12,7 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from meshpar import _torch
+from meshpar.errors import MeshparError
 
+_WRITTEN = (
+    "a parameter was written between the micro-batches of one step, which share their weights; write before the first of them, or after "
+    "the optimizer's step"
+)
 _AHEAD = 2  # units: one leaves the link between replicas idle while ranks compare notes, all would put these behind everything
 
 
@@ -39,9 +44,15 @@ class _Gather(_Allocates):
         self.following: _Gather | None = None
 
     def begin(self) -> None:
-        """Start the hop over replicas, which the next gather waits for, unless the shard is up to date."""
-        if not self.fresh:
+        """Start the hop over replicas, which the next gather waits for, unless the shard is up to date or nobody waits for it."""
+        if not self.fresh and not _torch.is_gathered(self._unit):
             self._over_replicas(self._mine())
+
+    def unwritten(self) -> Tensor:
+        """Return whether this rank's part of the shard equals its slices, a bool of no dimensions."""
+        mine = self._mine()
+        own = _torch.collective_ops.wait_tensor(self.shard()).chunk(self._replicas.size())[self._replicas.rank()]
+        return (mine.view(torch.uint8) == own.view(torch.uint8)).all()
 
     def shard(self) -> Tensor:
         """Return the shard; one that was never gathered has memory and no values."""
@@ -128,7 +139,7 @@ class ReplicaShards:
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, replicas: str, shards: str) -> None:
         self._module = module
-        self._seen: list[int] = []
+        self.gathered = 0  # how often the shards were gathered anew
         self._replicas = mesh[replicas].size()
         groups = mesh.get_group(replicas), mesh.get_group(shards)
         self.reduce = _Reduce(*groups, exchanges=mesh.device_type == "cpu")
@@ -144,17 +155,21 @@ class ReplicaShards:
 
     def changed(self) -> None:
         """Forget the shards: slices may have other values."""
-        self._seen = self._versions()
+        self.gathered += 1
         for each in self._gathers:
             each.fresh = False
 
-    def written(self) -> bool:
-        """Return whether a slice was written since :meth:`changed`, as far as tensors count it."""
-        return self._seen != self._versions()
+    def check_unwritten(self) -> None:
+        """See that this rank's slices are still what the shards were gathered from, bit for bit.
 
-    def _versions(self) -> list[int]:
-        held = self._module.parameters()
-        return [each._version for one in held for each in (one, getattr(one, "_local_tensor", one))]
+        Raises:
+            MeshparError: they are not. On an accelerator, where looking would wait, the device ends with an assertion.
+        """
+        looked_at = [each.unwritten() for each in self._gathers if each.fresh]
+        if looked_at and looked_at[0].device.type == "cpu" and not all(looked_at):
+            raise MeshparError(_WRITTEN)
+        for same in looked_at:
+            _torch.assert_async(same, _WRITTEN)
 
     def begin(self) -> None:
         """Start to gather the first units' shards, if out of date; each unit starts a later one's. Collective over replicas."""
