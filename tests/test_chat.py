@@ -147,6 +147,13 @@ def test_generation_blocks_are_found_wherever_they_are_or_refused(text, told):
     assert [found[begin:end].strip() for begin, end in spans] == ["4", "A <b>letter</b>."]
 
 
+def test_a_split_without_a_label_is_refused(tmp_path):
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": "question " * 9, "completion": "A"}))
+    source = ChatSource(inputs=(str(tmp_path / "chat.jsonl"),), template=ChatTemplate(text=PLAIN))
+    with pytest.raises(RecipeError, match=r"no token of .*train.bin counts as a label, .*or give more data"):
+        prepare_tokens(source, byte_tokenizer(), tmp_path / "cache", validation_fraction=0.2)
+
+
 def test_forms_of_conversations_and_tools_pass_through():
     assert messages_of({"messages": messages()})[0] == messages()
     shared = [{"from": {"user": "human", "assistant": "gpt"}[role], "value": text} for role, text in SAID]

@@ -95,7 +95,14 @@ def test_a_loaded_tokenizer_is_saved_with_its_own_files(tmp_path: Path) -> None:
     (tmp_path / "one/tokenizer_config.json").write_text(json.dumps(config))
     load_tokenizer(tmp_path / "one").save(tmp_path / "two")
     assert json.loads((tmp_path / "two/tokenizer_config.json").read_text()) == config
-    assert load_tokenizer(tmp_path / "two").fingerprint() == load_tokenizer(tmp_path / "one").fingerprint()
+    plain = load_tokenizer(tmp_path / "one")
+    assert load_tokenizer(tmp_path / "two").fingerprint() == plain.fingerprint()
+    saved = json.loads((tmp_path / "one/tokenizer.json").read_text())
+    saved["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    saved["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    saved["padding"]["pad_to_multiple_of"] = None
+    (tmp_path / "one/tokenizer.json").write_text(json.dumps(saved))
+    assert load_tokenizer(tmp_path / "one").encode_batch([SAMPLE, "x"]) == plain.encode_batch([SAMPLE, "x"])
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from meshpar.errors import MeshparError, RecipeError, brief
 from meshpar.launchers.jobs.transformers_models import DataFacts
 from meshpar.launchers.recipes.own import has_keyword, make_own, objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.launchers.recipes.sections import DataSection, Own
+from meshpar.launchers.recipes.sections import DataSection, Own, mixed_names
 from meshpar.parallelized import Parallelized
 from meshpar.training.chat import ChatSource, chat_template
 from meshpar.training.data import Batches, LoaderSettings, MappedSamples, PackedTokens, Samples
@@ -27,7 +27,7 @@ from meshpar.training.text import PACKED, STDLIB, UNPLAIN, TextSource, kind_of
 from meshpar.training.tokenizer import TextTokenizer, load_tokenizer
 from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens
 
-_BEFORE = {"data.documents": "joined"}
+_BEFORE = {"data.documents": "joined", "data.packing": "cut", "data.template": None, "data.mix": []}
 """Settings of runs that were saved before there was a choice."""
 _LOOKED_AT, _PIECE, _PIECES_READ = 1 << 20, 1 << 13, 100
 
@@ -130,11 +130,10 @@ def parts_of(data: DataSection) -> dict[str, DataSection]:
     """Return the sources of a mixture by name, each as a section of its own; the section itself where there is no mixture."""
     if not data.mix:
         return {"": data}
-    names = [each.name or f"{each.source}{place}" for place, each in enumerate(data.mix)]
     fields = [{**each.given(), "source": each.source, "mix": ()} for each in data.mix]
     return {
         name: data.model_copy(update={key: value for key, value in each.items() if key in DataSection.model_fields})
-        for name, each in zip(names, fields, strict=True)
+        for name, each in zip(mixed_names(data), fields, strict=True)
     }
 
 
@@ -205,6 +204,7 @@ def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
     """
     data = recipe.data
     names = (
+        "source",
         "tokenizer",
         "eos",
         "sequence_length",
@@ -219,15 +219,23 @@ def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
         "template",
     )
     settings = {f"data.{name}": getattr(data, name) for name in names} | {"seed": recipe.seed}
-    settings |= {"data.mix": [each.model_dump(mode="json") for each in data.mix]} if data.mix else {}
+    settings["data.mix"] = [each.model_dump(mode="json") for each in data.mix]
     files: list[Path] = []
     for part in parts_of(data).values():
         if part.source == "tokens":
-            files += [Path(path).expanduser() for path in part.paths]
+            binary = [Path(path).expanduser() for path in part.paths]
+            files += [each for path in binary for each in (path, path.with_suffix(".json"), path.with_suffix(".marks")) if each.is_file()]
         elif part.source not in ("stdlib", "dataset") and part.paths != (STDLIB,):
             files += TextSource(inputs=part.paths).files()
     stats = {str(path): path.stat() for path in files}
     return {"settings": settings, "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}, "batch": batch}
+
+
+def same_but_documents(fingerprint: str, now: Samples) -> bool:
+    """Return whether a saved fingerprint is that of the samples now, with either choice of ``data.documents``."""
+    if not isinstance(now, (PackedTokens, MixedSamples)):
+        return fingerprint == now.fingerprint
+    return fingerprint in (now.fingerprint_of("separate"), now.fingerprint_of("joined"))
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str] = ()) -> list[str]:

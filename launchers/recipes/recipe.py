@@ -25,6 +25,7 @@ from meshpar.launchers.recipes.sections import (
     ScheduleSection,
     TeacherSection,
     TrainingSection,
+    mixed_names,
 )
 from meshpar.launchers.recipes.techniques import read_passes
 from meshpar.launchers.recipes.yamlfile import Document, Place, apply_overrides, read_document, to_yaml
@@ -34,6 +35,7 @@ from meshpar.models.transformer_config import RopeScaling, TransformerConfig
 from meshpar.patterns import nearest
 from meshpar.training.bounds import Bound
 from meshpar.training.lora import LoRA
+from meshpar.training.order import weights_problem
 from meshpar.training.text import kind_of
 
 
@@ -384,8 +386,11 @@ def _packing_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("data", "mix"), "a mixture is written mix: [{source: files, paths: [...], weight: 0.7}, ...], without another source"
     if data.mix and (data.paths or data.validation_paths or data.template):
         yield ("data", "mix"), "paths, validation_paths and template are written in each source of the mix"
-    if len({each.name for each in data.mix if each.name}) < len([each for each in data.mix if each.name]):
-        yield ("data", "mix"), "two sources have one name; their losses could not be told apart"
+    if len({*mixed_names(data)}) < len(data.mix):
+        yield (
+            ("data", "mix"),
+            f"two sources have one name in {mixed_names(data)}; their losses could not be told apart: name them otherwise",
+        )
     for each in data.mix:
         if bool(each.paths) == (each.source == "stdlib") or (each.source == "tokens" and len(each.paths) > 1):
             yield (
@@ -394,6 +399,8 @@ def _packing_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
             )
         if each.name and not each.name.replace("-", "").replace("_", "").isalnum():
             yield ("data", "mix"), f"name {each.name!r} is part of a metric's; use letters, digits, - and _"
+    if data.mix and (problem := weights_problem([each.weight for each in data.mix])):
+        yield ("data", "mix"), problem
     endless = any(each.epochs is None for each in data.mix)
     if data.mix and training.epochs is not None and (endless or training.epochs > 1):
         yield (

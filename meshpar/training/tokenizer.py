@@ -212,6 +212,8 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None, template: str 
         )
     try:
         fast = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        fast.no_truncation()  # what a tokenizer was saved with would cut or fill every text
+        fast.no_padding()
         eos = eos or _configured_eos(folder)
     except Exception as error:  # tokenizers raises no other
         raise RecipeError(f"{folder / 'tokenizer.json'}, or tokenizer_config.json beside it, cannot be read: {brief(error)}") from error
