@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -178,6 +179,10 @@ def test_forms_of_conversations_and_tools_pass_through():
         '\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>',
         "It is 4.<|im_end|>",
     ]
+    TEMPLATES["chatml"].check("<|im_end|>", None)
+    for template, told in ((TEMPLATES["llama3"], "no token <|begin_of_text|>"), (ChatTemplate(text=PLAIN), "no <|endoftext|> behind")):
+        with pytest.raises(RecipeError, match=re.escape(told)):
+            template.check("<|endoftext|>", byte_tokenizer().fast.token_to_id)
     with pytest.raises(RecipeError, match="llama3 has no tool calls"):
         TEMPLATES["llama3"].conversation(said)
     with pytest.raises(RecipeError, match="leaves out the tool_calls of turn 3; use a template that writes them"):
@@ -263,6 +268,21 @@ def test_parquet_and_arrow_are_read_by_columns_as_a_stream(tmp_path):
             assert document == want
             most = max(most, arrow.total_allocated_bytes() - before)
         assert most < 4 << 20, f"{name}: {most} bytes were held at once"
+    (tmp_path / "b.txt").write_text("not a table")
+    assert TextSource(inputs=(str(tmp_path),), suffixes=(".parquet",)).files() == [tmp_path / "a.parquet"]
+    with pytest.raises(RecipeError, match=r"b.txt does not end in .parquet; rename it"):
+        TextSource(inputs=(f"{tmp_path}/b.t*",), suffixes=(".parquet",)).files()
+    sizes = []
+    with (tmp_path / "cut.arrow").open("wb") as file, arrow.ipc.new_stream(file, table.schema) as writer:
+        for place in range(3):
+            writer.write_table(table.slice(place, 1))
+            file.flush()
+            sizes.append(file.tell())
+    assert len(list(TextSource(inputs=(str(tmp_path / "cut.arrow"),)).documents())) == 3
+    for size, told in ((sizes[1], "it was cut, and rows are missing"), (sizes[1] - 40, "it is damaged")):
+        (tmp_path / "cut.arrow").write_bytes((tmp_path / "cut.arrow").read_bytes()[:size])
+        with pytest.raises(RecipeError, match=rf"cut.arrow .*{told}"):
+            list(TextSource(inputs=(str(tmp_path / "cut.arrow"),)).documents())
     with pytest.raises(RecipeError, match=r"a.parquet:1 has no text under 'body'; it has \['label', 'more', 'text'\]"):
         list(TextSource(inputs=(str(tmp_path / "a.parquet"),), field="body").documents())
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")

@@ -153,7 +153,7 @@ def test_csv_and_compressed_files_are_read_by_name(tmp_path: Path) -> None:
     )
     texts = ["two\nlines", 'said "yes"', "long " * 40_000]
     assert list(TextSource(inputs=(str(tmp_path),)).documents()) == [*texts, *texts, "packed", "plain", "first", "frames"]
-    found = list(RecordSource(inputs=(str(tmp_path / "*.gz"),), kind="labels", output_field="label").records())
+    found = list(RecordSource(inputs=(str(tmp_path / "*[vl].gz"),), kind="labels", output_field="label").records())
     assert [label for _, label in found] == ["1", "0", "1", "3"]
 
 
@@ -172,6 +172,11 @@ def test_damaged_and_unknown_tables_are_named(tmp_path: Path) -> None:
     assert "e.jsonl.zst cannot be unpacked" in message_of("e.jsonl.zst", b"text")
     assert "unpack it first (bunzip2 e.jsonl.bz2)" in message_of("e.jsonl.bz2", b"")
     assert "f.csv is not UTF-8 text" in message_of("f.csv", "text\ncafé\n".encode("latin-1"))
+    assert "h.jsonl:1 has half of a surrogate pair ('\\ud83d'); remove it" in message_of("h.jsonl", b'{"text": "\\ud83d x"}')
+    assert "i.jsonl:2 is nested too deeply" in message_of("i.jsonl", b'{"text": "\\ud83d\\ude00"}\n' + b"[" * 100_000)
+    for name, content in (("j.jsonl", '{"text": "x"}'), ("k.txt", "x")):
+        (tmp_path / name).write_text("\ufeff" + content)
+        assert list(TextSource(inputs=(str(tmp_path / name),)).documents()) == ["x"], "a mark of byte order is no text"
     assert "g.csv:2 is not CSV" in message_of("g.csv", b'text\n"one" two\n')
 
 

@@ -17,6 +17,7 @@ from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe, resolve, shipped
 from meshpar.launchers.recipes.techniques import make_passes
 from meshpar.launchers.recipes.yamlfile import parse_document
+from meshpar.training.chat import TEMPLATES
 
 SMALL = """\
 name: small
@@ -185,6 +186,17 @@ def test_an_unknown_recipe_names_those_that_come_with_meshpar() -> None:
         (["data={mix: [{source: stdlib}]}", "checkpoint.every=epoch"], "checkpoint.every: a mixture with a source that is read again"),
         (["data={mix: [{source: stdlib, wieght: 1}]}"], "unknown key; nearest: weight"),
         (["data={source: chat, paths: [stdlib]}"], "tokenizer bytes has no chat template; write template: chatml or llama3"),
+        (["data={mix: [{source: jsonl, paths: [x.json]}]}"], "data.mix: source: jsonl reads files ending in .jsonl, got 'x.json'"),
+        (["data={source: parquet, paths: [x.txt]}"], "source: parquet reads files ending in .parquet or .arrow, got 'x.txt'"),
+        (["data={eos: x}"], "data.eos: tokenizer bytes ends a document with a token of its own"),
+        (
+            [
+                "data={tokenizer: bpe, mix: ["
+                + ", ".join(f"{{source: chat, paths: [stdlib], template: {each}}}" for each in TEMPLATES)
+                + "]}"
+            ],
+            "data.mix: the conversations have several templates, chatml and llama3; a model learns one",
+        ),
         (["data={template: chatml}"], "a chat template goes with source: chat"),
         (["data={packing: best_fit, documents: joined}"], "best_fit keeps documents whole"),
         (["data={mix: [{source: stdlib}]}", "training.objective=seq2seq"], "learns from pairs, and a mixture is of texts"),
@@ -197,9 +209,12 @@ def test_mixtures_and_packing_that_cannot_be_are_refused(overrides: list[str], t
 
 
 def test_a_mixture_reads_back_and_is_checked() -> None:
-    recipe = read(SMALL, "data={mix: [{source: stdlib, weight: 2, epochs: 3}, {name: b, source: chat, paths: [stdlib], template: llama3}]}")
+    mix = "data={mix: [{source: stdlib, weight: 2, epochs: 3}, {name: b, source: chat, paths: [stdlib], template: llama3}], tokenizer: %s}"
+    recipe = read(SMALL, mix % "bpe")
     assert read(recipe.to_yaml()) == recipe
     assert build.check_job(recipe, 2) == []
+    (found,) = build.check_job(read(SMALL, mix % "bytes"), 2)
+    assert re.search(r"data.mix.1.paths: the tokenizer has no token <\|begin_of_text\|>, .*write tokenizer: bpe", found)
 
 
 def test_a_model_without_position_ids_is_refused_before_a_rank_starts() -> None:

@@ -17,17 +17,17 @@ from meshpar.launchers.recipes.own import has_keyword, make_own, objective_facto
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, Own, mixed_names
 from meshpar.parallelized import Parallelized
-from meshpar.training.chat import ChatSource, chat_template
+from meshpar.training.chat import ChatSource, ChatTemplate, chat_template
 from meshpar.training.data import Batches, LoaderSettings, MappedSamples, PackedTokens, Samples
 from meshpar.training.examples import ExampleFile, ExampleSplit, prepare_examples
 from meshpar.training.mixture import MixedSamples
 from meshpar.training.padding import LabelledExamples, PairedExamples
 from meshpar.training.records import RecordSource
-from meshpar.training.text import PACKED, STDLIB, UNPLAIN, TextSource, kind_of
-from meshpar.training.tokenizer import TextTokenizer, load_tokenizer
+from meshpar.training.text import PACKED, STDLIB, SUFFIXES, UNPLAIN, TextSource, kind_of
+from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer, byte_tokenizer, load_tokenizer
 from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens
 
-_BEFORE = {"data.documents": "joined", "data.packing": "cut", "data.template": None, "data.mix": []}
+_BEFORE: dict[str, Any] = {"data.documents": "joined", "data.packing": "cut", "data.template": None, "data.mix": []}
 """Settings of runs that were saved before there was a choice."""
 _LOOKED_AT, _PIECE, _PIECES_READ = 1 << 20, 1 << 13, 100
 
@@ -186,6 +186,8 @@ def _split(recipe: Recipe, section: DataSection, tokenizer: TextTokenizer | None
         return split_tokens(whole, cache, fraction=section.validation_fraction, seed=recipe.seed)
     assert tokenizer is not None
     source: Any = _source(recipe, section, _inputs(section), tokenizer)
+    if isinstance(source, ChatSource):
+        _check_template(recipe, source.template, tokenizer)
     validation: Any = _source(recipe, section, section.validation_paths, tokenizer) if section.validation_paths else None
     fraction = 0.0 if validation is not None else section.validation_fraction
     return prepare_tokens(source, tokenizer, cache, validation=validation, validation_fraction=fraction, seed=recipe.seed)
@@ -226,7 +228,7 @@ def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
             binary = [Path(path).expanduser() for path in part.paths]
             files += [each for path in binary for each in (path, path.with_suffix(".json"), path.with_suffix(".marks")) if each.is_file()]
         elif part.source not in ("stdlib", "dataset") and part.paths != (STDLIB,):
-            files += TextSource(inputs=part.paths).files()
+            files += TextSource(inputs=part.paths, suffixes=SUFFIXES.get(part.source, ())).files()
     stats = {str(path): path.stat() for path in files}
     return {"settings": settings, "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}, "batch": batch}
 
@@ -394,6 +396,8 @@ def _looked_at(recipe: Recipe, section: DataSection, path: str) -> int:
         file.check_ids(file.ids()[:_LOOKED_AT])
         return file.tokens
     text = _source(recipe, section, (path,), _of_template(recipe) if section.source == "chat" else None)
+    if isinstance(text, ChatSource):
+        _check_template(recipe, text.template, _of_template(recipe))
     read: Iterator[Any] = text.pieces(_PIECE) if isinstance(text, TextSource) else text.documents()
     deque(islice(read, _PIECES_READ), maxlen=0)
     files = text.files()
@@ -401,10 +405,20 @@ def _looked_at(recipe: Recipe, section: DataSection, path: str) -> int:
     return sum(each.stat().st_size + 1 for each in files) if plain else sys.maxsize  # a byte is at least one token, with an end a document
 
 
+def _check_template(recipe: Recipe, template: ChatTemplate, tokenizer: TextTokenizer | None) -> None:
+    """Refuse a chat template that does not fit the tokenizer; None: a BPE that is still to be made."""
+    if tokenizer is None:
+        template.check(recipe.data.eos or template.end or END_OF_TEXT, None)
+    else:
+        template.check(tokenizer.eos, tokenizer.fast.token_to_id)
+
+
 def _of_template(recipe: Recipe) -> TextTokenizer | None:
     """Return the tokenizer whose chat template may be used; None for one that is made of the text."""
     name = recipe.data.tokenizer
-    return None if name in (None, "bytes", "bpe") else load_tokenizer(str(name), eos=recipe.data.eos)
+    if name in (None, "bytes"):
+        return byte_tokenizer()
+    return None if name == "bpe" else load_tokenizer(str(name), eos=recipe.data.eos)
 
 
 def _too_few(recipe: Recipe, most: int) -> str:
@@ -426,4 +440,4 @@ def _source(
             return RecordSource(inputs=inputs, kind="labels", field=section.field, output_field=section.label_field)
     if section.source == "chat":
         return ChatSource(inputs=inputs, template=chat_template(section.template, tokenizer))
-    return TextSource(inputs=inputs, field=section.field, separator=section.separator)
+    return TextSource(inputs=inputs, field=section.field, separator=section.separator, suffixes=SUFFIXES.get(section.source, ()))

@@ -36,7 +36,7 @@ from meshpar.patterns import nearest
 from meshpar.training.bounds import Bound
 from meshpar.training.lora import LoRA
 from meshpar.training.order import weights_problem
-from meshpar.training.text import kind_of
+from meshpar.training.text import SUFFIXES, kind_of
 
 
 class UnknownRecipeError(RecipeError):
@@ -352,10 +352,21 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
             f"missing: {weights} has no tokenizer.json; name the folder of the tokenizer that the weights were trained with, "
             "or write bytes or bpe for another one",
         )
-    if data.source in ("jsonl", "csv"):
-        for path in data.paths:
-            if kind_of(Path(path)) not in ("", f".{data.source}") and not Path(path).expanduser().is_dir():
-                yield ("data", "paths"), f"source: {data.source} reads files ending in .{data.source} or .{data.source}.gz, got {path!r}"
+    for each in (data, *data.mix):
+        suffixes = SUFFIXES.get(each.source, ())
+        for path in (*each.paths, *each.validation_paths) if suffixes else ():
+            if kind_of(Path(path)) not in ("", *suffixes) and not Path(path).expanduser().is_dir():
+                yield (
+                    ("data", "mix" if data.mix else "paths"),
+                    f"source: {each.source} reads files ending in {' or '.join(suffixes)}, got {path!r}",
+                )
+    if (
+        data.eos is not None
+        and data.tokenizer in (None, "bytes")
+        and recipe.model.weights is None
+        and data.source not in ("tokens", "dataset")
+    ):
+        yield ("data", "eos"), "tokenizer bytes ends a document with a token of its own; leave it out, or use another tokenizer"
     yield from _objective_problems(recipe)
     if data.validation_paths and data.validation_fraction:
         yield ("data", "validation_fraction"), "validation is text of its own (validation_paths) or a part of this text, not both"
@@ -412,6 +423,10 @@ def _packing_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
             yield place, "a mixture with a source that is read again and again has no epoch; write a number of steps"
     if data.template is not None and data.source != "chat":
         yield ("data", "template"), "a chat template goes with source: chat"
+    templates = {each.template for each in data.mix if each.source == "chat"}
+    if len(templates) > 1:
+        named = " and ".join(sorted(each or "that of the tokenizer" for each in templates))
+        yield ("data", "mix"), f"the conversations have several templates, {named}; a model learns one: write the same for all sources"
     unnamed = [each for each in (data.mix or (data,)) if each.source == "chat" and each.template is None]
     if unnamed and data.tokenizer in (None, "bytes", "bpe") and recipe.model.weights is None:
         yield (

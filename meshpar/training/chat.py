@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, final
 from meshpar.errors import RecipeError, brief
 from meshpar.extras import need
 from meshpar.training.records import RecordSource
-from meshpar.training.text import STDLIB, UNPLAIN, TextSource, is_table, kind_of, records_of
-from meshpar.training.tokenizer import TextTokenizer
+from meshpar.training.text import STDLIB, TABLES, UNPLAIN, TextSource, kind_of, records_of
+from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,6 +105,33 @@ class ChatTemplate:
                 "(of a weight other than 0); remove the conversation, or use another template"
             )
         return whole, spans
+
+    def check(self, eos: str, known: Callable[[str], object | None] | None) -> None:
+        """Check that a tokenizer can write what the template writes, and that an answer ends with its end of text.
+
+        Args:
+            eos: the token that ends a text.
+            known: the id of a token, or None; None: every token of the template will be one.
+
+        Raises:
+            RecipeError: a token of the template is none of the tokenizer, or ``eos`` never follows an answer.
+        """
+        missing = [] if known is None else [token for token in self.special if known(token) is None]
+        if missing:
+            raise RecipeError(
+                f"the tokenizer has no token {', '.join(missing)}, which the chat template writes; use the template of the tokenizer or a "
+                "file, or write tokenizer: bpe, which gets them"
+            )
+        said = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        try:
+            text, spans = self.conversation(said)
+        except RecipeError:
+            return  # told with the data, where they are refused
+        if eos not in text[spans[-1][0] :]:
+            raise RecipeError(
+                f"the chat template writes no {eos} behind the assistant's text ({text[spans[-1][0] :]!r}), so the model would never learn "
+                "to stop; set data.eos to the token that ends a turn, or write {{ eos_token }} behind it in a template of your own"
+            )
 
     def _leaves_out_calls(self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None, place: int) -> bool:
         bare = {name: value for name, value in messages[place].items() if name != "tool_calls"}
@@ -209,13 +236,16 @@ def chat_template(name: str | None, tokenizer: TextTokenizer | None) -> ChatTemp
     Raises:
         RecipeError: there is no such template.
     """
-    variables = {} if tokenizer is None else tokenizer.variables()
+    variables = {"eos_token": END_OF_TEXT} if tokenizer is None else tokenizer.variables()
     if name in TEMPLATES:
         return TEMPLATES[name]
     if name is not None:
         if not Path(name).expanduser().is_file():
             raise RecipeError(f"data.template is {name!r}; expected {', '.join(TEMPLATES)} or a file with a template in Jinja")
-        return ChatTemplate(text=Path(name).expanduser().read_text(encoding="utf-8"), variables=variables)
+        try:
+            return ChatTemplate(text=Path(name).expanduser().read_text(encoding="utf-8"), variables=variables)
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"data.template: {name} is not UTF-8 text ({error.reason}); convert it") from error
     own = None if tokenizer is None else tokenizer.chat_template()
     if own is None:
         raise RecipeError(f"the tokenizer has no chat template; write data.template: {' or '.join(TEMPLATES)}, or a file with one")
@@ -241,7 +271,7 @@ class ChatSource:
 
     def files(self) -> list[Path]:
         """Return the files; raises RecipeError if an input matches no file."""
-        return TextSource(inputs=self.inputs).files()
+        return TextSource(inputs=self.inputs, suffixes=TABLES).files()
 
     def fingerprint(self) -> str:
         """Return a hash of the files' names, sizes and times and of the template."""
@@ -250,7 +280,7 @@ class ChatSource:
             self.template.text,
             sorted(self.template.variables.items()),
             QUESTION,
-            TextSource(inputs=self.inputs).fingerprint(),
+            TextSource(inputs=self.inputs, suffixes=TABLES).fingerprint(),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -266,8 +296,6 @@ class ChatSource:
                 yield self.template.conversation(said)
             return
         for path in self.files():
-            if not is_table(path):
-                raise RecipeError(f"{path} has no records; expected JSON lines, Parquet or Arrow with one conversation a record")
             for number, record in records_of(path, _COLUMNS):
                 try:
                     yield self.template.conversation(*messages_of(_without_nulls(record) if kind_of(path) in UNPLAIN else record))
