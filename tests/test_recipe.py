@@ -18,6 +18,7 @@ from meshpar.launchers.recipes.recipe import Recipe, load_recipe, resolve, shipp
 from meshpar.launchers.recipes.techniques import make_passes
 from meshpar.launchers.recipes.yamlfile import parse_document
 from meshpar.training.chat import TEMPLATES
+from meshpar.training.tokens import write_tokens
 
 SMALL = """\
 name: small
@@ -208,11 +209,16 @@ def test_mixtures_and_packing_that_cannot_be_are_refused(overrides: list[str], t
     assert told in str(caught.value)
 
 
-def test_a_mixture_reads_back_and_is_checked() -> None:
+def test_a_mixture_reads_back_and_is_checked(tmp_path: Path) -> None:
     mix = "data={mix: [{source: stdlib, weight: 2, epochs: 3}, {name: b, source: chat, paths: [stdlib], template: llama3}], tokenizer: %s}"
     recipe = read(SMALL, mix % "bpe")
     assert read(recipe.to_yaml()) == recipe
     assert build.check_job(recipe, 2) == []
+    write_tokens(tmp_path / "a.bin", [[1] * 600], vocab_size=300, eos_id=0)
+    (tmp_path / "b.txt").write_text("text " * 200)
+    two = f"data={{mix: [{{source: tokens, paths: [{tmp_path}/a.bin]}}, {{source: files, paths: [{tmp_path}/b.txt]}}]}}"
+    found = "\n".join(build.check_job(read(SMALL, two), 2))
+    assert "data.mix: the sources of a mix are of different tokenizers: tokens0 has vocab_size 300 and eos_id 0, files1 has" in found
     (found,) = build.check_job(read(SMALL, mix % "bytes"), 2)
     assert re.search(r"data.mix.1.paths: the tokenizer has no token <\|begin_of_text\|>, .*write tokenizer: bpe", found)
 

@@ -20,7 +20,7 @@ from meshpar.parallelized import Parallelized
 from meshpar.training.chat import ChatSource, ChatTemplate, chat_template
 from meshpar.training.data import Batches, LoaderSettings, MappedSamples, PackedTokens, Samples
 from meshpar.training.examples import ExampleFile, ExampleSplit, prepare_examples
-from meshpar.training.mixture import MixedSamples
+from meshpar.training.mixture import MixedSamples, tokenizers_problem
 from meshpar.training.padding import LabelledExamples, PairedExamples
 from meshpar.training.records import RecordSource
 from meshpar.training.text import PACKED, STDLIB, SUFFIXES, UNPLAIN, TextSource, kind_of
@@ -362,7 +362,7 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: 
 
 def data_problems(recipe: Recipe) -> Iterator[str]:
     """Yield the problems of the data's files, before anything is prepared; the beginning of each is read."""
-    most = 0
+    most, kinds = 0, dict[str, tuple[int, int]]()
     for name in ("dataset", "validation_dataset"):
         if (own := getattr(recipe.data, name)) is not None:
             try:
@@ -371,22 +371,34 @@ def data_problems(recipe: Recipe) -> Iterator[str]:
                 yield f"{recipe.where(f'data.{name}.class')}: {error}"
     if recipe.data.source == "dataset":
         return
-    for place, section in enumerate(parts_of(recipe.data).values()):
+    for place, (name, section) in enumerate(parts_of(recipe.data).items()):
         at = f"data.mix.{place}" if recipe.data.mix else "data"
         for path in (*section.paths, *section.validation_paths) if section.source != "stdlib" else ():
             trained = path in section.paths
             try:
                 size = _looked_at(recipe, section, path)
                 most += size if trained else 0
+                if name not in kinds and (made_by := _made_by(recipe, section, path)) is not None:
+                    kinds[name] = made_by
             except RecipeError as error:
                 most = sys.maxsize
                 yield f"{recipe.where(f'{at}.paths' if trained else f'{at}.validation_paths')}: {error}"
             except OSError as error:
                 yield f"{recipe.where(f'{at}.paths')}: {path} cannot be read: {brief(error)}"
+    if problem := tokenizers_problem(kinds):
+        yield f"{recipe.where('data.mix')}: {problem}"
     if all(section.source != "stdlib" for section in parts_of(recipe.data).values()) and examples_of(recipe) == "tokens":
         few = _too_few(recipe, max(0, most - 1) // recipe.data.sequence_length + 1)
         if few:
             yield f"{recipe.where('data.micro_batch')}: {few}"
+
+
+def _made_by(recipe: Recipe, section: DataSection, path: str) -> tuple[int, int] | None:
+    """Return the vocabulary and the end of text of one source of a mixture; None where they are not known yet."""
+    if not recipe.data.mix:
+        return None
+    known = TokenFile.open(Path(path).expanduser()) if section.source == "tokens" else _known_tokenizer(recipe)
+    return None if known is None else (known.vocab_size, known.eos_id)
 
 
 def _looked_at(recipe: Recipe, section: DataSection, path: str) -> int:
@@ -395,9 +407,9 @@ def _looked_at(recipe: Recipe, section: DataSection, path: str) -> int:
         file = TokenFile.open(Path(path).expanduser())
         file.check_ids(file.ids()[:_LOOKED_AT])
         return file.tokens
-    text = _source(recipe, section, (path,), _of_template(recipe) if section.source == "chat" else None)
+    text = _source(recipe, section, (path,), _known_tokenizer(recipe) if section.source == "chat" else None)
     if isinstance(text, ChatSource):
-        _check_template(recipe, text.template, _of_template(recipe))
+        _check_template(recipe, text.template, _known_tokenizer(recipe))
     read: Iterator[Any] = text.pieces(_PIECE) if isinstance(text, TextSource) else text.documents()
     deque(islice(read, _PIECES_READ), maxlen=0)
     files = text.files()
@@ -413,8 +425,8 @@ def _check_template(recipe: Recipe, template: ChatTemplate, tokenizer: TextToken
         template.check(tokenizer.eos, tokenizer.fast.token_to_id)
 
 
-def _of_template(recipe: Recipe) -> TextTokenizer | None:
-    """Return the tokenizer whose chat template may be used; None for one that is made of the text."""
+def _known_tokenizer(recipe: Recipe) -> TextTokenizer | None:
+    """Return the tokenizer of text before it is prepared; None for one that is made of the text."""
     name = recipe.data.tokenizer
     if name in (None, "bytes"):
         return byte_tokenizer()

@@ -18,6 +18,7 @@ from meshpar.launchers.recipes.sections import (
     CheckpointSection,
     DataSection,
     LoRASection,
+    MixSection,
     Model,
     Optimizer,
     OptimizerSection,
@@ -352,7 +353,8 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
             f"missing: {weights} has no tokenizer.json; name the folder of the tokenizer that the weights were trained with, "
             "or write bytes or bpe for another one",
         )
-    for each in (data, *data.mix):
+    sources: list[DataSection | MixSection] = [data, *data.mix]
+    for each in sources:
         suffixes = SUFFIXES.get(each.source, ())
         for path in (*each.paths, *each.validation_paths) if suffixes else ():
             if kind_of(Path(path)) not in ("", *suffixes) and not Path(path).expanduser().is_dir():

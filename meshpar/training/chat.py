@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -40,6 +41,7 @@ _ROLES = {
     "function_response": "tool",
 }
 """ShareGPT's names of roles; others stay as they are."""
+_KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
 QUESTION = "What does this function do?\n\n{code}"
 """The user's turn of a conversation about a function of the standard library."""
 
@@ -388,6 +390,9 @@ def _message(turn: Any, place: int) -> Message:  # noqa: ANN401 - of JSON
         raise RecipeError(
             f"turn {place} has no role; it has {sorted(turn)}: add role (or ShareGPT's from): user, assistant, system or tool"
         )
+    role = _ROLES.get(role, role)
+    if role not in _KNOWN and (meant := get_close_matches(role.lower(), _KNOWN, n=1, cutoff=0.75)):
+        raise RecipeError(f"turn {place} has role {role!r}; write {meant[0]}, or a role of the template that is spelled otherwise")
     if content is None and not turn.get("tool_calls"):
         raise RecipeError(f"turn {place} ({role}) has no content; it has {sorted(turn)}: add content (or ShareGPT's value), or tool_calls")
     if isinstance(content, list):
@@ -406,7 +411,7 @@ def _message(turn: Any, place: int) -> Message:  # noqa: ANN401 - of JSON
     more = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
     if isinstance(calls := more.get("tool_calls"), list):
         more["tool_calls"] = [_call(each) for each in calls]
-    return {**more, "role": _ROLES.get(role, role), "content": content or ""}
+    return {**more, "role": role, "content": content or ""}
 
 
 def _call(call: Any) -> Any:  # noqa: ANN401 - of JSON

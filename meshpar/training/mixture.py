@@ -31,10 +31,8 @@ class MixedSamples:
     def __init__(self, sources: Mapping[str, PackedSamples], weights: Sequence[float], epochs: Sequence[int | None]) -> None:
         if len(lengths := {each.length for each in sources.values()}) != 1:
             raise RecipeError(f"the sources of a mix have samples of {sorted(lengths)} tokens; expected one length")
-        kinds = {name: (each.vocab_size, each.eos_id) for name, each in sources.items()}
-        if len({*kinds.values()}) > 1:
-            told = ", ".join(f"{name} has vocab_size {size} and eos_id {eos}" for name, (size, eos) in kinds.items())
-            raise RecipeError(f"the sources of a mix are of different tokenizers: {told}; tokenize them with one")
+        if problem := tokenizers_problem({name: (each.vocab_size, each.eos_id) for name, each in sources.items()}):
+            raise RecipeError(problem)
         self.sources = sources
         self.mix = Interleave(sizes=tuple(len(each) for each in sources.values()), weights=tuple(weights), epochs=tuple(epochs))
         self.length = lengths.pop()
@@ -70,3 +68,11 @@ class MixedSamples:
             whole = torch.arange(self.length)[None]
             batches = [{"position_ids": whole} | each for each in batches]
         return {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
+
+
+def tokenizers_problem(kinds: Mapping[str, tuple[int, int]]) -> str:
+    """Return what is wrong if sources, each with its ``vocab_size`` and ``eos_id``, are not of one tokenizer; else nothing."""
+    if len({*kinds.values()}) <= 1:
+        return ""
+    told = ", ".join(f"{name} has vocab_size {size} and eos_id {eos}" for name, (size, eos) in kinds.items())
+    return f"the sources of a mix are of different tokenizers: {told}; tokenize them with one"
