@@ -286,6 +286,8 @@ def test_parquet_and_arrow_are_read_by_columns_as_a_stream(tmp_path):
             list(TextSource(inputs=(str(tmp_path / "cut.arrow"),)).documents())
     with pytest.raises(RecipeError, match=r"a.parquet:1 has no text under 'body'; it has \['label', 'more', 'text'\]"):
         list(TextSource(inputs=(str(tmp_path / "a.parquet"),), field="body").documents())
+    with pytest.raises(RecipeError, match=r"a.parquet:1: there are \['label', 'more', 'text'\]; expected messages"):
+        list(ChatSource(inputs=(str(tmp_path / "a.parquet"),), template=TEMPLATES["chatml"]).conversations())
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(RecipeError, match=r"broken.parquet cannot be read as parquet"):
         list(TextSource(inputs=(str(tmp_path / "broken.parquet"),)).documents())

@@ -299,8 +299,10 @@ class ChatSource:
             return
         for path in self.files():
             for number, record in records_of(path, _COLUMNS):
+                if kind_of(path) in UNPLAIN:  # an empty row: other columns were not read, and are named in the error
+                    record = _without_nulls(record) or dict.fromkeys(next(records_of(path))[1])
                 try:
-                    yield self.template.conversation(*messages_of(_without_nulls(record) if kind_of(path) in UNPLAIN else record))
+                    yield self.template.conversation(*messages_of(record))
                 except RecipeError as error:
                     raise RecipeError(f"{path}:{number}: {error}") from error
 
