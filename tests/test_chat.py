@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
 
 from meshpar.errors import RecipeError
-from meshpar.training.chat import TEMPLATES, ChatSource, ChatTemplate, chat_template, messages_of
+from meshpar.training.chat import TEMPLATES, ChatSource, ChatTemplate, _overlap, chat_template, messages_of
 from meshpar.training.data import FILLER, PackedTokens
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
@@ -37,6 +38,8 @@ REWRITES = (  # as templates of models that think: earlier thoughts are left out
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+BLOCK = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
 SAID = [("user", "Hé, 2+2?"), ("assistant", " 4 \n"), ("user", "And 中?"), ("assistant", "A <b>letter</b>.")]
 
 
@@ -90,8 +93,9 @@ def test_a_trained_tokenizer_has_the_templates_tokens_whole(tmp_path):
     text = template.conversation(messages())[0]
     train_bpe([text * 40], 290, template.special).save(tmp_path)
     tokenizer = load_tokenizer(tmp_path, eos=template.end, template=template.text)
-    (ids, begins), *_ = tokenizer.encode_with_places([text])
-    assert ids.tolist().count(tokenizer.eos_id) == 4 and [text[at : at + 12] for at in begins[ids == tokenizer.encode("<|im_start|>")[0]]]
+    (ids, places), *_ = tokenizer.encode_with_places([text])
+    begins = places[ids == tokenizer.encode("<|im_start|>")[0], 0]
+    assert ids.tolist().count(tokenizer.eos_id) == 4 and [text[at : at + 12] for at in begins] == ["<|im_start|>"] * 4
     tokenizer.save(tmp_path / "saved")
     theirs = __import__("transformers").AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert theirs.apply_chat_template(messages(), tokenize=False) == text and theirs.eos_token == "<|im_end|>"
@@ -108,13 +112,61 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
         ChatTemplate(text=MISTRAL, variables={"bos_token": "", "eos_token": ""}).conversation(messages([("system", "x")]))
 
 
+def test_the_first_word_counts_behind_a_prompt_that_ends_in_a_space():
+    said = messages([("user", "Is 2 even?"), ("assistant", "Yes")])
+    turns = "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}ASSISTANT: "
+    for answer in ("{% generation %}{{ m.content }}{% endgeneration %}", "{{ m.content }}"):
+        end = "\n{% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+        template = ChatTemplate(text=turns + answer + end)
+        text, spans = template.conversation(said)
+        tokenizer = train_bpe([text * 40], 275)
+        (ids, places), *_ = tokenizer.encode_with_places([text])
+        assert tokenizer.decode(ids[_overlap(places, spans)]) == " Yes", "the token begins with the space of the prompt"
+
+
+@pytest.mark.parametrize(
+    "text,told",
+    [
+        (f"{{% macro turn(m) %}}<{{{{ m.role }}}}>{BLOCK}\n{{% endmacro %}}{{% for m in messages %}}{{{{ turn(m) }}}}{{% endfor %}}", None),
+        (f"{{% for m in messages %}}{{% set x %}}<{{{{ m.role }}}}>{BLOCK}{{% endset %}}{{{{ x }}}}{{% endfor %}}", None),
+        ("{# {% generation %} #}" + PLAIN, None),
+        (f"{{% for m in messages %}}{{% filter trim %}}{BLOCK}{{% endfilter %}}{{% endfor %}}", "cannot be found"),
+        (
+            f"{{% for m in messages %}}{{% if m.role == 'model' %}}{BLOCK}{{% endif %}}{{% endfor %}}",
+            "writes nothing of an assistant's turn",
+        ),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "has no generation prompt"),
+    ],
+    ids=["macro", "set", "comment", "filter", "none", "no prompt"],
+)
+def test_generation_blocks_are_found_wherever_they_are_or_refused(text, told):
+    if told is not None:
+        with pytest.raises(RecipeError, match=told):
+            ChatTemplate(text=text).conversation(messages())
+        return
+    found, spans = ChatTemplate(text=text).conversation(messages())
+    assert [found[begin:end].strip() for begin, end in spans] == ["4", "A <b>letter</b>."]
+
+
+def test_a_split_without_a_label_is_refused(tmp_path):
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": "question " * 9, "completion": "A"}))
+    source = ChatSource(inputs=(str(tmp_path / "chat.jsonl"),), template=ChatTemplate(text=PLAIN))
+    with pytest.raises(RecipeError, match=r"no token of .*train.bin counts as a label, .*or give more data"):
+        prepare_tokens(source, byte_tokenizer(), tmp_path / "cache", validation_fraction=0.2)
+
+
 def test_forms_of_conversations_and_tools_pass_through():
     assert messages_of({"messages": messages()})[0] == messages()
     shared = [{"from": {"user": "human", "assistant": "gpt"}[role], "value": text} for role, text in SAID]
     assert messages_of({"conversations": shared, "system": "S"})[0] == [{"role": "system", "content": "S"}, *messages()]
     assert messages_of({"prompt": "Q", "completion": "A"})[0] == messages([("user", "Q"), ("assistant", "A")])
-    assert messages_of({"prompt": messages(SAID[:3]), "completion": messages(SAID[3:])})[0] == messages()
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    parts = {"role": "user", "content": [{"type": "text", "text": "Q"}, {"type": "text", "text": "?"}]}
+    asked = {"prompt": [parts, *messages(SAID[1:3])], "completion": messages(SAID[3:]), "system": "S"}
+    text, spans = TEMPLATES["chatml"].conversation(*messages_of(asked))
+    assert "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ?<|im_end|>" in text
+    assert [text[begin:end] for begin, end in spans] == ["A <b>letter</b>.<|im_end|>"], "the prompt's answers are no labels"
+    assert messages_of({"messages": messages(), "system": "S"})[0][0] == {"role": "system", "content": "S"}
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     said = [
         {"role": "system", "content": "S"},
         {"role": "user", "content": "2+2"},
@@ -127,8 +179,14 @@ def test_forms_of_conversations_and_tools_pass_through():
         '\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>',
         "It is 4.<|im_end|>",
     ]
+    TEMPLATES["chatml"].check("<|im_end|>", None)
+    for template, told in ((TEMPLATES["llama3"], "no token <|begin_of_text|>"), (ChatTemplate(text=PLAIN), "no <|endoftext|> behind")):
+        with pytest.raises(RecipeError, match=re.escape(told)):
+            template.check("<|endoftext|>", byte_tokenizer().fast.token_to_id)
     with pytest.raises(RecipeError, match="llama3 has no tool calls"):
         TEMPLATES["llama3"].conversation(said)
+    with pytest.raises(RecipeError, match="leaves out the tool_calls of turn 3; use a template that writes them"):
+        ChatTemplate(text=PLAIN).conversation(said)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +198,16 @@ def test_forms_of_conversations_and_tools_pass_through():
         ('{"messages": [{"role": "user", "content": "x"}]}', r"no turn is the assistant's \(roles: user\).*; remove the line, or name"),
         ('{"messages": [{"role": "assistant"}]}', r"turn 1 \(assistant\) has no content; .*: add content"),
         ('{"messages": "x"}', "the conversation is a str; expected a list of turns"),
+        (
+            '{"messages": [{"role": "assistant", "content": [{"type": "image_url"}]}]}',
+            "turn 1 .* has the part .*image_url.*remove the others",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}',
+            "no token of the conversation would count .*another template",
+        ),
+        ('{"messages": [{"role": "assitant", "content": "x"}]}', "turn 1 has role 'assitant'; write assistant"),
+        ('{"system": "S", "messages": [{"role": "system", "content": "T"}]}', "turn 1 is the system's, .*; keep one of both"),
         ('{"text": "x"}', "there are .*'text'.*; expected messages, conversations, or prompt and completion"),
         ("[1]", "got a list; expected an object"),
     ],
@@ -201,15 +269,37 @@ def test_parquet_and_arrow_are_read_by_columns_as_a_stream(tmp_path):
             assert document == want
             most = max(most, arrow.total_allocated_bytes() - before)
         assert most < 4 << 20, f"{name}: {most} bytes were held at once"
+    (tmp_path / "b.txt").write_text("not a table")
+    assert TextSource(inputs=(str(tmp_path),), suffixes=(".parquet",)).files() == [tmp_path / "a.parquet"]
+    with pytest.raises(RecipeError, match=r"b.txt does not end in .parquet; rename it"):
+        TextSource(inputs=(f"{tmp_path}/b.t*",), suffixes=(".parquet",)).files()
+    sizes = []
+    with (tmp_path / "cut.arrow").open("wb") as file, arrow.ipc.new_stream(file, table.schema) as writer:
+        for place in range(3):
+            writer.write_table(table.slice(place, 1))
+            file.flush()
+            sizes.append(file.tell())
+    assert len(list(TextSource(inputs=(str(tmp_path / "cut.arrow"),)).documents())) == 3
+    for size, told in ((sizes[1], "it was cut, and rows are missing"), (sizes[1] - 40, "it is damaged")):
+        (tmp_path / "cut.arrow").write_bytes((tmp_path / "cut.arrow").read_bytes()[:size])
+        with pytest.raises(RecipeError, match=rf"cut.arrow .*{told}"):
+            list(TextSource(inputs=(str(tmp_path / "cut.arrow"),)).documents())
     with pytest.raises(RecipeError, match=r"a.parquet:1 has no text under 'body'; it has \['label', 'more', 'text'\]"):
         list(TextSource(inputs=(str(tmp_path / "a.parquet"),), field="body").documents())
+    with pytest.raises(RecipeError, match=r"a.parquet:1: there are \['label', 'more', 'text'\]; expected messages"):
+        list(ChatSource(inputs=(str(tmp_path / "a.parquet"),), template=TEMPLATES["chatml"]).conversations())
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(RecipeError, match=r"broken.parquet cannot be read as parquet"):
         list(TextSource(inputs=(str(tmp_path / "broken.parquet"),)).documents())
-    said = arrow.table({"messages": [messages(), messages(SAID[:2])], "noise": [1, 2]})
-    parquet.write_table(said, tmp_path / "chat.parquet")
-    found = list(ChatSource(inputs=(str(tmp_path / "chat.parquet"),), template=TEMPLATES["chatml"]).conversations())
-    assert found == [TEMPLATES["chatml"].conversation(each) for each in (messages(), messages(SAID[:2]))]
+    calls = [{"role": "assistant", "tool_calls": [{"name": name, "arguments": {name: 1}}]} for name in ("f", "g")]
+    rows = [{"messages": messages(), "noise": 1}, *({"messages": [*messages(SAID[:1]), call], "noise": 2} for call in calls)]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines, table = (
+        list(ChatSource(inputs=(str(tmp_path / name),), template=TEMPLATES["chatml"]).conversations())
+        for name in ("chat.jsonl", "chat.parquet")
+    )
+    assert table == lines and '{"name": "f", "arguments": {"f": 1}}' in lines[1][0], "a table adds the keys of other rows"
     (tmp_path / "saved/dataset_dict.json").write_text("{}")
     (tmp_path / "saved/train").mkdir()
     with pytest.raises(RecipeError, match=r"several splits \(train\); name one of them"):

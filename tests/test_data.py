@@ -95,7 +95,14 @@ def test_a_loaded_tokenizer_is_saved_with_its_own_files(tmp_path: Path) -> None:
     (tmp_path / "one/tokenizer_config.json").write_text(json.dumps(config))
     load_tokenizer(tmp_path / "one").save(tmp_path / "two")
     assert json.loads((tmp_path / "two/tokenizer_config.json").read_text()) == config
-    assert load_tokenizer(tmp_path / "two").fingerprint() == load_tokenizer(tmp_path / "one").fingerprint()
+    plain = load_tokenizer(tmp_path / "one")
+    assert load_tokenizer(tmp_path / "two").fingerprint() == plain.fingerprint()
+    saved = json.loads((tmp_path / "one/tokenizer.json").read_text())
+    saved["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    saved["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    saved["padding"]["pad_to_multiple_of"] = None
+    (tmp_path / "one/tokenizer.json").write_text(json.dumps(saved))
+    assert load_tokenizer(tmp_path / "one").encode_batch([SAMPLE, "x"]) == plain.encode_batch([SAMPLE, "x"])
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
@@ -146,7 +153,7 @@ def test_csv_and_compressed_files_are_read_by_name(tmp_path: Path) -> None:
     )
     texts = ["two\nlines", 'said "yes"', "long " * 40_000]
     assert list(TextSource(inputs=(str(tmp_path),)).documents()) == [*texts, *texts, "packed", "plain", "first", "frames"]
-    found = list(RecordSource(inputs=(str(tmp_path / "*.gz"),), kind="labels", output_field="label").records())
+    found = list(RecordSource(inputs=(str(tmp_path / "*[vl].gz"),), kind="labels", output_field="label").records())
     assert [label for _, label in found] == ["1", "0", "1", "3"]
 
 
@@ -165,6 +172,11 @@ def test_damaged_and_unknown_tables_are_named(tmp_path: Path) -> None:
     assert "e.jsonl.zst cannot be unpacked" in message_of("e.jsonl.zst", b"text")
     assert "unpack it first (bunzip2 e.jsonl.bz2)" in message_of("e.jsonl.bz2", b"")
     assert "f.csv is not UTF-8 text" in message_of("f.csv", "text\ncafé\n".encode("latin-1"))
+    assert "h.jsonl:1 has half of a surrogate pair ('\\ud83d'); remove it" in message_of("h.jsonl", b'{"text": "\\ud83d x"}')
+    assert "i.jsonl:2 is nested too deeply" in message_of("i.jsonl", b'{"text": "\\ud83d\\ude00"}\n' + b"[" * 100_000)
+    for name, content in (("j.jsonl", '{"text": "x"}'), ("k.txt", "x")):
+        (tmp_path / name).write_text("\ufeff" + content)
+        assert list(TextSource(inputs=(str(tmp_path / name),)).documents()) == ["x"], "a mark of byte order is no text"
     assert "g.csv:2 is not CSV" in message_of("g.csv", b'text\n"one" two\n')
 
 

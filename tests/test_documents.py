@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,9 +18,12 @@ from meshpar.layout import ModelLayout
 from meshpar.plan import Plan
 from meshpar.testing import on_ranks
 from meshpar.training import AdamWSettings, Batches, Distillation, PackedTokens, Schedule, Trainer, TrainSettings, build_adamw, freeze
+from meshpar.training.data import MappedSamples
 from meshpar.training.documents import check_documents
 from meshpar.training.objectives import CausalLM
-from meshpar.training.tokens import write_tokens
+from meshpar.training.text import TextSource
+from meshpar.training.tokenizer import byte_tokenizer
+from meshpar.training.tokens import prepare_tokens, write_tokens
 
 END = VOCAB - 1
 MODELS = {"transformer": transformer, "gpt2": gpt2, "llama": lambda: huggingface("Llama"), "qwen3": lambda: huggingface("Qwen3")}
@@ -31,6 +35,7 @@ def documents(*lengths, seed=0):
 
 
 def packed(folder, written, length, **options):
+    folder.mkdir(exist_ok=True)
     return PackedTokens(write_tokens(folder / "tokens.bin", written, vocab_size=VOCAB, eos_id=END), length, **options)
 
 
@@ -59,6 +64,18 @@ def test_a_packed_row_has_the_loss_and_gradients_of_its_documents(name, tmp_path
     assert CausalLM().loss(model, row)[0].equal(CausalLM().loss(model, other)[0]), "a document changed the loss of another one"
     joined = {key: value for key, value in row.items() if key != "position_ids"}, {k: v for k, v in other.items() if k != "position_ids"}
     assert not CausalLM().loss(model, joined[0])[0].equal(CausalLM().loss(model, joined[1])[0])
+
+
+def test_documents_are_counted_in_the_ids(tmp_path):
+    (tmp_path / "a.txt").write_text("one story<|endoftext|>two<|endoftext|>three")
+    file = prepare_tokens(TextSource(inputs=(str(tmp_path / "a.txt"),)), byte_tokenizer(), tmp_path / "cache").train
+    assert (file.documents, PackedTokens(file, 64).separates) == (3, True)
+    told = PackedTokens(replace(file, documents=1), 64)
+    assert told.separates and "position_ids" in told.__getitems__([0]), "a .json of someone else may count files"
+    other = PackedTokens(replace(file, eos_id=ord("o")), 64)
+    assert other.fingerprint != told.fingerprint and other.fingerprint_of("joined") == told.fingerprint_of("joined")
+    (tmp_path / "a.txt").write_text("one story")
+    assert not PackedTokens(prepare_tokens(TextSource(inputs=(str(tmp_path / "a.txt"),)), byte_tokenizer(), tmp_path).train, 64).separates
 
 
 def test_every_token_but_the_first_of_a_document_is_a_label_once(tmp_path):
@@ -130,15 +147,19 @@ def test_a_trainer_tries_its_model_and_its_teacher(tmp_path):
 
 @on_ranks(1)
 def trained(folder):
-    samples = packed(folder, documents(9, 1, 14, 8), 16)
-    for model, objective, told in (
-        (Carried("recurrent"), CausalLM(), "Carried lets the documents"),
-        (transformer(), Distillation(teacher=freeze(Carried("recurrent"))), "Carried lets the documents"),
-        (transformer(), Distillation(teacher=freeze(transformer())), None),
+    one, samples = packed(folder / "one", documents(40), 16), packed(folder, documents(9, 1, 14, 8), 16)
+    unlabelled = MappedSamples([{"input_ids": torch.arange(8), "labels": torch.full((8,), -100)}] * 4, "unlabelled")
+    for model, objective, data, told in (
+        (Carried("recurrent"), CausalLM(), samples, "Carried lets the documents"),
+        (Carried("recurrent"), CausalLM(), one, "Carried lets the documents"),
+        (transformer(), CausalLM(), unlabelled, "no label of the first 2 steps counted"),
+        (transformer(), Distillation(teacher=freeze(Carried("recurrent"))), samples, "Carried lets the documents"),
+        (transformer(), Distillation(teacher=freeze(transformer())), samples, None),
     ):
         par = Plan("", []).apply(model)
-        batches, optimizer = Batches(samples, micro_batch=2), build_adamw(model, AdamWSettings(lr=1e-3))
-        trainer = Trainer(par, objective, batches, optimizer, Schedule(lr=1e-3, steps=1), TrainSettings(steps=1))
+        batches, optimizer = Batches(data, micro_batch=2), build_adamw(model, AdamWSettings(lr=1e-3))
+        held = None if data is not one else Batches(samples, micro_batch=2)
+        trainer = Trainer(par, objective, batches, optimizer, Schedule(lr=1e-3, steps=2), TrainSettings(steps=2), validation=held)
         with nullcontext() if told is None else pytest.raises(MeshparError, match=told):
             trainer.run()
     row = samples.__getitems__([0])

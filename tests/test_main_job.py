@@ -416,7 +416,7 @@ def test_a_mixture_with_conversations_trains_resumes_and_reports_each_source(tmp
     Path("text.txt").write_text(text(400))
     Path("job.yaml").write_text(
         RECIPE.partition("data:")[0]
-        + "data:\n  sequence_length: 32\n  micro_batch: 2\n  cache: cache\n  packing: best_fit\n  validation_fraction: 0.1\n  mix:\n"
+        + "data:\n  sequence_length: 32\n  micro_batch: 2\n  cache: cache\n  tokenizer: bpe\n  vocab_size: 260\n  packing: best_fit\n  validation_fraction: 0.1\n  mix:\n"
         + "    - {name: prose, source: files, paths: [text.txt], weight: 0.7}\n"
         + "    - {name: talk, source: chat, paths: [chat.jsonl], template: chatml, weight: 0.3, epochs: 2}\n"
         + "training: {steps: 6, log_every: 1, validate_every: 3, tensorboard: false}\n"

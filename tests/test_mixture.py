@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import math
 import random
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from models_for_parity import VOCAB, transformer
 
 import meshpar
 from meshpar.errors import RecipeError
+from meshpar.launchers.jobs.datasets import changes, same_but_documents
 from meshpar.plan import Plan
 from meshpar.testing import on_ranks
 from meshpar.training import AdamWSettings, Batches, CausalLM, PackedTokens, Schedule, Trainer, TrainSettings, build_adamw
@@ -77,8 +80,13 @@ def test_a_mix_is_one_order_on_any_ranks_and_across_stops(tmp_path):
 
 def test_wrong_mixes_are_refused(tmp_path):
     one, two = source(tmp_path, "one", 3, 0), source(tmp_path, "two", 5, 1000)
-    with pytest.raises(RecipeError, match="expected weights above 0"):
-        MixedSamples({"one": one, "two": two}, [1.0, 0.0], [None, None])
+    for weight in (0.0, math.nan, math.inf, 1e-99):
+        with pytest.raises(RecipeError, match="expected weights above 0 and finite"):
+            MixedSamples({"one": one, "two": two}, [1.0, weight], [None, None])
+    for more in ({"eos_id": 7}, {"vocab_size": 61_000}):
+        other = PackedTokens(dataclasses.replace(two.tokens, **more), LENGTH)
+        with pytest.raises(RecipeError, match=r"different tokenizers: one has vocab_size 65536 and eos_id 60000, two has .*with one"):
+            MixedSamples({"one": one, "two": other}, [1, 1], [None, None])
     with pytest.raises(RecipeError, match="expected one length"):
         MixedSamples({"one": one, "two": PackedTokens(two.tokens, 8)}, [1, 1], [None, None])
     state = Batches(MixedSamples({"one": one, "two": two}, [1, 1], [None, None]), micro_batch=1).state_dict()
@@ -86,6 +94,19 @@ def test_wrong_mixes_are_refused(tmp_path):
         Batches(MixedSamples({"one": one, "two": two}, [1, 2], [None, None]), micro_batch=1).load_state_dict(state)
     with pytest.raises(RecipeError, match="used up after 4 steps; raise their epochs"):
         list(Batches(MixedSamples({"one": one, "two": two}, [1, 1], [1, 1]), micro_batch=2))
+
+
+def test_a_resume_may_change_documents_and_nothing_else(tmp_path):
+    tokens = source(tmp_path, "one", 3, 0).tokens
+    joined, apart, fitted = (
+        PackedTokens(tokens, LENGTH, **more) for more in ({"documents": "joined"}, {}, {"documents": "separate", "packing": "best_fit"})
+    )
+    for wrap in (lambda each: each, lambda each: MixedSamples({"one": each}, [1], [None])):
+        assert same_but_documents(wrap(joined).fingerprint, wrap(apart)) and same_but_documents(wrap(apart).fingerprint, wrap(joined))
+        assert not same_but_documents(wrap(joined).fingerprint, wrap(fitted))
+    before = {"settings": {}, "files": {}}
+    now = {"settings": {"data.packing": "best_fit", "data.mix": [{}], "data.template": None}, "files": {}}
+    assert changes(before, now) == ["data.packing was 'cut' and is 'best_fit'", "data.mix was [] and is [{}]"]
 
 
 @pytest.mark.parametrize("mesh,split,chunk", [("dp_shard=2,cp=2", [meshpar.ContextParallel()], 0), ("dp_shard=4", [], 3)], ids=str)

@@ -17,6 +17,8 @@ from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe, resolve, shipped
 from meshpar.launchers.recipes.techniques import make_passes
 from meshpar.launchers.recipes.yamlfile import parse_document
+from meshpar.training.chat import TEMPLATES
+from meshpar.training.tokens import write_tokens
 
 SMALL = """\
 name: small
@@ -178,10 +180,24 @@ def test_an_unknown_recipe_names_those_that_come_with_meshpar() -> None:
         (["data.source=mix"], "data.mix: a mixture is written mix:"),
         (["data={mix: [{source: stdlib, name: a}, {source: stdlib, name: a}]}"], "two sources have one name"),
         (["data={mix: [{source: stdlib, weight: 0}]}"], "must be greater than 0, got 0"),
+        (["data={mix: [{source: stdlib, weight: .inf}]}"], "data.mix: expected weights above 0 and finite"),
+        (["data={mix: [{source: stdlib, weight: 1e-99}, {source: stdlib}]}"], "data.mix: expected weights above 0 and finite"),
+        (["data={mix: [{source: stdlib, name: stdlib1}, {source: stdlib}]}"], "two sources have one name in ['stdlib1', 'stdlib1']"),
         (["data={mix: [{source: stdlib}]}", "training.epochs=1"], "training.epochs: a mixture is read until the epochs of its sources"),
         (["data={mix: [{source: stdlib}]}", "checkpoint.every=epoch"], "checkpoint.every: a mixture with a source that is read again"),
         (["data={mix: [{source: stdlib, wieght: 1}]}"], "unknown key; nearest: weight"),
         (["data={source: chat, paths: [stdlib]}"], "tokenizer bytes has no chat template; write template: chatml or llama3"),
+        (["data={mix: [{source: jsonl, paths: [x.json]}]}"], "data.mix: source: jsonl reads files ending in .jsonl, got 'x.json'"),
+        (["data={source: parquet, paths: [x.txt]}"], "source: parquet reads files ending in .parquet or .arrow, got 'x.txt'"),
+        (["data={eos: x}"], "data.eos: tokenizer bytes ends a document with a token of its own"),
+        (
+            [
+                "data={tokenizer: bpe, mix: ["
+                + ", ".join(f"{{source: chat, paths: [stdlib], template: {each}}}" for each in TEMPLATES)
+                + "]}"
+            ],
+            "data.mix: the conversations have several templates, chatml and llama3; a model learns one",
+        ),
         (["data={template: chatml}"], "a chat template goes with source: chat"),
         (["data={packing: best_fit, documents: joined}"], "best_fit keeps documents whole"),
         (["data={mix: [{source: stdlib}]}", "training.objective=seq2seq"], "learns from pairs, and a mixture is of texts"),
@@ -193,10 +209,18 @@ def test_mixtures_and_packing_that_cannot_be_are_refused(overrides: list[str], t
     assert told in str(caught.value)
 
 
-def test_a_mixture_reads_back_and_is_checked() -> None:
-    recipe = read(SMALL, "data={mix: [{source: stdlib, weight: 2, epochs: 3}, {name: b, source: chat, paths: [stdlib], template: llama3}]}")
+def test_a_mixture_reads_back_and_is_checked(tmp_path: Path) -> None:
+    mix = "data={mix: [{source: stdlib, weight: 2, epochs: 3}, {name: b, source: chat, paths: [stdlib], template: llama3}], tokenizer: %s}"
+    recipe = read(SMALL, mix % "bpe")
     assert read(recipe.to_yaml()) == recipe
     assert build.check_job(recipe, 2) == []
+    write_tokens(tmp_path / "a.bin", [[1] * 600], vocab_size=300, eos_id=0)
+    (tmp_path / "b.txt").write_text("text " * 200)
+    two = f"data={{mix: [{{source: tokens, paths: [{tmp_path}/a.bin]}}, {{source: files, paths: [{tmp_path}/b.txt]}}]}}"
+    found = "\n".join(build.check_job(read(SMALL, two), 2))
+    assert "data.mix: the sources of a mix are of different tokenizers: tokens0 has vocab_size 300 and eos_id 0, files1 has" in found
+    (found,) = build.check_job(read(SMALL, mix % "bytes"), 2)
+    assert re.search(r"data.mix.1.paths: the tokenizer has no token <\|begin_of_text\|>, .*write tokenizer: bpe", found)
 
 
 def test_a_model_without_position_ids_is_refused_before_a_rank_starts() -> None:

@@ -15,19 +15,19 @@ from meshpar.errors import MeshparError, RecipeError, brief
 from meshpar.launchers.jobs.transformers_models import DataFacts
 from meshpar.launchers.recipes.own import has_keyword, make_own, objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.launchers.recipes.sections import DataSection, Own
+from meshpar.launchers.recipes.sections import DataSection, Own, mixed_names
 from meshpar.parallelized import Parallelized
-from meshpar.training.chat import ChatSource, chat_template
+from meshpar.training.chat import ChatSource, ChatTemplate, chat_template
 from meshpar.training.data import Batches, LoaderSettings, MappedSamples, PackedTokens, Samples
 from meshpar.training.examples import ExampleFile, ExampleSplit, prepare_examples
-from meshpar.training.mixture import MixedSamples
+from meshpar.training.mixture import MixedSamples, tokenizers_problem
 from meshpar.training.padding import LabelledExamples, PairedExamples
 from meshpar.training.records import RecordSource
-from meshpar.training.text import PACKED, STDLIB, UNPLAIN, TextSource, kind_of
-from meshpar.training.tokenizer import TextTokenizer, load_tokenizer
+from meshpar.training.text import PACKED, STDLIB, SUFFIXES, UNPLAIN, TextSource, kind_of
+from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer, byte_tokenizer, load_tokenizer
 from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens
 
-_BEFORE = {"data.documents": "joined"}
+_BEFORE: dict[str, Any] = {"data.documents": "joined", "data.packing": "cut", "data.template": None, "data.mix": []}
 """Settings of runs that were saved before there was a choice."""
 _LOOKED_AT, _PIECE, _PIECES_READ = 1 << 20, 1 << 13, 100
 
@@ -130,11 +130,10 @@ def parts_of(data: DataSection) -> dict[str, DataSection]:
     """Return the sources of a mixture by name, each as a section of its own; the section itself where there is no mixture."""
     if not data.mix:
         return {"": data}
-    names = [each.name or f"{each.source}{place}" for place, each in enumerate(data.mix)]
     fields = [{**each.given(), "source": each.source, "mix": ()} for each in data.mix]
     return {
         name: data.model_copy(update={key: value for key, value in each.items() if key in DataSection.model_fields})
-        for name, each in zip(names, fields, strict=True)
+        for name, each in zip(mixed_names(data), fields, strict=True)
     }
 
 
@@ -187,6 +186,8 @@ def _split(recipe: Recipe, section: DataSection, tokenizer: TextTokenizer | None
         return split_tokens(whole, cache, fraction=section.validation_fraction, seed=recipe.seed)
     assert tokenizer is not None
     source: Any = _source(recipe, section, _inputs(section), tokenizer)
+    if isinstance(source, ChatSource):
+        _check_template(recipe, source.template, tokenizer)
     validation: Any = _source(recipe, section, section.validation_paths, tokenizer) if section.validation_paths else None
     fraction = 0.0 if validation is not None else section.validation_fraction
     return prepare_tokens(source, tokenizer, cache, validation=validation, validation_fraction=fraction, seed=recipe.seed)
@@ -205,6 +206,7 @@ def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
     """
     data = recipe.data
     names = (
+        "source",
         "tokenizer",
         "eos",
         "sequence_length",
@@ -219,15 +221,23 @@ def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
         "template",
     )
     settings = {f"data.{name}": getattr(data, name) for name in names} | {"seed": recipe.seed}
-    settings |= {"data.mix": [each.model_dump(mode="json") for each in data.mix]} if data.mix else {}
+    settings["data.mix"] = [each.model_dump(mode="json") for each in data.mix]
     files: list[Path] = []
     for part in parts_of(data).values():
         if part.source == "tokens":
-            files += [Path(path).expanduser() for path in part.paths]
+            binary = [Path(path).expanduser() for path in part.paths]
+            files += [each for path in binary for each in (path, path.with_suffix(".json"), path.with_suffix(".marks")) if each.is_file()]
         elif part.source not in ("stdlib", "dataset") and part.paths != (STDLIB,):
-            files += TextSource(inputs=part.paths).files()
+            files += TextSource(inputs=part.paths, suffixes=SUFFIXES.get(part.source, ())).files()
     stats = {str(path): path.stat() for path in files}
     return {"settings": settings, "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}, "batch": batch}
+
+
+def same_but_documents(fingerprint: str, now: Samples) -> bool:
+    """Return whether a saved fingerprint is that of the samples now, with either choice of ``data.documents``."""
+    if not isinstance(now, (PackedTokens, MixedSamples)):
+        return fingerprint == now.fingerprint
+    return fingerprint in (now.fingerprint_of("separate"), now.fingerprint_of("joined"))
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str] = ()) -> list[str]:
@@ -352,7 +362,7 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: 
 
 def data_problems(recipe: Recipe) -> Iterator[str]:
     """Yield the problems of the data's files, before anything is prepared; the beginning of each is read."""
-    most = 0
+    most, kinds = 0, dict[str, tuple[int, int]]()
     for name in ("dataset", "validation_dataset"):
         if (own := getattr(recipe.data, name)) is not None:
             try:
@@ -361,22 +371,34 @@ def data_problems(recipe: Recipe) -> Iterator[str]:
                 yield f"{recipe.where(f'data.{name}.class')}: {error}"
     if recipe.data.source == "dataset":
         return
-    for place, section in enumerate(parts_of(recipe.data).values()):
+    for place, (name, section) in enumerate(parts_of(recipe.data).items()):
         at = f"data.mix.{place}" if recipe.data.mix else "data"
         for path in (*section.paths, *section.validation_paths) if section.source != "stdlib" else ():
             trained = path in section.paths
             try:
                 size = _looked_at(recipe, section, path)
                 most += size if trained else 0
+                if name not in kinds and (made_by := _made_by(recipe, section, path)) is not None:
+                    kinds[name] = made_by
             except RecipeError as error:
                 most = sys.maxsize
                 yield f"{recipe.where(f'{at}.paths' if trained else f'{at}.validation_paths')}: {error}"
             except OSError as error:
                 yield f"{recipe.where(f'{at}.paths')}: {path} cannot be read: {brief(error)}"
+    if problem := tokenizers_problem(kinds):
+        yield f"{recipe.where('data.mix')}: {problem}"
     if all(section.source != "stdlib" for section in parts_of(recipe.data).values()) and examples_of(recipe) == "tokens":
         few = _too_few(recipe, max(0, most - 1) // recipe.data.sequence_length + 1)
         if few:
             yield f"{recipe.where('data.micro_batch')}: {few}"
+
+
+def _made_by(recipe: Recipe, section: DataSection, path: str) -> tuple[int, int] | None:
+    """Return the vocabulary and the end of text of one source of a mixture; None where they are not known yet."""
+    if not recipe.data.mix:
+        return None
+    known = TokenFile.open(Path(path).expanduser()) if section.source == "tokens" else _known_tokenizer(recipe)
+    return None if known is None else (known.vocab_size, known.eos_id)
 
 
 def _looked_at(recipe: Recipe, section: DataSection, path: str) -> int:
@@ -385,7 +407,9 @@ def _looked_at(recipe: Recipe, section: DataSection, path: str) -> int:
         file = TokenFile.open(Path(path).expanduser())
         file.check_ids(file.ids()[:_LOOKED_AT])
         return file.tokens
-    text = _source(recipe, section, (path,), _of_template(recipe) if section.source == "chat" else None)
+    text = _source(recipe, section, (path,), _known_tokenizer(recipe) if section.source == "chat" else None)
+    if isinstance(text, ChatSource):
+        _check_template(recipe, text.template, _known_tokenizer(recipe))
     read: Iterator[Any] = text.pieces(_PIECE) if isinstance(text, TextSource) else text.documents()
     deque(islice(read, _PIECES_READ), maxlen=0)
     files = text.files()
@@ -393,10 +417,20 @@ def _looked_at(recipe: Recipe, section: DataSection, path: str) -> int:
     return sum(each.stat().st_size + 1 for each in files) if plain else sys.maxsize  # a byte is at least one token, with an end a document
 
 
-def _of_template(recipe: Recipe) -> TextTokenizer | None:
-    """Return the tokenizer whose chat template may be used; None for one that is made of the text."""
+def _check_template(recipe: Recipe, template: ChatTemplate, tokenizer: TextTokenizer | None) -> None:
+    """Refuse a chat template that does not fit the tokenizer; None: a BPE that is still to be made."""
+    if tokenizer is None:
+        template.check(recipe.data.eos or template.end or END_OF_TEXT, None)
+    else:
+        template.check(tokenizer.eos, tokenizer.fast.token_to_id)
+
+
+def _known_tokenizer(recipe: Recipe) -> TextTokenizer | None:
+    """Return the tokenizer of text before it is prepared; None for one that is made of the text."""
     name = recipe.data.tokenizer
-    return None if name in (None, "bytes", "bpe") else load_tokenizer(str(name), eos=recipe.data.eos)
+    if name in (None, "bytes"):
+        return byte_tokenizer()
+    return None if name == "bpe" else load_tokenizer(str(name), eos=recipe.data.eos)
 
 
 def _too_few(recipe: Recipe, most: int) -> str:
@@ -418,4 +452,4 @@ def _source(
             return RecordSource(inputs=inputs, kind="labels", field=section.field, output_field=section.label_field)
     if section.source == "chat":
         return ChatSource(inputs=inputs, template=chat_template(section.template, tokenizer))
-    return TextSource(inputs=inputs, field=section.field, separator=section.separator)
+    return TextSource(inputs=inputs, field=section.field, separator=section.separator, suffixes=SUFFIXES.get(section.source, ()))

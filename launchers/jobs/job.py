@@ -175,8 +175,8 @@ def _resume(
     restored = source.restore(par, optimizer, None if source is manager else step, fallback=source is manager)
     before = restored.extra.get("origin")
     differ = [] if before is None else build.changes(before, origin, recipe.checkpoint.allow)
-    if before is not None and recipe.checkpoint.allow and not differ:
-        restored.extra["data"]["data"] = trainer.data.samples.fingerprint  # the same samples, told apart by what is allowed to differ
+    if recipe.checkpoint.allow and not differ and build.same_but_documents(restored.extra["data"]["data"], trainer.data.samples):
+        restored.extra["data"]["data"] = trainer.data.samples.fingerprint
     try:
         trainer.load_state_dict(restored.extra)
     except RecipeError as error:

@@ -18,6 +18,7 @@ from meshpar.launchers.recipes.sections import (
     CheckpointSection,
     DataSection,
     LoRASection,
+    MixSection,
     Model,
     Optimizer,
     OptimizerSection,
@@ -25,6 +26,7 @@ from meshpar.launchers.recipes.sections import (
     ScheduleSection,
     TeacherSection,
     TrainingSection,
+    mixed_names,
 )
 from meshpar.launchers.recipes.techniques import read_passes
 from meshpar.launchers.recipes.yamlfile import Document, Place, apply_overrides, read_document, to_yaml
@@ -34,7 +36,8 @@ from meshpar.models.transformer_config import RopeScaling, TransformerConfig
 from meshpar.patterns import nearest
 from meshpar.training.bounds import Bound
 from meshpar.training.lora import LoRA
-from meshpar.training.text import kind_of
+from meshpar.training.order import weights_problem
+from meshpar.training.text import SUFFIXES, kind_of
 
 
 class UnknownRecipeError(RecipeError):
@@ -350,10 +353,22 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
             f"missing: {weights} has no tokenizer.json; name the folder of the tokenizer that the weights were trained with, "
             "or write bytes or bpe for another one",
         )
-    if data.source in ("jsonl", "csv"):
-        for path in data.paths:
-            if kind_of(Path(path)) not in ("", f".{data.source}") and not Path(path).expanduser().is_dir():
-                yield ("data", "paths"), f"source: {data.source} reads files ending in .{data.source} or .{data.source}.gz, got {path!r}"
+    sources: list[DataSection | MixSection] = [data, *data.mix]
+    for each in sources:
+        suffixes = SUFFIXES.get(each.source, ())
+        for path in (*each.paths, *each.validation_paths) if suffixes else ():
+            if kind_of(Path(path)) not in ("", *suffixes) and not Path(path).expanduser().is_dir():
+                yield (
+                    ("data", "mix" if data.mix else "paths"),
+                    f"source: {each.source} reads files ending in {' or '.join(suffixes)}, got {path!r}",
+                )
+    if (
+        data.eos is not None
+        and data.tokenizer in (None, "bytes")
+        and recipe.model.weights is None
+        and data.source not in ("tokens", "dataset")
+    ):
+        yield ("data", "eos"), "tokenizer bytes ends a document with a token of its own; leave it out, or use another tokenizer"
     yield from _objective_problems(recipe)
     if data.validation_paths and data.validation_fraction:
         yield ("data", "validation_fraction"), "validation is text of its own (validation_paths) or a part of this text, not both"
@@ -384,8 +399,11 @@ def _packing_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("data", "mix"), "a mixture is written mix: [{source: files, paths: [...], weight: 0.7}, ...], without another source"
     if data.mix and (data.paths or data.validation_paths or data.template):
         yield ("data", "mix"), "paths, validation_paths and template are written in each source of the mix"
-    if len({each.name for each in data.mix if each.name}) < len([each for each in data.mix if each.name]):
-        yield ("data", "mix"), "two sources have one name; their losses could not be told apart"
+    if len({*mixed_names(data)}) < len(data.mix):
+        yield (
+            ("data", "mix"),
+            f"two sources have one name in {mixed_names(data)}; their losses could not be told apart: name them otherwise",
+        )
     for each in data.mix:
         if bool(each.paths) == (each.source == "stdlib") or (each.source == "tokens" and len(each.paths) > 1):
             yield (
@@ -394,6 +412,8 @@ def _packing_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
             )
         if each.name and not each.name.replace("-", "").replace("_", "").isalnum():
             yield ("data", "mix"), f"name {each.name!r} is part of a metric's; use letters, digits, - and _"
+    if data.mix and (problem := weights_problem([each.weight for each in data.mix])):
+        yield ("data", "mix"), problem
     endless = any(each.epochs is None for each in data.mix)
     if data.mix and training.epochs is not None and (endless or training.epochs > 1):
         yield (
@@ -405,6 +425,10 @@ def _packing_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
             yield place, "a mixture with a source that is read again and again has no epoch; write a number of steps"
     if data.template is not None and data.source != "chat":
         yield ("data", "template"), "a chat template goes with source: chat"
+    templates = {each.template for each in data.mix if each.source == "chat"}
+    if len(templates) > 1:
+        named = " and ".join(sorted(each or "that of the tokenizer" for each in templates))
+        yield ("data", "mix"), f"the conversations have several templates, {named}; a model learns one: write the same for all sources"
     unnamed = [each for each in (data.mix or (data,)) if each.source == "chat" and each.template is None]
     if unnamed and data.tokenizer in (None, "bytes", "bpe") and recipe.model.weights is None:
         yield (

@@ -218,6 +218,11 @@ class DataSection(Section):
         return bool(own) or any(each.validation_paths for each in self.mix)
 
 
+def mixed_names(data: DataSection) -> list[str]:
+    """Return the name of each source of a mixture: the one that is written, or ``source`` and the place in the list."""
+    return [each.name or f"{each.source}{place}" for place, each in enumerate(data.mix)]
+
+
 @final
 class OptimizerSection(_AdamWFields):
     """AdamW, see :class:`meshpar.training.optimizer.AdamWSettings`.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -13,8 +15,8 @@ from typing import TYPE_CHECKING, Any, final
 from meshpar.errors import RecipeError, brief
 from meshpar.extras import need
 from meshpar.training.records import RecordSource
-from meshpar.training.text import STDLIB, TextSource, is_table, records_of
-from meshpar.training.tokenizer import TextTokenizer
+from meshpar.training.text import STDLIB, TABLES, UNPLAIN, TextSource, kind_of, records_of
+from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,9 +27,12 @@ Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
 """Begin and end, in characters, of what the assistant wrote."""
 
-_FORMAT, _BATCH = 1, 256
+_FORMAT, _BATCH = 2, 256
 _COLUMNS = ("messages", "conversations", "prompt", "completion", "system", "tools")
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+"""Stand where a block begins and ends: code points that no text has (Unicode's noncharacters)."""
 _ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -36,6 +41,7 @@ _ROLES = {
     "function_response": "tool",
 }
 """ShareGPT's names of roles; others stay as they are."""
+_KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
 QUESTION = "What does this function do?\n\n{code}"
 """The user's turn of a conversation about a function of the standard library."""
 
@@ -58,44 +64,127 @@ class ChatTemplate:
     end: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: bool) -> tuple[str, Any]:
-        """Return the text of a conversation, and the spans of its ``{% generation %}`` blocks."""
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, text: str | None = None, **options: bool) -> str:
+        """Return the text of a conversation; ``text``: of this template in place of its own."""
         library = need("transformers.utils.chat_template_utils", extra="transformers")
-        texts, spans = library.render_jinja_template([list(messages)], tools=tools, chat_template=self.text, **options, **self.variables)
-        return texts[0], spans[0] if spans else []
+        texts, _ = library.render_jinja_template(
+            [list(messages)], tools=tools, chat_template=text or self.text, **options, **self.variables
+        )
+        return texts[0]
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[str, Spans]:
         """Return the text of a conversation, and what of it the assistant wrote: from behind the generation prompt to the end of the turn.
 
         Raises:
-            RecipeError: the template refuses the conversation, or has no ``{% generation %}`` and renders an earlier turn otherwise
-                once a later one is there, so that no part of the text is known to be the assistant's.
+            RecipeError: the template refuses the conversation, leaves out its tool calls, writes nothing of the assistant's, or has no
+                ``{% generation %}`` and renders an earlier turn otherwise once a later one is there, so that no part of the text is known
+                to be the assistant's.
         """
         try:
-            if _GENERATION.search(self.text):
-                text, found = self.render(messages, tools, return_assistant_tokens_mask=True)
-                return text, [(begin, end) for begin, end in found]
-            whole, _ = self.render(messages, tools)
-            spans: Spans = []
+            whole = self.render(messages, tools)
             for place, message in enumerate(messages):
-                if message["role"] != "assistant":
-                    continue
-                before, _ = self.render(messages[:place], tools, add_generation_prompt=True)
-                through, _ = self.render(messages[: place + 1], tools)
-                if not whole.startswith(through) or not through.startswith(before):
-                    rewrites = through.startswith(before)
-                    why = "rewrites earlier turns when later ones follow" if rewrites else "begins it otherwise than it asks for it"
+                if message.get("tool_calls") and self._leaves_out_calls(whole, messages, tools, place):
                     raise RecipeError(
-                        f"turn {place + 1}, the assistant's, cannot be found in the text, because the chat template {why}; mark the "
-                        "assistant's text with {% generation %} in the template, give data.template: chatml or llama3, or keep one answer "
-                        "in each conversation"
+                        f"the chat template leaves out the tool_calls of turn {place + 1}; use a template that writes them (data.template: "
+                        "chatml), or remove them"
                     )
-                spans.append((len(before), len(through.rstrip())))
-            return whole, spans
+            marked = _GENERATION.search(_COMMENT.sub("", self.text))
+            spans = self._generated(whole, messages, tools) if marked else self._answers(whole, messages, tools)
         except RecipeError:
             raise
         except Exception as error:  # a template's own
             raise RecipeError(f"the chat template does not render it: {brief(error)}") from error
+        said = [message for message in messages if message["role"] == "assistant"]
+        if any(message.get("weight") == 0 for message in said):
+            if len(said) != len(spans):
+                raise RecipeError(
+                    f"the chat template writes {len(spans)} answers of {len(said)}, so those of weight 0 cannot be told; remove weight"
+                )
+            spans = [span for span, message in zip(spans, said, strict=True) if message.get("weight") != 0]
+        if not any(begin < end for begin, end in spans):
+            raise RecipeError(
+                "no token of the conversation would count as a label, because the chat template writes nothing of an assistant's turn "
+                "(of a weight other than 0); remove the conversation, or use another template"
+            )
+        return whole, spans
+
+    def check(self, eos: str, known: Callable[[str], object | None] | None) -> None:
+        """Check that a tokenizer can write what the template writes, and that an answer ends with its end of text.
+
+        Args:
+            eos: the token that ends a text.
+            known: the id of a token, or None; None: every token of the template will be one.
+
+        Raises:
+            RecipeError: a token of the template is none of the tokenizer, or ``eos`` never follows an answer.
+        """
+        missing = [] if known is None else [token for token in self.special if known(token) is None]
+        if missing:
+            raise RecipeError(
+                f"the tokenizer has no token {', '.join(missing)}, which the chat template writes; use the template of the tokenizer or a "
+                "file, or write tokenizer: bpe, which gets them"
+            )
+        said = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        try:
+            text, spans = self.conversation(said)
+        except RecipeError:
+            return  # told with the data, where they are refused
+        if eos not in text[spans[-1][0] :]:
+            raise RecipeError(
+                f"the chat template writes no {eos} behind the assistant's text ({text[spans[-1][0] :]!r}), so the model would never learn "
+                "to stop; set data.eos to the token that ends a turn, or write {{ eos_token }} behind it in a template of your own"
+            )
+
+    def _leaves_out_calls(self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None, place: int) -> bool:
+        bare = {name: value for name, value in messages[place].items() if name != "tool_calls"}
+        try:
+            return self.render([*messages[:place], bare, *messages[place + 1 :]], tools) == whole
+        except Exception:  # noqa: BLE001 - a template's own: it looks at the calls
+            return False
+
+    def _generated(self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Spans:
+        """Return the spans of the ``{% generation %}`` blocks, wherever they are: in a macro as well."""
+        text = _GENERATION.sub(lambda tag: f"{tag[1]} print '{_END if tag[2] else _BEGIN}' {tag[3]}", self.text)
+        plain, spans, begin = "", Spans(), 0
+        for part in re.split(f"([{_BEGIN}{_END}])", self.render(messages, tools, text=text)):
+            if part == _BEGIN:
+                begin = len(plain)
+            elif part == _END:
+                spans.append((begin, len(plain)))
+            else:
+                plain += part
+        if plain != whole:
+            raise RecipeError(
+                "the {% generation %} blocks of the chat template cannot be found in the text, because the template changes what they "
+                "write (a filter or a set block around one), or reads behind one what was set in it; put the blocks outside of these"
+            )
+        return spans
+
+    def _answers(self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Spans:
+        """Return the spans of the assistant's turns, each found by rendering the conversation up to it and with it."""
+        spans: Spans = []
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.render(messages[:place], tools, add_generation_prompt=True)
+            through = self.render(messages[: place + 1], tools)
+            why = ""
+            if not through.startswith(before):
+                why = "begins it otherwise than it asks for it"
+            elif not whole.startswith(through):
+                why = "rewrites earlier turns when later ones follow"
+            elif "add_generation_prompt" not in self.text and not through[len(before) :].lstrip().startswith(
+                (message["content"] or "").strip()
+            ):
+                why = "has no generation prompt (add_generation_prompt) and begins it with other text"
+            if why:
+                raise RecipeError(
+                    f"turn {place + 1}, the assistant's, cannot be found in the text, because the chat template {why}; mark the "
+                    "assistant's text with {% generation %} in the template, give data.template: chatml or llama3, or keep one answer "
+                    "in each conversation"
+                )
+            spans.append((len(before), len(through.rstrip())))
+        return spans
 
 
 _CHATML = """\
@@ -149,13 +238,16 @@ def chat_template(name: str | None, tokenizer: TextTokenizer | None) -> ChatTemp
     Raises:
         RecipeError: there is no such template.
     """
-    variables = {} if tokenizer is None else tokenizer.variables()
+    variables = {"eos_token": END_OF_TEXT} if tokenizer is None else tokenizer.variables()
     if name in TEMPLATES:
         return TEMPLATES[name]
     if name is not None:
         if not Path(name).expanduser().is_file():
             raise RecipeError(f"data.template is {name!r}; expected {', '.join(TEMPLATES)} or a file with a template in Jinja")
-        return ChatTemplate(text=Path(name).expanduser().read_text(encoding="utf-8"), variables=variables)
+        try:
+            return ChatTemplate(text=Path(name).expanduser().read_text(encoding="utf-8"), variables=variables)
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"data.template: {name} is not UTF-8 text ({error.reason}); convert it") from error
     own = None if tokenizer is None else tokenizer.chat_template()
     if own is None:
         raise RecipeError(f"the tokenizer has no chat template; write data.template: {' or '.join(TEMPLATES)}, or a file with one")
@@ -181,7 +273,7 @@ class ChatSource:
 
     def files(self) -> list[Path]:
         """Return the files; raises RecipeError if an input matches no file."""
-        return TextSource(inputs=self.inputs).files()
+        return TextSource(inputs=self.inputs, suffixes=TABLES).files()
 
     def fingerprint(self) -> str:
         """Return a hash of the files' names, sizes and times and of the template."""
@@ -190,7 +282,7 @@ class ChatSource:
             self.template.text,
             sorted(self.template.variables.items()),
             QUESTION,
-            TextSource(inputs=self.inputs).fingerprint(),
+            TextSource(inputs=self.inputs, suffixes=TABLES).fingerprint(),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -206,9 +298,9 @@ class ChatSource:
                 yield self.template.conversation(said)
             return
         for path in self.files():
-            if not is_table(path):
-                raise RecipeError(f"{path} has no records; expected JSON lines, Parquet or Arrow with one conversation a record")
             for number, record in records_of(path, _COLUMNS):
+                if kind_of(path) in UNPLAIN:  # an empty row: other columns were not read, and are named in the error
+                    record = _without_nulls(record) or dict.fromkeys(next(records_of(path))[1])
                 try:
                     yield self.template.conversation(*messages_of(record))
                 except RecipeError as error:
@@ -219,23 +311,35 @@ class ChatSource:
         return (text for text, _ in self.conversations())
 
     def token_pieces(self, tokenizer: TextTokenizer) -> Iterator[Piece]:
-        """Yield the ids of each conversation, and which of them count as labels: those that begin in what the assistant wrote."""
+        """Yield the ids of each conversation, and which of them count as labels: those that have a part of what the assistant wrote.
+
+        A token may begin before it, with the space that ends the generation prompt.
+        """
         rest = self.conversations()
         while part := list(islice(rest, _BATCH)):
-            for (_, spans), (ids, begins) in zip(part, tokenizer.encode_with_places([text for text, _ in part]), strict=True):
-                yield ids, True, _inside(begins, spans)
+            for (_, spans), (ids, places) in zip(part, tokenizer.encode_with_places([text for text, _ in part]), strict=True):
+                yield ids, True, _overlap(places, spans)
 
 
-def _inside(places: np.ndarray, spans: Spans) -> np.ndarray:
-    """Return which of ``places`` are in a span, bool."""
-    found = need("numpy").zeros(places.size, dtype=bool)
+def _overlap(places: np.ndarray, spans: Spans) -> np.ndarray:
+    """Return which tokens overlap a span, bool; ``places`` (N, 2): where each begins and ends. One without a character counts as one."""
+    numpy = need("numpy")
+    begins, ends = places[:, 0], numpy.maximum(places[:, 1], places[:, 0] + 1)
+    found = numpy.zeros(begins.size, dtype=bool)
     for begin, end in spans:
-        found |= (places >= begin) & (places < end)
+        found |= (begins < end) & (ends > begin)
     return found
 
 
+def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - of a table
+    """Return a value of a table's row without null keys: its columns have the keys of all rows, of which most rows lack some."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # noqa: ANN401 - of JSON
-    """Return the messages of a record in OpenAI's form, and its tools.
+    """Return the messages of a record in OpenAI's form, and its tools. The assistant's turns that do not count have weight 0.
 
     Raises:
         RecipeError: it is no conversation; says what it has, what was expected and what to do.
@@ -243,14 +347,22 @@ def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # n
     if not isinstance(record, Mapping):
         raise RecipeError(f"got a {type(record).__name__}; expected an object with messages, conversations, or prompt and completion")
     if record.get("messages") is not None:
-        said = record["messages"]
+        said = _listed(record["messages"])
     elif record.get("conversations") is not None:
-        said = [*([{"role": "system", "content": record["system"]}] if record.get("system") else []), *_listed(record["conversations"])]
+        said = _listed(record["conversations"])
     elif record.get("prompt") is not None and record.get("completion") is not None:
-        said = [each for name, role in (("prompt", "user"), ("completion", "assistant")) for each in _turns(record[name], role)]
+        asked = _turns(record["prompt"], "user")
+        said = [
+            *({**each, "weight": 0} if isinstance(each, Mapping) and each.get("role") == "assistant" else each for each in asked),
+            *_turns(record["completion"], "assistant"),
+        ]
     else:
         raise RecipeError(f"there are {sorted(record)}; expected messages, conversations, or prompt and completion: name them so")
-    messages = [_message(each, place) for place, each in enumerate(_listed(said), 1)]
+    messages = [_message(each, place) for place, each in enumerate(said, 1)]
+    if record.get("system"):
+        if messages and messages[0]["role"] == "system":
+            raise RecipeError("turn 1 is the system's, and there is a system beside the turns; keep one of both")
+        messages.insert(0, _message({"role": "system", "content": record["system"]}, 0))
     if not messages:
         raise RecipeError("the conversation is empty; expected at least one turn of the assistant: remove the line, or write its turns")
     if all(each["role"] != "assistant" for each in messages):
@@ -280,9 +392,37 @@ def _message(turn: Any, place: int) -> Message:  # noqa: ANN401 - of JSON
         raise RecipeError(
             f"turn {place} has no role; it has {sorted(turn)}: add role (or ShareGPT's from): user, assistant, system or tool"
         )
+    role = _ROLES.get(role, role)
+    if role not in _KNOWN and (meant := get_close_matches(role.lower(), _KNOWN, n=1, cutoff=0.75)):
+        raise RecipeError(f"turn {place} has role {role!r}; write {meant[0]}, or a role of the template that is spelled otherwise")
     if content is None and not turn.get("tool_calls"):
         raise RecipeError(f"turn {place} ({role}) has no content; it has {sorted(turn)}: add content (or ShareGPT's value), or tool_calls")
-    if content is not None and not isinstance(content, (str, list)):
+    if isinstance(content, list):
+        other = [
+            each for each in content if not isinstance(each, Mapping) or each.get("type") != "text" or not isinstance(each.get("text"), str)
+        ]
+        if other:
+            raise RecipeError(
+                f"turn {place} ({role}) has the part {other[0]!r:.80}; expected text, or parts of type text: remove the others"
+            )
+        content = "".join(each["text"] for each in content)
+    if content is not None and not isinstance(content, str):
         raise RecipeError(f"turn {place} ({role}) has content of type {type(content).__name__}; expected text")
+    if turn.get("weight") not in (None, 0, 1):
+        raise RecipeError(f"turn {place} ({role}) has weight {turn['weight']!r}; expected 0 (its tokens do not count) or 1")
     more = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
-    return {**more, "role": _ROLES.get(role, role), "content": content}
+    if isinstance(calls := more.get("tool_calls"), list):
+        more["tool_calls"] = [_call(each) for each in calls]
+    return {**more, "role": role, "content": content or ""}
+
+
+def _call(call: Any) -> Any:  # noqa: ANN401 - of JSON
+    """Return a tool call whose arguments, where OpenAI writes them as a text of JSON, are an object, as templates expect them."""
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call(call["function"])}
+    try:
+        return {**call, "arguments": json.loads(call["arguments"])} if isinstance(call.get("arguments"), str) else call
+    except ValueError:
+        return call

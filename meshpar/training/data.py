@@ -61,10 +61,15 @@ class PackedSamples(Samples, Protocol):
 
     length: int
     vocab_size: int
+    eos_id: int
 
     @property
     def separates(self) -> bool:
         """Whether a batch may have ``position_ids`` that restart."""
+        ...
+
+    def fingerprint_of(self, documents: Documents) -> str:
+        """Return the fingerprint that the same samples have with this choice of ``documents``."""
         ...
 
 
@@ -81,6 +86,9 @@ class PackedTokens:
     document is cut that fits a sample (:func:`meshpar.training.packing.best_fit`); ``padding`` is the share of positions that stay empty.
 
     Where the file marks which tokens count, the others are no labels. Empty positions are padded: label -100, input ``eos_id``.
+
+    Raises:
+        RecipeError: wrong options, or no token of the file counts as a label.
     """
 
     def __init__(self, tokens: TokenFile, length: int, *, documents: Documents = "separate", packing: Packing = "cut") -> None:
@@ -91,15 +99,23 @@ class PackedTokens:
         if documents == "joined" and packing == "best_fit":
             raise RecipeError("packing='best_fit' keeps documents whole, and documents='joined' makes one text of them; give one of both")
         self.tokens, self.length, self.documents, self.vocab_size = tokens, length, documents, tokens.vocab_size
+        tokens.check_labels()
+        self.eos_id = tokens.eos_id
+        self._several = documents == "separate" and tokens.has_several_documents()
         self._fitted = best_fit(tokens.document_ends(), length) if packing == "best_fit" else None
-        kinds = ("/separate" if documents == "separate" else "") + ("/best_fit" if packing == "best_fit" else "")
-        self.fingerprint = f"{tokens.fingerprint or tokens.tokens}/{length}{kinds}"
+        self.fingerprint = self.fingerprint_of(documents)
         self._mapped: tuple[np.ndarray, np.ndarray | None] | None = None
 
     @property
     def separates(self) -> bool:
         """Whether a batch may have ``position_ids`` that restart."""
-        return self.documents == "separate" and self.tokens.documents != 1
+        return self._several
+
+    def fingerprint_of(self, documents: Documents) -> str:
+        """Return the fingerprint that the same samples have with this choice of ``documents``."""
+        separate = f"/separate{self.tokens.eos_id}" if documents == "separate" else ""
+        kinds = separate + ("" if self._fitted is None else "/best_fit") + ("/marked" if self.tokens.marked else "")
+        return f"{self.tokens.fingerprint or self.tokens.tokens}/{self.length}{kinds}"
 
     @property
     def padding(self) -> float:

@@ -298,6 +298,10 @@ class Trainer:
         record |= dict(zip(names, load, strict=True))
         self._raise_if_bad(int(first_bad))
         self.tokens += int(record.pop("tokens"))
+        if not self.tokens and (self._complete() or known["epoch"]):
+            raise MeshparError(
+                f"no label of the first {self.step} steps counted (all are -100), so nothing was learned; give data whose labels count"
+            )
         self._publish({"lr": known.pop("lr"), "grad_norm": norm, "epoch": known.pop("epoch"), **record, **known, "tokens": self.tokens})
 
     def _save(self) -> None:
@@ -322,8 +326,9 @@ class Trainer:
 
     def _check_documents(self) -> None:
         """Check that the model, and a teacher beside it, keep the documents of a packed row apart. Collective."""
-        samples: Any = self.data.samples
-        if getattr(samples, "separates", False):
+        both: list[Any] = [each.samples for each in (self.data, self.validation) if each is not None]
+        samples = next((each for each in both if getattr(each, "separates", False)), None)
+        if samples is not None:
             teacher = getattr(self.objective, "teacher", None)
             for module in (self.par.module, *([teacher] if isinstance(teacher, nn.Module) else [])):
                 check_documents(self.par, module, samples.vocab_size, samples.length)

@@ -9,7 +9,7 @@ from typing import final
 import torch
 
 from meshpar.errors import RecipeError
-from meshpar.training.data import FILLER, PackedSamples, TensorBatch
+from meshpar.training.data import FILLER, Documents, PackedSamples, TensorBatch
 from meshpar.training.order import Interleave
 
 
@@ -25,19 +25,28 @@ class MixedSamples:
         epochs: how often each source is read at most; None: again and again.
 
     Raises:
-        RecipeError: samples of different lengths, or wrong weights or epochs.
+        RecipeError: samples of different lengths or vocabularies, or wrong weights or epochs.
     """
 
     def __init__(self, sources: Mapping[str, PackedSamples], weights: Sequence[float], epochs: Sequence[int | None]) -> None:
         if len(lengths := {each.length for each in sources.values()}) != 1:
             raise RecipeError(f"the sources of a mix have samples of {sorted(lengths)} tokens; expected one length")
+        if problem := tokenizers_problem({name: (each.vocab_size, each.eos_id) for name, each in sources.items()}):
+            raise RecipeError(problem)
         self.sources = sources
         self.mix = Interleave(sizes=tuple(len(each) for each in sources.values()), weights=tuple(weights), epochs=tuple(epochs))
         self.length = lengths.pop()
-        self.vocab_size = max(each.vocab_size for each in sources.values())
+        self.vocab_size = next(each.vocab_size for each in sources.values())
         self.separates = any(each.separates for each in sources.values())
         parts = [(name, each.fingerprint) for name, each in sources.items()]
-        self.fingerprint = hashlib.sha256(repr((parts, self.mix.weights, self.mix.epochs)).encode()).hexdigest()
+        self.fingerprint = self._hash(parts)
+
+    def fingerprint_of(self, documents: Documents) -> str:
+        """Return the fingerprint that the same samples have with this choice of ``documents``."""
+        return self._hash([(name, each.fingerprint_of(documents)) for name, each in self.sources.items()])
+
+    def _hash(self, parts: Sequence[tuple[str, str]]) -> str:
+        return hashlib.sha256(repr((parts, self.mix.weights, self.mix.epochs)).encode()).hexdigest()
 
     def __len__(self) -> int:
         return sum(self.mix.sizes) if self.mix.total is None else self.mix.total
@@ -59,3 +68,11 @@ class MixedSamples:
             whole = torch.arange(self.length)[None]
             batches = [{"position_ids": whole} | each for each in batches]
         return {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
+
+
+def tokenizers_problem(kinds: Mapping[str, tuple[int, int]]) -> str:
+    """Return what is wrong if sources, each with its ``vocab_size`` and ``eos_id``, are not of one tokenizer; else nothing."""
+    if len({*kinds.values()}) <= 1:
+        return ""
+    told = ", ".join(f"{name} has vocab_size {size} and eos_id {eos}" for name, (size, eos) in kinds.items())
+    return f"the sources of a mix are of different tokenizers: {told}; tokenize them with one"

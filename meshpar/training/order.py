@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 _ROUNDS = 8
+_RATIO = 1e9
+"""Of the largest weight of a mix to the smallest: the rest would never be read."""
 
 
 def permuted(places: np.ndarray, count: int, key: int) -> np.ndarray:
@@ -68,6 +71,14 @@ def key_of(seed: int, epoch: int, source: int = 0) -> int:
     return (((seed + 0x9E3779B9 * source) & 0xFFFFFFFF) << 32) + (epoch & 0xFFFFFFFF)
 
 
+def weights_problem(weights: Sequence[float]) -> str:
+    """Return what is wrong with the weights of a mix; else nothing."""
+    low, high = min(weights), max(weights)
+    if 0 < low <= high < math.inf and not any(map(math.isnan, weights)) and high / _RATIO <= low:
+        return ""
+    return f"expected weights above 0 and finite, the largest at most {_RATIO:g} times the smallest, got {tuple(weights)}"
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interleave:
@@ -90,8 +101,8 @@ class Interleave:
     def __post_init__(self) -> None:
         if not len(self.sizes) == len(self.weights) == len(self.epochs) or not self.sizes or min(self.sizes) < 1:
             raise RecipeError(f"expected a size of at least 1, a weight and epochs for each source, got {self}")
-        if min(self.weights) <= 0 or any(each is not None and each < 1 for each in self.epochs):
-            raise RecipeError(f"expected weights above 0 and epochs of at least 1, got {self.weights} and {self.epochs}")
+        if (problem := weights_problem(self.weights)) or any(each is not None and each < 1 for each in self.epochs):
+            raise RecipeError(problem or f"expected epochs of at least 1, got {self.epochs}")
 
     @property
     def total(self) -> int | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, final
 
 from meshpar.errors import RecipeError
-from meshpar.training.text import STDLIB, TextSource, is_table, records_of, standard_library, standard_library_root
+from meshpar.training.text import STDLIB, TABLES, TextSource, records_of, standard_library, standard_library_root
 
 TextPair = tuple[str, str]
 """An input text, and a target text or a label."""
@@ -64,20 +64,19 @@ class RecordSource:
 
     def fingerprint(self) -> str:
         """Return a hash of the files' names, sizes and times and of the settings."""
-        files = TextSource(inputs=self.inputs).fingerprint()
+        files = TextSource(inputs=self.inputs, suffixes=TABLES).fingerprint()
         return hashlib.sha256(f"{_FORMAT}\0{self.kind}\0{self.field}\0{self.output_field}\0{files}".encode()).hexdigest()
 
     def files(self) -> list[Path]:
         """Return the files; raises RecipeError if an input matches no file."""
-        return TextSource(inputs=self.inputs).files()
+        return TextSource(inputs=self.inputs, suffixes=TABLES).files()
 
     def _all(self) -> Iterator[TextPair]:
         if self.inputs == (STDLIB,):
             yield from documented_functions() if self.kind == "pairs" else lines_of_modules()
             return
         for path in self.files():
-            if is_table(path):
-                yield from self._table(path)
+            yield from self._table(path)
 
     def _table(self, path: Path) -> Iterator[TextPair]:
         for number, entry in records_of(path, [self.field, self.output_field]):

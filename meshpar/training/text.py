@@ -25,11 +25,15 @@ STDLIB = "stdlib"
 UNPLAIN = (".parquet", ".arrow")
 """Suffixes of tables that are not text."""
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv", *UNPLAIN)
-_TABLES = (".jsonl", ".csv", *UNPLAIN)
+TABLES = (".jsonl", ".csv", *UNPLAIN)
+SUFFIXES: dict[str, tuple[str, ...]] = {"jsonl": (".jsonl",), "csv": (".csv",), "parquet": UNPLAIN, "chat": TABLES}
+"""Suffixes of the files of each kind of source, where it reads some alone."""
 _ROWS = 1024  # of a table at a time
 _LONGEST_CELL = 1 << 30  # characters; the csv module's own limit is for tables of numbers
 PACKED = (".gz", ".zst")
 _UNREAD = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
+_SURROGATE = re.compile(rb"\\ud[89a-f]", re.IGNORECASE)
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 _AT_ONCE = 1 << 16  # characters of text at a time
 # A cut between these changes no id of a byte-level BPE: the end of a line with letters on both sides, else before a space.
 _CUTS = (re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
@@ -48,11 +52,13 @@ class TextSource:
             library without its tests and code tables.
         field: key of the text in a line of a ``.jsonl`` file, or its column in a ``.csv``, ``.parquet`` or ``.arrow`` file.
         separator: text that divides a file of text into documents; None: a file is one document.
+        suffixes: those of the files to read: of a folder the others are left out, and elsewhere refused; empty: all.
     """
 
     inputs: tuple[str, ...]
     field: str = "text"
     separator: str | None = None
+    suffixes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.inputs, str) or not self.inputs:
@@ -64,15 +70,17 @@ class TextSource:
         """Return the files without repetition, sorted within each input.
 
         Raises:
-            RecipeError: an input matches no file.
+            RecipeError: an input matches no file, or one that is not to be read.
         """
         files: dict[Path, None] = {}
         for text in self.inputs:
-            found = _expand(text)
+            found, suffixes = _expand(text, self.suffixes or _TEXT_SUFFIXES), ", ".join(self.suffixes or _TEXT_SUFFIXES)
             if not found:
-                raise RecipeError(
-                    f"input {text!r} matches no file; expected a file, a glob, or a folder with {', '.join(_TEXT_SUFFIXES)} files"
-                )
+                raise RecipeError(f"input {text!r} matches no file; expected a file, a glob, or a folder with {suffixes} files")
+            if self.suffixes and text != STDLIB:
+                for path in found:
+                    if kind_of(path) not in self.suffixes:
+                        raise RecipeError(f"{path} does not end in {suffixes}; rename it, or write another source (files: text)")
             files.update(dict.fromkeys(found))
         return list(files)
 
@@ -110,7 +118,7 @@ class TextSource:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _expand(text: str) -> list[Path]:
+def _expand(text: str, suffixes: Sequence[str]) -> list[Path]:
     if text == STDLIB:
         return standard_library()
     path = Path(text).expanduser()
@@ -120,7 +128,7 @@ def _expand(text: str) -> list[Path]:
     if (state := path / "state.json").is_file():  # the files of a dataset; a folder also holds what datasets caches
         return [path / each["filename"] for each in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
     if path.is_dir():
-        return sorted(each for each in path.rglob("*") if kind_of(each) in _TEXT_SUFFIXES and each.is_file())
+        return sorted(each for each in path.rglob("*") if kind_of(each) in suffixes and each.is_file())
     if path.is_file():
         return [path]
     return sorted(Path(each) for each in glob.glob(str(path), recursive=True) if Path(each).is_file())
@@ -149,7 +157,7 @@ def kind_of(path: Path) -> str:
 
 def is_table(path: Path) -> bool:
     """Tell whether a file has records with names: JSON lines or CSV."""
-    return kind_of(path) in _TABLES
+    return kind_of(path) in TABLES
 
 
 @contextmanager
@@ -195,7 +203,7 @@ def _streams(path: Path, separator: str | None) -> Iterator[Iterator[str]]:
 def _read(path: Path) -> Iterator[str]:
     try:
         with _opened(path) as file:
-            text = io.TextIOWrapper(file, encoding="utf-8")
+            text = io.TextIOWrapper(file, encoding="utf-8-sig")
             yield from iter(lambda: text.read(_AT_ONCE), "")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path} is not UTF-8 text ({error.reason}); convert it or remove it from the inputs") from error
@@ -248,13 +256,20 @@ def records_of(path: Path, columns: Sequence[str] | None = None) -> Iterator[tup
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line.decode())
+                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                if _SURROGATE.search(line):
+                    json.dumps(record, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                raise RecipeError(f"{path}:{number} has half of a surrogate pair ({error.object[error.start]!a}); remove it") from error
+            except RecursionError as error:
+                raise RecipeError(f"{path}:{number} is nested too deeply; remove the line") from error
             except UnicodeDecodeError as error:
                 raise RecipeError(
                     f"{path}:{number} is not UTF-8 text (byte {error.start} of the line: {error.reason}); convert it"
                 ) from error
             except ValueError as error:
-                raise RecipeError(f"{path}:{number} is not JSON: {error}") from error
+                raise RecipeError(f"{path}:{number} is not JSON: {error}; write one object a line, or remove the line") from error
+            yield number, record
 
 
 def _rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, dict[str, str]]]:
@@ -281,25 +296,30 @@ def _arrow_rows(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int
                 batches = file.iter_batches(batch_size=_ROWS, columns=names)
             else:
                 source = stack.enter_context(arrow.memory_map(str(path)))
-                batches = _arrow_batches(arrow, source)
+                batches = _arrow_batches(arrow, source, path)
             for batch in batches:
                 kept = batch if columns is None else batch.select([each for each in columns if each in batch.schema.names])
                 for start in range(0, kept.num_rows, _ROWS):
                     for record in kept.slice(start, _ROWS).to_pylist():
                         number += 1
                         yield number, record
-    except arrow.ArrowInvalid as error:
+    except (arrow.ArrowInvalid, OSError) as error:
         raise RecipeError(f"{path} cannot be read as {path.suffix[1:]}: {error}; it is damaged, or not what its name says") from error
 
 
-def _arrow_batches(arrow: Any, source: Any) -> Iterator[Any]:  # noqa: ANN401 - pyarrow has no types
+def _arrow_batches(arrow: Any, source: Any, path: Path) -> Iterator[Any]:  # noqa: ANN401 - pyarrow has no types
     """Yield the record batches of Arrow's stream format or file format."""
     try:
-        yield from arrow.ipc.open_stream(source)
+        batches = arrow.ipc.open_stream(source)
     except arrow.ArrowInvalid:
         source.seek(0)
         file = arrow.ipc.open_file(source)
         yield from (file.get_batch(place) for place in range(file.num_record_batches))
+        return
+    yield from batches
+    source.seek(source.tell() - len(_ARROW_END))
+    if source.read(len(_ARROW_END)) != _ARROW_END:
+        raise RecipeError(f"{path} ends without Arrow's end of a stream: it was cut, and rows are missing; copy or write it again")
 
 
 def _column(path: Path, field: str) -> Iterator[str]:
@@ -307,5 +327,7 @@ def _column(path: Path, field: str) -> Iterator[str]:
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
             keys = sorted(record) if isinstance(record, dict) else type(record).__name__
             keys = sorted(next(records_of(path))[1]) if kind_of(path) in UNPLAIN else keys
-            raise RecipeError(f"{path}:{number} has no text under {field!r}; it has {keys}")
+            raise RecipeError(
+                f"{path}:{number} has no text under {field!r}; it has {keys}: name the key with data.field, or remove the record"
+            )
         yield record[field]

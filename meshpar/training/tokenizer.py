@@ -83,10 +83,10 @@ class TextTokenizer:
                 yield arrays(ahead.result())
 
     def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the ids of each text, without special tokens added, and the character where each begins."""
+        """Return the ids (N,) of each text, without special tokens added, and the characters (N, 2) where each begins and ends."""
         numpy = need("numpy")
         found = self.fast.encode_batch(list(texts), add_special_tokens=False)
-        return [(numpy.array(each.ids), numpy.array([begin for begin, _ in each.offsets])) for each in found]
+        return [(numpy.array(each.ids), numpy.array(each.offsets).reshape(-1, 2)) for each in found]
 
     def chat_template(self) -> str | None:
         """Return the chat template of the tokenizer's folder; None where it has none."""
@@ -212,6 +212,8 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None, template: str 
         )
     try:
         fast = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        fast.no_truncation()  # what a tokenizer was saved with would cut or fill every text
+        fast.no_padding()
         eos = eos or _configured_eos(folder)
     except Exception as error:  # tokenizers raises no other
         raise RecipeError(f"{folder / 'tokenizer.json'}, or tokenizer_config.json beside it, cannot be read: {brief(error)}") from error

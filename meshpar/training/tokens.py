@@ -22,7 +22,7 @@ from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_token
 if TYPE_CHECKING:
     import numpy as np
 
-_FORMAT = 1
+_FORMAT = 2
 _BATCH = 1 << 19  # characters that are tokenized at once: the tokenizer holds about 100 bytes for each id of them
 _PIECE, _LONG_PIECE = 1 << 13, 1 << 17  # characters: longer documents are cut, so that all cores work and memory stays bounded
 _SCANNED = 1 << 22  # ids
@@ -116,20 +116,34 @@ class TokenFile:
         numpy = need("numpy")
         return numpy.memmap(self.path.with_suffix(".marks"), dtype=numpy.uint8, mode="r") if self.marked and self.tokens else None
 
+    def check_labels(self) -> None:
+        """Raise RecipeError if no id of this file counts as a label."""
+        marks = self.marks()
+        if marks is not None and not any((marks[at : at + _SCANNED] & COUNTS).any() for at in range(0, self.tokens, _SCANNED)):
+            raise RecipeError(
+                f"no token of {self.path} counts as a label, so nothing would be learned from it; the chat template marks nothing as the "
+                "assistant's, or too few conversations are left for it: use another template, or give more data"
+            )
+
+    def has_several_documents(self) -> bool:
+        """Return whether more than one document is in the ids, whatever ``documents`` says: text may hold the token that ends one."""
+        return any(((ends > 0) & (ends < self.tokens)).any() for ends in self._ends())
+
     def document_ends(self) -> np.ndarray:
         """Return the place behind the last id of each document, int64."""
         numpy = need("numpy")
-        ids, marks, found = self.ids(), self.marks(), []
-        for start in range(0, self.tokens, _SCANNED):
-            part = slice(start, start + _SCANNED)
-            found.append(
-                numpy.flatnonzero(ids[part] == self.eos_id) + (start + 1)
-                if marks is None
-                else numpy.flatnonzero(marks[part] & BEGINS) + start
-            )
-        ends = numpy.concatenate(found) if found else numpy.zeros(0, dtype=numpy.int64)
+        ends = numpy.concatenate([numpy.zeros(0, dtype=numpy.int64), *self._ends()])
         ends = ends[ends > 0]
         return ends if ends.size and ends[-1] == self.tokens else numpy.append(ends, self.tokens)
+
+    def _ends(self) -> Iterator[np.ndarray]:
+        numpy, ids, marks = need("numpy"), self.ids(), self.marks()
+        for start in range(0, self.tokens, _SCANNED):
+            part = slice(start, start + _SCANNED)
+            if marks is None:
+                yield numpy.flatnonzero(ids[part] == self.eos_id) + (start + 1)
+            else:
+                yield numpy.flatnonzero(marks[part] & BEGINS) + start
 
     def save(self) -> None:
         """Write the description beside the ids."""
@@ -268,7 +282,7 @@ def _write_pieces(path: Path, pieces: Iterable[Piece], *, vocab_size: int, eos_i
     """Write documents in pieces; marks as well, if the pieces say which ids count."""
     numpy = need("numpy")
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    digest, count, tokens, ended, marked = hashlib.sha256(dtype.encode()), 0, 0, True, False
+    digest, count, tokens, last, ended, marked = hashlib.sha256(dtype.encode()), 0, 0, eos_id, True, False
     with ExitStack() as stack:
         file, marks = stack.enter_context(path.open("wb")), None
         for piece, ends, counted in pieces:
@@ -284,12 +298,16 @@ def _write_pieces(path: Path, pieces: Iterable[Piece], *, vocab_size: int, eos_i
                 mark[:1] |= BEGINS if ended else 0
                 digest.update(mark.data)
                 marks.write(mark.data)
-            tokens, count, ended = tokens + ids.size, count + ends, ends
+            if ids.size:
+                tokens, ended, last = tokens + ids.size, ends, int(ids[-1])
+            count += ends if counted is not None else numpy.count_nonzero(ids == eos_id)
+    if not marked and tokens and last != eos_id:
+        count += 1
     written = TokenFile(
         path=path,
         dtype=dtype,
         tokens=tokens,
-        documents=count,
+        documents=int(count),
         vocab_size=vocab_size,
         eos_id=eos_id,
         fingerprint=digest.hexdigest(),
@@ -305,6 +323,7 @@ def _tokenize_once(source: TextSource | MarkedSource, tokenizer: TextTokenizer, 
         written = _write_pieces(folder / "tokens.bin", pieces, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
         if written.tokens < 2:
             raise RecipeError(f"the text of {', '.join(source.inputs)} has {written.tokens} tokens; expected at least 2: give more text")
+        written.check_labels()
 
     key = _key("tokens", source.fingerprint(), tokenizer.fingerprint())
     return TokenFile.open(build_once(cache / f"tokens-{key}", build) / "tokens.bin")
@@ -365,7 +384,7 @@ def _write_split(whole: TokenFile, folder: Path, fraction: float, seed: int) -> 
             for at in range(start, end, _SCANNED)
             for to in (min(at + _SCANNED, end),)
         )
-        _write_pieces(folder / f"{name}.bin", parts, vocab_size=whole.vocab_size, eos_id=whole.eos_id)
+        _write_pieces(folder / f"{name}.bin", parts, vocab_size=whole.vocab_size, eos_id=whole.eos_id).check_labels()
 
 
 def _key(*parts: object) -> str:
