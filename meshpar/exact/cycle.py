@@ -208,6 +208,8 @@ class Cycle:
                 self._end_forward()
                 if torch.is_grad_enabled():
                     self._after_forward(output)
+                elif self._shards is not None:
+                    self._shards.changed()  # an evaluation's weights may be swapped back before the backward of an earlier forward
                 return output
         finally:
             self._units.hide()  # outside of the door parameters are shards
@@ -339,7 +341,7 @@ class Cycle:
         tensors = _trained(output)
         if not tensors:
             return
-        begin = functools.partial(self._begin_backward, _Forward(self._steps, 0 if self._shards is None else self._shards.gathered))
+        begin = functools.partial(self._begin_backward, _Forward(self._steps))
         for each in tensors:
             each.register_hook(begin)
 
@@ -370,9 +372,6 @@ class Cycle:
             )
         if not self._begun:
             self._units.show()
-            if self._shards is not None and forward.gathered != self._shards.gathered:
-                # A later forward gathered, perhaps of weights that were swapped for it; those of now are the ones that FSDP2 takes.
-                self._shards.changed()
         self.expect_end()
         self._begun.add(forward)
 
@@ -479,10 +478,10 @@ class Cycle:
 
 @final
 class _Forward:
-    """One forward: how many optimizer steps and gathers over replicas came before it, and whether a backward has been through it."""
+    """One forward: how many optimizer steps came before it, and whether a backward has been through it."""
 
-    def __init__(self, steps: int, gathered: int) -> None:
-        self.steps, self.gathered, self.done = steps, gathered, False
+    def __init__(self, steps: int) -> None:
+        self.steps, self.done = steps, False
 
 
 def _refuse_changed(buffers: Iterable[tuple[nn.Module, str, Tensor, int]]) -> None:

@@ -139,7 +139,6 @@ class ReplicaShards:
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, replicas: str, shards: str) -> None:
         self._module = module
-        self.gathered = 0  # how often the shards were gathered anew
         self._replicas = mesh[replicas].size()
         groups = mesh.get_group(replicas), mesh.get_group(shards)
         self.reduce = _Reduce(*groups, exchanges=mesh.device_type == "cpu")
@@ -155,7 +154,6 @@ class ReplicaShards:
 
     def changed(self) -> None:
         """Forget the shards: slices may have other values."""
-        self.gathered += 1
         for each in self._gathers:
             each.fresh = False
 
