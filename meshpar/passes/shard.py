@@ -244,7 +244,7 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
     roles = MappingProxyType({"dp_replicate": Role.SAMPLES, "dp_shard": Role.SAMPLES})
 
     @property
-    def shards_divided(self) -> bool:
+    def shards_divided(self) -> bool:  # type: ignore[override]
         """What another pass divides over samples is sharded, too."""
         return self.optimizer == "replica"
 
