@@ -14,6 +14,7 @@
 - ``in_checkpoint``: whose hooks on saved tensors are in force.
 - ``check_gradients_of``: ``torch.autograd.grad`` has no hook for what it is asked.
 - ``in_backward``, ``at_end_of_backward``: where autograd is; FSDP2 and DDP read the same, with no public form.
+- ``without_modes``: a try inside of a forward must not be recorded by selective recomputation; private without a public form.
 - ``drop_unreduced_gradients``: torch 2.13 has ``reset_iter_state`` for it, 2.11 nothing.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
@@ -55,6 +56,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -368,7 +370,16 @@ collective_ops = torch.ops._c10d_functional
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
-__all__ = ["StridedShard", "assert_async", "checkpoint", "collective_ops", "drop_unreduced_gradients", "ignore_profiler_marks", "replicate"]
+__all__ = [
+    "StridedShard",
+    "assert_async",
+    "checkpoint",
+    "collective_ops",
+    "drop_unreduced_gradients",
+    "ignore_profiler_marks",
+    "replicate",
+    "without_modes",
+]
 
 
 def collective_counts() -> dict[str, int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models_for_parity import VOCAB, huggingface, transformer
+from torch import nn
 
 from meshpar import (
     ActivationCheckpoint,
@@ -18,6 +20,7 @@ from meshpar import (
     FullyShard,
     HybridShard,
     ModelLayout,
+    ParallelError,
     Plan,
     PlanError,
     Replicate,
@@ -168,6 +171,94 @@ def expert(rows, number, scale, tables):
     return (rows * tables[0][number] + tables[1][number]).tanh() * scale
 
 
+class Own(nn.Module):
+    """Experts as a user may write them; ``each`` and ``forward`` are what the kinds below get wrong."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts = self.num_experts_per_tok = 8
+        self.up = nn.Parameter(torch.empty(8, 32, 32))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.normal_(self.up, std=0.1)
+
+    def forward(self, x, chosen, weights):
+        out = torch.zeros_like(x)
+        for number in range(self.num_experts):
+            token, slot = torch.where(chosen == number)
+            y = self.each(x[token], number) * weights[token, slot, None] * (self.num_experts_per_tok / 8)
+            out = out.index_add(0, token, y)
+        return out
+
+    def each(self, x, number):
+        return F.silu(F.linear(x, self.up[number]))
+
+
+class Normalised(Own):
+    def forward(self, x, chosen, weights):
+        return super().forward(x, chosen, weights / weights.sum(-1, keepdim=True))
+
+
+class Residual(Own):
+    def forward(self, x, chosen, weights):
+        return x + super().forward(x, chosen, weights)
+
+
+class Capacity(Own):
+    def each(self, x, number):
+        return super().each(x, number) * (torch.arange(len(x)) < 8)[:, None]
+
+
+class Buffered(Own):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 2, 8))
+        self.n_experts, self.norm = 8, nn.Embedding(8, 32)
+
+
+class OwnMixture(nn.Module):
+    """Two layers of experts of a user's own, called by ``call(experts, tokens, chosen, weights)``."""
+
+    def __init__(self, kind=Own, call=lambda experts, x, chosen, weights: experts(x, chosen, weights)):
+        super().__init__()
+        self.embed, self.router, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, 8), nn.Linear(32, VOCAB)
+        self.layers = nn.ModuleList(nn.ModuleDict({"experts": kind()}) for _ in range(2))
+        self.call = call
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            tokens = x.flatten(0, 1)
+            weights, chosen = self.router(tokens).softmax(-1).topk(2, -1)
+            x = x + self.call(layer["experts"], tokens, chosen, weights).view_as(x)
+        return SimpleNamespace(logits=self.head(x))
+
+
+OWN = ModelLayout(experts=("layers.*.experts",))
+
+
+def run_own(model, verify=True):
+    torch.manual_seed(0)
+    model.router.reset_parameters()
+    par = Plan("dp_shard=1,ep=2", [ExpertParallel(), FullyShard()], verify=verify).apply(model, OWN)
+    par.module(torch.arange(8)[None])
+
+
+@on_ranks(2)
+def test_experts_of_ones_own_that_ranks_cannot_repeat_are_refused_in_the_first_forward():
+    """Those that only look wrong, by an attribute that equals the number of experts, train as in one process."""
+    assert_parity(OwnMixture, "dp_shard=1,ep=2", [ExpertParallel(), FullyShard()], token_steps(VOCAB), layout=OWN)
+    for kind, message in [
+        (Normalised, r"layers.0.experts \(Normalised\) computes something else .*off by .*use a mesh without ep"),
+        (Residual, "layers.0.experts .*a residual"),
+        (Capacity, "layers.0.experts .*a capacity"),
+    ]:
+        with pytest.raises(ParallelError, match=message):
+            run_own(OwnMixture(kind))
+    run_own(OwnMixture(Residual), verify=False)
+
+
 ONE_WAY = {4: ("dp_shard=1,ep=4", [ExpertParallel(), FullyShard()]), 2: ("tp=2", [TensorParallel()]), 1: ("", [])}
 
 
@@ -247,3 +338,7 @@ def test_what_cannot_be_divided_is_refused_before_anything_runs():
     layout = ModelLayout(experts=("layers.*.mlp.gate", "layers.*.attn"))
     found = problems_of("dp_shard=1,ep=2", sharded, dense, layout)
     assert "layers.0.attn must hold parameters whose first dim counts its experts, got no parameter" in found
+    found = problems_of("dp_shard=1,ep=2", sharded, OwnMixture(Buffered), OWN)
+    assert "layers.1.experts.scale (8,) is a buffer whose first dim counts experts" in found
+    assert "layers.1.experts.norm.weight (8, 32) is a parameter of a child module whose first dim counts experts" in found
+    assert "layers.0.experts stores its number of experts as num_experts and as n_experts" in found
