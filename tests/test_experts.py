@@ -19,6 +19,7 @@ from meshpar import (
     ExpertParallel,
     FullyShard,
     HybridShard,
+    MeshparError,
     ModelLayout,
     ParallelError,
     Plan,
@@ -242,7 +243,8 @@ def run_own(model, verify=True):
     torch.manual_seed(0)
     model.router.reset_parameters()
     par = Plan("dp_shard=1,ep=2", [ExpertParallel(), FullyShard()], verify=verify).apply(model, OWN)
-    par.module(torch.arange(8)[None])
+    par.module(torch.arange(8)[None]).logits.sum().backward()
+    return par
 
 
 @on_ranks(2)
@@ -257,6 +259,63 @@ def test_experts_of_ones_own_that_ranks_cannot_repeat_are_refused_in_the_first_f
         with pytest.raises(ParallelError, match=message):
             run_own(OwnMixture(kind))
     run_own(OwnMixture(Residual), verify=False)
+
+
+def dropped(experts, x, chosen, weights):
+    return experts(x, chosen.masked_fill(torch.arange(2) < dist.get_rank(), -1), weights)
+
+
+def added_in_place(experts, x, chosen, weights):
+    out = experts(x, chosen.int(), weights)
+    out += x
+    return out
+
+
+class Tied(OwnMixture):
+    def __init__(self):
+        super().__init__()
+        self.layers[1]["experts"].up = self.layers[0]["experts"].up
+
+
+class Shared(OwnMixture):
+    def __init__(self):
+        super().__init__()
+        self.layers[1]["experts"] = self.layers[0]["experts"]
+
+
+class Paired(Own):
+    def forward(self, x, chosen, weights):
+        return super().forward(x, chosen, weights), chosen
+
+
+class Dense(Own):
+    def forward(self, x, dense):
+        return x
+
+
+class Scaled(Own):
+    def forward(self, x, chosen, weights, factor):
+        return super().forward(x, chosen, weights) * factor
+
+
+@on_ranks(2)
+def test_what_a_model_does_with_its_experts_equals_one_process_or_is_refused_on_all_ranks():
+    sharded = [ExpertParallel(), FullyShard(blocks=("layers.*.experts",))]
+    assert_parity(lambda: OwnMixture(call=added_in_place), "dp_shard=1,ep=2", sharded, token_steps(VOCAB), layout=OWN)
+    assert_parity(Shared, "dp_shard=1,ep=2", sharded, token_steps(VOCAB), layout=OWN)
+    for kind, call, message in [
+        (Own, dropped, r"8 chosen experts of rank\(s\) 1 of ep are no experts, expected numbers from 0 to 7; .*weight 0"),
+        (Own, lambda experts, x, chosen, weights: experts(x, chosen >= 0, weights), r"chosen \(8, 2\) bool.*expected \(hidden states"),
+        (Own, lambda experts, x, chosen, weights: experts(x, chosen.T, weights.T), r"got chosen experts \(2, 8\) .*expected \(hidden"),
+        (Paired, lambda *given: given[0](*given[1:])[0], r"returned tuple, expected one tensor"),
+        (Scaled, lambda *given: given[0](*given[1:], given[1].mean(-1, keepdim=True)), r"factor \(8, 1\) float32.* and no other tensor"),
+    ]:
+        with pytest.raises(ParallelError, match=message):
+            run_own(OwnMixture(kind, call))
+    par = run_own(OwnMixture())
+    with pytest.raises(MeshparError, match=r"gradients on several meshes .*call par.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(par.module.parameters(), 1.0)
+    par.clip_grad_norm_(1.0)
 
 
 ONE_WAY = {4: ("dp_shard=1,ep=4", [ExpertParallel(), FullyShard()]), 2: ("tp=2", [TensorParallel()]), 1: ("", [])}
@@ -341,4 +400,8 @@ def test_what_cannot_be_divided_is_refused_before_anything_runs():
     found = problems_of("dp_shard=1,ep=2", sharded, OwnMixture(Buffered), OWN)
     assert "layers.1.experts.scale (8,) is a buffer whose first dim counts experts" in found
     assert "layers.1.experts.norm.weight (8, 32) is a parameter of a child module whose first dim counts experts" in found
+    assert "layers.0.experts.up and layers.1.experts.up are one parameter" in problems_of("dp_shard=1,ep=2", sharded, Tied(), OWN)
+    assert "layers.0.experts has forward(x, dense), expected (hidden states" in problems_of(
+        "dp_shard=1,ep=2", sharded, OwnMixture(Dense), OWN
+    )
     assert "layers.0.experts stores its number of experts as num_experts and as n_experts" in found

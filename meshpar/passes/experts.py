@@ -68,7 +68,16 @@ class ExpertParallel(Pass):
                 f"ExpertParallel has nothing to divide: the layout of {type(module).__name__} names no experts; give "
                 "ModelLayout(experts=('layers.*.moe.experts',)), or drop ExpertParallel and ep from the mesh"
             )
-        size = mesh.axes["ep"]
+        size, owners = mesh.axes["ep"], dict[nn.Parameter, list[str]]()
+        for name, child in module.named_modules():
+            for leaf, each in child.named_parameters(recurse=False):
+                owners.setdefault(each, []).append(f"{name}.{leaf}")
+        divided, tied = self.shards(module, layout), [names for names in owners.values() if len(names) > 1]
+        for names in (each for each in tied if not divided.isdisjoint(each)):
+            yield (
+                f"{' and '.join(names)} are one parameter, which ExpertParallel would divide for each module apart; let both layers use "
+                "one experts module, untie them, or use a mesh without ep"
+            )
         for pattern in layout.experts:
             found = list(find_modules(module, pattern))
             if not found:
@@ -247,7 +256,7 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
     Args:
         run: computes (R, D) rows by this rank's experts, numbered from 0: (R, 1) int64, with weights (R, 1). Returns (R, D).
         hidden: this rank's tokens, (..., D).
-        chosen: each token's experts, (..., K) int64 below ``count``.
+        chosen: each token's experts, (..., K) integers from 0 to ``count`` - 1.
         weights: their weights, (..., K).
         count: experts of all ranks.
         group: process group of the axis.
@@ -256,17 +265,17 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
         Each token's sum over its experts, (..., D).
 
     Raises:
-        ParallelError: weights of another shape than the chosen experts.
+        ParallelError: weights or chosen experts of another shape; on every rank, if one chose an expert that does not exist.
 
     Collective: every rank of ``group`` calls it, also one without tokens.
     """
-    if weights.shape != chosen.shape:
-        raise ParallelError(
-            f"experts got weights {tuple(weights.shape)} for chosen experts {tuple(chosen.shape)}, expected one weight for each; "
-            "use a mesh without ep for this model"
-        )
     x, slots = hidden.reshape(-1, hidden.shape[-1]), chosen.shape[-1]
-    expert = chosen.reshape(-1)
+    expert = chosen.reshape(-1).long()
+    if weights.shape != chosen.shape or len(expert) != len(x) * slots:
+        raise ParallelError(
+            f"experts got chosen experts {tuple(chosen.shape)} and weights {tuple(weights.shape)} for hidden states {tuple(hidden.shape)}, "
+            f"expected {_INTERFACE}; use a mesh without ep for this model"
+        )
     order = expert.argsort(stable=True)
     sent, received, numbers = _routed(expert, count, group)
     rows, scales = x.index_select(0, order // slots), weights.reshape(-1, 1).index_select(0, order)
@@ -280,22 +289,35 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
     computed = run(rows, numbers[:, None], scales)[:arrived]
     back = _Exchange.apply(computed, sent, received, group)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return back.index_select(0, places).view(-1, slots, back.shape[-1]).sum(1).view(*hidden.shape[:-1], back.shape[-1])
+    # The sum comes last: a view cannot be changed in place behind an FSDP2 unit.
+    return back.index_select(0, places).view(*hidden.shape[:-1], slots, back.shape[-1]).sum(-2)
 
 
 def _routed(expert: Tensor, count: int, group: Any) -> tuple[list[int], list[int], Tensor]:
-    """Return how many rows go to each rank, how many come from each, and by which of this rank's experts each that comes is computed."""
+    """Return how many rows go to each rank, how many come from each, and by which of this rank's experts each that comes is computed.
+
+    Beside its counts each rank sends how many of its choices are no expert, so that all ranks raise, instead of one while others wait.
+    """
     size, held = group.size(), count // group.size()
-    mine = torch.zeros(count, dtype=torch.int64, device=expert.device).index_add_(0, expert, torch.ones_like(expert))
-    theirs = _all_to_all(mine, [held] * size, [held] * size, group)
+    known = (expert >= 0) & (expert < count)
+    mine = torch.zeros(count, dtype=torch.int64, device=expert.device).index_add_(0, expert.clamp(0, count - 1), known.long())
+    told = torch.cat([mine.view(size, held), (~known).sum().expand(size, 1)], 1).flatten()
+    heard = _all_to_all(told, [held + 1] * size, [held + 1] * size, group).view(size, held + 1)
+    theirs, lost = heard.split([held, 1], 1)
     if dist.get_backend(group) == "fake":  # simulated ranks, which route equally
         total, me = len(expert), group.rank()
         sent = [total * (rank + 1) // size - total * rank // size for rank in range(size)]
         rows = sent[me] * size
         return sent, [sent[me]] * size, torch.arange(rows, device=expert.device) * held // max(1, rows)
-    sent, received = torch.stack([mine, theirs]).view(2, size, held).sum(2).tolist()
+    sent, received, outside = torch.stack([mine.view(size, held).sum(1), theirs.sum(1), lost[:, 0]]).tolist()
+    if any(outside):
+        ranks = ", ".join(str(rank) for rank, each in enumerate(outside) if each)
+        raise ParallelError(
+            f"{sum(outside)} chosen experts of rank(s) {ranks} of ep are no experts, expected numbers from 0 to {count - 1}; choose "
+            "expert 0 with weight 0 for a slot that is dropped, or use a mesh without ep"
+        )
     numbers = torch.arange(held, device=expert.device).repeat(size)
-    return sent, received, numbers.repeat_interleave(theirs, output_size=sum(received))
+    return sent, received, numbers.repeat_interleave(theirs.flatten(), output_size=sum(received))
 
 
 class _Exchange(torch.autograd.Function):
