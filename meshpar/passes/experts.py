@@ -212,7 +212,7 @@ def _inputs(name: str, module: nn.Module, given: Mapping[str, Any]) -> tuple[str
 
 
 def _try(
-    what: str, run: Callable[..., Tensor], own: dict[str, Tensor], count: int, like: Tensor, slots: int, dtype: Any, group: Any
+    what: str, run: Callable[..., Tensor], own: Mapping[str, Tensor], count: int, like: Tensor, slots: int, dtype: Any, group: Any
 ) -> None:
     """Compare what a module computes by all experts with what the ranks compute by theirs, on noise; of very large ones, by some of them.
 
