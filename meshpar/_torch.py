@@ -12,8 +12,10 @@
 - ``enter_by``: a call of a module, with its hooks inside; ``nn.Module`` has no public place around both.
 - ``refuse_parts_as_numbers``: what DTensor does with single operators is its own table, with no public form.
 - ``in_checkpoint``: whose hooks on saved tensors are in force.
-- ``check_gradients_of``: ``torch.autograd.grad`` has no hook for what it is asked.
+- ``check_gradients_of``, ``check_norms_of``: ``torch.autograd.grad`` and ``torch.nn.utils.clip_grad_norm_`` have no hook for what they are
+  asked.
 - ``in_backward``, ``at_end_of_backward``: where autograd is; FSDP2 and DDP read the same, with no public form.
+- ``without_modes``: a try inside of a forward must not be recorded by selective recomputation; private without a public form.
 - ``drop_unreduced_gradients``: torch 2.13 has ``reset_iter_state`` for it, 2.11 nothing.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
@@ -55,6 +57,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -327,19 +330,28 @@ def check_gradients_of(check: Callable[[Iterable[torch.Tensor]], None]) -> None:
     Autograd knows nothing of FSDP2's shards: it calls them unused, or with ``allow_unused`` answers None.
     """
     for name in ("grad", "backward"):
-        inner = getattr(torch.autograd, name)
-        if hasattr(inner, "_meshpar_checked"):  # an earlier call did it
-            continue
-        place = list(inspect.signature(inner).parameters).index("inputs")
+        _check_tensors(torch.autograd, name, "inputs", check)
 
-        def checked(*args: Any, _inner: Any = inner, _place: int = place, **kwargs: Any) -> Any:
-            wanted = args[_place] if len(args) > _place else kwargs.get("inputs")
-            if wanted is not None:
-                check([each for each in tree_leaves(wanted) if isinstance(each, torch.Tensor)])
-            return _inner(*args, **kwargs)
 
-        checked._meshpar_checked = True  # type: ignore[attr-defined]
-        setattr(torch.autograd, name, functools.wraps(inner)(checked))
+def check_norms_of(check: Callable[[Iterable[torch.Tensor]], None]) -> None:
+    """Let ``check`` look at the gradients of which ``torch.nn.utils.clip_grad_norm_`` computes a norm."""
+    _check_tensors(torch.nn.utils.clip_grad, "_get_total_norm", "tensors", check)
+
+
+def _check_tensors(owner: Any, name: str, argument: str, check: Callable[[Iterable[torch.Tensor]], None]) -> None:
+    inner = getattr(owner, name)
+    if hasattr(inner, "_meshpar_checked"):  # an earlier call did it
+        return
+    place = list(inspect.signature(inner).parameters).index(argument)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        wanted = args[place] if len(args) > place else kwargs.get(argument)
+        if wanted is not None:
+            check([each for each in tree_leaves(wanted) if isinstance(each, torch.Tensor)])
+        return inner(*args, **kwargs)
+
+    checked._meshpar_checked = True  # type: ignore[attr-defined]
+    setattr(owner, name, functools.wraps(inner)(checked))
 
 
 def in_backward() -> bool:
@@ -373,7 +385,16 @@ collective_ops = torch.ops._c10d_functional
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
-__all__ = ["StridedShard", "assert_async", "checkpoint", "collective_ops", "drop_unreduced_gradients", "ignore_profiler_marks", "replicate"]
+__all__ = [
+    "StridedShard",
+    "assert_async",
+    "checkpoint",
+    "collective_ops",
+    "drop_unreduced_gradients",
+    "ignore_profiler_marks",
+    "replicate",
+    "without_modes",
+]
 
 
 def collective_counts() -> dict[str, int]:

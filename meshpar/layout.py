@@ -45,7 +45,7 @@ class ModelLayout:
             :class:`meshpar.ContextParallel`.
         experts: patterns of modules with stacked experts, for :class:`meshpar.ExpertParallel`: parameters whose first dim counts experts,
             and a forward of (hidden states (N, D), chosen experts (N, K), their weights (N, K)) that returns (N, D). A number of experts
-            that the module keeps as an attribute has ``experts`` in its name.
+            that the module stores is one attribute ``num_experts``, ``n_experts`` or ``num_local_experts`` (also ``routed``, ``total``).
         exchange: lets the attention of a model that does not call it exchange positions, given the model and a
             :class:`meshpar.passes.exchange.Exchange`.
         counts_positions: the model finds out itself where its tokens stand, if nobody says so: ``par.split`` gives no ``position_ids``.

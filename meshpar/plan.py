@@ -54,8 +54,8 @@ class Plan:
         mesh: a :class:`MeshSpec`, its text, or ``"auto"`` (``"auto,tp=4"``): shards inside a node and replicas across nodes, from the
             launcher's number of ranks per node.
         passes: objects of :class:`meshpar.Pass`. Their order is checked and never rearranged.
-        verify: compare one block of each kind with the unsplit block in the first forward, if a pass splits features. See
-            :meth:`Parallelized.verify`.
+        verify: compare one block of each kind with the unsplit block in the first forward, if a pass splits features (see
+            :meth:`Parallelized.verify`), and one module of experts of each kind with the undivided one.
     """
 
     mesh: MeshSpec | str
@@ -167,7 +167,7 @@ class Plan:
         data_axes = axes_of(self.passes, held, Role.SAMPLES)
         if data_axes or any(each.stage == Stage.RECOMPUTE for each in self.passes):
             synchronize_batch_norm(module, held_on, data_axes)
-        applied(module).layout = layout
+        applied(module).layout, applied(module).verify = layout, self.verify and not simulated
         self._run_passes(module, layout, spec, meshes)
         if not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
             module.to(device)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models_for_parity import VOCAB, huggingface, transformer
+from torch import nn
 
 from meshpar import (
     ActivationCheckpoint,
@@ -17,7 +19,9 @@ from meshpar import (
     ExpertParallel,
     FullyShard,
     HybridShard,
+    MeshparError,
     ModelLayout,
+    ParallelError,
     Plan,
     PlanError,
     Replicate,
@@ -168,6 +172,152 @@ def expert(rows, number, scale, tables):
     return (rows * tables[0][number] + tables[1][number]).tanh() * scale
 
 
+class Own(nn.Module):
+    """Experts as a user may write them; ``each`` and ``forward`` are what the kinds below get wrong."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts = self.num_experts_per_tok = 8
+        self.up = nn.Parameter(torch.empty(8, 32, 32))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.normal_(self.up, std=0.1)
+
+    def forward(self, x, chosen, weights):
+        out = torch.zeros_like(x)
+        for number in range(self.num_experts):
+            token, slot = torch.where(chosen == number)
+            y = self.each(x[token], number) * weights[token, slot, None] * (self.num_experts_per_tok / 8)
+            out = out.index_add(0, token, y)
+        return out
+
+    def each(self, x, number):
+        return F.silu(F.linear(x, self.up[number]))
+
+
+class Normalised(Own):
+    def forward(self, x, chosen, weights):
+        return super().forward(x, chosen, weights / weights.sum(-1, keepdim=True))
+
+
+class Residual(Own):
+    def forward(self, x, chosen, weights):
+        return x + super().forward(x, chosen, weights)
+
+
+class Capacity(Own):
+    def each(self, x, number):
+        return super().each(x, number) * (torch.arange(len(x)) < 8)[:, None]
+
+
+class Buffered(Own):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 2, 8))
+        self.n_experts, self.norm = 8, nn.Embedding(8, 32)
+
+
+class OwnMixture(nn.Module):
+    """Two layers of experts of a user's own, called by ``call(experts, tokens, chosen, weights)``."""
+
+    def __init__(self, kind=Own, call=lambda experts, x, chosen, weights: experts(x, chosen, weights)):
+        super().__init__()
+        self.embed, self.router, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, 8), nn.Linear(32, VOCAB)
+        self.layers = nn.ModuleList(nn.ModuleDict({"experts": kind()}) for _ in range(2))
+        self.call = call
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            tokens = x.flatten(0, 1)
+            weights, chosen = self.router(tokens).softmax(-1).topk(2, -1)
+            x = x + self.call(layer["experts"], tokens, chosen, weights).view_as(x)
+        return SimpleNamespace(logits=self.head(x))
+
+
+OWN = ModelLayout(experts=("layers.*.experts",))
+
+
+def run_own(model, verify=True):
+    torch.manual_seed(0)
+    model.router.reset_parameters()
+    par = Plan("dp_shard=1,ep=2", [ExpertParallel(), FullyShard()], verify=verify).apply(model, OWN)
+    par.module(torch.arange(8)[None]).logits.sum().backward()
+    return par
+
+
+@on_ranks(2)
+def test_experts_of_ones_own_that_ranks_cannot_repeat_are_refused_in_the_first_forward():
+    """Those that only look wrong, by an attribute that equals the number of experts, train as in one process."""
+    assert_parity(OwnMixture, "dp_shard=1,ep=2", [ExpertParallel(), FullyShard()], token_steps(VOCAB), layout=OWN)
+    for kind, message in [
+        (Normalised, r"layers.0.experts \(Normalised\) computes something else .*off by .*use a mesh without ep"),
+        (Residual, "layers.0.experts .*a residual"),
+        (Capacity, "layers.0.experts .*a capacity"),
+    ]:
+        with pytest.raises(ParallelError, match=message):
+            run_own(OwnMixture(kind))
+    run_own(OwnMixture(Residual), verify=False)
+
+
+def dropped(experts, x, chosen, weights):
+    return experts(x, chosen.masked_fill(torch.arange(2) < dist.get_rank(), -1), weights)
+
+
+def added_in_place(experts, x, chosen, weights):
+    out = experts(x, chosen.int(), weights)
+    out += x
+    return out
+
+
+class Tied(OwnMixture):
+    def __init__(self):
+        super().__init__()
+        self.layers[1]["experts"].up = self.layers[0]["experts"].up
+
+
+class Shared(OwnMixture):
+    def __init__(self):
+        super().__init__()
+        self.layers[1]["experts"] = self.layers[0]["experts"]
+
+
+class Paired(Own):
+    def forward(self, x, chosen, weights):
+        return super().forward(x, chosen, weights), chosen
+
+
+class Dense(Own):
+    def forward(self, x, dense):
+        return x
+
+
+class Scaled(Own):
+    def forward(self, x, chosen, weights, factor):
+        return super().forward(x, chosen, weights) * factor
+
+
+@on_ranks(2)
+def test_what_a_model_does_with_its_experts_equals_one_process_or_is_refused_on_all_ranks():
+    sharded = [ExpertParallel(), FullyShard(blocks=("layers.*.experts",))]
+    assert_parity(lambda: OwnMixture(call=added_in_place), "dp_shard=1,ep=2", sharded, token_steps(VOCAB), layout=OWN)
+    assert_parity(Shared, "dp_shard=1,ep=2", sharded, token_steps(VOCAB), layout=OWN)
+    for kind, call, message in [
+        (Own, dropped, r"8 chosen experts of rank\(s\) 1 of ep are no experts, expected numbers from 0 to 7; .*weight 0"),
+        (Own, lambda experts, x, chosen, weights: experts(x, chosen >= 0, weights), r"chosen \(8, 2\) bool.*expected \(hidden states"),
+        (Own, lambda experts, x, chosen, weights: experts(x, chosen.T, weights.T), r"got chosen experts \(2, 8\) .*expected \(hidden"),
+        (Paired, lambda *given: given[0](*given[1:])[0], r"returned tuple, expected one tensor"),
+        (Scaled, lambda *given: given[0](*given[1:], given[1].mean(-1, keepdim=True)), r"factor \(8, 1\) float32.* and no other tensor"),
+    ]:
+        with pytest.raises(ParallelError, match=message):
+            run_own(OwnMixture(kind, call))
+    par = run_own(OwnMixture())
+    with pytest.raises(MeshparError, match=r"gradients on several meshes .*call par.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(par.module.parameters(), 1.0)
+    par.clip_grad_norm_(1.0)
+
+
 ONE_WAY = {4: ("dp_shard=1,ep=4", [ExpertParallel(), FullyShard()]), 2: ("tp=2", [TensorParallel()]), 1: ("", [])}
 
 
@@ -247,3 +397,11 @@ def test_what_cannot_be_divided_is_refused_before_anything_runs():
     layout = ModelLayout(experts=("layers.*.mlp.gate", "layers.*.attn"))
     found = problems_of("dp_shard=1,ep=2", sharded, dense, layout)
     assert "layers.0.attn must hold parameters whose first dim counts its experts, got no parameter" in found
+    found = problems_of("dp_shard=1,ep=2", sharded, OwnMixture(Buffered), OWN)
+    assert "layers.1.experts.scale (8,) is a buffer whose first dim counts experts" in found
+    assert "layers.1.experts.norm.weight (8, 32) is a parameter of a child module whose first dim counts experts" in found
+    assert "layers.0.experts.up and layers.1.experts.up are one parameter" in problems_of("dp_shard=1,ep=2", sharded, Tied(), OWN)
+    assert "layers.0.experts has forward(x, dense), expected (hidden states" in problems_of(
+        "dp_shard=1,ep=2", sharded, OwnMixture(Dense), OWN
+    )
+    assert "layers.0.experts stores its number of experts as num_experts and as n_experts" in found

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshpar import _torch
 from meshpar.errors import MeshparError
@@ -27,6 +28,7 @@ def refuse_copies(module: Any) -> None:
     module._ddp_params_and_buffers_to_ignore = _NotForDDP()  # which DistributedDataParallel reads first
     guard_state(module)
     _torch.check_gradients_of(_refuse_reduced)
+    _torch.check_norms_of(_refuse_several_meshes)
     _torch.refuse_parts_as_numbers(
         functools.partial(
             _refuse,
@@ -48,6 +50,15 @@ def _refuse_reduced(wanted: Iterable[Tensor]) -> None:
         _refuse(
             "torch.autograd.grad and backward(inputs=...) find no gradients of parameters that data ranks share: those are reduced when a "
             "whole backward has run; use loss.backward() and read parameter.grad, or a mesh of tensor parallelism alone"
+        )
+
+
+def _refuse_several_meshes(gradients: Iterable[Tensor]) -> None:
+    meshes = {each.device_mesh: ", ".join(each.device_mesh.mesh_dim_names or ()) for each in gradients if isinstance(each, DTensor)}
+    if len(meshes) > 1:
+        _refuse(
+            f"torch.nn.utils.clip_grad_norm_ got gradients on several meshes ({' and '.join(f'({axes})' for axes in meshes.values())}), "
+            "whose norms torch cannot add; call par.clip_grad_norm_(max_norm), which clips by one norm over all of them"
         )
 
 

@@ -7,8 +7,10 @@ Expert parallelism of GShard (arXiv 2006.16668, section 3) without a capacity: t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, final
 
@@ -19,19 +21,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshpar._torch import eager
+from meshpar._torch import eager, without_modes
 from meshpar.errors import ParallelError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, sizes_text
 from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, unmatched
-from meshpar.passes.installed import set_forward
+from meshpar.passes.installed import in_eval, set_forward
 from meshpar.passes.local import local, part_of
-from meshpar.passes.tensor.collectives import _all_to_all
+from meshpar.passes.tensor.collectives import _all_to_all, gather_values
 from meshpar.passes.tensor.parts import with_own
-from meshpar.patterns import find_modules
+from meshpar.patterns import class_name, find_modules
 
 Inner = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+TOLERANCE, HALF_TOLERANCE = 1e-3, 0.1
+"""How far divided experts may be off in the first forward, relative to the largest value, in float32 and in 16 bits."""
+LARGEST = 1 << 27
+"""Parameters of all ranks' experts that the first forward gathers at most, of one module at a time: 512 MiB in float32."""
+_COUNTS = re.compile(r"_?(moe_)?(n|num)_(local_|routed_|total_)?experts")
+_INTERFACE = "(hidden states (N, D), chosen experts (N, K) of an integer dtype, their weights (N, K))"
 
 
 @final
@@ -59,7 +68,16 @@ class ExpertParallel(Pass):
                 f"ExpertParallel has nothing to divide: the layout of {type(module).__name__} names no experts; give "
                 "ModelLayout(experts=('layers.*.moe.experts',)), or drop ExpertParallel and ep from the mesh"
             )
-        size = mesh.axes["ep"]
+        size, owners = mesh.axes["ep"], dict[nn.Parameter, list[str]]()
+        for name, child in module.named_modules():
+            for leaf, each in child.named_parameters(recurse=False):
+                owners.setdefault(each, []).append(f"{name}.{leaf}")
+        divided, tied = self.shards(module, layout), [names for names in owners.values() if len(names) > 1]
+        for names in (each for each in tied if not divided.isdisjoint(each)):
+            yield (
+                f"{' and '.join(names)} are one parameter, which ExpertParallel would divide for each module apart; let both layers use "
+                "one experts module, untie them, or use a mesh without ep"
+            )
         for pattern in layout.experts:
             found = list(find_modules(module, pattern))
             if not found:
@@ -71,8 +89,11 @@ class ExpertParallel(Pass):
                 elif len(set(counts.values())) != 1:
                     held = ", ".join(f"{leaf} {tuple(getattr(child, leaf).shape)}" for leaf in counts) or "no parameter"
                     yield f"{name} must hold parameters whose first dim counts its experts, got {held}; take it out of ModelLayout.experts"
-                elif (count := next(iter(counts.values()))) % size:
-                    yield f"{name} has {count} experts, which ep={size} does not divide; {sizes_text('ep', count)}"
+                else:
+                    count = next(iter(counts.values()))
+                    if count % size:
+                        yield f"{name} has {count} experts, which ep={size} does not divide; {sizes_text('ep', count)}"
+                    yield from _undivided_problems(name, child, count)
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         if mesh.spans_nodes("ep"):
@@ -92,40 +113,139 @@ class ExpertParallel(Pass):
         inside = mesh[names[names.index("ep") :]]
         placements = [Shard(0), *[Replicate()] * (inside.ndim - 1)]
         placed: dict[int, nn.Parameter] = {}
-        for child in dict.fromkeys(each for pattern in layout.experts for _, each in find_modules(module, pattern)):
+        found = {child: name for pattern in layout.experts for name, child in find_modules(module, pattern)}
+        untried = {_kind(child, place): child for place, child in reversed([*enumerate(found)])} if applied(module).verify else {}
+        for child, name in found.items():
             for leaf, parameter in child.named_parameters(recurse=False):
                 if id(parameter) not in placed:
                     mine = parameter.detach().chunk(axis.size())[axis.get_local_rank()]
                     placed[id(parameter)] = part_of(parameter, mine.clone(), inside, placements)
                 child._parameters[leaf] = placed[id(parameter)]
-            _install(child, axis.get_group())
+            _install(name, child, axis.get_group(), tried=child not in untried.values())
             applied(module).divided[child] = mesh
 
 
-def _install(module: nn.Module, group: Any) -> None:
+def _undivided_problems(name: str, module: nn.Module, count: int) -> Iterator[str]:
+    """Yield what a module of ``count`` experts has beside its own parameters that a rank would have to divide, too."""
+    remedy = "make it a parameter of the module's own, or use a mesh without ep"
+    kept = [*module.named_buffers(), *((leaf, each) for leaf, each in module.named_parameters() if "." in leaf)]
+    for leaf, each in kept:
+        if each.ndim and len(each) == count:
+            kind = "parameter of a child module" if isinstance(each, nn.Parameter) else "buffer"
+            yield f"{name}.{leaf} {tuple(each.shape)} is a {kind} whose first dim counts experts, and it would stay whole; {remedy}"
+    if len(numbers := _numbers(module, count)) > 1:
+        yield f"{name} stores its number of experts as {' and as '.join(numbers)}, expected one attribute, such as num_experts; keep one"
+    given = list(inspect.signature(module.forward).parameters.values())
+    if len(given) < 3 or any(each.kind == each.VAR_POSITIONAL for each in given):
+        got = ", ".join(map(str, given))
+        yield f"{name} has forward({got}), expected {_INTERFACE}; take it out of ModelLayout.experts, or use a mesh without ep"
+
+
+def _numbers(module: nn.Module, count: int) -> list[str]:
+    """Return the attributes by which a module counts its experts."""
+    return [name for name, value in vars(module).items() if _COUNTS.fullmatch(name) and type(value) is int and value == count]
+
+
+def _kind(module: nn.Module, place: int) -> Any:
+    """Return what experts of one kind have in common; ``place`` is a number that a module may know itself by."""
+    settings = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+    shapes = tuple((leaf, tuple(each.shape)) for leaf, each in module.named_parameters())
+    same = tuple(sorted((key, str(value)) for key, value in settings.items() if type(value) is not int or value != place))
+    return type(module), getattr(module.forward, "__func__", module.forward), shapes, same
+
+
+def _install(name: str, module: nn.Module, group: Any, *, tried: bool) -> None:
     """Let a module of experts compute with those of this rank, on the rows of all ranks that chose them."""
     inner = module.forward
-    bind, count = inspect.signature(inner).bind, len(next(module.parameters(recurse=False)))
-    numbers = {name: count // group.size() for name, value in vars(module).items() if "experts" in name and value == count}
+    signature, count = inspect.signature(inner), len(next(module.parameters(recurse=False)))
+    names, waiting = _numbers(module, count), not tried
 
     @eager
     def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal waiting
         own = {leaf: local(each) if isinstance(each, DTensor) else each for leaf, each in module._parameters.items() if each is not None}
         if len(next(iter(own.values()))) == count:  # all of them, in a test against the unsplit module
             return with_own(module, own, lambda: inner(*args, **kwargs))
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        keys = _inputs(name, module, given)
+
+        def run(own: Mapping[str, Tensor], *inputs: Tensor) -> Tensor:
+            given.update(zip(keys, inputs))
+            held = dict.fromkeys(names, len(next(iter(own.values()))))
+            output = with_own(module, own, lambda: inner(*bound.args, **bound.kwargs), held)
+            if isinstance(output, Tensor) and output.shape[:-1] == inputs[0].shape[:-1]:
+                return output
+            got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ParallelError(
+                f"{name} ({class_name(module)}) returned {got}, expected one tensor (N, D) for hidden states "
+                f"{tuple(inputs[0].shape)}; return what else it computes from the module around it, or use a mesh without ep"
+            )
+
+        hidden, chosen, weights = (given[key] for key in keys)
+        if waiting:
+            waiting = False
+            with in_eval(module), without_modes(), torch.no_grad():
+                _try(f"{name} ({class_name(module)})", run, own, count, hidden, chosen.shape[-1], weights.dtype, group)
         own = {leaf: _Mean.apply(each, group.size()) for leaf, each in own.items()}
-        bound = bind(*args, **kwargs)
-        first, *rest = bound.arguments
-        index = next(key for key in rest if not bound.arguments[key].is_floating_point())
-        weight = next(key for key in rest if bound.arguments[key].is_floating_point())
-
-        def run(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-            bound.arguments |= {first: rows, index: chosen, weight: weights}
-            return with_own(module, own, lambda: inner(*bound.args, **bound.kwargs), numbers)
-
-        return by_experts(run, bound.arguments[first], bound.arguments[index], bound.arguments[weight], count, group)
+        return by_experts(partial(run, own), hidden, chosen, weights, count, group)
 
     set_forward(module, forward, reads_parameters=True)
+
+
+def _inputs(name: str, module: nn.Module, given: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return under which names a call got hidden states, chosen experts and weights.
+
+    Raises:
+        ParallelError: a call of another interface; on all ranks alike, as they run the same code.
+    """
+    tensors = {key: each for key, each in given.items() if isinstance(each, Tensor)}
+    floats = [key for key, each in tensors.items() if each.is_floating_point()]
+    numbers = [key for key, each in tensors.items() if not each.is_floating_point() and each.dtype != torch.bool]
+    if len(tensors) == 3 and len(floats) == 2 and len(numbers) == 1 and floats[0] == next(iter(given)):
+        return floats[0], numbers[0], floats[1]
+    got = ", ".join(f"{key} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for key, each in tensors.items())
+    raise ParallelError(
+        f"{name} ({class_name(module)}) got the tensors ({got}), expected {_INTERFACE} and no other tensor, which would not travel with "
+        "its tokens; compute with others outside of the module, or use a mesh without ep"
+    )
+
+
+def _try(
+    what: str, run: Callable[..., Tensor], own: Mapping[str, Tensor], count: int, like: Tensor, slots: int, dtype: Any, group: Any
+) -> None:
+    """Compare what a module computes by all experts with what the ranks compute by theirs, on noise; of very large ones, by some of them.
+
+    Raises:
+        ParallelError: on every rank of ``group``.
+
+    Collective: every rank of ``group`` calls it.
+    """
+    size, rank = group.size(), group.rank()
+    each = sum(value[:1].numel() for value in own.values())
+    held = max(1, min(count // size, LARGEST // (each * size)))
+    mine = {leaf: value.detach()[:held].contiguous() for leaf, value in own.items()}
+    every = {leaf: gather_values(value, group) for leaf, value in mine.items()}
+    draw, tokens = torch.Generator().manual_seed(rank), 64
+    hidden = torch.randn(tokens, like.shape[-1], generator=draw).to(like)
+    weights = torch.rand(tokens, slots, generator=draw).to(like.device, dtype)
+    chosen = torch.rand(tokens, held * size, generator=draw).argsort(1)
+    chosen[: tokens // 2] = chosen[0]  # some experts get far more tokens than others
+    chosen = chosen.repeat(1, -(-slots // chosen.shape[1]))[:, :slots].contiguous().to(like.device)
+    want = run(every, hidden, chosen, weights).double()
+    have = by_experts(partial(run, mine), hidden, chosen, weights, held * size, group).double()
+    off = ((want - have).abs().max() / want.abs().max().clamp(min=1e-30)).nan_to_num(torch.inf, torch.inf)
+    worst = float(gather_values(off[None], group).max())
+    narrow = [like.dtype, dtype, have.dtype, *(value.dtype for value in own.values())]
+    if torch.is_autocast_enabled(like.device.type):
+        narrow.append(torch.get_autocast_dtype(like.device.type))
+    if worst > (HALF_TOLERANCE if any(torch.finfo(each).bits < 32 for each in narrow) else TOLERANCE):
+        raise ParallelError(
+            f"{what} computes something else by its experts of each rank of ep than by all of them (off by {worst:.1e}), expected "
+            "for each token the sum over its chosen experts, each by its own row, weight and parameters alone; move what is for all "
+            "experts of a token (a normalisation of weights, a residual, a capacity) to the module around it, or use a mesh without ep; "
+            "Plan(..., verify=False) skips this test"
+        )
 
 
 def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, count: int, group: Any) -> Tensor:
@@ -136,7 +256,7 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
     Args:
         run: computes (R, D) rows by this rank's experts, numbered from 0: (R, 1) int64, with weights (R, 1). Returns (R, D).
         hidden: this rank's tokens, (..., D).
-        chosen: each token's experts, (..., K) int64 below ``count``.
+        chosen: each token's experts, (..., K) integers from 0 to ``count`` - 1.
         weights: their weights, (..., K).
         count: experts of all ranks.
         group: process group of the axis.
@@ -145,17 +265,17 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
         Each token's sum over its experts, (..., D).
 
     Raises:
-        ParallelError: weights of another shape than the chosen experts.
+        ParallelError: weights or chosen experts of another shape; on every rank, if one chose an expert that does not exist.
 
     Collective: every rank of ``group`` calls it, also one without tokens.
     """
-    if weights.shape != chosen.shape:
-        raise ParallelError(
-            f"experts got weights {tuple(weights.shape)} for chosen experts {tuple(chosen.shape)}, expected one weight for each; "
-            "use a mesh without ep for this model"
-        )
     x, slots = hidden.reshape(-1, hidden.shape[-1]), chosen.shape[-1]
-    expert = chosen.reshape(-1)
+    expert = chosen.reshape(-1).long()
+    if weights.shape != chosen.shape or len(expert) != len(x) * slots:
+        raise ParallelError(
+            f"experts got chosen experts {tuple(chosen.shape)} and weights {tuple(weights.shape)} for hidden states {tuple(hidden.shape)}, "
+            f"expected {_INTERFACE}; use a mesh without ep for this model"
+        )
     order = expert.argsort(stable=True)
     sent, received, numbers = _routed(expert, count, group)
     rows, scales = x.index_select(0, order // slots), weights.reshape(-1, 1).index_select(0, order)
@@ -169,22 +289,35 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
     computed = run(rows, numbers[:, None], scales)[:arrived]
     back = _Exchange.apply(computed, sent, received, group)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return back.index_select(0, places).view(-1, slots, back.shape[-1]).sum(1).view(*hidden.shape[:-1], back.shape[-1])
+    # The sum comes last: a view cannot be changed in place behind an FSDP2 unit.
+    return back.index_select(0, places).view(*hidden.shape[:-1], slots, back.shape[-1]).sum(-2)
 
 
 def _routed(expert: Tensor, count: int, group: Any) -> tuple[list[int], list[int], Tensor]:
-    """Return how many rows go to each rank, how many come from each, and by which of this rank's experts each that comes is computed."""
+    """Return how many rows go to each rank, how many come from each, and by which of this rank's experts each that comes is computed.
+
+    Beside its counts each rank sends how many of its choices are no expert, so that all ranks raise, instead of one while others wait.
+    """
     size, held = group.size(), count // group.size()
-    mine = torch.zeros(count, dtype=torch.int64, device=expert.device).index_add_(0, expert, torch.ones_like(expert))
-    theirs = _all_to_all(mine, [held] * size, [held] * size, group)
+    known = (expert >= 0) & (expert < count)
+    mine = torch.zeros(count, dtype=torch.int64, device=expert.device).index_add_(0, expert.clamp(0, count - 1), known.long())
+    told = torch.cat([mine.view(size, held), (~known).sum().expand(size, 1)], 1).flatten()
+    heard = _all_to_all(told, [held + 1] * size, [held + 1] * size, group).view(size, held + 1)
+    theirs, lost = heard.split([held, 1], 1)
     if dist.get_backend(group) == "fake":  # simulated ranks, which route equally
         total, me = len(expert), group.rank()
         sent = [total * (rank + 1) // size - total * rank // size for rank in range(size)]
         rows = sent[me] * size
         return sent, [sent[me]] * size, torch.arange(rows, device=expert.device) * held // max(1, rows)
-    sent, received = torch.stack([mine, theirs]).view(2, size, held).sum(2).tolist()
+    sent, received, outside = torch.stack([mine.view(size, held).sum(1), theirs.sum(1), lost[:, 0]]).tolist()
+    if any(outside):
+        ranks = ", ".join(str(rank) for rank, each in enumerate(outside) if each)
+        raise ParallelError(
+            f"{sum(outside)} chosen experts of rank(s) {ranks} of ep are no experts, expected numbers from 0 to {count - 1}; choose "
+            "expert 0 with weight 0 for a slot that is dropped, or use a mesh without ep"
+        )
     numbers = torch.arange(held, device=expert.device).repeat(size)
-    return sent, received, numbers.repeat_interleave(theirs, output_size=sum(received))
+    return sent, received, numbers.repeat_interleave(theirs.flatten(), output_size=sum(received))
 
 
 class _Exchange(torch.autograd.Function):

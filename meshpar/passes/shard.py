@@ -131,6 +131,7 @@ class _Sharding(Precision):
         keep = self.reshard_after_forward
         self._shard_divided(module, axes, common)
         *inner, (_, outer, _) = self.units(module, layout, self.min_params)
+        inner = [each for each in inner if not isinstance(each[0], FSDPModule)]  # blocks=(...) may name what is divided
         units = [fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **common) for unit, policy, _ in inner]
         fully_shard(module, reshard_after_forward=keep if not isinstance(keep, bool) else False, mp_policy=outer, **common)
         self._prefetch(units)
