@@ -42,7 +42,7 @@ PUBLIC = (
 )
 """What users import from; public is what `__all__` names there."""
 MEASURED = {
-    "architectures.py": {"meshpar.models.huggingface_structure"},
+    "architectures.py": {"meshpar.models.huggingface_structure", "meshpar.training.documents"},
     "checkpoint.py": {"meshpar.checkpoints.files", "meshpar.placements"},
     "chunked_loss.py": {"meshpar.chunked", "meshpar.forecasting.recorder"},
     "forecast_accuracy.py": {"meshpar.forecasting.api", "meshpar.forecasting.extrapolate", "meshpar.forecasting.simulate"},
