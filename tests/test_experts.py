@@ -117,6 +117,7 @@ def test_the_reference_mixture_is_qwen3_moe(tmp_path):
     torch.testing.assert_close(model.double()(ids).logits.float(), loaded(ids).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_the_reference_mixture_on_any_mesh_equals_one_process():
     for mesh, passes in [("dp_shard=1,ep=4", [ExpertParallel(), Compile(backend="eager"), FullyShard()]), *MESHES[4][2:]]:
