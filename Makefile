@@ -8,8 +8,8 @@ READY := $(VENV)/.ready
 QUICKSTART := $(VENV)/.quickstart
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
-# A file of tests at a time on each of two workers: half of what they do is waiting for processes of their own.
-PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A file of tests at a time on each of three workers: half of what they do is waiting for processes of their own.
+PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart test coverage lint format docs bench clean lab
 

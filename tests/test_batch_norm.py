@@ -115,7 +115,10 @@ def close(name, have, want, tolerance, floor=0.0):
     assert error <= tolerance * scale, f"{name} is off by {error:.2e} of {scale:.2e}"
 
 
-@pytest.mark.parametrize("plan", PLANS)
+LONG = ("recomputed-and-compiled", "replicate")
+
+
+@pytest.mark.parametrize("plan", [pytest.param(plan, marks=pytest.mark.long) if plan in LONG else plan for plan in PLANS])
 def test_batch_norm_equals_one_process(plan):
     equals_one_process(plan)
 

@@ -281,7 +281,7 @@ def examine(hosts: Hosts, folder: Path, names: list[str], *options: str) -> tupl
     return started[0].returncode, *told
 
 
-@pytest.mark.parametrize(("slow", "other"), [("n1", "n2"), ("n2", "n1")])
+@pytest.mark.parametrize(("slow", "other"), [pytest.param("n1", "n2", marks=pytest.mark.long), ("n2", "n1")])
 def test_on_two_hosts_a_link_that_is_slow_in_one_direction_is_found(hosts: Hosts, tmp_path: Path, slow: str, other: str) -> None:
     """About 50 times slower than the link of network namespaces, and above the rate that is no network's."""
     hosts.shape("110mbit", slow)

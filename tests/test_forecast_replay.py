@@ -66,7 +66,17 @@ CASES = {
     "fsdp x cp": ("dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),
     "cp by heads, recomputed": ("dp_shard=1,cp=2", [ContextParallel(transport="heads"), ActivationCheckpoint(), FullyShard()]),
 }
-COVERED = {"fsdp", "fsdp, recomputed", "no reshard", "hybrid", "tp", "experts"}
+COVERED = {
+    "fsdp",
+    "fsdp, recomputed",
+    "no reshard",
+    "hybrid",
+    "tp",
+    "experts",
+    "fsdp x tp, recomputed",
+    "hybrid, recomputed",
+    "cp by heads, recomputed",
+}
 """Whose collectives another case has, too: in the long form."""
 ON_THE_LAST_RANK = ("fsdp, uneven", "fsdp x tp")
 

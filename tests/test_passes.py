@@ -32,7 +32,7 @@ KNOBS = {
 }
 
 
-@pytest.mark.parametrize("knob", KNOBS)
+@pytest.mark.parametrize("knob", [pytest.param(knob, marks=pytest.mark.long) if knob == "compiled" else knob for knob in KNOBS])
 def test_fsdp_knobs(knob):
     fsdp_knob(knob)
 
@@ -67,8 +67,8 @@ def test_selective_recomputation_in_mixed_precision():
     ("mesh", "passes"),
     [
         ("dp_replicate=2", [Compile(backend="aot_eager"), Replicate()]),
-        ("dp_replicate=2,dp_shard=1", [Compile(backend="aot_eager"), HybridShard()]),
-        ("tp=2", [TensorParallel(), Compile(backend="aot_eager")]),
+        pytest.param("dp_replicate=2,dp_shard=1", [Compile(backend="aot_eager"), HybridShard()], marks=pytest.mark.long),
+        pytest.param("tp=2", [TensorParallel(), Compile(backend="aot_eager")], marks=pytest.mark.long),
         ("dp_shard=1,tp=2", [SEQUENCE, ActivationCheckpoint(), Compile(backend="aot_eager"), FullyShard()]),
     ],
     ids=["replicate", "hsdp", "tp", "everything"],

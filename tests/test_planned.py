@@ -85,7 +85,11 @@ def real_step(case, folder, expected):
         assert want == pytest.approx(got, rel=0.1), f"planned {want}, measured {got}"
 
 
-@pytest.mark.parametrize("case", CASES)
+COVERED = ("experts", "classification")
+"""What other cases hold, too: in the long form."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case in COVERED else case for case in CASES])
 def test_the_planned_step_of_a_recipe_is_its_jobs(case):
     folder = folder_with_a_model()
     made = forecast_job(recipe_of(case, folder), "h100", 2, depth="all", device="cpu")
