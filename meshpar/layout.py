@@ -43,6 +43,8 @@ class ModelLayout:
         config: contents of the ``config.json`` of an export. Empty: the model has no published form.
         attention: patterns of the modules that call :func:`meshpar.attention` or :func:`meshpar.attention_mask`, for
             :class:`meshpar.ContextParallel`.
+        mixers: patterns of modules that mix positions without it (attention of a model's own, a recurrence, a convolution over positions):
+            under :class:`meshpar.ContextParallel` each rank computes them on the whole sequence.
         experts: patterns of modules with stacked experts, for :class:`meshpar.ExpertParallel`: parameters whose first dim counts experts,
             and a forward of (hidden states (N, D), chosen experts (N, K), their weights (N, K)) that returns (N, D). A number of experts
             that the module stores is one attribute ``num_experts``, ``n_experts`` or ``num_local_experts`` (also ``routed``, ``total``).
@@ -50,8 +52,8 @@ class ModelLayout:
             :class:`meshpar.passes.exchange.Exchange`.
         counts_positions: the model finds out itself where its tokens stand, if nobody says so: ``par.split`` gives no ``position_ids``.
         hidden_inputs: keyword names of the hidden states that a ``region`` receives.
-        refusals: technique (``"tp"``, ``"cp"``, ``"ep"``, ``"documents"``, ``"recompute"``) -> reason why the model does not support it,
-            and the remedy.
+        refusals: technique (``"tp"``, ``"cp"``, ``"cp without mixers"``, ``"ep"``, ``"documents"``, ``"recompute"``) -> reason why the
+            model does not support it, and the remedy.
     """
 
     blocks: tuple[str, ...] = ()
@@ -69,6 +71,7 @@ class ModelLayout:
     weights: WeightMap = field(default_factory=WeightMap)
     config: Mapping[str, Any] = field(default_factory=dict)
     attention: tuple[str, ...] = ()
+    mixers: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     exchange: Callable[[nn.Module, Any], None] | None = None
     counts_positions: bool = False

@@ -19,7 +19,7 @@ from torch import nn
 
 from meshpar.errors import LayoutError
 from meshpar.layout import ModelLayout
-from meshpar.models.huggingface_exchange import counts_positions, exchange_positions, refusal
+from meshpar.models.huggingface_exchange import counts_positions, exchange_positions, mixer_refusal, mixers, refusal
 from meshpar.models.huggingface_head import head_of_logits
 from meshpar.models.huggingface_tensor import HEAD_RATIO, copied_heads, expert_modules, expert_refusal, head_counts, tensor_table
 from meshpar.models.huggingface_vocabulary import generic
@@ -56,6 +56,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         ignored=_ignored(model),
         weights=weight_map(model),
         config=_published_config(model),
+        mixers=mixers(model),
         experts=expert_modules(model),
         exchange=exchange_positions,
         counts_positions=counts_positions(model),
@@ -178,6 +179,8 @@ def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
         )
     if (reason := refusal(model)) is not None:
         refusals["cp"] = reason
+    if (reason := mixer_refusal(model)) is not None:
+        refusals["cp without mixers"] = reason
     if (reason := expert_refusal(model)) is not None:
         refusals["ep"] = reason
     text = model.config.get_text_config()

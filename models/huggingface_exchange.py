@@ -25,6 +25,8 @@ from meshpar.passes.installed import record
 from meshpar.positions import added, causal_mask, documents
 
 _SERVED = ("sdpa", "eager")
+_OWN = ("indexer", "compressor", "prepare_dynamic_mask", "rel_logits_proj")
+"""Names of what chooses keys, or adds a bias, among the positions of a whole row."""
 _numbers = itertools.count()
 
 
@@ -33,7 +35,7 @@ def exchange_positions(model: Any, exchange: Exchange) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     used = model.config._attn_implementation
-    sequence = _Sequence(exchange, used, _counted_in(model))
+    sequence = _Sequence(exchange, used, _counted_in(model), placed=mixer_refusal(model) is None and not _counts_in_mask(model))
     name = f"meshpar_positions_{next(_numbers)}"
     AttentionInterface.register(name, sequence.attend)
     AttentionMaskInterface.register(name, sequence.mask)
@@ -70,8 +72,6 @@ def _refuse_generate(*args: object, **kwargs: object) -> None:
 def refusal(model: Any) -> str | None:
     """Return why a transformers model's positions cannot be split, as far as its config tells; None where nothing does."""
     kind = type(model).__name__
-    if not _takes_positions(model) and not _places_in(model):
-        return f"{kind} takes no position_ids, and ContextParallel gives each rank positions of its own; use a mesh without cp"
     if model.config._attn_implementation not in _SERVED:
         return (
             f"{kind} attends by {model.config._attn_implementation!r}, and ContextParallel serves 'sdpa' and 'eager'; build the model with "
@@ -80,6 +80,8 @@ def refusal(model: Any) -> str | None:
     if model.config.is_encoder_decoder:
         return f"{kind} attends from one sequence to another, and ContextParallel splits one; use a mesh without cp"
     text = model.config.get_text_config()
+    if getattr(text, "axial_pos_embds", False):
+        return f"{kind} has embeddings of places for one length alone (axial_pos_embds), and each rank has a part; use a mesh without cp"
     ropes = [getattr(text, "rope_parameters", None), getattr(text, "rope_scaling", None)]
     ropes += [each for rope in ropes if isinstance(rope, dict) for each in rope.values()]
     for rope in ropes:
@@ -89,6 +91,51 @@ def refusal(model: Any) -> str | None:
                 "use a mesh without cp"
             )
     return None
+
+
+def mixer_refusal(model: Any) -> str | None:
+    """Return why a transformers model's positions cannot be split as long as nobody says what mixes them; None where nothing does."""
+    if _takes_positions(model) or _places_in(model):
+        return None
+    return (
+        f"{type(model).__name__} takes no position_ids, and ContextParallel gives each rank positions of its own; use a mesh without cp, "
+        "or name what mixes positions, ContextParallel(mixers=(...)), for each rank to compute it on whole sequences"
+    )
+
+
+def mixers(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the modules that mix positions in a way of their own.
+
+    They attend past transformers' attention interface, or choose keys or add a bias among those of the whole row. In a model that
+    attends at all so do those beside attention: recurrences and linear attention, which hold a convolution over positions.
+    """
+    attending = {name: module for name, module in model.named_modules() if _attends(module)}
+    kinds = [each for name, each in vars(sys.modules[type(model).__module__]).items() if "Attention" in name and isinstance(each, type)]
+    found = [name for name, module in attending.items() if not _by_interface(type(module)) or any(hasattr(module, each) for each in _OWN)]
+    blocks = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) for name in _inside(name, module)]
+    for block in blocks if any(map(_by_interface, kinds)) else ():
+        for name, child in model.get_submodule(block).named_children():
+            if any(isinstance(each, nn.Conv1d) for each in child.modules()):
+                found.append(f"{block}.{name}")
+    return tuple(dict.fromkeys(name for name in found if not any(name.startswith(f"{other}.") for other in found)))
+
+
+def _inside(name: str, blocks: nn.ModuleList) -> list[str]:
+    return [f"{name}.{number}" for number in range(len(blocks))]
+
+
+def _attends(module: nn.Module) -> bool:
+    projects = any(isinstance(each, nn.Linear) or type(each).__name__ == "Conv1D" for each in module.children())
+    return projects and "Attention" in type(module).__name__
+
+
+def _counts_in_mask(model: Any) -> bool:
+    return bool(getattr(model.config.get_text_config(), "alibi", False))
+
+
+def _by_interface(kind: type) -> bool:
+    methods = [each for base in kind.__mro__ for each in vars(base).values() if hasattr(each, "__code__")]
+    return any("ALL_ATTENTION_FUNCTIONS" in each.__code__.co_names for each in methods)
 
 
 def counts_positions(model: Any) -> bool:
@@ -117,8 +164,8 @@ def _places_in(model: nn.Module) -> list[nn.Module]:
 class _Sequence:
     """What one model's masks need to know of the sequence that it computes now."""
 
-    def __init__(self, exchange: Exchange, inner: str, counting: Any = None) -> None:
-        self._exchange, self._inner, self._counting = exchange, inner, counting
+    def __init__(self, exchange: Exchange, inner: str, counting: Any, *, placed: bool) -> None:
+        self._exchange, self._inner, self._counting, self._placed = exchange, inner, counting, placed
         self._ids = torch.empty(0)
         self._counted: Tensor | None = None
         self._ahead: dict[tuple[int, str], bool] = {}  # by what a mask is made of
@@ -150,7 +197,9 @@ class _Sequence:
         self._ids = whole if given is None and not joined else torch.arange(whole.shape[1], device=whole.device)[None]
         self._counted = None if given is None else self._exchange.values(given, 1).bool()
         # With a mask, transformers does not look for documents itself: a rank's positions jump where no document begins.
-        return args, {**kwargs, "attention_mask": torch.ones_like(ids) if given is None else given}
+        mask = torch.ones_like(ids) if given is None else given
+        # A model without places of its own counts them in its mask (ALiBi), for modules that compute the whole sequence.
+        return args, {**kwargs, "attention_mask": mask if self._placed else self._exchange.values(mask, 1)}
 
     def _counted_from(self, input_ids: Tensor | None) -> Tensor:
         """Return this rank's positions, (B, L) int64, as the model counts them in the whole sequence. Collective."""

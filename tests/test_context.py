@@ -75,9 +75,7 @@ def in_parts(model, transport):
             *token_steps(VOCAB, parts=4, micro_batches=2, steps=1),
             *with_documents(token_steps(VOCAB, parts=4, micro_batches=2, steps=2)),
         ]
-        context = ContextParallel(transport=transport)
-        tensor = [each for each in passes if isinstance(each, TensorParallel)]
-        assert_parity(MODELS[model], mesh, [*tensor, context, *(each for each in passes if each not in tensor)], steps)
+        assert_parity(MODELS[model], mesh, [ContextParallel(transport=transport), *passes], steps)
 
 
 @pytest.mark.parametrize("transport", ["gather", "heads"])
@@ -201,6 +199,95 @@ def test_a_packed_row_is_its_documents_one_by_one():
         other = ids.clone()
         other[:, :5] = torch.randint(0, VOCAB, (1, 5))
         assert module(input_ids=other, position_ids=positions).logits[:, 5:].equal(packed[:, 5:]), f"{name}: documents see each other"
+
+
+class Sums(nn.Module):
+    """A recurrence: what each position adds to a running sum, (B, L, D)."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh().cumsum(1))
+
+
+class Mixed(Strange):
+    """With modules that mix positions, which are regions of tensor parallelism, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(Sums(32) for _ in range(2)), nn.LayerNorm(32)
+
+    def forward(self, input_ids, position_ids=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return SimpleNamespace(logits=self.head(self.norm(x)))
+
+    def meshpar_layout(self):
+        tensor = {"layers.*": "region", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+        return ModelLayout(blocks=("layers.*",), tensor={"embed": "vocab", **tensor, "norm": "sequence", "head": "head"})
+
+
+OWN = {
+    "gptj": ("GPTJ", {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}),
+    "bloom": ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8),
+            **dict(layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2),
+            **dict(linear_key_head_dim=8, linear_value_head_dim=8, num_experts=0, mlp_only_layers=[0, 1]),
+        },
+    ),
+}
+"""Models of transformers that attend past its interface, with places or with a bias, or mix positions beside attention too."""
+
+
+def own(name):
+    import transformers
+
+    kind, sizes = OWN[name]
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if name == "gptj" else {}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=VOCAB, use_cache=False, **sizes, **dropout)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_mixes_positions_in_its_own_way_is_computed_whole(name):
+    whole(name)
+
+
+@on_ranks(2)
+def whole(name):
+    steps = token_steps(VOCAB, parts=2, micro_batches=2)
+    for transport in ("gather", "heads"):
+        passes = [ContextParallel(transport=transport), ActivationCheckpoint(), FullyShard()]
+        assert_parity(functools.partial(own, name), "dp_shard=1,cp=2", passes, steps)
+
+
+def test_mixers_are_named_by_the_plan_or_refused():
+    named_mixers()
+    import transformers
+
+    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, use_cache=False))
+    with pytest.raises(PlanError, match=r"takes no position_ids.*or name what mixes positions, ContextParallel\(mixers="):
+        Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).check(mamba, world_size=2)
+    Plan("dp_shard=1,cp=2", [ContextParallel(mixers=("backbone.layers.*.mixer",)), FullyShard()]).check(mamba, world_size=2)
+    with pytest.raises(PlanError, match=r"'backbone.layers.*.mixr', which mixes positions, matches no module.*backbone.layers.*mixer"):
+        Plan("dp_shard=1,cp=2", [ContextParallel(mixers=("backbone.layers.*.mixr",)), FullyShard()]).check(mamba, world_size=2)
+
+
+@on_ranks(4)
+def named_mixers():
+    context = ContextParallel(mixers=("layers.*",))
+    steps = token_steps(VOCAB, parts=4)
+    for passes in ([FullyShard()], [ActivationCheckpoint(), Compile(backend="aot_eager"), FullyShard()]):
+        assert_parity(Mixed, "dp_shard=1,cp=2,tp=2", [context, TensorParallel(), *passes], steps)
+    par = Plan("dp_shard=1,cp=2,tp=2", [context, TensorParallel(sequence_parallel=True), FullyShard()]).apply(Mixed())
+    with pytest.raises(MeshparError, match=r"Sums computes whole sequences of 16 .* use TensorParallel\(sequence_parallel=False\)"):
+        par.module(**par.split({"input_ids": torch.arange(16)[None]}))
 
 
 def test_what_cannot_be_split_is_refused():

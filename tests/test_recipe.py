@@ -250,7 +250,7 @@ def test_the_recipes_that_come_with_meshpar_are_right() -> None:
         ("dp_replicate=2,dp_shard=2,tp=2", [TensorParallel(), HybridShard()]),
         ("auto", [HybridShard()]),
         ("auto,tp=2", [TensorParallel(), HybridShard()]),
-        ("auto,cp=2,tp=2", [TensorParallel(), ContextParallel(), HybridShard()]),
+        ("auto,cp=2,tp=2", [ContextParallel(), TensorParallel(), HybridShard()]),
     ],
 )
 def test_without_passes_the_axes_call_for_them(mesh: str, passes: list[Any]) -> None:

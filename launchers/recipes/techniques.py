@@ -18,7 +18,7 @@ from meshpar.patterns import nearest
 GROUP = "meshpar.passes"
 SHARDING = ("FullyShard", "HybridShard", "Replicate")
 """The passes of data parallelism that come with meshpar."""
-BY_AXIS = (("ep", "ExpertParallel"), ("tp", "TensorParallel"), ("cp", "ContextParallel"))
+BY_AXIS = (("ep", "ExpertParallel"), ("cp", "ContextParallel"), ("tp", "TensorParallel"))
 """Axis -> the pass that works on it, in the order in which they apply."""
 Written = dict[str, dict[str, Any]]
 """A pass as a resolved recipe writes it: ``{"FullyShard": {"offload": "cpu"}}``."""

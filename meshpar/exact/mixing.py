@@ -35,7 +35,8 @@ _UNTRIED = "whether parts of a sequence compute what the whole does was not trie
 _ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
 _REMEDY = (
     "positions are exchanged in attention alone, through transformers' attention interface or in the modules of ModelLayout.attention, "
-    "which call meshpar.attention: use a mesh without cp for this model; Plan(..., verify=False) skips this test"
+    "which call meshpar.attention: use a mesh without cp for this model, or name what mixes them, ContextParallel(mixers=(...)), for each "
+    "rank to compute it on whole sequences; Plan(..., verify=False) skips this test"
 )
 
 

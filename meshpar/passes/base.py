@@ -20,16 +20,18 @@ from meshpar.patterns import find_modules, is_called, nearest
 class Stage(enum.IntEnum):
     """When a pass applies.
 
-    Whole experts are divided before tensor parallelism splits the features of each. Tensor parallelism decides what a layer computes, so it
-    applies before anything that wraps the layer. Data parallelism shards the parameters that the others left, so it applies last.
+    Whole experts are divided before tensor parallelism splits the features of each. What computes a whole sequence does so inside of what
+    splits its features. Tensor parallelism decides what a layer computes, so it applies before anything that wraps the layer. Data
+    parallelism shards the parameters that the others left, so it applies last.
     """
 
     EXPERTS = 0
-    TENSOR = 1
-    PRECISION = 2
-    RECOMPUTE = 3
-    COMPILE = 4
-    DATA = 5
+    POSITIONS = 1
+    TENSOR = 2
+    PRECISION = 3
+    RECOMPUTE = 4
+    COMPILE = 5
+    DATA = 6
 
 
 class Role(enum.Enum):

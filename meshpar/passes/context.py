@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves, tree_map
 
+from meshpar.errors import MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes.base import Pass, Role, Stage, unmatched
 from meshpar.passes.exchange import Exchange, Transport, runs
-from meshpar.passes.installed import record
+from meshpar.passes.installed import record, set_forward
 from meshpar.patterns import find_modules
 
 
@@ -37,28 +39,43 @@ class ContextParallel(Pass):
             positions for heads (Ulysses), and needs a number of heads that ``cp`` divides.
         balance: give each rank a piece of the head of a sequence and one of its tail, because late positions see more keys. Sequences
             that 2 x ``cp`` does not divide are cut in consecutive parts.
+        mixers: patterns of modules that mix positions in another way (``"backbone.layers.*.mixer"``), with those of
+            ``ModelLayout.mixers``. Each rank computes them on the whole sequence, (B, L, D), and keeps its own part: exact, while
+            their time and memory are not divided.
     """
 
     transport: Transport = "gather"
     balance: bool = True
+    mixers: tuple[str, ...] = ()
 
     name = "ContextParallel"
-    stage = Stage.TENSOR
+    stage = Stage.POSITIONS
     roles = MappingProxyType({"cp": Role.POSITIONS})
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         if self.transport not in ("gather", "heads"):
             yield f"ContextParallel(transport={self.transport!r}) must be 'gather' or 'heads'"
+        mixers = (*layout.mixers, *self.mixers)
         if "cp" in layout.refusals:
             yield layout.refusals["cp"]
-        elif layout.exchange is None and not layout.attention:
+        elif "cp without mixers" in layout.refusals and not mixers:
+            yield layout.refusals["cp without mixers"]
+        elif layout.exchange is None and not layout.attention and not mixers:
             yield (
                 f"nothing says where {type(module).__name__} attends: let its attention call meshpar.attention(self, q, k, v, mask), and "
                 "give ModelLayout(attention=('layers.*.attn',)), or drop ContextParallel"
             )
-        for pattern in layout.attention:
+        for pattern in (*layout.attention, *mixers):
             if not any(True for _ in find_modules(module, pattern)):
-                yield unmatched(f"layout attention {pattern!r}", pattern, module)
+                yield unmatched(f"{pattern!r}, which mixes positions,", pattern, module)
+
+    def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        found = [name for pattern in (*layout.mixers, *self.mixers) for name, _ in find_modules(module, pattern)]
+        if mesh.axes["cp"] > 1 and found:
+            yield (
+                f"ContextParallel: each rank computes {len(found)} modules ({found[0]}, ...) on whole sequences, for they mix positions in "
+                "a way of their own: exact, but their time and memory are not divided"
+            )
 
     def positions(self, length: int, size: int, index: int) -> Tensor:
         return torch.cat([torch.arange(each.start, each.stop) for each in runs(length, size, index, balance=self.balance)])
@@ -73,5 +90,59 @@ class ContextParallel(Pass):
         attending = [child for pattern in layout.attention for _, child in find_modules(module, pattern)]
         for each in (module, *attending):
             record(each).exchange = exchange
+        for each in {child: None for pattern in (*layout.mixers, *self.mixers) for _, child in find_modules(module, pattern)}:
+            _compute_whole(each, exchange)
         if layout.exchange is not None:
             layout.exchange(module, exchange)
+
+
+def _compute_whole(module: nn.Module, exchange: Exchange) -> None:
+    """Let a module that mixes positions compute on the whole sequence; its output is this rank's part."""
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point()), None)
+        if exchange.alone or hidden is None or hidden.ndim < 2:
+            return inner(*args, **kwargs)
+        part = hidden.shape[1]
+        length = part * exchange.size
+
+        def whole(value: object) -> object:
+            if not isinstance(value, Tensor):
+                return value
+            if value.ndim == 4 and value.shape[0] == 1:
+                value = value.expand(hidden.shape[0], *value.shape[1:])  # attention of a model's own may insist on a mask for each row
+            dim = _dim_of_positions(value, part)
+            if dim is None:
+                return value
+            if exchange.cut:
+                return torch.cat([value] * exchange.size, dim)
+            return exchange.whole(value, dim) if value.requires_grad else exchange.values(value, dim)
+
+        def own(value: object) -> object:
+            if not (isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == length):
+                return value
+            mine = value.index_select(1, exchange.rows(length, value.device))
+            return torch.zeros_like(mine) if exchange.cut else mine
+
+        args, kwargs = tree_map(whole, (args, kwargs))
+        with exchange.unsplit():
+            output = inner(*args, **kwargs)
+        hidden = next((each for each in tree_leaves(output) if isinstance(each, Tensor) and each.ndim == 3), None)
+        if hidden is not None and hidden.shape[1] != length:
+            raise MeshparError(
+                f"{type(module).__name__} computes whole sequences of {length} positions under ContextParallel, and returned "
+                f"{tuple(hidden.shape)}: under sequence parallelism its output is split once more; use "
+                "TensorParallel(sequence_parallel=False), or a mesh without cp"
+            )
+        return tree_map(own, output)
+
+    set_forward(module, forward, stays=True)
+
+
+def _dim_of_positions(value: Tensor, part: int) -> int | None:
+    """Return the dim of a module's input along which a rank has a part: (B, L), (L, D), (B, L, D), (B, H, L, any), (B, H, 1, L)."""
+    if value.ndim == 4 and value.shape[2] == 1:
+        return 3 if value.shape[3] == part else None
+    dims = {2: (1, 0), 3: (1,), 4: (2,)}.get(value.ndim, ())
+    return next((dim for dim in dims if value.shape[dim] == part), None)

@@ -75,7 +75,7 @@ class Exchange:
 
     @contextmanager
     def unsplit(self) -> Iterator[None]:
-        """Let the model compute on whole sequences, which every rank has, as it does without a plan."""
+        """Let the model, or a module of it, compute on whole sequences, which every rank has, as it does without a plan."""
         with ExitStack() as stack:
             self.alone.append(True)
             stack.callback(self.alone.clear)

@@ -22,7 +22,7 @@ class Installed:
     """What was put on one module.
 
     Attributes:
-        before: the ``forward`` that the instance had of its own before; None: its class's.
+        before: the ``forward`` that the instance had of its own before, or one that stays; None: its class's.
         forward: the forward that computes now; None where none was put on.
         attributes: plain attributes that were changed -> their values before.
         product: how a linear layer multiplies, ``(x, weight, bias) -> y``; None: as torch does.
@@ -52,18 +52,21 @@ def record(module: nn.Module) -> Installed:
     return module.__dict__.setdefault("_meshpar", Installed())
 
 
-def set_forward(module: Any, forward: Callable[..., Any], *, reads_parameters: bool = False) -> None:
+def set_forward(module: Any, forward: Callable[..., Any], *, reads_parameters: bool = False, stays: bool = False) -> None:
     """Let ``module`` compute by ``forward``, which keeps the signature of the one before.
 
     Args:
         module: any module.
         forward: the computation.
         reads_parameters: it takes this rank's part of the module's own parameters itself.
+        stays: it computes also where the module does as it was written (:func:`as_written`): its inputs are parts there, too.
     """
     known = record(module)
     if known.forward is None:
         known.before = module.__dict__.get("forward")
     known.forward = functools.update_wrapper(forward, module.forward)
+    if stays:
+        known.before = known.forward
     known.reads_parameters |= reads_parameters
     module.forward = known.forward
 
