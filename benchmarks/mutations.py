@@ -40,6 +40,8 @@ TESTS = (
     "tests/test_loops.py",
     "tests/test_huggingface.py",
     "tests/test_context.py",
+    "tests/test_experts.py",
+    "tests/test_world.py",
 )
 OWN_TESTS = {"exchange": "context"}
 """File -> word in the name of its tests, where that is another."""
