@@ -103,25 +103,25 @@ def mixer_refusal(model: Any) -> str | None:
     )
 
 
-def mixers(model: nn.Module) -> tuple[str, ...]:
+def mixers(model: Any) -> tuple[str, ...]:
     """Return the names of the modules that mix positions in a way of their own.
 
     They attend past transformers' attention interface, or choose keys or add a bias among those of the whole row. In a model that
-    attends at all so do those beside attention: recurrences and linear attention, which hold a convolution over positions.
+    attends at all so do those beside attention: recurrences and linear attention, which hold a convolution over positions. Towers for
+    images and sound see no positions of the text.
     """
-    attending = {name: module for name, module in model.named_modules() if _attends(module)}
+    own = (model.config, model.config.get_text_config())
+    towers = [name for name, each in model.named_modules() if hasattr(each, "base_model") and not any(each.config is one for one in own)]
+    text = [(name, each) for name, each in model.named_modules() if not any(name.startswith(f"{tower}.") for tower in towers)]
+    attending = {name: module for name, module in text if _attends(module)}
     kinds = [each for name, each in vars(sys.modules[type(model).__module__]).items() if "Attention" in name and isinstance(each, type)]
     found = [name for name, module in attending.items() if not _by_interface(type(module)) or any(hasattr(module, each) for each in _OWN)]
-    blocks = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) for name in _inside(name, module)]
+    blocks = [f"{name}.{number}" for name, module in text if isinstance(module, nn.ModuleList) for number in range(len(module))]
     for block in blocks if any(map(_by_interface, kinds)) else ():
         for name, child in model.get_submodule(block).named_children():
             if any(isinstance(each, nn.Conv1d) for each in child.modules()):
                 found.append(f"{block}.{name}")
     return tuple(dict.fromkeys(name for name in found if not any(name.startswith(f"{other}.") for other in found)))
-
-
-def _inside(name: str, blocks: nn.ModuleList) -> list[str]:
-    return [f"{name}.{number}" for number in range(len(blocks))]
 
 
 def _attends(module: nn.Module) -> bool:

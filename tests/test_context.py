@@ -29,6 +29,7 @@ from meshpar import (
     chunked_token_loss,
     token_loss,
 )
+from meshpar.models.huggingface import layout_for
 from meshpar.testing import assert_parity, on_ranks, token_steps
 
 
@@ -271,6 +272,9 @@ def test_mixers_are_named_by_the_plan_or_refused():
     named_mixers()
     import transformers
 
+    with torch.device("meta"):
+        pictures = transformers.AutoModelForCausalLM.from_config(transformers.Gemma3Config())
+    assert layout_for(pictures).mixers == (), "its tower for images sees no positions of the text"
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, use_cache=False))
     with pytest.raises(PlanError, match=r"takes no position_ids.*or name what mixes positions, ContextParallel\(mixers="):
         Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).check(mamba, world_size=2)
