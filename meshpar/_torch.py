@@ -441,9 +441,10 @@ def share_timeout(groups: Iterable[Any]) -> None:
     timeout = None
     with suppress(IndexError, RuntimeError):  # a group of no device; a backend without options
         timeout = getattr(getattr(world._get_backend(world._device_types[0]), "options", None), "_timeout", None)
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public since torch 2.14
     if timeout is not None:  # a simulated group has none
         for group in groups:
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            set_timeout(timeout, group)
 
 
 def stored_at(file: str, position: int, length: int) -> Any:
