@@ -49,6 +49,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import _assert_async as assert_async
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable import checkpoint_activation
 from torch.distributed._composable.checkpoint_activation import checkpoint
@@ -67,8 +68,8 @@ R = TypeVar("R")
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep ``torch.compile`` out of ``function``: ``torch.compiler.disable`` with the function's type."""
-    return cast("Callable[P, R]", torch.compiler.disable(function))
+    """Keep ``torch.compile`` out of ``function``: ``torch.compiler.disable`` that loads the compiler, half a second, at the first call."""
+    return cast("Callable[P, R]", _disable_dynamo(function))
 
 
 def ignore_profiler_marks() -> None:
