@@ -169,6 +169,22 @@ class Strange(nn.Module):
         return ModelLayout(blocks=("layers.*",), attention=("layers.*",))
 
 
+class Counted(Strange):
+    """Counts from 2 where nobody says, as some encoders do."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Embedding(32, 32)
+
+    def forward(self, input_ids, position_ids=None):
+        places = torch.arange(2, 2 + input_ids.shape[1])[None] if position_ids is None else position_ids
+        mask = attention_mask(self, position_ids)
+        x = self.embed(input_ids) + self.places(places)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return SimpleNamespace(logits=self.head(x))
+
+
 def test_a_strangers_model_that_calls_attention_is_exact_and_what_else_mixes_positions_is_named():
     strange()
 
@@ -181,6 +197,7 @@ def strange():
         (Strange(reaches=(3, 3)), r"layers.0.near \(Conv1d\) mixes positions"),
         (Strange(reaches=(1, 3)), r"layers.1.near \(Conv1d\) mixes positions"),
         (Strange(rolled=True), "Strange mixes positions, or counts them itself"),
+        (Counted(), "Counted computes something else where it gets no position_ids than from the 0, 1, 2, ... of par.split"),
     ):
         par = Plan("dp_shard=1,cp=2", plan).apply(model)
         with pytest.raises(MeshparError, match=told), torch.no_grad():

@@ -90,13 +90,35 @@ class MixingTest:
             if want is None or have is None:
                 log.warning("%s: the model returned no tensor with positions", _UNTRIED)
                 return
+            self._count_alike(forward, *short, want)
             mine = want.index_select(1, self._exchange.rows(want.shape[1], want.device))
             size = off(mine, have, 0.0)
-            if size > (TOLERANCE if self._dtype(have) in (torch.float32, torch.float64) else HALF_TOLERANCE):
+            if size > self._tolerance(have):
                 self._agree(True)
                 raise ParallelError(f"{self._culprit(forward, *part)}, of which each rank has a part (off by {size:.1e}); {_REMEDY}")
             if self._agree(False):
                 raise ParallelError(f"{self._culprit(forward, *part)}, of which each rank has a part; {_REMEDY}")
+
+    def _count_alike(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], want: Tensor) -> None:
+        """Refuse a model that counts otherwise than 0, 1, 2, ... where it gets no positions, as it does without a plan."""
+        ids = kwargs.get("position_ids")
+        if ids is None or not torch.equal(ids, torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)):
+            return
+        try:
+            with self._exchange.unsplit():
+                counted = _hidden(forward(*args, **{name: each for name, each in kwargs.items() if name != "position_ids"}))
+        except (*_ERRORS, MeshparError) as error:
+            _unless_out_of_memory(error)
+            return  # it needs them
+        if counted is not None and off(counted, want, 0.0) > self._tolerance(want):
+            raise ParallelError(
+                f"{class_name(self._module)} computes something else where it gets no position_ids than from the 0, 1, 2, ... of "
+                "par.split: it counts its positions itself; put those that it counts into the batch as position_ids, or use a mesh "
+                "without cp"
+            )
+
+    def _tolerance(self, output: Tensor) -> float:
+        return TOLERANCE if self._dtype(output) in (torch.float32, torch.float64) else HALF_TOLERANCE
 
     def _beginning(self, length: int, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return the beginning of the whole batch, and this rank's part of it."""
