@@ -517,6 +517,11 @@ process. torch {torch}, gloo, float32. Made by `python benchmarks/architectures.
   with what would work.
 - wrong, crashed, hung: bugs.
 - export: the parallel model is exported, and transformers loads it with every parameter equal.
+- CP 2: [context parallelism](context.md) by `gather`, and by `heads`. What mixes positions in a way of
+  its own is computed on whole sequences.
+- EP 2: [whole experts are divided](experts.md).
+- documents: a [packed row](data.md#documents) computes what its documents compute one by one, and
+  another first document leaves the second as it was, bit for bit.
 
 Weights are random, with noise on those that start at zero or one. Dropout is off. Models have half
 as many heads of keys and values as of queries where the config allows it, so that pairs of ranks
