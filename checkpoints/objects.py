@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -103,12 +104,14 @@ class ObjectPath:
 
     def is_dir(self) -> bool:
         """Return whether any key is below this one."""
-        return self.listed if self.listed is not None else bool(next(self._list(chunk=1), None))
+        if self.listed is not None:
+            return self.listed
+        return self._asked("listing", lambda store: bool(next(iter(_obstore().list(store, self._prefix, chunk_size=1)), None)))
 
     def iterdir(self) -> Iterator[ObjectPath]:
         """Yield the keys and folders directly below. Asks for all keys: some servers list folders that have none."""
         start = len(self.key) + 1 if self.key else 0
-        found = {each["path"][start:].partition("/")[:2] for page in self._list() for each in page}
+        found = {each["path"][start:].partition("/")[:2] for each in self._list()}
         return (self._below(name, bool(slash)) for name, slash in sorted(found))
 
     def _below(self, name: str, listed: bool) -> ObjectPath:
@@ -125,12 +128,12 @@ class ObjectPath:
 
     def untouched_s(self) -> float:
         """Return the seconds since the youngest key here was written, by the clocks of the store and of this host; 0 without keys."""
-        return time.time() - max((each["last_modified"].timestamp() for page in self._list() for each in page), default=time.time())
+        return time.time() - max((each["last_modified"].timestamp() for each in self._list()), default=time.time())
 
     def below(self) -> dict[str, tuple[str | None, int, float]]:
         """Return ETag, size and time of every key below this one, by the rest of its name, and of this key by an empty one."""
         start, head = len(self.key) + 1, self._head()
-        found = [each for page in self._list() for each in page] + ([] if head is None else [head])
+        found = self._list() + ([] if head is None else [head])
         return {each["path"][start:]: (each["e_tag"], each["size"], each["last_modified"].timestamp()) for each in found}
 
     def read(self) -> tuple[bytes, str | None] | None:
@@ -178,8 +181,7 @@ class ObjectPath:
     def remove_all(self) -> None:
         """Delete every key below this one."""
         assert self.key, "a whole bucket"
-        for page in self._list():
-            self._asked("deleting", partial(_deleted, keys=[each["path"] for each in page]))
+        self._asked("deleting", partial(_deleted, keys=[each["path"] for each in self._list()]))
 
     @contextmanager
     def writing(self, expected_bytes: int = 0) -> Iterator[Callable[[Any], object]]:
@@ -199,15 +201,17 @@ class ObjectPath:
         except FileNotFoundError:
             return None
 
-    def _list(self, chunk: int = 1000) -> Iterator[list[dict[str, Any]]]:
-        with self._told("listing"):
-            pages = iter(_obstore().list(self._store(), f"{self.key}/" if self.key else None, chunk_size=chunk))
-        while True:
-            with self._told("listing"):
-                page = next(pages, None)
-            if page is None:
-                return
-            yield [each for each in page if each["path"] != self.key]
+    def _list(self) -> list[dict[str, Any]]:
+        """Return what the store tells of every key below this one."""
+
+        def listed(store: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+            return [each for page in _obstore().list(store, self._prefix) for each in page if each["path"] != self.key]
+
+        return self._asked("listing", listed)
+
+    @property
+    def _prefix(self) -> str | None:
+        return f"{self.key}/" if self.key else None
 
     def _store(self) -> Any:  # noqa: ANN401
         with self._told("opening"):
@@ -368,8 +372,10 @@ def _deleted(store: Any, keys: list[str]) -> None:  # noqa: ANN401
 
 
 def _said(error: Exception) -> str:
-    """Return the first line of an error, of at most 300 characters: what follows repeats it."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    """Return the first line of an error and the code that the store gave it; what follows repeats them."""
+    text = str(error).strip() or type(error).__name__
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    return text.splitlines()[0].removesuffix(': <?xml version="1.0" encoding="UTF-8"?>')[:300] + (f" ({code[1]})" if code else "")
 
 
 def _remedy(error: Exception) -> str:
