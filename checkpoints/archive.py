@@ -17,7 +17,7 @@ import torch
 from meshpar.checkpoints.checksums import crc32, joined
 from meshpar.checkpoints.files import ALIGNMENT, Box, Readable, aligned
 from meshpar.checkpoints.pickles import read_tensor_pickle, tensor_pickle
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, StoreError
 
 _LARGE = 0xFFFFFFFF
 _STREAMED = 0x0808  # flags: sizes and checksum follow the payload; names are UTF-8
@@ -149,6 +149,8 @@ def find_tensor(file: Readable, position: int, length: int, shape: tuple[int, ..
             raise CheckpointError(f"its storage has {size} bytes, and the tensor begins at element {saved.offset} of them")
         if payload + size > position + length:
             raise CheckpointError("its payload exceeds the archive")
+    except StoreError:
+        raise
     except (CheckpointError, KeyError, struct.error, UnicodeDecodeError, IndexError) as error:
         raise CheckpointError(str(error) if isinstance(error, CheckpointError) else repr(error)) from error
     return Box(file, payload, saved.shape, saved.dtype), checksum if summed else None

@@ -21,7 +21,7 @@ from meshpar.checkpoints.foreign import remedy
 from meshpar.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from meshpar.checkpoints.pickles import PickledObject, read_metadata
 from meshpar.checkpoints.storage import Place, open_file, place
-from meshpar.errors import CheckpointError, brief
+from meshpar.errors import CheckpointError, StoreError, brief
 from meshpar.patterns import nearest
 from meshpar.weights.views import Spans, spans_of
 
@@ -142,6 +142,7 @@ class DistributedCheckpoint:
         """Return the position of one part of the tensor ``name``; raises CheckpointError if its archive is damaged."""
         if chunk not in self._boxes:
             file = self._file(chunk.file)
+            file.expect(_ends(chunk))
             try:
                 box, payload = find_tensor(file, chunk.position, chunk.length, chunk.shape)
                 if box.dtype != self.tensors[name].dtype:
@@ -149,6 +150,8 @@ class DistributedCheckpoint:
                 if self._checked:
                     _check_around(box, payload or 0, chunk, self._sums.get((name, chunk.offsets)))
                     box = replace(box, name=name, crc32=payload)
+            except StoreError:
+                raise  # no damage
             except CheckpointError as error:
                 other = "it was saved with SerializationFormat.SAFETENSORS, which is not read: save it as TORCH_SAVE"
                 why = other if _is_safetensors(file) else error

@@ -25,7 +25,7 @@ from meshpar.checkpoints.steps import Steps
 from meshpar.checkpoints.storage import Place, on_disk
 from meshpar.checkpoints.verify import Verify
 from meshpar.checkpoints.writing import Checksum
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, StoreError
 
 _log = logging.getLogger("meshpar.checkpoints")
 
@@ -257,7 +257,7 @@ class CheckpointManager:
                 fits = True
                 return restoring.read(random=random, passed_over=tuple(damaged))
             except CheckpointError as error:
-                if not fallback or ranks.broken or not fits:
+                if not fallback or ranks.broken or not fits or isinstance(error, StoreError):
                     raise
                 _log.error("%s", error)
                 damaged.append(str(error))

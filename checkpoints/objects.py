@@ -23,7 +23,7 @@ from typing import Any, TypeVar, final
 import torch
 
 from meshpar.checkpoints.files import memory_of
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, StoreError
 from meshpar.extras import need
 
 T = TypeVar("T")
@@ -237,7 +237,7 @@ class ObjectPath:
         except (_errors().BaseError, OSError) as error:
             if isinstance(error, (FileNotFoundError, CheckpointError)):
                 raise
-            raise CheckpointError(f"{doing} {self} failed: {_said(error)}; {_remedy(error)}") from error
+            raise StoreError(f"{doing} {self} failed: {_said(error)}; {_remedy(error)}") from error
 
 
 @final
@@ -271,12 +271,9 @@ class ReadObject:
 
     def fill(self, view: memoryview, position: int) -> None:
         """Fill a piece of writable memory, by several requests at once."""
-        at = bisect.bisect_right(self._kept, position, key=lambda each: each[0]) - 1
-        if at >= 0:
-            start, kept = self._kept[at]
-            if position + len(view) <= start + len(kept):
-                view[:] = kept[position - start : position - start + len(view)]
-                return
+        if (piece := self._piece(position, position + len(view))) is not None:
+            view[:] = piece
+            return
         for start in range(0, len(view), _WINDOW_BYTES):
             stop = min(len(view), start + _WINDOW_BYTES)
             cuts = [*range(start, stop, _PIECE_BYTES), stop]
@@ -286,8 +283,14 @@ class ReadObject:
 
     def expect(self, spans: Iterable[tuple[int, int]]) -> None:
         """Fetch small pieces, from start to stop, which are read soon."""
-        wanted = sorted(span for span in spans if span[0] < span[1] <= self.size)
+        wanted = sorted({(start, stop) for start, stop in spans if 0 <= start < stop <= self.size and self._piece(start, stop) is None})
         self._kept = sorted([*self._kept, *zip((start for start, _ in wanted), self._ranges(wanted))], key=lambda each: each[0])
+
+    def _piece(self, start: int, stop: int) -> memoryview | None:
+        """Return bytes that were fetched before; None if they were not."""
+        at = bisect.bisect_right(self._kept, start, key=lambda each: each[0]) - 1
+        begin, kept = self._kept[at] if at >= 0 else (0, memoryview(b""))
+        return kept[start - begin : stop - begin] if at >= 0 and stop <= begin + len(kept) else None
 
     def forget(self, start: int, stop: int) -> None:
         """Do nothing: no page of this machine's is held."""
@@ -372,14 +375,16 @@ def _deleted(store: Any, keys: list[str]) -> None:  # noqa: ANN401
 
 
 def _said(error: Exception) -> str:
-    """Return the first line of an error and the code that the store gave it; what follows repeats them."""
+    """Return what an error says, in short: the server's status and code if it answered."""
     text = str(error).strip() or type(error).__name__
-    code = re.search(r"<Code>(\w+)</Code>", text)
-    return text.splitlines()[0].removesuffix(': <?xml version="1.0" encoding="UTF-8"?>')[:300] + (f" ({code[1]})" if code else "")
+    status, code = re.search(r"status code: (\d+ [A-Z][A-Za-z ]*)", text), re.search(r"<Code>(\w+)</Code>", text)
+    if status is None:
+        return text.splitlines()[0][:300]
+    return f"the store answered {status[1]}{f' ({code[1]})' if code else ''}"
 
 
 def _remedy(error: Exception) -> str:
-    refused = isinstance(error, (_errors().PermissionDeniedError, _errors().UnauthenticatedError)) or "Expired" in str(error)
-    if refused:
-        return "the store refuses these credentials: check that its usual environment has them, that they may do this, and have not expired"
-    return "check the bucket, its endpoint and region in the store's usual environment, and the network; then run this again"
+    refused = isinstance(error, (_errors().PermissionDeniedError, _errors().UnauthenticatedError))
+    if refused or re.search(r"status code: 40[13]|<Code>Expired", str(error)):
+        return "check that the store's usual environment has credentials that may do this and have not expired, then run this again"
+    return "check the bucket, its endpoint and region in the store's usual environment, and the network, then run this again"

@@ -18,7 +18,7 @@ from meshpar.checkpoints.dcp import Chunk, check_cover, overlap
 from meshpar.checkpoints.files import ALIGNMENT, Box, Readable, inside
 from meshpar.checkpoints.foreign import remedy
 from meshpar.checkpoints.storage import Place, entries, open_file, place
-from meshpar.errors import CheckpointError, brief
+from meshpar.errors import CheckpointError, StoreError, brief
 from meshpar.patterns import nearest
 from meshpar.weights.views import spans_of
 
@@ -164,6 +164,8 @@ def read_header(file: Readable) -> tuple[dict[str, Box], dict[str, tuple[int, ..
         offsets = {name: tuple(entry["saved_offsets"]) for name, entry in shards.items() if name in boxes}
         if odd := [name for name, each in offsets.items() if len(each) != len(boxes[name].shape) or not all(type(o) is int for o in each)]:
             raise CheckpointError(f"the shard of {odd[0]!r} is at {offsets[odd[0]]} of a tensor of {len(boxes[odd[0]].shape)} dims")
+    except StoreError:
+        raise
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
         other = remedy(file.path) if file.path.suffix != ".safetensors" else ""
         raise CheckpointError(f"{file.path} is not a complete safetensors file: {error}{other}") from error

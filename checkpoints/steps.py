@@ -21,7 +21,7 @@ from meshpar.checkpoints.leftovers import Leftover, leftover, on_the_way, remove
 from meshpar.checkpoints.manifest import MANIFEST_NAME, Manifest, read_manifest, step_name, step_of
 from meshpar.checkpoints.objects import ObjectPath
 from meshpar.checkpoints.storage import Place, entries, fsync, place, write_durably
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, StoreError
 
 CHECKPOINTS = "checkpoints"
 """The folder of steps in a run's folder."""
@@ -168,6 +168,8 @@ class Steps:
     def _is_readable(self, step: int) -> bool:
         try:
             read_manifest(self.folder(step))
+        except StoreError:
+            raise  # a step is not unreadable because the store does not answer now
         except CheckpointError:
             return False
         return True
@@ -256,6 +258,8 @@ def _uncommitted(folder: Place) -> list[Place]:
         return []
     try:
         named = read_manifest(folder).parts if committed else ""
+    except StoreError:
+        raise
     except CheckpointError:
         return []  # damaged: it may be any of them
     return [each for each in saves if each.name != named]

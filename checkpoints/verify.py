@@ -12,7 +12,7 @@ from meshpar.checkpoints.dcp import METADATA_NAME, Chunk, DistributedCheckpoint
 from meshpar.checkpoints.files import BLOCK_BYTES, Readable
 from meshpar.checkpoints.manifest import Manifest
 from meshpar.checkpoints.storage import Place, open_file, size_of
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, StoreError
 
 Verify = Literal["none", "size", "full"]
 
@@ -92,6 +92,8 @@ def _problems(path: Place, expected: Mapping[str, Any], parts: Iterable[tuple[st
             yield from _differing(open_file(path, links=False), expected, sorted(parts, key=lambda each: each[1].position))
     except OSError as error:
         yield str(error.strerror)
+    except StoreError:
+        raise
     except CheckpointError as error:
         yield str(error)
 

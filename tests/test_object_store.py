@@ -254,12 +254,12 @@ def test_what_a_dead_save_left_goes_and_what_a_live_one_writes_stays(bucket):
     assert "left: none" in remove_step(root / "step-00000001")
 
 
-FAULTS = int(os.environ.get("MESHPAR_FAULTS", "40"))
+FAULTS = int(os.environ.get("MESHPAR_FAULTS", "15"))
 
 
 @pytest.mark.timeout(120 + 10 * FAULTS)
 def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s3_port, bucket, tmp_path, monkeypatch):
-    stall_s = 60.0 if FAULTS > 100 else 3.0
+    stall_s = 60.0 if FAULTS > 100 else 1.5
     monkeypatch.setattr(objects, "CLIENT", {**objects.CLIENT, "read_timeout": timedelta(seconds=stall_s / 3)})
     monkeypatch.setattr(objects, "RETRY", {**objects.RETRY, "max_retries": 3, "retry_timeout": timedelta(seconds=2 * stall_s)})
     proxy = object_store.FaultyProxy(s3_port, seed=int(os.environ.get("MESHPAR_FAULTS_SEED", "0")), stall_s=stall_s)
@@ -269,7 +269,7 @@ def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s
     for step in itertools.count(1):
         if sum(proxy.injected.values()) >= FAULTS:
             break
-        proxy.rate = 0.15
+        proxy.rate = 0.08
         for name, act in (
             ("save", lambda step=step: CheckpointManager(root, keep=2).save(step, Job(Filled(float(step))))),
             ("restore", lambda: CheckpointManager(root).restore(Job(Filled(0.0)))),

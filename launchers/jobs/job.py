@@ -24,7 +24,7 @@ from meshpar.checkpoints.manifest import step_name, step_of
 from meshpar.checkpoints.published import stored_model
 from meshpar.checkpoints.steps import CHECKPOINTS, checkpoints_in
 from meshpar.checkpoints.storage import Place, carried, fetched, place
-from meshpar.errors import CheckpointError, RecipeError
+from meshpar.errors import CheckpointError, RecipeError, StoreError
 from meshpar.launchers.agent.starts import made_step
 from meshpar.launchers.agent.watching import watched
 from meshpar.launchers.jobs import build
@@ -229,6 +229,8 @@ def _model_only(source: CheckpointManager, step: int) -> Place | None:
     try:
         folder = open_step(source.root / step_name(step))
         manifest = read_manifest(folder)
+    except StoreError:
+        raise
     except CheckpointError:
         return None  # restore raises the error, or falls back to the step before
     return folder if manifest.optimizer is None and not manifest.extra else None
