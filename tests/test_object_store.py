@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,16 +31,19 @@ from meshpar.checkpoints import (
     open_step,
     pin_step,
     prune_steps,
+    read_manifest,
     remove_step,
     verify_step,
 )
 from meshpar.checkpoints.leftovers import host_name
 from meshpar.checkpoints.storage import Place, place
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, StoreError
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import on_ranks
 from tests import object_store
 from tests.test_checkpoints_commit import Job
+
+obstore = pytest.importorskip("obstore", reason="the extra object-store is not installed")
 
 
 def parallel(mesh: str, seed: int) -> meshpar.Parallelized:
@@ -295,3 +299,50 @@ def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s
     objects._store.cache_clear()
     print(f"{sum(proxy.injected.values())} failures ({dict(proxy.injected)}): {dict(outcomes)}, the longest {longest:.1f} s")  # noqa: T201
     assert outcomes["save done"] and outcomes["restore done"] and outcomes["export done"]
+
+
+@pytest.mark.parametrize("damage", ["a bit flipped", "cut short", "deleted", "manifest cut"])
+def test_damage_in_a_store_is_found_named_and_passed_over(bucket, damage):
+    root = place(f"{bucket}/run")
+    manager = CheckpointManager(root)
+    for step in (1, 2):
+        manager.save(step, Job(Filled(float(step))))
+    newer = root / "step-00000002"
+    part = read_manifest(newer).files_in(newer) / "__0_0.distcp"
+    data = bytearray(part.read()[0])
+    if damage == "a bit flipped":
+        data[len(data) // 2] ^= 1
+        part.write(bytes(data))
+    elif damage == "cut short":
+        part.write(bytes(data[:-1000]))
+    elif damage == "deleted":
+        part.unlink()
+    else:
+        (newer / "meshpar.json").write((newer / "meshpar.json").read()[0][:-100])
+    named = "meshpar.json" if damage == "manifest cut" else "__0_0.distcp"
+    with pytest.raises(CheckpointError, match=named):
+        verify_step(newer)
+    job = Job(Filled(0.0))
+    restored = manager.restore(job, fallback=True)
+    assert restored.step == 1 and named in restored.passed_over[0] and all((each == 1.0).all() for each in job.module.parameters())
+    manager.save(2, Job(Filled(2.0)), replace=True)
+    assert value_of(newer) == 2.0
+    if damage != "manifest cut":  # which folder was the step's is lost with it, so that its files stay until this process has ended
+        assert len(list(newer.iterdir())) == 2
+
+
+def test_a_store_that_refuses_is_no_damage_that_is_passed_over(s3_port, bucket, monkeypatch):
+    manager = CheckpointManager(f"{bucket}/run")
+    for step in (1, 2):
+        manager.save(step, Job(Filled(float(step))))
+    get_ranges = obstore.get_ranges
+
+    def expired(store: Any, key: str, **options: Any) -> Any:
+        if "step-00000002" in key and key.endswith(".distcp"):
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+            store = obstore.store.from_url(bucket, client_options={"allow_http": True})
+        return get_ranges(store, key, **options)
+
+    monkeypatch.setattr(obstore, "get_ranges", expired)
+    with pytest.raises(StoreError, match=r"__0_\d.distcp failed: the store answered 403 .*check that the store's usual environment"):
+        manager.restore(Job(Filled(0.0)), fallback=True)

@@ -12,7 +12,7 @@ import torch
 
 from meshpar.checkpoints import read_manifest
 from meshpar.checkpoints.export import files_beside_weights
-from meshpar.checkpoints.storage import Place, fetched
+from meshpar.checkpoints.storage import Place, fetched, place
 from meshpar.errors import CheckpointError, LayoutError
 from meshpar.launchers.jobs.job import RECIPE, TOKENIZER
 from meshpar.launchers.recipes.recipe import load_recipe
@@ -95,10 +95,10 @@ def _config_in(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"--config: expected a folder with config.json, got {folder}: {error}") from error
 
 
-def _generation_config(run: Place) -> tuple[Path, ...]:
+def _generation_config(run: Place) -> tuple[Place, ...]:
     """Return the generation config of the weights or of the config that a run's model started from."""
     if not (run / RECIPE).is_file():
         return ()
     model = load_recipe(fetched(run / RECIPE)).model
-    folders = [Path(each).expanduser() for each in (model.weights, getattr(model, "config", None)) if isinstance(each, (str, Path))]
+    folders = [place(each).expanduser() for each in (model.weights, getattr(model, "config", None)) if isinstance(each, (str, Path))]
     return tuple(each / _GENERATION for each in folders if (each / _GENERATION).is_file())[:1]

@@ -61,7 +61,7 @@ def export_merged(
     src: Place,
     dst: Place,
     settings: LoRA,
-    base: Path,
+    base: Place,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5 << 30,
     progress: Progress | None = None,

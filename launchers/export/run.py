@@ -87,13 +87,13 @@ def export_run(
         )
 
 
-def _adapted(run: Place) -> tuple[LoRA, Path] | None:
+def _adapted(run: Place) -> tuple[LoRA, Place] | None:
     """Return the adapters' settings and the weights below them if a run trained adapters; None otherwise."""
     if not (run / RECIPE).is_file():
         return None
     recipe = load_recipe(fetched(run / RECIPE))
     settings = recipe.adapters()
-    return None if settings is None or recipe.model.weights is None else (settings, recipe.model.weights.expanduser())
+    return None if settings is None or recipe.model.weights is None else (settings, place(recipe.model.weights).expanduser())
 
 
 def _dtype(text: str | None) -> torch.dtype | None:

@@ -354,7 +354,8 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
             "the input is tokens already: leave it out, or give the folder of the tokenizer that made them, for the export",
         )
     weights = recipe.model.weights
-    if weights is not None and weights.expanduser().exists() and data.tokenizer is None and data.source not in ("tokens", "dataset"):
+    there = weights is not None and storage.place(weights).expanduser().exists()
+    if there and data.tokenizer is None and data.source not in ("tokens", "dataset"):
         yield (
             ("data", "tokenizer"),
             f"missing: {weights} has no tokenizer.json; name the folder of the tokenizer that the weights were trained with, "
