@@ -296,7 +296,7 @@ def bytes_read() -> int:
 
 
 def stored(folder: str, layers: str, rounds: str) -> Notes:
-    import obstore
+    import obstore.store
     import torch
 
     import meshpar
@@ -408,6 +408,7 @@ def measure_stored(layers: int, rounds: int, folder: Path) -> dict[str, float]:
 
     with object_store.served(folder / "seaweedfs") as port:
         object_store.use(port)
+        object_store.bucket("benchmark")
         found = in_process("stored", str(folder), str(layers), str(rounds))
         if "failed" in found:
             raise SystemExit(found["failed"])

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from meshpar.checkpoints.storage import place
 from meshpar.testing import PRELOAD
 from tests import object_store
 
@@ -54,6 +53,4 @@ def bucket(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL of a bucket of this test's own, with the store's environment set here; ranks get it by ``object_store.use(port)``."""
     for name, value in object_store.environment(s3_port).items():
         monkeypatch.setenv(name, value)
-    url = f"s3://test-{uuid.uuid4().hex[:12]}"
-    (place(url) / "the-first-write-makes-the-bucket").write(b"")
-    return url
+    return object_store.bucket(f"test-{uuid.uuid4().hex[:12]}")

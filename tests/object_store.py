@@ -42,9 +42,17 @@ def use(port: int) -> None:
     os.environ.update(environment(port))
 
 
+def bucket(name: str) -> str:
+    """Make a bucket and return its URL; the first write makes it."""
+    from obstore.store import from_url
+
+    from_url(f"s3://{name}", client_options={"allow_http": True}).put("made", b"")
+    return f"s3://{name}"
+
+
 @contextmanager
 def served(folder: Path) -> Iterator[int]:
-    """Run the server with its files in ``folder``; yield the port where it speaks S3. A bucket is made by the first write to it."""
+    """Run the server with its files in ``folder``; yield the port where it speaks S3."""
     assert WEED is not None
     s3, master, volume, filer = ports = free_ports(4)
     identity = {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin", "Read", "Write", "List"]}
