@@ -37,16 +37,14 @@ class Lease:
         self._us = {"host": host_name(), "process": os.getpid(), "id": process_id(os.getpid())}
         self._since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._made = False
-        self._tag: str | None = None  # of the file as read last, in a store: a renewal replaces that one alone
         self._ended, self._thread = threading.Event(), threading.Thread(target=self._beat, name="meshpar-lease", daemon=True)
 
     def take(self) -> None:
         """Take the folder, after waiting for up to ``dead_s`` for a sign of its holder; raises CheckpointError if the holder lives."""
-        if not self._create():
-            held = self._read()
-            if not self._is_ours(held) and self._lives(held):
-                raise CheckpointError(f"{self._path.parent} {_told(held)}; end that job, or train in another folder")
-        self._write(0)
+        made, (held, tag) = self._create(), self._found()
+        if not made and not self._is_ours(held) and self._lives(held):
+            raise CheckpointError(f"{self._path.parent} {_told(held)}; end that job, or train in another folder")
+        self._write(0, tag)
         self._thread.start()
 
     def check(self) -> None:
@@ -67,9 +65,7 @@ class Lease:
 
     def _create(self) -> bool:
         if isinstance(self._path, ObjectPath):
-            made = self._path.create(self._text(-1))
-            self._read()
-            return made
+            return self._path.create(self._text(-1))
         self._made = not self._path.parent.exists()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
@@ -92,16 +88,19 @@ class Lease:
         while not self._ended.wait(self._beat_s):
             count += 1
             with told_only(f"cannot renew {self._path}"):
-                if not self._is_ours(self._read()):
+                held, tag = self._found()
+                if not self._is_ours(held):
                     return  # the next check() raises
-                self._write(count)
+                self._write(count, tag)
 
-    def _write(self, count: int) -> None:
-        """Write in place: over NFS, who opens a file sees what was written before it was closed, but may miss that it was replaced."""
+    def _write(self, count: int, tag: str | None) -> None:
+        """Write in place: over NFS, who opens a file sees what was written before it was closed, but may miss that it was replaced.
+
+        In a store, replace the object with the ETag ``tag`` alone.
+        """
         if isinstance(self._path, ObjectPath):
-            if not self._path.create(self._text(count), replaces=self._tag):
+            if not self._path.create(self._text(count), replaces=tag):
                 raise CheckpointError(f"{self._path.parent} {_told(self._read())}, which took it at this moment; end one of the jobs")
-            self._read()
             return
         with self._path.open("rb+") as file:
             file.write(self._text(count))
@@ -113,15 +112,20 @@ class Lease:
         return json.dumps({**self._us, "since": self._since, "count": count}).ljust(512).encode()
 
     def _read(self) -> dict[str, Any]:
+        return self._found()[0]
+
+    def _found(self) -> tuple[dict[str, Any], str | None]:
+        """Return what the file says, and in a store its ETag."""
+        tag = None
         try:
             if isinstance(self._path, ObjectPath):
-                text, self._tag = self._path.read() or (b"", None)
+                text, tag = self._path.read() or (b"", None)
             else:
                 text = self._path.read_bytes()
             found = json.loads(text)
         except (FileNotFoundError, ValueError):
-            return {}  # given up, or being written
-        return found if isinstance(found, dict) and {*self._us, "since"} <= found.keys() else {}
+            return {}, tag  # given up, or being written
+        return (found if isinstance(found, dict) and {*self._us, "since"} <= found.keys() else {}), tag
 
     def _is_ours(self, held: dict[str, Any]) -> bool:
         return {key: held.get(key) for key in self._us} == self._us

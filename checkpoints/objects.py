@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -192,8 +192,19 @@ class ObjectPath:
         piece = max(_UPLOAD_BYTES, -(-expected_bytes // _MOST_PARTS))
         with self._told("writing"):
             writer = _obstore().open_writer(self._store(), self.key, buffer_size=piece, max_concurrency=_UPLOADS_AT_ONCE)
-            with writer:  # an error aborts the upload
-                yield lambda data: writer.write(bytes(data))  # it keeps what it is given, and our blocks are used again
+
+        def write(data: Any) -> None:  # noqa: ANN401 - a buffer
+            with self._told("writing"):
+                writer.write(bytes(data))  # it keeps what it is given, and our blocks are used again
+
+        try:
+            yield write
+        except BaseException as error:
+            with suppress(_errors().BaseError):
+                writer.__exit__(type(error), error, error.__traceback__)  # aborts the upload
+            raise
+        with self._told("writing"):
+            writer.close()
 
     def _head(self) -> dict[str, Any] | None:
         try:
