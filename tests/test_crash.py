@@ -159,12 +159,13 @@ def test_kill_9_of_any_rank_at_any_moment_loses_and_mixes_nothing(tmp_path, stor
     generator = random.Random(int(os.environ.get("MESHPAR_CRASH_SEED", "0")))
     modes = ("first", "later", "async", "retention")
     waits = []
-    for number in range(KILLS):
-        mode = modes[number % len(modes)]
+    kills = KILLS if port is None or KILLS > 4 else 2  # of the sample, the store has the two that upload longest
+    for number in range(kills):
+        mode = modes[(number + (0 if port is None else 1)) % len(modes)]
         root = home / (f"first-{number}" if mode == "first" else mode)
         waits.append(kill_one(root, mode, number, generator, tmp_path, port))
     assert max(waits) < LONGEST_WAIT_S
-    print(f"{KILLS} kills, {sum(HIT)} of them left an unfinished folder; survivors waited {max(waits):.1f} s at most")  # noqa: T201
+    print(f"{kills} kills, {sum(HIT)} of them left an unfinished folder; survivors waited {max(waits):.1f} s at most")  # noqa: T201
     HIT.clear()
     for mode in modes[1:]:
         if (home / mode).is_dir():

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import meshpar
 from meshpar import WeightMap
@@ -38,6 +39,8 @@ from meshpar.checkpoints import (
 from meshpar.checkpoints.leftovers import host_name
 from meshpar.checkpoints.storage import Place, place
 from meshpar.errors import CheckpointError, StoreError
+from meshpar.launchers import export_run
+from meshpar.launchers.cli import app
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import on_ranks
 from tests import object_store
@@ -110,9 +113,9 @@ checkpoint: {every: 2, keep: 2, best: val/loss}
 """
 
 
-def meshpar_in(folder: Path, *words: str, fails: bool = False) -> str:
+def meshpar_in(folder: Path, *words: str) -> str:
     done = subprocess.run([sys.executable, "-m", "meshpar.launchers", *words], cwd=folder, capture_output=True, text=True)
-    assert (done.returncode != 0) == fails, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -133,11 +136,16 @@ def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket
     local = tmp_path / "runs" / Path(run.replace("://", "/"))
     assert losses(local / "metrics.jsonl") == losses(tmp_path / "disk" / "metrics.jsonl") and len(losses(local / "metrics.jsonl")) == 8
     assert (local / "metrics.jsonl").read_bytes() == place(f"{run}/metrics.jsonl").read()[0], "nothing is on this machine alone"
-    meshpar_in(tmp_path, "export", run, f"{bucket}/hf")
-    meshpar_in(tmp_path, "export", "disk", "hf")
+    export_run(run, f"{bucket}/hf")
+    export_run(tmp_path / "disk", tmp_path / "hf")
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert place(f"{bucket}/hf/{name}").read()[0] == (tmp_path / "hf" / name).read_bytes(), name
-    assert "already exists and is not empty" in meshpar_in(tmp_path, "export", run, f"{bucket}/hf", fails=True)
+    with pytest.raises(CheckpointError, match="already exists and is not empty"):
+        export_run(run, f"{bucket}/hf")
+    for words, said in (("ls", "val/loss"), ("verify", "is whole"), ("pin", "is pinned"), ("rm", "is pinned"), ("prune", "6, 8")):
+        options = ["--keep", "1", "--best", "val/loss"] if words == "prune" else []
+        target = f"{run}/checkpoints/step-00000006" if words in ("pin", "rm") else run
+        assert said in CliRunner().invoke(app, ["checkpoints", words, target, *options]).output, words
     assert not [each for each in tmp_path.rglob("*") if each.is_file() and object_store.SECRET.encode() in each.read_bytes()]
     same = f"{bucket}/imported"
     import_safetensors(f"{bucket}/hf", same)
