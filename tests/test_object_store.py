@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -37,7 +38,7 @@ from meshpar.checkpoints import (
     verify_step,
 )
 from meshpar.checkpoints.leftovers import host_name
-from meshpar.checkpoints.storage import Place, place
+from meshpar.checkpoints.storage import Place, fetched, place
 from meshpar.errors import CheckpointError, StoreError
 from meshpar.launchers import export_run
 from meshpar.launchers.cli import app
@@ -149,9 +150,13 @@ def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket
     assert not [each for each in tmp_path.rglob("*") if each.is_file() and object_store.SECRET.encode() in each.read_bytes()]
     same = f"{bucket}/imported"
     import_safetensors(f"{bucket}/hf", same)
-    assert Safetensors(f"{bucket}/hf").shapes() == {
-        name.removeprefix("model."): each.shape for name, each in DistributedCheckpoint(open_step(same)).tensors.items()
-    }
+    published, ours = Safetensors(f"{bucket}/hf"), DistributedCheckpoint(open_step(same), prefix="model.")
+    assert published.shapes() == ours.shapes() and len(ours.shapes()) > 5
+    for name, shape in ours.shapes().items():
+        left, right = torch.empty(shape), torch.empty(shape)
+        published.read(name, (), left)
+        ours.read(name, (slice(0, shape[0]),), right)
+        assert torch.equal(left, right), name
 
 
 class Filled(torch.nn.Module):
@@ -354,3 +359,18 @@ def test_a_store_that_refuses_is_no_damage_that_is_passed_over(s3_port, bucket, 
     monkeypatch.setattr(obstore, "get_ranges", expired)
     with pytest.raises(StoreError, match=r"__0_\d.distcp failed: the store answered 403 .*check that the store's usual environment"):
         manager.restore(Job(Filled(0.0)), fallback=True)
+
+
+def test_data_is_copied_once_with_what_belongs_to_it_and_again_when_it_has_changed(bucket, tmp_path):
+    data = place(f"{bucket}/data")
+    for name in ("tokens.bin", "tokens.json", "other.json", "folder/a.txt", "folder/deep/b.txt"):
+        functools.reduce(lambda folder, part: folder / part, name.split("/"), data).write(name.encode())
+    tokens = fetched(data / "tokens.bin", tmp_path, (".json", ".marks"))
+    assert sorted(each.name for each in tokens.parent.iterdir()) == ["tokens.bin", "tokens.json"]
+    assert fetched(data / "tokens.bin", tmp_path, (".json", ".marks")) == tokens and tokens.read_text() == "tokens.bin"
+    folder = fetched(data / "folder", tmp_path)
+    assert {str(each.relative_to(folder)) for each in folder.rglob("*.txt")} == {"a.txt", "deep/b.txt"}
+    (data / "tokens.bin").write(b"others")
+    assert fetched(data / "tokens.bin", tmp_path, (".json",)).read_text() == "others" and tokens.read_text() == "tokens.bin"
+    with pytest.raises(CheckpointError, match="there is no s3://"):
+        fetched(data / "absent", tmp_path)
