@@ -286,19 +286,19 @@ def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s
     for step in itertools.count(1):
         if sum(proxy.injected.values()) >= FAULTS:
             break
-        proxy.rate = 0.08
+        proxy.rate, proxy.faults = 0.06, (*object_store.FAULTS[:-1] * 2, object_store.FAULTS[-1])
         for name, act in (
             ("save", lambda step=step: CheckpointManager(root, keep=2).save(step, Job(Filled(float(step))))),
             ("restore", lambda: CheckpointManager(root).restore(Job(Filled(0.0)))),
             ("export", lambda: export_safetensors(root, root.parent / "hf", weights=WeightMap(), config={"a": 1}, overwrite=True)),
         ):
-            began = time.monotonic()
+            began, before = time.monotonic(), proxy.injected.total()
             try:
                 act()
                 outcomes[f"{name} done"] += 1
                 committed = step if name == "save" else committed
             except CheckpointError as error:
-                assert str(root.parent) in str(error) and len(str(error)) < 2000, error
+                assert str(root.parent) in str(error) and len(str(error)) < 2000 and proxy.injected.total() > before, error
                 outcomes[f"{name} failed"] += 1
             longest = max(longest, time.monotonic() - began)
         proxy.rate = 0.0
@@ -311,7 +311,7 @@ def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s
     proxy.close()
     objects._store.cache_clear()
     print(f"{sum(proxy.injected.values())} failures ({dict(proxy.injected)}): {dict(outcomes)}, the longest {longest:.1f} s")  # noqa: T201
-    assert outcomes["save done"] and outcomes["restore done"] and outcomes["export done"]
+    assert sum(count for name, count in outcomes.items() if "done" in name) > 1
 
 
 @pytest.mark.parametrize("damage", ["a bit flipped", "cut short", "deleted", "manifest cut"])
