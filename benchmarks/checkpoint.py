@@ -312,10 +312,11 @@ def stored(folder: str, layers: str, rounds: str) -> Notes:
         halves: list[list[memoryview]] = [[], []]  # as the manager divides a rank's parts among two files
         for each in sorted(tensors, key=len, reverse=True):
             min(halves, key=lambda half: sum(map(len, half))).append(each)
-        manager, later = CheckpointManager(f"{bucket}/ours", keep=1), CheckpointManager(f"{bucket}/async", keep=1, async_=True)
+        manager, later = CheckpointManager(f"{bucket}/ours", keep=None), CheckpointManager(f"{bucket}/async", keep=None, async_=True)
+        puts = [0]  # every put writes new keys, as every save does
 
         def put(number: int) -> None:
-            with obstore.open_writer(bare, f"bare/{number}", buffer_size=8 << 20, max_concurrency=4) as writer:
+            with obstore.open_writer(bare, f"bare/{puts[0]}-{number}", buffer_size=8 << 20, max_concurrency=4) as writer:
                 for memory in halves[number]:
                     for start in range(0, len(memory), BLOCK_BYTES):
                         writer.write(bytes(memory[start : start + BLOCK_BYTES]))
@@ -326,7 +327,7 @@ def stored(folder: str, layers: str, rounds: str) -> Notes:
                 for start in range(0, len(memory), 16 << 20):
                     stop = min(len(memory), start + (16 << 20))
                     cuts = [*range(position + start, position + stop, 4 << 20), position + stop]
-                    pieces = obstore.get_ranges(bare, f"bare/{number}", starts=cuts[:-1], ends=cuts[1:], coalesce=0)
+                    pieces = obstore.get_ranges(bare, f"bare/{puts[0]}-{number}", starts=cuts[:-1], ends=cuts[1:], coalesce=0)
                     for at, piece in zip(cuts, pieces):
                         memory[at - position : at - position + len(piece)] = memoryview(piece)
                 position += len(memory)
@@ -349,6 +350,7 @@ def stored(folder: str, layers: str, rounds: str) -> Notes:
             act()
             found.add(f"{name}, extra", status_bytes("VmHWM") - base)
         for step in range(2, 2 + int(rounds)):
+            puts[0] = step
             found.time("raw write", lambda: raw_write(root / "raw", state_of(par)))
             (root / "raw").unlink()
             acts = [("bare put", both(put)), ("save", lambda step=step: manager.save(step, par))]

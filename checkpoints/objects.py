@@ -282,22 +282,24 @@ class ReadObject:
 
     def fill(self, view: memoryview, position: int) -> None:
         """Fill a piece of writable memory, by several requests at once."""
-        if (piece := self._piece(position, position + len(view))) is not None:
+        if (piece := self.kept(position, position + len(view))) is not None:
             view[:] = piece
             return
         for start in range(0, len(view), _WINDOW_BYTES):
-            stop = min(len(view), start + _WINDOW_BYTES)
-            cuts = [*range(start, stop, _PIECE_BYTES), stop]
-            spans = list(pairwise(cuts))
-            for (first, last), piece in zip(spans, self._ranges([(position + a, position + b) for a, b in spans])):
-                view[first:last] = piece
+            for at, piece in self.window(position + start, position + min(len(view), start + _WINDOW_BYTES)):
+                view[at - position : at - position + len(piece)] = piece
+
+    def window(self, start: int, stop: int) -> list[tuple[int, memoryview]]:
+        """Fetch the bytes ``start`` to ``stop`` in pieces, and return each with its position."""
+        cuts = [*range(start, stop, _PIECE_BYTES), stop]
+        return list(zip(cuts, self._ranges(list(pairwise(cuts)))))
 
     def expect(self, spans: Iterable[tuple[int, int]]) -> None:
         """Fetch small pieces, from start to stop, which are read soon."""
-        wanted = sorted({(start, stop) for start, stop in spans if 0 <= start < stop <= self.size and self._piece(start, stop) is None})
+        wanted = sorted({(start, stop) for start, stop in spans if 0 <= start < stop <= self.size and self.kept(start, stop) is None})
         self._kept = sorted([*self._kept, *zip((start for start, _ in wanted), self._ranges(wanted))], key=lambda each: each[0])
 
-    def _piece(self, start: int, stop: int) -> memoryview | None:
+    def kept(self, start: int, stop: int) -> memoryview | None:
         """Return bytes that were fetched before; None if they were not."""
         at = bisect.bisect_right(self._kept, start, key=lambda each: each[0]) - 1
         begin, kept = self._kept[at] if at >= 0 else (0, memoryview(b""))
@@ -308,7 +310,7 @@ class ReadObject:
 
     def run(self, start: int, stop: int) -> Run:
         """Return a reader of the bytes ``start`` to ``stop``, which are read in order."""
-        return Run(self, start, stop)
+        return Run(self, stop)
 
     def each(self, act: Callable[[T], object], items: Iterable[T]) -> None:
         """Run ``act``, which reads a piece, for each item, several at once."""
@@ -342,21 +344,24 @@ class ReadObject:
 class Run:
     """Bytes of an object that are read from front to back, fetched some 16 MiB ahead."""
 
-    def __init__(self, file: ReadObject, start: int, stop: int) -> None:
+    def __init__(self, file: ReadObject, stop: int) -> None:
         self._file, self._stop = file, stop
-        self._ahead, self._at = memoryview(b""), start
+        self._ahead: list[tuple[int, memoryview]] = []
 
     def fill(self, view: memoryview, position: int) -> None:
         """Fill a piece of writable memory."""
-        done = 0
+        done, end = 0, position + len(view)
         while done < len(view):
-            here = position + done - self._at
-            if not 0 <= here < len(self._ahead):
-                self._at, here = position + done, 0
-                room = bytearray(max(1, min(_WINDOW_BYTES, max(self._stop, position + len(view)) - self._at)))
-                self._file.fill(memoryview(room), self._at)
-                self._ahead = memoryview(room)
-            piece = self._ahead[here : here + len(view) - done]
+            at = position + done
+            kept = self._file.kept(at, end)
+            start, data = (
+                (at, kept) if kept is not None else next((each for each in self._ahead if 0 <= at - each[0] < len(each[1])), (0, None))
+            )
+            if data is None:
+                stop = min(at + _WINDOW_BYTES, max(self._stop, end))
+                self._ahead = self._file.window(at, stop)
+                continue
+            piece = data[at - start : end - start]
             view[done : done + len(piece)] = piece
             done += len(piece)
 
