@@ -1,12 +1,14 @@
 """What checkpoints cost beside a plain file: save, asynchronous stall, restore, export and import, time and memory.
 
-    python benchmarks/checkpoint.py [--layers 6 14] [--rounds 5] [--folder DIR] [--seconds S] [--json FILE]
+    python benchmarks/checkpoint.py [--storage disk] [--layers 6 14] [--rounds 5] [--folder DIR] [--seconds S] [--json FILE]
 
 Every figure is the median of interleaved rounds. Beside ours stand torch's own DCP, its Hugging Face consolidation, and accelerate's
-merge. Restores are cold (the page cache is told to drop the files); exports run warm in processes of their own, and their CPU time
-counts from the call, without ``import torch``, which every one of them pays. Before each run, and before ``cp``, as much memory as it will
-fill was in use a moment ago: a virtual machine's host takes free memory back within seconds, and giving it out again costs several times
-what writing to it does. With --folder and --seconds a call does as much as fits in that time, and the next goes on where it stopped.
+merge. Restores are cold (the page cache is told to drop the files); exports run warm in processes of their own, and their CPU time counts
+from the call, without ``import torch``, which every one of them pays. Before each run, and before ``cp``, as much memory as it will fill
+was in use a moment ago: a virtual machine's host takes free memory back within seconds, and giving it out again costs several times what
+writing to it does. With --storage s3 a server on loopback (SeaweedFS) keeps the checkpoints, and the figures stand beside the store
+library's own calls that move the same bytes with the same parallelism. With --folder and --seconds a call does as much as fits in that
+time, and the next goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,14 @@ BOUNDS = {
     "export bf16, CPU / cp": 0.9,
     "export, extra MiB": 64,
     "import, extra MiB": 64,
+}
+STORE_BOUNDS = {
+    "save, wall / bare multipart": 1.3,
+    "restore, wall / bare range reads": 1.3,
+    "save, extra MiB a rank": 256,
+    "restore, extra MiB a rank": 256,
+    "async stall, wall / raw write and fsync": 0.15,
+    "bytes read on 4 ranks / bytes saved by 2": 1.05,
 }
 
 
@@ -281,6 +292,146 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
 
+# In an object store, in one process, and on ranks
+
+
+def stored(folder: str, layers: str, rounds: str) -> Notes:
+    import obstore.store
+    import torch
+
+    import meshpar
+    from meshpar.checkpoints import CheckpointManager
+    from meshpar.checkpoints.files import BLOCK_BYTES, memory_of
+
+    root, found, bucket = Path(folder), Notes(), "s3://benchmark"
+    bare = obstore.store.from_url(bucket, client_options={"allow_http": True})
+    with meshpar.distributed("cpu"):
+        par = make_job(int(layers))
+        optimizer = torch.optim.SGD(par.module.parameters(), lr=0.0)
+        tensors = [memory_of(each.detach()) for each in state_of(par).values()]
+        halves: list[list[memoryview]] = [[], []]  # as the manager divides a rank's parts among two files
+        for each in sorted(tensors, key=len, reverse=True):
+            min(halves, key=lambda half: sum(map(len, half))).append(each)
+        manager, later = CheckpointManager(f"{bucket}/ours", keep=None), CheckpointManager(f"{bucket}/async", keep=None, async_=True)
+        puts = [0]  # every put writes new keys, as every save does
+
+        def put(number: int) -> None:
+            with obstore.open_writer(bare, f"bare/{puts[0]}-{number}", buffer_size=8 << 20, max_concurrency=4) as writer:
+                for memory in halves[number]:
+                    for start in range(0, len(memory), BLOCK_BYTES):
+                        writer.write(bytes(memory[start : start + BLOCK_BYTES]))
+
+        def get(number: int) -> None:
+            position = 0
+            for memory in halves[number]:
+                for start in range(0, len(memory), 16 << 20):
+                    stop = min(len(memory), start + (16 << 20))
+                    cuts = [*range(position + start, position + stop, 4 << 20), position + stop]
+                    pieces = obstore.get_ranges(bare, f"bare/{puts[0]}-{number}", starts=cuts[:-1], ends=cuts[1:], coalesce=0)
+                    for at, piece in zip(cuts, pieces):
+                        memory[at - position : at - position + len(piece)] = memoryview(piece)
+                position += len(memory)
+
+        def both(act: Callable[[int], None]) -> Callable[[], object]:
+            def run() -> None:
+                with ThreadPoolExecutor(2) as pool:
+                    list(pool.map(act, range(2)))
+
+            return run
+
+        def stall(step: int) -> None:
+            later.save(step, par, optimizer)
+            later.before_step()
+
+        later.save(0, par, optimizer)  # allocates what the others reuse
+        later.wait()
+        for name, act in (("save", lambda: manager.save(1, par)), ("restore", lambda: manager.restore(par))):
+            base = reset_peak()
+            act()
+            found.add(f"{name}, extra", status_bytes("VmHWM") - base)
+        for step in range(2, 2 + int(rounds)):
+            puts[0] = step
+            found.time("raw write", lambda: raw_write(root / "raw", state_of(par)))
+            (root / "raw").unlink()
+            acts = [("bare put", both(put)), ("save", lambda step=step: manager.save(step, par))]
+            for name, act in acts if step % 2 else acts[::-1]:
+                found.time(name, act)
+            acts = [("bare get", both(get)), ("restore", lambda: manager.restore(par))]
+            for name, act in acts if step % 2 else acts[::-1]:
+                found.time(name, act)
+            found.time("async stall", lambda step=step: stall(step))
+            later.wait()
+        later.close()
+    found.add("bytes", sum(map(len, tensors)))
+    return found
+
+
+def save_stored(folder: str, layers: str, port: str) -> None:
+    from meshpar.checkpoints import CheckpointManager
+    from tests import object_store
+
+    object_store.use(int(port))
+    CheckpointManager("s3://benchmark/two").save(1, make_job(int(layers)))
+
+
+def read_stored(folder: str, layers: str, port: str) -> None:
+    import obstore
+    import torch
+    import torch.distributed as dist
+
+    from meshpar.checkpoints import CheckpointManager, read_manifest
+    from tests import object_store
+
+    object_store.use(int(port))
+    par, got, manager = make_job(int(layers), seed=1), [0], CheckpointManager("s3://benchmark/two")
+    get_ranges = obstore.get_ranges
+
+    def counted(*given: Any, **options: Any) -> Any:
+        found = get_ranges(*given, **options)
+        got[0] += sum(map(len, found))
+        return found
+
+    obstore.get_ranges = counted
+    manager.restore(par, random=False)
+    count = torch.tensor(got[0])
+    dist.all_reduce(count)
+    if dist.get_rank() == 0:
+        files = read_manifest(manager.root / "step-00000001").files
+        saved = sum(each["size"] for name, each in files.items() if name.endswith(".distcp"))
+        (Path(folder) / "read.json").write_text(json.dumps({"ours": int(count) / saved}))
+
+
+def measure_stored(layers: int, rounds: int, folder: Path) -> dict[str, float]:
+    from meshpar.testing import launch
+
+    for place in (HERE.parent, HERE.parent.parent):
+        sys.path.insert(0, str(place))
+    from tests import object_store
+
+    with object_store.served(folder / "seaweedfs") as port:
+        object_store.use(port)
+        object_store.bucket("benchmark")
+        found = in_process("stored", str(folder), str(layers), str(rounds))
+        if "failed" in found:
+            raise SystemExit(found["failed"])
+        for name, count in (("save_stored", 2), ("read_stored", 4)):
+            launch("checkpoint", name, count, (str(folder), str(layers), str(port)), timeout_s=300)
+    median = {key: statistics.median(values) for key, values in found.items()}
+    return {
+        "GB": median["bytes"] / 1e9,
+        "bare multipart, s": median["bare put"],
+        "bare range reads, s": median["bare get"],
+        "save, wall / bare multipart": median["save"] / median["bare put"],
+        "  in CPU time": median["save, cpu"] / median["bare put, cpu"],
+        "restore, wall / bare range reads": median["restore"] / median["bare get"],
+        "  in CPU time of the bare reads": median["restore, cpu"] / median["bare get, cpu"],
+        "async stall, wall / raw write and fsync": median["async stall"] / median["raw write"],
+        "save, extra MiB a rank": median["save, extra"] / (1 << 20),
+        "restore, extra MiB a rank": median["restore, extra"] / (1 << 20),
+        "bytes read on 4 ranks / bytes saved by 2": json.loads((folder / "read.json").read_text())["ours"],
+    }
+
+
 # Exports, each in a process of its own
 
 
@@ -483,6 +634,7 @@ def figures(found: dict[str, Any], rounds: int, size: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--storage", choices=("disk", "s3"), default="disk")
     parser.add_argument("--layers", type=int, nargs="+", default=[6, 14], help="of 37.7 million weights each, beside 98 million")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="where to write and to keep what was measured; default: a temporary one")
@@ -500,14 +652,15 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="meshpar-benchmark-") as temporary:
             folder = Path(temporary) if options.folder is None else options.folder / f"layers-{layers}"
             folder.mkdir(parents=True, exist_ok=True)
-            column = measure(layers, options.rounds, folder, until)
+            stored = options.storage == "s3"
+            column = measure_stored(layers, options.rounds, folder) if stored else measure(layers, options.rounds, folder, until)
         if column is None:
             print(f"stopped after {options.seconds:.0f} s; the same command goes on")
             return
         columns.append(column)
     print(f"{'':44}{'':>9}" + "bound")
     for name in columns[0]:
-        bound = BOUNDS.get(name)
+        bound = (STORE_BOUNDS if options.storage == "s3" else BOUNDS).get(name)
         values = [column[name] for column in columns]
         verdict = "" if bound is None else f"{bound:8}  {'holds' if all(value <= bound for value in values) else 'DOES NOT HOLD'}"
         print(f"{name:44}" + "".join(f"{value:10.3f}" for value in values) + verdict)

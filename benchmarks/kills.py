@@ -1,6 +1,6 @@
 """Hundreds of kill -9 over whole jobs: is any number lost or doubled, any export wrong, any file of the user's gone?
 
-    python benchmarks/kills.py [--kills 300] [--seed 0]
+    python benchmarks/kills.py [--kills 300] [--seed 0] [--storage disk]
 
 One job trains undisturbed. Then the same job is started again and again, and each time killed at a random moment: a rank, the launcher,
 or all at once. It writes metrics and TensorBoard's events, validates, saves often and keeps two steps and the best; beside it a loop
@@ -30,7 +30,9 @@ from tempfile import TemporaryDirectory
 from reliability import leftovers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from meshpar.checkpoints import CheckpointManager
 from meshpar.launchers import export_run
+from tests import object_store
 
 RECIPE = """\
 mesh: dp_shard=2
@@ -45,6 +47,7 @@ MESHPAR = [sys.executable, "-m", "meshpar.launchers"]
 WHOM = ("a rank", "a rank", "the launcher", "all")
 MINE = ("notes.txt", "checkpoints/notes.txt", "checkpoints/mine/weights.bin", "tensorboard/notes.txt", "logs/notes.txt")
 LONGEST_S = 120.0
+STORE = [""]  # what stands before an output: nothing, or the URL of a bucket
 
 
 def started(*words: str) -> subprocess.Popen[str]:
@@ -53,6 +56,11 @@ def started(*words: str) -> subprocess.Popen[str]:
 
 def train(*overrides: str) -> subprocess.Popen[str]:
     return started("train", "job.yaml", *overrides, "--quiet")
+
+
+def here(output: str) -> str:
+    """Return the folder on this machine of a job."""
+    return output if output == "undisturbed" else f"{STORE[0].replace('s3://', 'runs/s3/')}{output}"
 
 
 def killed(process: subprocess.Popen[str], whom: str, draw: random.Random) -> None:
@@ -80,7 +88,7 @@ def process_group(pid: int) -> int:
 
 def life(output: str, draw: random.Random, told: list[str]) -> bool:
     """Start the job and kill it at a random moment, of its start or of its steps; tell whether it came to its end."""
-    process = train(f"output={output}")
+    process = train(f"output={STORE[0]}{output}")
     stepping = threading.Event()
 
     def read() -> None:
@@ -124,10 +132,10 @@ class Exporter(threading.Thread):
 
     def run(self) -> None:
         while not self.over.wait(self.draw.uniform(0, 3)):
-            if not any(Path(self.output, "checkpoints").glob("step-*/meshpar.json")):
+            if not CheckpointManager(f"{STORE[0]}{self.output}/checkpoints").steps():
                 continue
             target = Path("exports", f"{self.draw.randrange(2)}")
-            process = started("export", self.output, str(target), "--overwrite")
+            process = started("export", f"{STORE[0]}{self.output}", str(target), "--overwrite")
             try:
                 told, _ = process.communicate(timeout=self.draw.uniform(0, 5) if self.draw.random() < 0.3 else LONGEST_S)
             except subprocess.TimeoutExpired:
@@ -148,13 +156,13 @@ def digest(export: Path) -> str:
 
 def numbers(output: str) -> list[tuple[int, str, float]]:
     """Every loss in ``metrics.jsonl``, in order: step, name, value."""
-    rows = map(json.loads, Path(output, "metrics.jsonl").read_text().splitlines())
+    rows = map(json.loads, Path(here(output), "metrics.jsonl").read_text().splitlines())
     return [(row["step"], key, row[key]) for row in rows for key in ("train/loss", "val/loss") if key in row]
 
 
 def drawn(output: str) -> set[tuple[int, str, float]]:
     """Every loss that TensorBoard shows; a point that it would show twice is there twice with two values, or it is not there."""
-    events = EventAccumulator(f"{output}/tensorboard", size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(f"{here(output)}/tensorboard", size_guidance={"scalars": 0}).Reload()
     found = [(point.step, key, point.value) for key in ("train/loss", "val/loss") for point in events.Scalars(key)]
     if len(found) != len({(step, key) for step, key, _ in found}):
         raise ValueError("TensorBoard shows a step twice")
@@ -172,8 +180,8 @@ def compare(output: str, told: list[str]) -> list[str]:
     wrong += [
         f"TensorBoard: {each}" for each in sorted(shown ^ {(step, key, round(value, 5)) for step, key, value in drawn("undisturbed")})[:4]
     ]
-    wrong += [f"the user's {name} is gone or changed" for name in MINE if not mine(Path(output, name))]
-    subprocess.run([*MESHPAR, "export", output, f"exports/{output}"], check=True, capture_output=True)
+    wrong += [f"the user's {name} is gone or changed" for name in MINE if not mine(Path(here(output), name))]
+    subprocess.run([*MESHPAR, "export", f"{STORE[0]}{output}", f"exports/{output}"], check=True, capture_output=True)
     if digest(Path("exports", output)) != digest(Path("exports/undisturbed")):
         wrong.append("the last weights differ")
     return [f"{output}: {each}" for each in wrong]
@@ -186,12 +194,16 @@ def mine(path: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--storage", choices=("disk", "s3"), default="disk", help="of the jobs; the undisturbed one is on the disk")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of each restart that it hides
     draw, wrong, began = random.Random(options.seed), list[str](), time.monotonic()
-    with TemporaryDirectory(prefix="meshpar-kills-") as folder, contextlib.chdir(folder):
+    with TemporaryDirectory(prefix="meshpar-kills-") as folder, contextlib.chdir(folder), contextlib.ExitStack() as stack:
+        if options.storage == "s3":
+            object_store.use(stack.enter_context(object_store.served(Path(folder, "seaweedfs"))))
+            STORE[0] = f"{object_store.bucket('kills')}/"
         pairs = [(draw.randrange(50), draw.randrange(50)) for _ in range(4000)]
         Path("text.txt").write_text("".join(f"def add_{a}_{b}():\n    return {a} + {b}\n\n" for a, b in pairs))
         Path("job.yaml").write_text(RECIPE)
@@ -209,8 +221,8 @@ def main() -> int:
         while sum(KILLS.values()) < options.kills:
             output, lines = f"job{jobs}", list[str]()
             for name in MINE:
-                Path(output, name).parent.mkdir(parents=True, exist_ok=True)
-                Path(output, name).write_text(f"{output}/{name}")
+                Path(here(output), name).parent.mkdir(parents=True, exist_ok=True)
+                Path(here(output), name).write_text(str(Path(here(output), name)))
             exporter = Exporter(output, right, draw.randrange(1 << 30))
             exporter.start()
             while not life(output, draw, lines):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from meshpar.checkpoints.export import export_safetensors
     from meshpar.checkpoints.foreign import TorchWeights
     from meshpar.checkpoints.importing import import_safetensors
-    from meshpar.checkpoints.inspecting import diff_steps, list_steps, pin_step, prune_steps, show_step, verify_step
+    from meshpar.checkpoints.inspecting import diff_steps, list_steps, pin_step, prune_steps, remove_step, show_step, verify_step
     from meshpar.checkpoints.manager import CheckpointManager
     from meshpar.checkpoints.manifest import Manifest, read_manifest
     from meshpar.checkpoints.module import export_module
@@ -36,6 +36,7 @@ __all__ = [
     "pin_step",
     "prune_steps",
     "read_manifest",
+    "remove_step",
     "show_step",
     "verify_files",
     "verify_step",
@@ -57,6 +58,7 @@ _HOMES = {
     "pin_step": "inspecting",
     "prune_steps": "inspecting",
     "read_manifest": "manifest",
+    "remove_step": "inspecting",
     "show_step": "inspecting",
     "verify_files": "verify",
     "verify_step": "inspecting",

@@ -15,9 +15,9 @@ from typing import final
 import torch
 
 from meshpar.checkpoints.checksums import crc32, joined
-from meshpar.checkpoints.files import ALIGNMENT, Box, ReadFile, aligned
+from meshpar.checkpoints.files import ALIGNMENT, Box, Readable, aligned
 from meshpar.checkpoints.pickles import read_tensor_pickle, tensor_pickle
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, StoreError
 
 _LARGE = 0xFFFFFFFF
 _STREAMED = 0x0808  # flags: sizes and checksum follow the payload; names are UTF-8
@@ -121,7 +121,7 @@ def _directory_of(members: list[_Member], start: int) -> bytes:
     return bytes(entries) + end
 
 
-def find_tensor(file: ReadFile, position: int, length: int, shape: tuple[int, ...]) -> tuple[Box, int | None]:
+def find_tensor(file: Readable, position: int, length: int, shape: tuple[int, ...]) -> tuple[Box, int | None]:
     """Find the payload of the archive at ``position`` without reading it.
 
     Returns:
@@ -149,12 +149,14 @@ def find_tensor(file: ReadFile, position: int, length: int, shape: tuple[int, ..
             raise CheckpointError(f"its storage has {size} bytes, and the tensor begins at element {saved.offset} of them")
         if payload + size > position + length:
             raise CheckpointError("its payload exceeds the archive")
+    except StoreError:
+        raise
     except (CheckpointError, KeyError, struct.error, UnicodeDecodeError, IndexError) as error:
         raise CheckpointError(str(error) if isinstance(error, CheckpointError) else repr(error)) from error
     return Box(file, payload, saved.shape, saved.dtype), checksum if summed else None
 
 
-def _members(file: ReadFile, base: int, length: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
+def _members(file: Readable, base: int, length: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
     """Yield the name and (position, size, CRC-32) of each member of the archive at ``base``."""
     tail = file.bytes(base + max(0, length - 4096), min(length, 4096))
     end = tail.rfind(b"PK\x05\x06")

@@ -14,7 +14,7 @@ from typing import Protocol, final, runtime_checkable
 import torch
 
 from meshpar.checkpoints.checksums import crc32
-from meshpar.checkpoints.files import BLOCK_BYTES, Box, aligned, memory_of, pwrite_all
+from meshpar.checkpoints.files import BLOCK_BYTES, Box, aligned, memory_of
 from meshpar.weights import TypedSource
 
 Progress = Callable[[int, int], None]
@@ -72,29 +72,30 @@ class ByteCount:
 
 @final
 class Copier:
-    """Copy pieces into one file; ``told`` is called with the number of bytes written."""
+    """Copy pieces into one file: ``write`` receives blocks in the order of the file, ``told`` the number of bytes of each."""
 
-    def __init__(self, descriptor: int, told: Callable[[int], None]) -> None:
-        self._descriptor, self._told = descriptor, told
+    def __init__(self, write: Callable[[memoryview], object], told: Callable[[int], None]) -> None:
+        self._write, self._told = write, told
         # Two blocks in, for a cast to half the width: one read, one cast and one write each time.
         self._out, self._in = (torch.empty(count * BLOCK_BYTES, dtype=torch.uint8) for count in (1, 2))
         self._out_memory, self._in_memory = memory_of(self._out), memory_of(self._in)
 
     def copy(self, piece: Piece, dtype: torch.dtype, position: int) -> None:
-        """Write a piece, in ``dtype``, to ``position`` of the file; raises CheckpointError if its checksum differs."""
+        """Write a piece, in ``dtype``, at ``position`` of the file; raises CheckpointError if its checksum differs."""
         fill = self._fill if dtype == piece.box.dtype else self._fill_cast
+        self._run = piece.box.file.run(piece.box.position, piece.box.position + piece.box.nbytes)
         checksum = 0
         for start, stop in aligned(math.prod(piece.box.shape) * dtype.itemsize, position):
             memory = self._out_memory[: stop - start]
             checksum = fill(piece, start, memory, dtype, checksum)
-            pwrite_all(self._descriptor, memory, position + start)
+            self._write(memory)
             self._told(stop - start)
         if piece.box.crc32 is not None:
             piece.box.check(checksum)
 
     def _fill(self, piece: Piece, start: int, memory: memoryview, dtype: torch.dtype, checksum: int) -> int:
         """Fill ``memory`` from byte ``start`` on; return the CRC-32, ``checksum`` continued."""
-        piece.box.file.fill(memory, piece.box.position + start)
+        self._run.fill(memory, piece.box.position + start)
         return checksum if piece.box.crc32 is None else crc32(memory, checksum)
 
     def _fill_cast(self, piece: Piece, start: int, memory: memoryview, dtype: torch.dtype, checksum: int) -> int:
@@ -105,7 +106,7 @@ class Copier:
         for at in range(0, count, most):
             now = min(most, count - at)
             read = self._in_memory[: now * wide]
-            box.file.fill(read, box.position + (first + at) * wide)
+            self._run.fill(read, box.position + (first + at) * wide)
             checksum = checksum if box.crc32 is None else crc32(read, checksum)
             cast[at : at + now].copy_(values[:now])
         return checksum
@@ -116,8 +117,9 @@ def check_piece(piece: Piece) -> None:
     if piece.box.crc32 is None:
         return
     checksum, room = 0, memoryview(bytearray(min(BLOCK_BYTES, piece.box.nbytes)))
+    run = piece.box.file.run(piece.box.position, piece.box.position + piece.box.nbytes)
     for start in range(0, piece.box.nbytes, BLOCK_BYTES):
         block = room[: min(BLOCK_BYTES, piece.box.nbytes - start)]
-        piece.box.file.fill(block, piece.box.position + start)
+        run.fill(block, piece.box.position + start)
         checksum = crc32(block, checksum)
     piece.box.check(checksum)

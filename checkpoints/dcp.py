@@ -7,24 +7,27 @@ into the destination.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
-from typing import final
+from typing import TypeVar, final
 
 import torch
 
 from meshpar.checkpoints.archive import find_tensor
 from meshpar.checkpoints.checksums import crc32, joined
-from meshpar.checkpoints.files import Box, ReadFile, inside, local
+from meshpar.checkpoints.files import Box, Readable, inside
 from meshpar.checkpoints.foreign import remedy
+from meshpar.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from meshpar.checkpoints.pickles import PickledObject, read_metadata
-from meshpar.errors import CheckpointError, brief
+from meshpar.checkpoints.storage import Place, open_file, place
+from meshpar.errors import CheckpointError, StoreError, brief
 from meshpar.patterns import nearest
 from meshpar.weights.views import Spans, spans_of
 
+T = TypeVar("T")
 METADATA_NAME = ".metadata"
+_HEAD_BYTES, _TAIL_BYTES, _SMALL_BYTES = 1024, 4096, 64 << 10
 
 
 @final
@@ -67,19 +70,21 @@ class DistributedCheckpoint:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Place,
         *,
         checked: bool = True,
         sums: Mapping[tuple[str, tuple[int, ...]], int] = MappingProxyType({}),
         prefix: str = "",
     ) -> None:
-        self.folder, self._checked, self._sums = local(folder), checked, sums
+        self.folder, self._checked, self._sums = place(folder), checked, sums
+        if not (self.folder / METADATA_NAME).exists() and (self.folder / MANIFEST_NAME).is_file():
+            self.folder = read_manifest(self.folder).files_in(self.folder)
         if self.folder.is_dir() and not (self.folder / METADATA_NAME).exists():
             raise CheckpointError(f"{self.folder} is not a distributed checkpoint: it has no {METADATA_NAME}{remedy(self.folder)}")
-        metadata = ReadFile(self.folder / METADATA_NAME, links=False)
+        metadata = open_file(self.folder / METADATA_NAME, links=False)
         found = _tensors(read_metadata(metadata.bytes(0, metadata.size), metadata.path), metadata.path)
         self.tensors: Mapping[str, Stored] = {name.removeprefix(prefix): each for name, each in found.items() if name.startswith(prefix)}
-        self._files: dict[str, ReadFile] = {}
+        self._files: dict[str, Readable] = {}
         self._boxes: dict[Chunk, Box] = {}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -107,20 +112,37 @@ class DistributedCheckpoint:
         first = min(self.tensors[name].chunks, key=lambda each: each.offsets, default=None)
         return ("", 0) if first is None else (first.file, first.position)
 
-    def locate(self, name: str, index: tuple[slice, ...]) -> None:
+    def locate(self, wanted: Mapping[str, tuple[slice, ...]]) -> None:
         """Find the archives that ``read`` will need; raises CheckpointError that names file and tensor if one is damaged."""
-        stored = self.tensors[name]
-        spans = spans_of(index, stored.shape)
-        for chunk in stored.chunks:
-            if overlap(spans, chunk) is not None:
-                self.box(name, chunk)
+        found = [
+            (name, chunk)
+            for name, index in wanted.items()
+            for chunk in self.tensors[name].chunks
+            if overlap(spans_of(index, self.tensors[name].shape), chunk) is not None and chunk not in self._boxes
+        ]
+        ends: dict[str, list[tuple[int, int]]] = {}
+        for _, chunk in found:
+            ends.setdefault(chunk.file, []).extend(_ends(chunk))
+        for file, spans in ends.items():
+            self._file(file).expect(spans)
+        for name, chunk in found:
+            self.box(name, chunk)
+
+    def each(self, act: Callable[[T], object], items: Iterable[T]) -> None:
+        """Run ``act``, which reads a tensor, for each item; several at once where that is faster."""
+        if self._files:
+            next(iter(self._files.values())).each(act, items)
+
+    def _file(self, name: str) -> Readable:
+        if name not in self._files:
+            self._files[name] = open_file(self.folder / name, links=False)
+        return self._files[name]
 
     def box(self, name: str, chunk: Chunk) -> Box:
         """Return the position of one part of the tensor ``name``; raises CheckpointError if its archive is damaged."""
         if chunk not in self._boxes:
-            if chunk.file not in self._files:
-                self._files[chunk.file] = ReadFile(self.folder / chunk.file, links=False)
-            file = self._files[chunk.file]
+            file = self._file(chunk.file)
+            file.expect(_ends(chunk))
             try:
                 box, payload = find_tensor(file, chunk.position, chunk.length, chunk.shape)
                 if box.dtype != self.tensors[name].dtype:
@@ -128,6 +150,8 @@ class DistributedCheckpoint:
                 if self._checked:
                     _check_around(box, payload or 0, chunk, self._sums.get((name, chunk.offsets)))
                     box = replace(box, name=name, crc32=payload)
+            except StoreError:
+                raise  # no damage
             except CheckpointError as error:
                 other = "it was saved with SerializationFormat.SAFETENSORS, which is not read: save it as TORCH_SAVE"
                 why = other if _is_safetensors(file) else error
@@ -138,7 +162,15 @@ class DistributedCheckpoint:
         return self._boxes[chunk]
 
 
-def _is_safetensors(file: ReadFile) -> bool:
+def _ends(chunk: Chunk) -> list[tuple[int, int]]:
+    """Return the parts of an archive, in bytes of its file, that are read to find the payload; all of it if it is small."""
+    stop = chunk.position + chunk.length
+    if chunk.length <= _SMALL_BYTES:
+        return [(chunk.position, stop)]
+    return [(chunk.position, chunk.position + _HEAD_BYTES), (stop - _TAIL_BYTES, stop)]
+
+
+def _is_safetensors(file: Readable) -> bool:
     return file.size > 10 and file.bytes(8, 2) == b'{"'
 
 
@@ -159,7 +191,7 @@ def overlap(spans: Spans, chunk: Chunk) -> Spans | None:
     return both if all(a < b for a, b in both) else None
 
 
-def _tensors(metadata: PickledObject, path: Path) -> dict[str, Stored]:
+def _tensors(metadata: PickledObject, path: Place) -> dict[str, Stored]:
     try:
         places = {
             (index.fqn, tuple(index.offset) if index.__dict__.get("offset") is not None else None): place

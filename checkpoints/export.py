@@ -9,9 +9,7 @@ import errno
 import glob
 import json
 import math
-import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,15 @@ from typing import Any
 import torch
 
 from meshpar.checkpoints.copying import ByteCount, Copier, Progress, StoredSource, are_copied, position_of
-from meshpar.checkpoints.files import aligned, failing_as, local, memory_of, pwrite_all, tiles, write_all
+from meshpar.checkpoints.files import aligned, failing_as, memory_of, tiles
+from meshpar.checkpoints.lease import LEASE_NAME, Lease
 from meshpar.checkpoints.leftovers import LEASE_S, leftover, on_the_way, remove
-from meshpar.checkpoints.manifest import fsync, read_manifest
+from meshpar.checkpoints.manifest import read_manifest
+from meshpar.checkpoints.objects import ObjectPath
 from meshpar.checkpoints.published import PublishedModel, StoredModel
 from meshpar.checkpoints.safetensors import INDEX_NAME, write_header
 from meshpar.checkpoints.steps import open_step
+from meshpar.checkpoints.storage import Place, copy_file, delete, entries, fsync, place, write_durably, writing
 from meshpar.checkpoints.verify import Verify, open_verified
 from meshpar.errors import CheckpointError
 from meshpar.weights import TypedSource, WeightMap
@@ -35,19 +36,19 @@ _NOT_TOKENIZER = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".safetensor
 
 
 def export_safetensors(
-    src: str | Path | TypedSource,
-    dst: str | Path,
+    src: str | Place | TypedSource,
+    dst: str | Place,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5 << 30,
-    tokenizer: str | Path | None = None,
+    tokenizer: str | Place | None = None,
     progress: Progress | None = None,
     *,
     config: Mapping[str, Any] | None = None,
-    beside: Sequence[str | Path] = (),
+    beside: Sequence[str | Place] = (),
     weights: WeightMap | None = None,
     verify: Verify = "size",
     overwrite: bool = False,
-) -> Path:
+) -> Place:
     """Export the model of a checkpoint to ``dst``: safetensors (with an index for several files), config and tokenizer.
 
     >>> export_safetensors("run/checkpoints/latest", "run/hf", dtype=torch.bfloat16)  # doctest: +SKIP
@@ -74,27 +75,26 @@ def export_safetensors(
         LayoutError: the weight map does not fit the tensors, or gives two tensors the same name.
     """
     target = free_target(dst, overwrite=overwrite)
-    if isinstance(src, str | Path):
+    if isinstance(src, str | Place):
         apart(target, open_step(src))
     if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
         raise CheckpointError(
             f"dtype is {dtype}; expected a floating-point dtype of 16 bits or more, such as torch.bfloat16: float8 weights need scales, "
             "so quantize the exported model with the tools of your inference engine"
         )
-    source, config = _opened(Path(src), weights, verify, config) if isinstance(src, (str, Path)) else (_named(src, weights), config)
+    source, config = _opened(src, weights, verify, config) if isinstance(src, str | Place) else (_named(src, weights), config)
     dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
     with made_whole(target, overwrite=overwrite) as folder:
         _write_model(folder, source, dtypes, _shards(source.shapes(), dtypes, max_shard_size), progress)
-        if config:
+        for file in (*(files_beside_weights(tokenizer) if tokenizer is not None else ()), *map(place, beside)):
+            copy_file(file, folder / file.name)
+        if config:  # last: where nothing can be renamed, an export without it is not complete
             _write_json(folder / "config.json", {**config, **_dtype_entry(config, dtypes)})
-        for file in (*(files_beside_weights(tokenizer) if tokenizer is not None else ()), *map(Path, beside)):
-            shutil.copyfile(file, folder / file.name)
-            fsync(folder / file.name)
-    return Path(dst)
+    return place(dst)
 
 
 def _opened(
-    src: Path, weights: WeightMap | None, verify: Verify, config: Mapping[str, Any] | None
+    src: str | Place, weights: WeightMap | None, verify: Verify, config: Mapping[str, Any] | None
 ) -> tuple[TypedSource, Mapping[str, Any]]:
     """Return the model of a checkpoint under its published names, and its config."""
     folder = open_step(src)
@@ -111,7 +111,7 @@ def _named(source: TypedSource, weights: WeightMap | None) -> TypedSource:
 
 
 def _write_model(
-    folder: Path, source: TypedSource, dtypes: Mapping[str, torch.dtype], shards: Mapping[str, list[str]], progress: Progress | None
+    folder: Place, source: TypedSource, dtypes: Mapping[str, torch.dtype], shards: Mapping[str, list[str]], progress: Progress | None
 ) -> None:
     total = sum(_nbytes(shape, dtypes[name]) for name, shape in source.shapes().items())
     count = ByteCount(total, progress)
@@ -144,26 +144,28 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dt
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
 
 
-def _write_file(path: Path, source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype], count: ByteCount) -> None:
+def _write_file(path: Place, source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype], count: ByteCount) -> None:
     """Write one safetensors file and bring it to the disk."""
     # Larger items first, so that every tensor lies at a multiple of its item's size, as readers that map the file want it.
     whole, stored = source.shapes(), source if isinstance(source, StoredSource) else None
     shapes = {name: whole[name] for name in sorted(names, key=lambda name: -dtypes[name].itemsize)}
     header, positions = write_header(shapes, dtypes)
-    with path.open("wb", buffering=0) as file, _one_thread():
-        write_all(file.fileno(), memoryview(header))
-        copier = Copier(file.fileno(), count.add)
+    end = max((at + _nbytes(shapes[name], dtypes[name]) for name, at in positions.items()), default=0)
+    with writing(path, end) as write, _one_thread():
+        write(header)
+        copier = Copier(write, count.add)
         for name, shape in shapes.items():
             pieces = stored.pieces(name) if stored is not None else ()
             if are_copied(pieces, shape):
-                for piece in pieces:
+                for piece in sorted(pieces, key=lambda each: each.offsets):  # in the order of the file
                     copier.copy(piece, dtypes[name], positions[name] + position_of(piece, shape) * dtypes[name].itemsize)
             else:
-                _write_tiles(file.fileno(), source, name, dtypes[name], positions[name], count)
-        os.fsync(file.fileno())
+                _write_tiles(write, source, name, dtypes[name], positions[name], count)
 
 
-def _write_tiles(descriptor: int, source: TypedSource, name: str, dtype: torch.dtype, position: int, count: ByteCount) -> None:
+def _write_tiles(
+    write: Callable[[memoryview], object], source: TypedSource, name: str, dtype: torch.dtype, position: int, count: ByteCount
+) -> None:
     """Gather a tensor by tiles of its rows."""
     space = torch.empty(_TILE_BYTES, dtype=torch.uint8)
     for spans in tiles(source.shapes()[name], dtype.itemsize, _TILE_BYTES):
@@ -172,7 +174,7 @@ def _write_tiles(descriptor: int, source: TypedSource, name: str, dtype: torch.d
         source.read(name, tuple(slice(*span) for span in spans), tile)
         memory = memory_of(tile)
         for start, stop in aligned(len(memory), position):
-            pwrite_all(descriptor, memory[start:stop], position + start)
+            write(memory[start:stop])
         position += tile.nbytes
         count.add(tile.nbytes)
 
@@ -188,26 +190,32 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def apart(target: Path, *sources: Path) -> None:
+def apart(target: Place, *sources: Place) -> None:
     """Check that an export to ``target`` does not replace its own sources.
 
     Raises:
         CheckpointError: a source is ``target``, is inside it, or contains it.
     """
     for source in sources:
-        if source.resolve().is_relative_to(target) or target.is_relative_to(source.resolve()):
+        resolved: Any = source.resolve()
+        both = isinstance(resolved, Path) == isinstance(target, Path)
+        if both and (resolved.is_relative_to(target) or target.is_relative_to(resolved)):
             raise CheckpointError(f"{target} contains, or is inside, the source of the export ({source}); choose a folder beside it")
 
 
-def free_target(dst: str | Path, *, overwrite: bool) -> Path:
+def free_target(dst: str | Place, *, overwrite: bool) -> Place:
     """Return the absolute path of ``dst`` for :func:`made_whole`, and delete or restore leftovers of dead exports to it.
 
     Raises:
         CheckpointError: it exists and is not empty, unless ``overwrite``.
     """
-    target = local(dst).resolve()
+    target = place(dst).resolve()
     if not target.name:
         raise CheckpointError(f"an export cannot replace {target}; choose a folder inside it")
+    if isinstance(target, ObjectPath):
+        if not overwrite and any(each.name != LEASE_NAME for each in target.iterdir()):
+            raise CheckpointError(f"{target} {_OCCUPIED}")
+        return target
     with failing_as(f"exporting to {target}"):
         for each in target.parent.glob(".*") if target.parent.is_dir() else ():
             found = leftover(each)
@@ -234,7 +242,7 @@ def _owned(target: Path, folder: Path) -> None:
 
 
 @contextmanager
-def made_whole(target: Path, *, overwrite: bool) -> Iterator[Path]:
+def made_whole(target: Place, *, overwrite: bool) -> Iterator[Place]:
     """Yield a new folder that becomes ``target`` if the ``with`` block succeeds, and is deleted if it fails.
 
     Args:
@@ -244,6 +252,10 @@ def made_whole(target: Path, *, overwrite: bool) -> Iterator[Path]:
     Raises:
         CheckpointError: instead of any OSError, including those of the block; another process exports to ``target``.
     """
+    if isinstance(target, ObjectPath):
+        with _made_in_store(target) as fresh:
+            yield fresh
+        return
     hidden = target.with_name(f".{target.name}")
     folder, replaced = on_the_way(hidden, "tmp"), on_the_way(hidden, "old")
     with failing_as(f"exporting to {target}"):
@@ -270,9 +282,30 @@ def made_whole(target: Path, *, overwrite: bool) -> Iterator[Path]:
                     remove(each)
 
 
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n")
-    fsync(path)
+@contextmanager
+def _made_in_store(target: ObjectPath) -> Iterator[Place]:
+    """Yield ``target``, empty, of which this process is the only writer; an export that fails leaves it empty."""
+    lease = Lease(target)
+    lease.take()
+
+    def clear() -> None:
+        for each in sorted(target.iterdir(), key=lambda each: each.name != "config.json"):  # readers ask for it first
+            if each.name != LEASE_NAME:
+                delete(each)
+
+    try:
+        clear()
+        try:
+            yield target
+        except BaseException:
+            clear()
+            raise
+    finally:
+        lease.release()
+
+
+def _write_json(path: Place, data: Mapping[str, Any]) -> None:
+    write_durably(path, json.dumps(data, indent=2) + "\n")
 
 
 def _dtype_entry(config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
@@ -282,9 +315,10 @@ def _dtype_entry(config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -
     return {key: str(kinds.pop()).removeprefix("torch.")} if len(kinds) == 1 else {}
 
 
-def files_beside_weights(folder: str | Path) -> list[Path]:
+def files_beside_weights(folder: str | Place) -> list[Place]:
     """Return the files of a published model's folder that are neither weights nor ``config.json``: tokenizer, generation config, ..."""
-    if not Path(folder).is_dir():
+    folder = place(folder)
+    if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}; expected a folder with tokenizer files")
-    files = [each for each in sorted(Path(folder).iterdir()) if each.is_file() and not each.name.endswith(_NOT_TOKENIZER)]
+    files = [each for each in entries(folder) if each.is_file() and not each.name.endswith(_NOT_TOKENIZER)]
     return [each for each in files if each.name != "config.json"]

@@ -7,13 +7,12 @@ import errno
 import itertools
 import math
 import os
-import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, Protocol, TypeVar, final
 
 import torch
 
@@ -26,9 +25,34 @@ BLOCK_BYTES = 512 << 10  # of bytes that go through as they are: stays in a core
 # memory in one piece, cost several times as much where that is short (or was given back to a virtual machine's host)
 PAGE_BYTES = 4096  # of the page cache
 ALIGNMENT = 64  # of payloads in files, as torch.save has it: unlike places in a cache line make copies half as slow again
-_LEAST_RUN_BYTES, _MOST_WASTE_BYTES = 1024, 8192  # a call costs as much as reading 8 KiB; shorter runs are read with what is between
 
 _Into = Callable[[torch.Tensor, int], None]  # fills a tensor from a position of a file
+T = TypeVar("T")
+
+
+class Run(Protocol):
+    """Bytes that are read in order."""
+
+    def fill(self, view: memoryview, position: int) -> None:
+        """Fill a piece of writable memory from a position of the file."""
+
+
+class Readable(Run, Protocol):
+    """A file or an object open for reads of ranges; ``path`` names it, ``size`` is in bytes."""
+
+    path: Any
+    size: int
+    least_run_bytes: int
+    most_waste_bytes: int
+    """Runs shorter than the one are read with the bytes between them, if these are fewer than the other."""
+
+    def bytes(self, position: int, count: int) -> bytes: ...
+    def into(self, out: torch.Tensor, position: int) -> None: ...
+    def expect(self, spans: Iterable[tuple[int, int]]) -> None: ...
+    def forget(self, start: int, stop: int) -> None: ...
+    def run(self, start: int, stop: int) -> Run: ...
+    def each(self, act: Callable[[T], object], items: Iterable[T]) -> None: ...
+    def close(self) -> None: ...
 
 
 @final
@@ -42,6 +66,8 @@ class ReadFile:
     Raises:
         CheckpointError: the file does not exist, cannot be opened, or is something else than a file.
     """
+
+    least_run_bytes, most_waste_bytes = 1024, 8192  # a call costs as much as reading 8 KiB
 
     def __init__(self, path: Path, *, links: bool = True) -> None:
         self.path = path
@@ -80,6 +106,18 @@ class ReadFile:
                 raise CheckpointError(f"{self.path} is truncated: expected bytes up to {position + len(view)}, the file has {self.size}")
             done += count
 
+    def expect(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: small reads cost little here."""
+
+    def run(self, start: int, stop: int) -> ReadFile:
+        """Return a reader of the bytes ``start`` to ``stop``, which are read in order: the kernel reads ahead."""
+        return self
+
+    def each(self, act: Callable[[T], object], items: Iterable[T]) -> None:
+        """Run ``act``, which reads a piece, for each item."""
+        for item in items:
+            act(item)
+
     def forget(self, start: int, stop: int) -> None:
         """Drop the cached pages of bytes ``start`` to ``stop``, and one page on either side.
 
@@ -105,7 +143,7 @@ class ReadFile:
 class _Summing:
     """Read a file from front to back, and sum the bytes while they are in a core's cache."""
 
-    def __init__(self, file: ReadFile) -> None:
+    def __init__(self, file: Run) -> None:
         self._file, self.crc32 = file, 0
 
     def into(self, out: torch.Tensor, position: int) -> None:
@@ -125,7 +163,7 @@ class Box:
         crc32: of its bytes; compared whenever all of them are read. None: not known.
     """
 
-    file: ReadFile
+    file: Readable
     position: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -144,7 +182,7 @@ class Box:
         if self.crc32 is None or any(span != (0, size) for span, size in zip(spans, self.shape)):
             self._read(self.file.into, spans, out)
         else:
-            summing = _Summing(self.file)
+            summing = _Summing(self.file.run(self.position, self.position + self.nbytes))
             self._read(summing.into, spans, out)
             self.check(summing.crc32)
 
@@ -161,11 +199,17 @@ class Box:
         first = partial[-1] if partial else 0  # all dims after this one are whole: pieces of it are contiguous runs
         if first:
             run, row = self._bytes(first, spans[first][1] - spans[first][0]), self._bytes(first - 1, 1)
-            if run < _LEAST_RUN_BYTES and row - run < _MOST_WASTE_BYTES:
+            least, waste = self.file.least_run_bytes, self.file.most_waste_bytes
+            if run < least and row - run < waste:
                 first -= 1
-        for prefix in itertools.product(*(range(*span) for span in spans[:first])):
-            target = out[tuple(each - span[0] for each, span in zip(prefix, spans))] if first else out
-            self._read_rows(into, prefix, spans, target)
+        if not first:
+            self._read_rows(into, (), spans, out)
+            return
+
+        def read(prefix: tuple[int, ...]) -> None:
+            self._read_rows(into, prefix, spans, out[tuple(each - span[0] for each, span in zip(prefix, spans))])
+
+        self.file.each(read, itertools.product(*(range(*span) for span in spans[:first])))
 
     def _read_rows(self, into: _Into, prefix: tuple[int, ...], spans: Spans, out: torch.Tensor) -> None:
         """Read below ``prefix``: whole rows of the next dim; ``out`` may need only a part of the dim after it."""
@@ -217,7 +261,7 @@ def failing_as(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} failed: {error}{remedy}") from error
 
 
-def inside(file: str, *, of: Path | None = None) -> str:
+def inside(file: str, *, of: object = None) -> str:
     """Return a file name that stays in its folder; raises CheckpointError for any other."""
     if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
         where = f"{of} names a file outside of its folder" if of else "the file name is not allowed"
@@ -244,13 +288,6 @@ def write_all(descriptor: int, data: memoryview) -> None:
     """Write all of ``data``; a system call may write less."""
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def pwrite_all(descriptor: int, data: memoryview, position: int) -> None:
-    """Write all of ``data`` at ``position``; a system call may write less."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], position + done)
 
 
 def aligned(count: int, position: int) -> Iterator[tuple[int, int]]:
@@ -281,14 +318,3 @@ def tiles(shape: tuple[int, ...], itemsize: int, limit_bytes: int) -> Iterator[S
     for prefix in itertools.product(*(range(size) for size in shape[: dim - 1])):
         for row in range(0, shape[dim - 1], step):
             yield (*((each, each + 1) for each in prefix), (row, min(shape[dim - 1], row + step)), *rest)
-
-
-def local(path: str | Path) -> Path:
-    """Return ``path`` as a Path of this machine's file systems.
-
-    Raises:
-        CheckpointError: ``path`` is a URL.
-    """
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
-        raise CheckpointError(f"{path} is a URL; expected a folder of a file system: mount the storage, or copy the folder")
-    return Path(path)

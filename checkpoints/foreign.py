@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from meshpar.checkpoints.files import local
+from meshpar.checkpoints.storage import Place, entries, on_disk
 from meshpar.errors import CheckpointError, brief
 from meshpar.patterns import nearest
 
@@ -27,8 +27,10 @@ _FORMATS = {  # the files by which a format is known -> the remedy
 }
 
 
-def remedy(path: Path) -> str:
+def remedy(path: Place) -> str:
     """Return ``; it is a ... checkpoint: ...`` for a file or folder of a known format, otherwise an empty text."""
+    if not isinstance(path, Path):
+        return ""  # each pattern is a listing
     folder = path if path.is_dir() else path.parent
     for patterns, text in _FORMATS.items():
         found = (each for pattern in patterns for each in folder.glob(pattern))
@@ -37,7 +39,7 @@ def remedy(path: Path) -> str:
     return ""
 
 
-def is_pickled(path: Path) -> bool:
+def is_pickled(path: Place) -> bool:
     """Return whether weights are in files of ``torch.save``, and not in safetensors."""
     return path.suffix in PICKLED or (path.is_dir() and not any(path.glob("*.safetensors*")) and bool(_files(path)))
 
@@ -56,8 +58,11 @@ class TorchWeights:
         CheckpointError: a file is damaged, contains other objects than plain data and tensors, or no such tensor.
     """
 
-    def __init__(self, path: str | Path, *, prefix: str = "") -> None:
-        self._path, self._tensors = local(path), dict[str, torch.Tensor]()
+    def __init__(self, path: str | Place, *, prefix: str = "") -> None:
+        self._path, self._tensors = (
+            on_disk(path, why="torch.save's files are read through a map of memory; copy them"),
+            dict[str, torch.Tensor](),
+        )
         if self._path.is_dir() and (other := remedy(self._path)) and TorchWeights.__name__ not in other:
             raise CheckpointError(f"{self._path} is not a folder of torch.save{other}")
         for file in _files(self._path) if self._path.is_dir() else [self._path]:
@@ -85,12 +90,13 @@ class TorchWeights:
         out.copy_(self._tensors[name][index])
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Place) -> list[Place]:
     """Return the files with weights: those of transformers, beside which lie others, or all."""
-    return sorted(folder.glob("pytorch_model*.bin")) or sorted(each for each in folder.iterdir() if each.suffix in PICKLED)
+    return entries(folder, "pytorch_model*.bin") or [each for each in entries(folder) if each.suffix in PICKLED]
 
 
-def _loaded(file: Path) -> object:
+def _loaded(file: Place) -> object:
+    assert isinstance(file, Path)
     if not file.is_file():
         raise CheckpointError(f"there is no file {file}")
     try:

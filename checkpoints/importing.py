@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,19 +12,20 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.copying import ByteCount, Piece, Progress, StoredSource
-from meshpar.checkpoints.files import BLOCK_BYTES, TILE_BYTES, failing_as, local, memory_of, tiles
+from meshpar.checkpoints.files import BLOCK_BYTES, TILE_BYTES, failing_as, memory_of, tiles
 from meshpar.checkpoints.foreign import TorchWeights, is_pickled
 from meshpar.checkpoints.safetensors import Safetensors
 from meshpar.checkpoints.saving import make_manifest
 from meshpar.checkpoints.steps import Steps
+from meshpar.checkpoints.storage import Place, free_bytes, place
 from meshpar.checkpoints.writing import Checksum, Item, divide, write_file, write_item
 from meshpar.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource, WeightMap
 
 
 def import_safetensors(
-    src: str | Path,
-    root: str | Path,
+    src: str | Place,
+    root: str | Place,
     *,
     weights: WeightMap | None = None,
     dtype: torch.dtype | None = None,
@@ -34,7 +33,7 @@ def import_safetensors(
     config: Mapping[str, Any] | None = None,
     checksum: Checksum = "crc32",
     progress: Progress | None = None,
-) -> Path:
+) -> Place:
     """Convert a model's safetensors to a committed step that contains the model alone.
 
     An import runs without a process group and without building the model.
@@ -57,7 +56,7 @@ def import_safetensors(
         LayoutError: the weight map does not fit the tensors.
     """
     steps, rules = Steps(root), weights if weights is not None else WeightMap()
-    stored = TorchWeights(src) if is_pickled(local(src)) else Safetensors(src)
+    stored = TorchWeights(src) if is_pickled(place(src)) else Safetensors(src)
     source = rules.view(stored)
     dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
     total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
@@ -66,9 +65,11 @@ def import_safetensors(
         steps.reap()
         folder = steps.begin(step, replace=False)
         try:
-            if (free := shutil.disk_usage(folder).free) < total:
+            if (free := free_bytes(folder)) < total:
                 raise CheckpointError(f"{root} has {free / 1e9:.2f} GB free; this import needs {total / 1e9:.2f} GB: free some space")
-            file = write_file(folder / "__0_0.distcp", _items(source, stored, dtypes, ByteCount(total, progress).add), checksum)
+            file = write_file(
+                folder / "__0_0.distcp", _items(source, stored, dtypes, ByteCount(total, progress).add), checksum, expected_bytes=total
+            )
             _, metadata = divide([SavePlan([write_item(MODEL + n, (0,) * len(s), s, s, dtypes[n]) for n, s in source.shapes().items()])])
             told = {"step": step, "mesh": {}, "world_size": 1, "device": "cpu", "plan": f"imported from {src}"}
             return steps.commit(folder, make_manifest(folder, metadata, [file], {**told, "weights": rules.to_json(), "config": published}))
@@ -88,9 +89,10 @@ def _items(source: Mapped, stored: TypedSource, dtypes: Mapping[str, torch.dtype
 
 
 def _copied(piece: Piece, space: torch.Tensor, told: Callable[[int], None]) -> Iterator[memoryview]:
+    run = piece.box.file.run(piece.box.position, piece.box.position + piece.box.nbytes)
     for start in range(0, piece.box.nbytes, BLOCK_BYTES):
         block = memory_of(space)[: min(BLOCK_BYTES, piece.box.nbytes - start)]
-        piece.box.file.fill(block, piece.box.position + start)
+        run.fill(block, piece.box.position + start)
         yield block
         told(len(block))
 
@@ -106,9 +108,9 @@ def _built(
         told(tile.nbytes)
 
 
-def config_beside(src: str | Path) -> dict[str, Any]:
+def config_beside(src: str | Place) -> dict[str, Any]:
     """Return the contents of the ``config.json`` beside published weights, or {}; raises CheckpointError if it is damaged."""
-    src = Path(src)
+    src = place(src)
     path = (src if src.is_dir() else src.parent) / "config.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

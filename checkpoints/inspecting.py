@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.manifest import Manifest, read_manifest
 from meshpar.checkpoints.steps import Steps, open_step
+from meshpar.checkpoints.storage import Place, place
 from meshpar.checkpoints.verify import verify_files
 from meshpar.errors import CheckpointError
 
 
-def list_steps(root: str | Path) -> str:
+def list_steps(root: str | Place) -> str:
     """Return a table of the committed steps, followed by other folders and the reason why they are not steps."""
     steps = Steps(root)
     committed, pinned = steps.committed(), steps.pinned()
@@ -28,14 +28,18 @@ def list_steps(root: str | Path) -> str:
             found = read_manifest(steps.folder(step))
             metrics = ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items() if value is not None)
             marks = ", ".join([*(["latest"] if step == committed[-1] else []), *(["pinned"] if step in pinned else [])])
-            marks += "" if steps.path(step).exists() else f" (in {steps.folder(step).name}: its replacement is running or did not finish)"
+            marks += (
+                ""
+                if steps.folder(step) == steps.path(step)
+                else f" (in {steps.folder(step).name}: its replacement is running or did not finish)"
+            )
             rows.append((str(step), found.saved_at[:19].replace("T", " "), _size(_bytes(found)), _mesh(found), metrics, marks))
         except CheckpointError as error:
             rows.append((str(step), "damaged", "", "", "", str(error)))
     return "\n".join([_table(rows), *(f"{path.name}: {reason}" for path, reason in steps.ignored().items())])
 
 
-def show_step(path: str | Path) -> str:
+def show_step(path: str | Place) -> str:
     """Return a description of one step: its origin, size and tensors."""
     folder = open_step(path)
     found = read_manifest(folder)
@@ -61,7 +65,7 @@ def show_step(path: str | Path) -> str:
     return "\n".join([*lines, _table(rows)])
 
 
-def verify_step(path: str | Path) -> str:
+def verify_step(path: str | Place) -> str:
     """Verify every byte of a step and return a line of text; raises CheckpointError that names every damaged part."""
     folder = open_step(path)
     found = read_manifest(folder)
@@ -71,7 +75,7 @@ def verify_step(path: str | Path) -> str:
     return f"{folder} is whole: {_size(_bytes(found))} in {len(found.files)} files, {_size(rate)}/s"
 
 
-def diff_steps(one: str | Path, other: str | Path) -> str:
+def diff_steps(one: str | Place, other: str | Place) -> str:
     """Return the differences between two steps: tensors that only one has, shapes, dtypes, values (by how much), plain data."""
     folders = open_step(one), open_step(other)
     left, right = (read_manifest(folder) for folder in folders)
@@ -82,7 +86,7 @@ def diff_steps(one: str | Path, other: str | Path) -> str:
         for name in ("step", "mesh", "world_size", "plan", "extra", "metrics", "versions")
         if getattr(left, name) != getattr(right, name)
     ]
-    sources = [DistributedCheckpoint(folder) for folder in folders]
+    sources = [DistributedCheckpoint(each.files_in(folder)) for each, folder in zip((left, right), folders)]
     same = 0
     for name in (each for each in left.tensors if each in right.tensors):
         difference = _difference(name, left.tensors[name], right.tensors[name], sources)
@@ -91,7 +95,7 @@ def diff_steps(one: str | Path, other: str | Path) -> str:
     return "\n".join([*lines, f"{same} of {len(left.tensors)} tensors are the same"])
 
 
-def prune_steps(root: str | Path, keep: int, *, best: str | None = None) -> str:
+def prune_steps(root: str | Place, keep: int, *, best: str | None = None) -> str:
     """Delete all steps except the newest ``keep``, the pinned ones and the ``best``, and leftovers of dead processes; return a summary.
 
     Args:
@@ -111,12 +115,24 @@ def prune_steps(root: str | Path, keep: int, *, best: str | None = None) -> str:
     return f"{removed}; kept {', '.join(map(str, steps.committed()))}"
 
 
-def pin_step(path: str | Path, *, pinned: bool = True) -> str:
+def pin_step(path: str | Place, *, pinned: bool = True) -> str:
     """Protect a step from deletion, or end the protection; return a line of text."""
     folder = open_step(path)
     step = read_manifest(folder).step
     Steps(folder.parent).pin(step, pinned=pinned)
     return f"step {step} in {folder.parent} is {'pinned: it stays until it is unpinned' if pinned else 'not pinned any more'}"
+
+
+def remove_step(path: str | Place) -> str:
+    """Delete a step and return a line of text; raises CheckpointError if it is pinned, or ``path`` does not name one step."""
+    folder = open_step(path)
+    if folder.name != place(path).resolve().name:
+        raise CheckpointError(f"{path} does not name one step; give its folder, such as {folder}")
+    step, steps = read_manifest(folder).step, Steps(folder.parent)
+    if step in steps.pinned():
+        raise CheckpointError(f"step {step} in {folder.parent} is pinned; unpin it first (meshpar checkpoints pin --unpin)")
+    steps.delete(step)
+    return f"removed step {step} from {folder.parent}; left: {', '.join(map(str, steps.committed())) or 'none'}"
 
 
 def _difference(name: str, left: Mapping[str, Any], right: Mapping[str, Any], sources: Sequence[DistributedCheckpoint]) -> str | None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, final
 
 from meshpar.checkpoints.leftovers import host_name, is_running, process_id, told_only
+from meshpar.checkpoints.objects import ObjectPath
+from meshpar.checkpoints.storage import Place
 from meshpar.errors import CheckpointError
 
 LEASE_NAME = ".writer"
@@ -30,7 +32,7 @@ class Lease:
         dead_s: seconds without a count after which a holder on another host is dead.
     """
 
-    def __init__(self, folder: Path, *, beat_s: float = 5.0, dead_s: float = 30.0) -> None:
+    def __init__(self, folder: Place, *, beat_s: float = 5.0, dead_s: float = 30.0) -> None:
         self._path, self._beat_s, self._dead_s = folder / LEASE_NAME, beat_s, dead_s
         self._us = {"host": host_name(), "process": os.getpid(), "id": process_id(os.getpid())}
         self._since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -39,15 +41,10 @@ class Lease:
 
     def take(self) -> None:
         """Take the folder, after waiting for up to ``dead_s`` for a sign of its holder; raises CheckpointError if the holder lives."""
-        self._made = not self._path.parent.exists()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._path.open("x").close()
-        except FileExistsError as error:
-            held = self._read()
-            if not self._is_ours(held) and self._lives(held):
-                raise CheckpointError(f"{self._path.parent} {_told(held)}; end that job, or train in another folder") from error
-        self._write(0)
+        made, (held, tag) = self._create(), self._found()
+        if not made and not self._is_ours(held) and self._lives(held):
+            raise CheckpointError(f"{self._path.parent} {_told(held)}; end that job, or train in another folder")
+        self._write(0, tag)
         self._thread.start()
 
     def check(self) -> None:
@@ -62,9 +59,19 @@ class Lease:
         self._thread.join()
         if self._is_ours(self._read()):
             self._path.unlink(missing_ok=True)
-        if self._made:
+        if self._made and isinstance(self._path, Path):
             with suppress(OSError):
                 self._path.parent.rmdir()
+
+    def _create(self) -> bool:
+        if isinstance(self._path, ObjectPath):
+            return self._path.create(self._text(-1))
+        self._made = not self._path.parent.exists()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            self._path.open("x").close()
+            return True
+        return False
 
     def _lives(self, held: dict[str, Any]) -> bool:
         if held.get("host") == self._us["host"]:
@@ -81,24 +88,44 @@ class Lease:
         while not self._ended.wait(self._beat_s):
             count += 1
             with told_only(f"cannot renew {self._path}"):
-                if not self._is_ours(self._read()):
+                held, tag = self._found()
+                if not self._is_ours(held):
                     return  # the next check() raises
-                self._write(count)
+                self._write(count, tag)
 
-    def _write(self, count: int) -> None:
-        """Write in place: over NFS, who opens a file sees what was written before it was closed, but may miss that it was replaced."""
-        with self._path.open("r+") as file:
-            file.write(json.dumps({**self._us, "since": self._since, "count": count}).ljust(512))
+    def _write(self, count: int, tag: str | None) -> None:
+        """Write in place: over NFS, who opens a file sees what was written before it was closed, but may miss that it was replaced.
+
+        In a store, replace the object with the ETag ``tag`` alone.
+        """
+        if isinstance(self._path, ObjectPath):
+            if not self._path.create(self._text(count), replaces=tag):
+                raise CheckpointError(f"{self._path.parent} {_told(self._read())}, which took it at this moment; end one of the jobs")
+            return
+        with self._path.open("rb+") as file:
+            file.write(self._text(count))
             file.truncate()
             file.flush()
             os.fsync(file.fileno())
 
+    def _text(self, count: int) -> bytes:
+        return json.dumps({**self._us, "since": self._since, "count": count}).ljust(512).encode()
+
     def _read(self) -> dict[str, Any]:
+        return self._found()[0]
+
+    def _found(self) -> tuple[dict[str, Any], str | None]:
+        """Return what the file says, and in a store its ETag."""
+        tag = None
         try:
-            found = json.loads(self._path.read_text())
+            if isinstance(self._path, ObjectPath):
+                text, tag = self._path.read() or (b"", None)
+            else:
+                text = self._path.read_bytes()
+            found = json.loads(text)
         except (FileNotFoundError, ValueError):
-            return {}  # given up, or being written
-        return found if isinstance(found, dict) and {*self._us, "since"} <= found.keys() else {}
+            return {}, tag  # given up, or being written
+        return (found if isinstance(found, dict) and {*self._us, "since"} <= found.keys() else {}), tag
 
     def _is_ours(self, held: dict[str, Any]) -> bool:
         return {key: held.get(key) for key in self._us} == self._us

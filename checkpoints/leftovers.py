@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import socket
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, final
+from typing import Literal, TypeVar, final
 
 from meshpar.checkpoints.checksums import crc32
 from meshpar.checkpoints.manifest import MANIFEST_NAME
+from meshpar.checkpoints.objects import ObjectPath
+from meshpar.checkpoints.storage import Place, delete, untouched_s
 from meshpar.errors import CheckpointError
 
+P = TypeVar("P", Path, ObjectPath)
 ABANDONED_S = 6 * 3600.0
 """How long nothing in a folder must have changed before another host's process counts as dead, in seconds."""
 LEASE_S = 120.0
@@ -35,7 +36,7 @@ _log = logging.getLogger("meshpar.checkpoints")
 class Leftover:
     """What the name of such a folder tells; ``tmp``: on the way to being ``of``, or to be removed; ``old``: it was ``of``."""
 
-    path: Path
+    path: Place
     of: str
     kind: str
     host: str
@@ -51,7 +52,7 @@ class Leftover:
     def held(self) -> bool:
         """Whether another process is writing it, as far as can be told."""
         if self.host != host_name():
-            return _untouched_s(self.path) <= LEASE_S
+            return untouched_s(self.path) <= LEASE_S
         return not self.ours and not self.abandoned()
 
     def abandoned(self, *, sole_writer: bool = False) -> bool:
@@ -61,37 +62,35 @@ class Leftover:
             sole_writer: whether this process is the only writer here, so that folders of other hosts are dead.
         """
         if self.host != host_name():
-            return sole_writer or _untouched_s(self.path) > ABANDONED_S
+            return sole_writer or untouched_s(self.path) > ABANDONED_S
         if self.ours:
             return False
         if self.process in (_NOBODY, os.getpid()) or not is_running(self.process, self.id):
             return True
-        return _identity(self.process) is None and _untouched_s(self.path) > ABANDONED_S
+        return _identity(self.process) is None and untouched_s(self.path) > ABANDONED_S
 
 
-def leftover(path: Path) -> Leftover | None:
+def leftover(path: Place) -> Leftover | None:
     """Parse a folder's name; return None for a name of another kind."""
     found = _NAME.fullmatch(path.name)
     return Leftover(path, found[1], found[2], found[3], int(found[4]), found[5]) if found else None
 
 
-def on_the_way(target: Path, kind: Literal["tmp", "old"], *, process: int | None = None) -> Path:
+def on_the_way(target: P, kind: Literal["tmp", "old"], *, process: int | None = None) -> P:
     """Return a new name beside ``target`` for a folder of this process, or of another; whoever made the folder calls :func:`remove`."""
     process = os.getpid() if process is None else process
     return target.with_name(f"{target.name}.{kind}-{host_name()}-{process}-{process_id(process)}{uuid.uuid4().hex[:8]}")
 
 
-def remove(path: Path) -> None:
+def remove(path: Place) -> None:
     """Remove a folder, or a file in the place of one. What cannot be removed is told, and left to any process, this one included."""
     with told_only(f"cannot remove {path}"):
         try:
             if path.is_dir():
                 (path / MANIFEST_NAME).unlink(missing_ok=True)  # first, so that half of an old step is not taken for it
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            delete(path)
         except OSError:
-            if (left := leftover(path)) and left.ours:
+            if isinstance(path, Path) and (left := leftover(path)) and left.ours:
                 path.rename(on_the_way(path.with_name(left.of), "tmp", process=_NOBODY))
             raise
 
@@ -144,11 +143,3 @@ def _identity(process: int) -> str | None:
     except OSError:
         return None
     return f"{crc32(f'{boot} {fields[18]}'.encode()):08x}" if state not in "ZX" else "ended"
-
-
-def _untouched_s(path: Path) -> float:
-    """Return the seconds since a file, or anything in a folder, last changed; 0 if it is changing now."""
-    try:
-        return time.time() - max(each.stat().st_mtime for each in (path, *(path.iterdir() if path.is_dir() else ())))
-    except FileNotFoundError:
-        return 0.0

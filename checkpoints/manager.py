@@ -15,28 +15,31 @@ from meshpar.checkpoints.foreign import remedy
 from meshpar.checkpoints.lease import Lease
 from meshpar.checkpoints.leftovers import told_only
 from meshpar.checkpoints.manifest import Manifest
+from meshpar.checkpoints.objects import ObjectPath
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.restoring import RestoredState, Restoring
 from meshpar.checkpoints.saving import Noted, Saving
 from meshpar.checkpoints.staging import Stager
 from meshpar.checkpoints.state import Optimizers, plain
 from meshpar.checkpoints.steps import Steps
+from meshpar.checkpoints.storage import Place, on_disk
 from meshpar.checkpoints.verify import Verify
 from meshpar.checkpoints.writing import Checksum
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, StoreError
 
 _log = logging.getLogger("meshpar.checkpoints")
 
 
 @final
 class CheckpointManager:
-    """Save and restore the checkpoints of one run, in one folder that all ranks share.
+    """Save and restore the checkpoints of one run, in one folder that all ranks share, or in an object store.
 
     >>> with CheckpointManager("run/checkpoints", keep=2) as checkpoints:  # doctest: +SKIP
     ...     checkpoints.save(step, par, optimizer)                         # doctest: +SKIP
 
     Args:
-        root: the folder of checkpoints; the first save creates it.
+        root: the folder of checkpoints; the first save creates it. Or a URL in an object store: ``s3://bucket/run``, ``gs://``,
+            ``az://`` (extra ``object-store``); credentials come from the store's usual environment.
         keep: number of newest committed steps to keep; None: all.
         every: number of steps between two saves, for :meth:`due`; None: never due.
         best: name of a metric. The step with its lowest value is kept, too. A leading ``+`` means highest (``"+accuracy"``).
@@ -46,11 +49,13 @@ class CheckpointManager:
         checksum: ``"crc32"``: a CRC-32 of every part of every tensor; ``"sha256"``: also a SHA-256 of every file.
         threads: number of files that each rank writes at once.
         timeout_s: seconds that a rank waits for the others within one step of a save.
+        staging: a folder on each host's own disk. With ``async_`` and a URL, the next step of the optimizer waits until the files are
+            there, instead of in host memory; the upload goes on beside training. None: in host memory.
     """
 
     def __init__(
         self,
-        root: str | Path,
+        root: str | Place,
         keep: int | None = 3,
         every: int | None = None,
         *,
@@ -59,6 +64,7 @@ class CheckpointManager:
         checksum: Checksum = "crc32",
         threads: int = 2,
         timeout_s: float = 600.0,
+        staging: str | Path | None = None,
     ) -> None:
         for name, value in (("keep", keep), ("every", every), ("threads", threads)):
             if value is not None and value < 1:
@@ -66,18 +72,23 @@ class CheckpointManager:
         if checksum not in ("crc32", "sha256"):
             raise CheckpointError(f"checksum must be 'crc32' or 'sha256', got {checksum!r}")
         self._steps = Steps(root)
+        if staging is not None and not (async_ and isinstance(self._steps.root, ObjectPath)):
+            raise CheckpointError(
+                f"staging is for saves in the background (async_=True) to a URL, got async_={async_} and {root}; drop staging"
+            )
+        self._staging = None if staging is None else on_disk(staging, why="files are staged before they are uploaded").expanduser()
         self._keep, self._every, self._best, self._timeout_s = keep, every, best, timeout_s
         self._checksum: Checksum = checksum
         self._threads = threads
         self._stager = Stager(threads) if async_ else None
         self._background = Background()
         self._made_ranks: Ranks | None = None
-        self._temporary: Path | None = None  # on rank 0: of the save that began last
+        self._temporary: Place | None = None  # on rank 0: of the save that began last
         self._lease: Lease | None = None  # on rank 0, after own()
         self.writes = 0
 
     @property
-    def root(self) -> Path:
+    def root(self) -> Place:
         """The folder of checkpoints."""
         return self._steps.root
 
@@ -93,7 +104,7 @@ class CheckpointManager:
         """Return the newest committed step; None if there is none."""
         return next(reversed(self.steps()), None)
 
-    def ignored(self) -> dict[Path, str]:
+    def ignored(self) -> dict[Place, str]:
         """Return the folders that look like steps but are not committed, and why."""
         return self._steps.ignored()
 
@@ -123,7 +134,7 @@ class CheckpointManager:
         *,
         rank_extra: object = None,
         replace: bool = False,
-    ) -> Path:
+    ) -> Place:
         """Save one step. On return it is committed to the disk, or is being written in the background (``async_``).
 
         Collective: every rank calls it.
@@ -151,7 +162,9 @@ class CheckpointManager:
         stager = self._stager
         with self._abandoned_on_error():
             folder = ranks.share(f"beginning step {step}", lambda: self._begin(noted, replace))
-            saving = Saving(ranks, folder, noted, threads=self._threads, checksum=self._checksum, on_write=self._count_write)
+            saving = Saving(
+                ranks, folder, noted, threads=self._threads, checksum=self._checksum, on_write=self._count_write, staging=self._staging
+            )
             saving.plan(par, optimizer, later=stager is not None)
         if stager is None:
             self._finish(saving, folder)
@@ -244,7 +257,7 @@ class CheckpointManager:
                 fits = True
                 return restoring.read(random=random, passed_over=tuple(damaged))
             except CheckpointError as error:
-                if not fallback or ranks.broken or not fits:
+                if not fallback or ranks.broken or not fits or isinstance(error, StoreError):
                     raise
                 _log.error("%s", error)
                 damaged.append(str(error))
@@ -267,7 +280,7 @@ class CheckpointManager:
             lease.take()
             self._lease = lease
 
-    def _begin(self, noted: Noted, replace: bool) -> Path:
+    def _begin(self, noted: Noted, replace: bool) -> Place:
         if not isinstance(noted.step, int) or noted.step < 0:
             raise CheckpointError(f"step is {noted.step!r}; expected a whole number of 0 or more")
         plain(noted.extra, "extra")
@@ -281,11 +294,13 @@ class CheckpointManager:
         self._temporary = self._steps.begin(noted.step, replace=replace)
         return self._temporary
 
-    def _finish(self, saving: Saving, folder: Path) -> None:
+    def _finish(self, saving: Saving, folder: Place) -> None:
         with self._abandoned_on_error():
             saving.finish(lambda manifest: self._commit(folder, manifest))
 
-    def _commit(self, folder: Path, manifest: Manifest) -> Path:
+    def _commit(self, folder: Place, manifest: Manifest) -> Place:
+        if self._lease is not None:
+            self._lease.check()
         path = self._steps.commit(folder, manifest)
         with told_only(f"step {manifest.step} is committed, but older steps could not be deleted"):
             self._steps.retain(self._keep, self._steps.best_or_unknown(self._best) if self._best else (), saved=manifest.step)
@@ -300,7 +315,7 @@ class CheckpointManager:
                 self._steps.abandon(self._temporary)
             raise
 
-    def _find(self, step: int | None) -> list[Path]:
+    def _find(self, step: int | None) -> list[Place]:
         """Return the folders to try, the first one first."""
         steps = self.steps()
         if not steps:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, final
 
 from meshpar.checkpoints.checksums import crc32
-from meshpar.checkpoints.files import ReadFile, inside
+from meshpar.checkpoints.files import inside
 from meshpar.checkpoints.foreign import remedy
+from meshpar.checkpoints.storage import Place, open_file
 from meshpar.errors import CheckpointError, brief
 
 MANIFEST_NAME = "meshpar.json"
@@ -48,6 +47,8 @@ class Manifest:
         rank_extra: ``save(rank_extra=)`` of each rank.
         metrics: name -> value, from which the best step is chosen.
         versions: versions of "torch" and "meshpar".
+        parts: the folder with the files, inside of the step's; empty: the step's own. In an object store two saves of one step have
+            two folders, and the manifest, created once, chooses.
     """
 
     step: int
@@ -67,23 +68,28 @@ class Manifest:
     rank_extra: Sequence[Any] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    parts: str = ""
+
+    def files_in(self, folder: Place) -> Place:
+        """Return the folder with the files of the step in ``folder``."""
+        return folder / self.parts if self.parts else folder
 
     def to_json(self) -> str:
         """Return the file's text, one entry per line; the last entry is the CRC-32 of all lines before it."""
         entries = {"format": FORMAT, "version": VERSION} | {
-            each.name: _encoded(getattr(self, each.name)) for each in dataclasses.fields(self)
+            each.name: _encoded(getattr(self, each.name)) for each in dataclasses.fields(self) if each.name != "parts" or self.parts
         }
         text = "{\n" + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in entries.items())
         return f'{text}"crc32": "{crc32(text.encode()):08x}"\n}}\n'
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """Read a checkpoint's manifest; raises CheckpointError if it is missing, damaged, or of a newer version."""
     path = folder / MANIFEST_NAME
     if not path.exists():
         reason = "no such folder" if not folder.is_dir() else f"it has no {MANIFEST_NAME}, so it was never committed"
         raise CheckpointError(f"{folder} is not a checkpoint of a run: {reason}{remedy(folder)}")
-    file = ReadFile(path, links=False)
+    file = open_file(path, links=False)
     try:
         text = file.bytes(0, file.size)
         seal = _SEAL.search(text, max(0, len(text) - 32))
@@ -98,7 +104,11 @@ def read_manifest(folder: Path) -> Manifest:
         if wrong := [name for name, kind in _KINDS.items() if name in data and not _is(data[name], kind)]:
             raise ValueError(f"values of other types in {', '.join(wrong)}")
         found = Manifest(**data)
-        for name in {*found.files, *(chunk[2] for entry in found.tensors.values() for chunk in entry["chunks"])}:
+        for name in {
+            *found.files,
+            *filter(None, [found.parts]),
+            *(chunk[2] for entry in found.tensors.values() for chunk in entry["chunks"]),
+        }:
             inside(name, of=path)
         if (named := step_of(folder.name.partition(".")[0])) not in (None, found.step):
             raise CheckpointError(
@@ -132,6 +142,7 @@ _KINDS: Mapping[str, Any] = {
     "rank_extra": list,
     "metrics": {str: (int, float, None)},
     "versions": {str: str},
+    "parts": str,
 }
 
 
@@ -176,23 +187,3 @@ def step_of(name: str) -> int | None:
     """Return the step whose folder has this name; None for any other name."""
     found = _STEP.fullmatch(name)
     return None if found is None else int(found[1])
-
-
-def fsync(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a small file atomically, and flush it to the disk."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    fsync(path.parent)

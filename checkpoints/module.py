@@ -9,11 +9,11 @@ import torch
 from meshpar.checkpoints.checkpointable import Checkpointable
 from meshpar.checkpoints.copying import Progress
 from meshpar.checkpoints.export import export_safetensors, free_target
-from meshpar.checkpoints.files import local
 from meshpar.checkpoints.leftovers import on_the_way, remove
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.saving import Noted, Saving
 from meshpar.checkpoints.steps import Steps
+from meshpar.checkpoints.storage import on_disk
 
 
 def export_module(
@@ -48,7 +48,7 @@ def export_module(
         CheckpointError: on every rank, if any rank fails.
     """
     ranks = Ranks(timeout_s)
-    target = local(dst).resolve()
+    target = on_disk(dst, why="save a step there and export it").resolve()
     root = ranks.share("exporting", lambda: _make_beside(target, overwrite=overwrite))
     try:
         steps = Steps(root)

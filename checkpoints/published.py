@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import final
 
 import torch
@@ -14,6 +13,7 @@ from meshpar.checkpoints.dcp import DistributedCheckpoint, Stored
 from meshpar.checkpoints.files import TILE_BYTES, memory_of, tiles
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.steps import open_step
+from meshpar.checkpoints.storage import Place
 from meshpar.checkpoints.verify import open_verified
 from meshpar.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource
@@ -59,7 +59,7 @@ class StoredModel:
         return [Piece(chunk.offsets, self._source.box(self._names[name], chunk)) for chunk in chunks]
 
 
-def stored_model(path: str | Path) -> StoredModel:
+def stored_model(path: str | Place) -> StoredModel:
     """Return the model of a committed step as a source of weights, by the module's names.
 
     Args:

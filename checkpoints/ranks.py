@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast, final
 
 import torch.distributed as dist
 
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, StoreError
 
 T = TypeVar("T")
 _Outcome = tuple[str | None, Any]
@@ -65,7 +65,7 @@ class Ranks:
         interrupt: BaseException | None = None
         if self.rank == 0:
             (failure, values), interrupt = _attempt(0, act)
-            outcomes = [(failure, value) for value in (values or [None] * self.size)]
+            outcomes = [(failure, value) for value in ([values] * self.size if failure is not None or not values else values)]
         received = self._exchange(step, lambda: [self._scatter(outcomes)])
         if interrupt is not None:
             raise interrupt
@@ -94,7 +94,8 @@ class Ranks:
                 f"{step} failed: rank {self.rank} lost the others, or waited longer than {self._timeout}: {reason}"
             ) from error
         if failures := [failure for failure, _ in outcomes if failure is not None]:
-            raise CheckpointError("\n  ".join([f"{step} failed on {len(failures)} of {self.size} ranks:", *failures]))
+            kind = StoreError if any(failure is not None and value is StoreError for failure, value in outcomes) else CheckpointError
+            raise kind("\n  ".join([f"{step} failed on {len(failures)} of {self.size} ranks:", *failures]))
         return outcomes
 
     def _gather(self, outcome: _Outcome) -> list[_Outcome]:
@@ -103,7 +104,7 @@ class Ranks:
             return [outcome]
         outcomes: list[_Outcome] | None = [(None, None) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather_object(outcome, outcomes, dst=0, group=self._group)
-        failures: list[_Outcome] = self._broadcast([(failure, None) for failure, _ in outcomes or () if failure is not None])
+        failures: list[_Outcome] = self._broadcast([each for each in outcomes or () if each[0] is not None])
         return failures or outcomes or []
 
     def _broadcast(self, value: T) -> T:
@@ -150,7 +151,7 @@ def _attempt(rank: int, act: Callable[[], T]) -> tuple[_Outcome, BaseException |
     try:
         return (None, act()), None
     except CheckpointError as error:
-        return (f"rank {rank}: {error}", None), None
+        return (f"rank {rank}: {error}", StoreError if isinstance(error, StoreError) else None), None
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         return (f"rank {rank}: {type(error).__name__}: {error}", None), None
     except BaseException as error:  # noqa: BLE001 - raised again by the caller once the others know

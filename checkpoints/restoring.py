@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -23,6 +22,7 @@ from meshpar.checkpoints.state import (
     restore_optimizer,
     set_random_state,
 )
+from meshpar.checkpoints.storage import Place
 from meshpar.checkpoints.verify import Verify, open_verified
 from meshpar.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
@@ -53,7 +53,7 @@ class RestoredState:
     same_mesh: bool
     random: str
     skipped: tuple[str, ...]
-    folder: Path
+    folder: Place
     passed_over: tuple[str, ...] = ()
 
 
@@ -72,7 +72,7 @@ class _Differences:
 class Restoring:
     """One restore."""
 
-    def __init__(self, ranks: Ranks, folder: Path, par: Checkpointable, optimizer: Optimizers | None) -> None:
+    def __init__(self, ranks: Ranks, folder: Place, par: Checkpointable, optimizer: Optimizers | None) -> None:
         self._ranks, self._folder, self._par, self._optimizer = ranks, folder, par, optimizer
 
     def open(self, verify: Verify) -> None:
@@ -139,10 +139,10 @@ class Restoring:
         wanted = {self._saved_name(name): tensor for name, tensor in self._model.tensors.items()}
         if unmade := [name for name, tensor in wanted.items() if tensor.is_meta]:
             raise CheckpointError(f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before restore")
-        missing, wrong = differences(wanted, self._source.tensors, cast=cast)
-        for name, tensor in wanted.items():
-            if name in self._source.tensors and self._source.tensors[name].shape == tuple(tensor.shape):
-                self._source.locate(name, held_by_this_rank(tensor))
+        stored = self._source.tensors
+        missing, wrong = differences(wanted, stored, cast=cast)
+        same = {name: each for name, each in wanted.items() if name in stored and stored[name].shape == tuple(each.shape)}
+        self._source.locate({name: held_by_this_rank(tensor) for name, tensor in same.items()})
         return _Differences(
             wrong=wrong,
             missing=missing,
@@ -170,9 +170,13 @@ class Restoring:
             room = restore_optimizer(self._optimizer, self._model, self._manifest.optimizer, self._renamed, self._source.tensors)
             wanted += room
         stored = [(name, tensor) for name, tensor in wanted if name in self._source.tensors]
-        with torch.no_grad():
-            for name, tensor in sorted(stored, key=lambda each: self._source.place(each[0])):
-                self._source.read(name, held_by_this_rank(tensor), local_tensor(tensor))
+        self._source.locate({name: held_by_this_rank(tensor) for name, tensor in stored})
+
+        def read(pair: tuple[str, torch.Tensor]) -> None:
+            with torch.no_grad():  # of this thread
+                self._source.read(pair[0], held_by_this_rank(pair[1]), local_tensor(pair[1]))
+
+        self._source.each(read, sorted(stored, key=lambda each: self._source.place(each[0])))
 
     def _restore_random(self, same: bool) -> str:
         prefix = f"random.rank-{self._ranks.rank}."

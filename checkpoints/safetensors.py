@@ -9,16 +9,16 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, final
 
 import torch
 
 from meshpar.checkpoints.copying import Piece
 from meshpar.checkpoints.dcp import Chunk, check_cover, overlap
-from meshpar.checkpoints.files import ALIGNMENT, Box, ReadFile, inside, local
+from meshpar.checkpoints.files import ALIGNMENT, Box, Readable, inside
 from meshpar.checkpoints.foreign import remedy
-from meshpar.errors import CheckpointError, brief
+from meshpar.checkpoints.storage import Place, entries, open_file, place
+from meshpar.errors import CheckpointError, StoreError, brief
 from meshpar.patterns import nearest
 from meshpar.weights.views import spans_of
 
@@ -59,11 +59,11 @@ class Safetensors:
         CheckpointError: a file is missing, truncated or damaged, or two files have a tensor of the same name.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Place) -> None:
         self._pieces: dict[str, list[Piece]] = {}
-        self._path = local(path)
+        self._path = place(path)
         for file, expected in _files(self._path).items():
-            boxes, offsets = read_header(ReadFile(file))
+            boxes, offsets = read_header(open_file(file))
             if absent := [name for name in expected if name not in boxes]:
                 raise CheckpointError(f"{file} lacks {len(absent)} tensors of the index: {', '.join(absent[:5])}")
             if twice := [name for name in boxes if name in self._pieces and name not in offsets]:
@@ -111,13 +111,13 @@ def _whole_shape(name: str, pieces: Sequence[Piece]) -> tuple[int, ...]:
     return shape
 
 
-def _files(path: Path) -> dict[Path, list[str]]:
+def _files(path: Place) -> dict[Place, list[str]]:
     """Return the files to read and the names that the index, if there is one, lists for each."""
     if path.is_dir():
-        indices = sorted(path.glob("*.safetensors.index.json"))
+        indices = entries(path, "*.safetensors.index.json")
         if len(indices) == 1:
             return _files(indices[0])
-        files = sorted(path.glob("*.safetensors"))
+        files = entries(path, "*.safetensors")
         if indices or not files:
             raise CheckpointError(
                 f"expected one safetensors index or some .safetensors files in {path}, found {len(indices)} indices{remedy(path)}"
@@ -130,10 +130,10 @@ def _files(path: Path) -> dict[Path, list[str]]:
     return {path: []}
 
 
-def _indexed(path: Path) -> dict[Path, list[str]]:
+def _indexed(path: Place) -> dict[Place, list[str]]:
     try:
         places = json.loads(path.read_text())["weight_map"]
-        files: dict[Path, list[str]] = {}
+        files: dict[Place, list[str]] = {}
         for name, file in sorted(places.items()):
             files.setdefault(path.parent / inside(file), []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -141,7 +141,7 @@ def _indexed(path: Path) -> dict[Path, list[str]]:
     return files
 
 
-def read_header(file: ReadFile) -> tuple[dict[str, Box], dict[str, tuple[int, ...]]]:
+def read_header(file: Readable) -> tuple[dict[str, Box], dict[str, tuple[int, ...]]]:
     """Return the position of each tensor of a safetensors file, and the offsets of those that are shards of larger ones.
 
     Raises:
@@ -164,13 +164,15 @@ def read_header(file: ReadFile) -> tuple[dict[str, Box], dict[str, tuple[int, ..
         offsets = {name: tuple(entry["saved_offsets"]) for name, entry in shards.items() if name in boxes}
         if odd := [name for name, each in offsets.items() if len(each) != len(boxes[name].shape) or not all(type(o) is int for o in each)]:
             raise CheckpointError(f"the shard of {odd[0]!r} is at {offsets[odd[0]]} of a tensor of {len(boxes[odd[0]].shape)} dims")
+    except StoreError:
+        raise
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
         other = remedy(file.path) if file.path.suffix != ".safetensors" else ""
         raise CheckpointError(f"{file.path} is not a complete safetensors file: {error}{other}") from error
     return boxes, offsets
 
 
-def _box(file: ReadFile, base: int, entry: Mapping[str, Any]) -> Box:
+def _box(file: Readable, base: int, entry: Mapping[str, Any]) -> Box:
     start, stop = entry["data_offsets"]
     if entry["dtype"] not in DTYPES:
         raise CheckpointError(f"it has the dtype {entry['dtype']!r}; this version reads {', '.join(DTYPES)}")

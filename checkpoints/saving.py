@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import shutil
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -18,10 +18,12 @@ from meshpar import __version__
 from meshpar.checkpoints.checkpointable import MODEL, Checkpointable, mesh_axes
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.files import failing_as
-from meshpar.checkpoints.manifest import Manifest, step_of
+from meshpar.checkpoints.leftovers import leftover, on_the_way, remove
+from meshpar.checkpoints.manifest import Manifest, step_name, step_of
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.staging import Stager, ready_event
 from meshpar.checkpoints.state import Optimizers, merged_tables, model_state, optimizer_state, plain, random_state
+from meshpar.checkpoints.storage import Place, free_bytes, upload
 from meshpar.checkpoints.verify import verify_files
 from meshpar.checkpoints.writing import (
     Checksum,
@@ -72,19 +74,23 @@ class Saving:
         threads: number of files that each rank writes at once.
         checksum: checksum of the files, in addition to the CRC-32 of the parts.
         on_write: called after every block, by the threads that write.
+        staging: a folder on this machine's disk where :meth:`stage` writes the files, from which :meth:`finish` uploads them.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        folder: Path,
+        folder: Place,
         noted: Noted,
         *,
         threads: int = 2,
         checksum: Checksum = "crc32",
         on_write: Callable[[], None] = lambda: None,
+        staging: Path | None = None,
     ) -> None:
         self._ranks, self._folder, self._noted = ranks, folder, noted
+        self._staging = None if staging is None else on_the_way(staging / step_name(noted.step), "tmp")
+        self._staged: list[WrittenFile] | None = None
         self._threads, self._on_write = threads, on_write
         self._checksum: Checksum = checksum
         self._tensors: dict[str, Tensor] = {}
@@ -108,7 +114,10 @@ class Saving:
     def stage(self, stager: Stager) -> None:
         """Copy the parts that this rank writes. On return the module and the optimizer may change. :meth:`finish` raises an error."""
         try:
-            self._parts = stager.stage(self._parts, self._device, self._ready)
+            if self._staging is None:
+                self._parts = stager.stage(self._parts, self._device, self._ready)
+            else:
+                self._stage_on_disk(self._staging)
             if changed := list(dict.fromkeys(name for name, tensor, version in self._versions if _version(tensor) != version)):
                 raise CheckpointError(
                     f"{len(changed)} tensors were changed while the save in the background copied them ({', '.join(changed[:5])}); "
@@ -118,10 +127,26 @@ class Saving:
             self._stage_error = error
         self._versions = []
 
-    def finish(self, commit: Callable[[Manifest], Path]) -> Path:
+    def _stage_on_disk(self, folder: Path) -> None:
+        """Write the files to this machine's disk, without what a dead process left there."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for each in folder.parent.iterdir():
+            if (left := leftover(each)) and step_of(left.of) is not None and left.abandoned():
+                remove(each)
+        folder.mkdir()
+        if self._ready is not None:
+            self._ready.synchronize()
+        with failing_as(f"staging in {folder.parent}"):
+            self._staged = self._write_to(folder)
+
+    def finish(self, commit: Callable[[Manifest], Place]) -> Place:
         """Write, check and commit; return the step's folder. Collective. Raises CheckpointError on every rank if any rank fails."""
         step = self._noted.step
-        written = self._ranks.collect(f"writing step {step}", self._write)
+        try:
+            written = self._ranks.collect(f"writing step {step}", self._write)
+        finally:
+            if self._staging is not None:
+                remove(self._staging)
         return self._ranks.share(f"committing step {step}", lambda: self._commit(commit, [file for each in written for file in each]))
 
     def _describe(self, par: Checkpointable, optimizer: Optimizers | None, later: bool) -> _Planned:
@@ -137,7 +162,7 @@ class Saving:
             raise CheckpointError(f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before save")
         if (began := step_of(self._folder.name.partition(".")[0])) not in (None, self._noted.step):
             raise CheckpointError(f"this rank saves step {self._noted.step}, rank 0 step {began}; pass the same step on every rank")
-        if not self._folder.is_dir():
+        if isinstance(self._folder, Path) and not self._folder.is_dir():
             raise CheckpointError(f"{self._folder}, created by rank 0, does not exist here; use a file system that all ranks share")
         self._tensors = tensors
         return _Planned(
@@ -149,7 +174,7 @@ class Saving:
 
     def _divide(self, planned: Sequence[_Planned], par: Checkpointable) -> list[SavePlan]:
         self._plans, self._metadata = divide([each.plan for each in planned])
-        needed, free = planned_bytes(self._plans) + _SPARE_BYTES, shutil.disk_usage(self._folder).free
+        needed, free = planned_bytes(self._plans) + _SPARE_BYTES, free_bytes(self._folder)
         if free < needed:
             raise CheckpointError(
                 f"{self._folder.parent} has {free / 1e9:.2f} GB free; this step needs {needed / 1e9:.2f} GB: free some space"
@@ -177,11 +202,17 @@ class Saving:
         if self._stage_error is not None:
             raise self._stage_error
         with failing_as(f"writing to {self._folder.parent}"):
-            return write_parts(
-                self._folder, self._ranks.rank, self._parts, threads=self._threads, checksum=self._checksum, on_write=self._on_write
-            )
+            if self._staging is None or self._staged is None:
+                return self._write_to(self._folder)
+            staging, into = self._staging, self._folder
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="meshpar-upload") as pool:
+                list(pool.map(lambda file: upload(staging / file.name, into / file.name, self._on_write), self._staged))
+            return self._staged
 
-    def _commit(self, commit: Callable[[Manifest], Path], files: list[WrittenFile]) -> Path:
+    def _write_to(self, folder: Place) -> list[WrittenFile]:
+        return write_parts(folder, self._ranks.rank, self._parts, threads=self._threads, checksum=self._checksum, on_write=self._on_write)
+
+    def _commit(self, commit: Callable[[Manifest], Place], files: list[WrittenFile]) -> Place:
         with failing_as(f"writing to {self._folder.parent}"):
             return commit(self._check(files))
 
@@ -197,7 +228,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def make_manifest(folder: Path, metadata: Metadata, files: Sequence[WrittenFile], told: Mapping[str, Any]) -> Manifest:
+def make_manifest(folder: Place, metadata: Metadata, files: Sequence[WrittenFile], told: Mapping[str, Any]) -> Manifest:
     """Write torch's metadata into the folder and return the manifest; raises CheckpointError if parts are missing."""
     tied = {MODEL + other: MODEL + group[0] for group in told.get("tied", ()) for other in group[1:]}
     tied = {other: saved for other, saved in tied.items() if other not in metadata.state_dict_metadata}

@@ -3,36 +3,46 @@
 A step is written to ``step-00000012.tmp-<host>-<pid>-<id>`` and renamed to ``step-00000012`` once it is complete and on the disk, so
 that every ``step-N`` is a complete checkpoint at all times. A step that is being replaced is called ``step-00000012.old-...`` until the new
 one has its name, and is read from there. ``LATEST`` names the newest step; ``latest`` is a link to it.
+
+An object store renames nothing. There the files of a save stay in a folder of its own, ``step-00000012/step-00000012.tmp-...``, and
+``step-00000012/meshpar.json``, created last and only if it is absent (or is still the one to be replaced), names that folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import final
 
-from meshpar.checkpoints.files import local
 from meshpar.checkpoints.leftovers import Leftover, leftover, on_the_way, remove, told_only
-from meshpar.checkpoints.manifest import MANIFEST_NAME, Manifest, fsync, read_manifest, step_name, step_of, write_durably
-from meshpar.errors import CheckpointError
+from meshpar.checkpoints.manifest import MANIFEST_NAME, Manifest, read_manifest, step_name, step_of
+from meshpar.checkpoints.objects import ObjectPath
+from meshpar.checkpoints.storage import Place, entries, fsync, place, write_durably
+from meshpar.errors import CheckpointError, StoreError
 
+CHECKPOINTS = "checkpoints"
+"""The folder of steps in a run's folder."""
 LATEST_FILE, LATEST_LINK = "LATEST", "latest"
 PIN_FILE = "PINNED"
+_PARTS = re.compile(rb'^"parts": "([^"/]+)",$', re.MULTILINE)  # in a manifest that may be damaged
 
 
 @final
 class Steps:
     """The committed steps in ``root``. Only this class adds and deletes steps."""
 
-    def __init__(self, root: str | Path) -> None:
-        self.root = local(root)
+    def __init__(self, root: str | Place) -> None:
+        self.root = place(root)
+        self._replaced: dict[Place, tuple[str | None, str]] = {}  # in a store: ETag and folder of what a save replaces, by its own folder
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> Place:
         """Return the path of a step, which may not exist yet."""
         return self.root / step_name(step)
 
-    def folder(self, step: int) -> Path:
+    def folder(self, step: int) -> Place:
         """Return the folder of a committed step: its path, or its ``.old-`` folder if a replacement did not finish."""
         return self._found().get(step, self.path(step))
 
@@ -40,31 +50,41 @@ class Steps:
         """Return the committed steps, oldest first."""
         return sorted(self._found())
 
-    def ignored(self) -> dict[Path, str]:
+    def ignored(self) -> dict[Place, str]:
         """Return the folders that look like steps but are not committed, and why."""
         found = set(self._found().values())
         reasons = {
             each.path: "of a save or a removal that is running or did not finish" for _, each in self._leftovers() if each.path not in found
         }
         for each in self._folders():
-            if step_of(each.name) is not None and not (each / MANIFEST_NAME).is_file():
+            if step_of(each.name) is not None and each not in found and not (each / MANIFEST_NAME).is_file():
                 reasons[each] = f"it has no {MANIFEST_NAME}, so it was never committed"
         return reasons
 
-    def begin(self, step: int, *, replace: bool) -> Path:
+    def begin(self, step: int, *, replace: bool) -> Place:
         """Create the temporary folder of a new step; raises CheckpointError if the step exists, unless ``replace``."""
-        if (self.path(step).exists() or step in self.committed()) and not replace:
+        stored = isinstance(self.root, ObjectPath)  # what lies there without a manifest is of other saves, and in no one's way
+        if not replace and (step in self.committed() or (not stored and self.path(step).exists())):
             what = "is already saved" if step in self.committed() else "cannot be saved: something that is not a checkpoint is"
             raise CheckpointError(f"step {step} {what} in {self.folder(step)}; save another step, or pass replace=True")
-        self.root.mkdir(parents=True, exist_ok=True)
-        temporary = on_the_way(self.path(step), "tmp")
+        final = self.path(step)
+        if isinstance(final, ObjectPath):
+            attempt = final / on_the_way(final, "tmp").name
+            text, tag = (final / MANIFEST_NAME).read() or (b"", None)
+            named = _PARTS.search(text)
+            self._replaced[attempt] = tag, named[1].decode() if named else ""
+            return attempt
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary = on_the_way(final, "tmp")
         temporary.mkdir()
         return temporary
 
-    def commit(self, temporary: Path, manifest: Manifest) -> Path:
+    def commit(self, temporary: Place, manifest: Manifest) -> Place:
         """Commit a temporary folder whose files are on the disk. Errors after the commit are logged as warnings only."""
+        if isinstance(temporary, ObjectPath):
+            return self._commit_object(temporary, dataclasses.replace(manifest, parts=temporary.name))
         write_durably(temporary / MANIFEST_NAME, manifest.to_json())
-        final = self.path(manifest.step)
+        final = temporary.with_name(step_name(manifest.step))
         replaced = on_the_way(final, "old") if final.exists() else None
         if replaced:
             if (final / PIN_FILE).exists():
@@ -83,8 +103,27 @@ class Steps:
             self._mark_latest(self.committed()[-1])
         return final
 
-    def abandon(self, temporary: Path) -> None:
+    def _commit_object(self, attempt: ObjectPath, manifest: Manifest) -> ObjectPath:
+        """Create the manifest. Two writers of a step have two folders, and one of them this manifest."""
+        final = attempt.parent
+        replaces, old = self._replaced.pop(attempt)
+        if not (final / MANIFEST_NAME).create(manifest.to_json().encode(), replaces=replaces):
+            with told_only(f"the files of a save that lost against another stay in {attempt}"):
+                attempt.remove_all()
+            raise CheckpointError(
+                f"another writer committed step {manifest.step} in {final} during this save; it stays, end one of the jobs"
+            )
+        with told_only(f"step {manifest.step} is committed, but cleaning its folder up failed"):
+            if old:
+                remove(final / old)
+            self._mark_latest(self.committed()[-1])
+        return final
+
+    def abandon(self, temporary: Place) -> None:
         """Delete a temporary folder after a failed save."""
+        if isinstance(temporary, ObjectPath) and temporary not in self._replaced:
+            return  # a commit whose answer was lost may still come to be: the next reap knows
+        self._replaced.pop(temporary, None)
         if temporary.exists():
             remove(temporary)
 
@@ -99,7 +138,7 @@ class Steps:
 
     def pinned(self) -> set[int]:
         """Return the steps that are protected from deletion."""
-        return {step for step, folder in self._found().items() if (folder / PIN_FILE).exists()}
+        return {step for step, folder in self._found().items() if (folder / PIN_FILE).is_file()}
 
     def retain(self, keep: int | None, protected: Collection[int] = (), *, saved: int | None = None) -> list[int]:
         """Delete all committed steps except the newest ``keep``, the pinned and the protected ones; return the deleted steps.
@@ -109,21 +148,28 @@ class Steps:
         """
         steps, kept = self.committed(), self.pinned() | set(protected)
         steps = [step for step in steps if saved is None or step <= saved]
-        if self.root.is_dir():
+        if isinstance(self.root, Path) and self.root.is_dir():
             fsync(self.root)  # otherwise a crash might lose an older step before a newer one is on the disk
         if keep is None or len(steps) <= keep:
             return []
         kept |= set(islice(filter(self._is_readable, reversed(steps)), keep))
         doomed = [step for step in steps if step not in kept and self.path(step).exists()]
         for step in doomed:
-            folder = on_the_way(self.path(step), "tmp")
-            self.path(step).rename(folder)
-            remove(folder)
+            self.delete(step)
         return doomed
+
+    def delete(self, step: int) -> None:
+        """Delete a committed step."""
+        folder = self.path(step)
+        if isinstance(folder, Path):
+            folder = folder.rename(on_the_way(folder, "tmp"))
+        remove(folder)
 
     def _is_readable(self, step: int) -> bool:
         try:
             read_manifest(self.folder(step))
+        except StoreError:
+            raise  # a step is not unreadable because the store does not answer now
         except CheckpointError:
             return False
         return True
@@ -136,10 +182,12 @@ class Steps:
                 stay until they have not changed for six hours.
         """
         for step, each in self._leftovers():
-            if not each.abandoned(sole_writer=sole_writer):
+            final = self.path(step)
+            # A writer in a store that only seemed dead could commit what was deleted: on another host its files stay for longer.
+            if not each.abandoned(sole_writer=sole_writer and isinstance(final, Path)):
                 continue
-            if each.kind == "old" and not self.path(step).exists() and (each.path / MANIFEST_NAME).is_file():
-                each.path.rename(self.path(step))
+            if isinstance(each.path, Path) and each.kind == "old" and not final.exists() and (each.path / MANIFEST_NAME).is_file():
+                each.path.rename(each.path.with_name(final.name))
             else:
                 remove(each.path)
 
@@ -163,25 +211,35 @@ class Steps:
                 scores[step] = read_manifest(self.folder(step)).metrics.get(metric)
         return scores
 
-    def _folders(self) -> Sequence[Path]:
-        if not self.root.is_dir():
+    def _folders(self) -> Sequence[Place]:
+        if isinstance(self.root, Path) and not self.root.is_dir():
             return []
-        return sorted(each for each in self.root.iterdir() if each.is_dir() and not each.is_symlink())
+        return [each for each in entries(self.root) if each.is_dir() and not each.is_symlink()]
 
-    def _found(self) -> dict[int, Path]:
+    def _found(self) -> dict[int, Place]:
         """Return the committed steps and the folder of each."""
-        aside = {step: each.path for step, each in self._leftovers() if each.kind == "old"}
-        placed = {step: each for each in self._folders() if (step := step_of(each.name)) is not None}
+        folders = self._folders()
+        aside = {
+            step: left.path
+            for each in folders
+            if (left := leftover(each)) and left.kind == "old" and (step := step_of(left.of)) is not None
+        }
+        placed = {step: each for each in folders if (step := step_of(each.name)) is not None}
         return {step: each for step, each in {**aside, **placed}.items() if (each / MANIFEST_NAME).is_file()}
 
     def _leftovers(self) -> list[tuple[int, Leftover]]:
         """Return temporary and replaced folders, with the number of their step."""
-        found = [each for folder in self._folders() if (each := leftover(folder))]
+        folders: Iterable[Place] = self._folders()
+        if isinstance(self.root, ObjectPath):
+            folders = [each for folder in folders if step_of(folder.name) is not None for each in _uncommitted(folder)]
+        found = [each for folder in folders if (each := leftover(folder))]
         return [(step, each) for each in found if (step := step_of(each.of)) is not None]
 
     def _mark_latest(self, step: int) -> None:
         name = self.path(step).name
         write_durably(self.root / LATEST_FILE, name + "\n")
+        if isinstance(self.root, ObjectPath):
+            return
         link, fresh = self.root / LATEST_LINK, self.root / f".{LATEST_LINK}.new"
         if link.exists() and not link.is_symlink():
             return  # a file system that ignores case: LATEST is all there can be, and open_step reads it
@@ -191,18 +249,40 @@ class Steps:
         fsync(self.root)
 
 
+def _uncommitted(folder: Place) -> list[Place]:
+    """Return the folders of saves in a step's folder of a store, but for the one that its manifest names."""
+    inside = entries(folder)
+    saves = [each for each in inside if each.is_dir()]
+    committed = any(each.name == MANIFEST_NAME for each in inside)
+    if committed and len(saves) < 2:
+        return []
+    try:
+        named = read_manifest(folder).parts if committed else ""
+    except StoreError:
+        raise
+    except CheckpointError:
+        return []  # damaged: it may be any of them
+    return [each for each in saves if each.name != named]
+
+
 def _best(scores: Mapping[int, float | None], *, largest: bool) -> int | None:
     known = {step: score for step, score in scores.items() if score is not None and score == score}
     return (max if largest else min)(known, key=lambda step: (known[step], -step if largest else step)) if known else None
 
 
-def open_step(path: str | Path) -> Path:
+def checkpoints_in(run: str | Place) -> Place:
+    """Return the folder of steps of a run; any other path as it is."""
+    run = place(run)
+    return run / CHECKPOINTS if (run / CHECKPOINTS).is_dir() else run
+
+
+def open_step(path: str | Place) -> Place:
     """Return the folder of a step. ``path`` is a step, ``.../latest``, or a folder of steps (its newest step).
 
     Raises:
         CheckpointError: there is no committed step.
     """
-    path = local(path)
+    path = place(path)
     if (path / MANIFEST_NAME).is_file():
         return path.resolve()
     steps = Steps(path.parent if path.name == LATEST_LINK and not path.is_dir() else path)

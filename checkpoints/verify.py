@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import stat
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal, final
 
 from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.checksums import crc32, joined
 from meshpar.checkpoints.dcp import METADATA_NAME, Chunk, DistributedCheckpoint
-from meshpar.checkpoints.files import BLOCK_BYTES, ReadFile
+from meshpar.checkpoints.files import BLOCK_BYTES, Readable
 from meshpar.checkpoints.manifest import Manifest
-from meshpar.errors import CheckpointError
+from meshpar.checkpoints.storage import Place, open_file, size_of
+from meshpar.errors import CheckpointError, StoreError
 
 Verify = Literal["none", "size", "full"]
 
 
-def verify_files(folder: Path, manifest: Manifest, level: Verify, names: Iterable[str] | None = None) -> None:
+def verify_files(folder: Place, manifest: Manifest, level: Verify, names: Iterable[str] | None = None) -> None:
     """Compare the files with the manifest.
 
     Args:
@@ -34,20 +33,20 @@ def verify_files(folder: Path, manifest: Manifest, level: Verify, names: Iterabl
         raise CheckpointError(f"verify is {level!r}; expected 'none', 'size' or 'full'")
     if level == "none":
         return
-    parts = _parts_by_file(manifest) if level == "full" else {}
+    parts, files = _parts_by_file(manifest) if level == "full" else {}, manifest.files_in(folder)
     problems = [
         f"{name}: {problem}"
         for name in (manifest.files if names is None else names)
-        for problem in _problems(folder / name, manifest.files[name], parts.get(name, ()), full=level == "full" or name == METADATA_NAME)
+        for problem in _problems(files / name, manifest.files[name], parts.get(name, ()), full=level == "full" or name == METADATA_NAME)
     ]
     if not problems and level == "full" and names is None:
-        problems += [f"{METADATA_NAME}: {problem}" for problem in _disagreements(DistributedCheckpoint(folder), manifest)]
+        problems += [f"{METADATA_NAME}: {problem}" for problem in _disagreements(DistributedCheckpoint(files), manifest)]
     if problems:
         raise CheckpointError("\n  ".join([f"{folder} is damaged; restore an earlier step:", *problems]))
 
 
 def open_verified(
-    folder: Path, manifest: Manifest, level: Verify, names: Iterable[str] | None = None, *, whole: bool = True
+    folder: Place, manifest: Manifest, level: Verify, names: Iterable[str] | None = None, *, whole: bool = True
 ) -> DistributedCheckpoint:
     """Return a step's tensors after :func:`verify_files`, which are compared with their checksums while they are read.
 
@@ -59,7 +58,7 @@ def open_verified(
         CheckpointError: a file differs, or torch's metadata and the manifest disagree.
     """
     verify_files(folder, manifest, level if whole or level != "full" else "size", names)
-    source = DistributedCheckpoint(folder, checked=level != "none", sums=chunk_sums(manifest))
+    source = DistributedCheckpoint(manifest.files_in(folder), checked=level != "none", sums=chunk_sums(manifest))
     if problems := list(_disagreements(source, manifest) if level != "none" else ()):
         raise CheckpointError("\n  ".join([f"{folder} is damaged; restore an earlier step:", *(f"{METADATA_NAME}: {p}" for p in problems)]))
     return source
@@ -83,22 +82,23 @@ def _parts_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Chunk, int]]
     return parts
 
 
-def _problems(path: Path, expected: Mapping[str, Any], parts: Iterable[tuple[str, Chunk, int]], *, full: bool) -> Iterator[str]:
+def _problems(path: Place, expected: Mapping[str, Any], parts: Iterable[tuple[str, Chunk, int]], *, full: bool) -> Iterator[str]:
     try:
-        found = path.lstat()
-        size = found.st_size
-        if not stat.S_ISREG(found.st_mode):
-            yield "expected a file, found a link or a device; copy the checkpoint with its files, such as by cp -L"
-        elif size != expected["size"]:
+        size = size_of(path)
+        if size != expected["size"]:
             within = [f"{name} at {chunk.offsets}" for name, chunk, _ in parts if chunk.position + chunk.length > size]
             yield f"expected {expected['size']} bytes, found {size}" + (f"; lost: (parts of) {', '.join(within[:10])}" if within else "")
         elif full:
-            yield from _differing(ReadFile(path, links=False), expected, sorted(parts, key=lambda each: each[1].position))
+            yield from _differing(open_file(path, links=False), expected, sorted(parts, key=lambda each: each[1].position))
     except OSError as error:
         yield str(error.strerror)
+    except StoreError:
+        raise
+    except CheckpointError as error:
+        yield str(error)
 
 
-def _differing(file: ReadFile, expected: Mapping[str, Any], parts: list[tuple[str, Chunk, int]]) -> Iterator[str]:
+def _differing(file: Readable, expected: Mapping[str, Any], parts: list[tuple[str, Chunk, int]]) -> Iterator[str]:
     """Yield the differences in one file, which is read once."""
     reader = _Summing(file, with_sha256="sha256" in expected)
     told = False
@@ -122,8 +122,8 @@ def _sums(expected: int, found: int) -> str:
 class _Summing:
     """Read a file from start to end, and compute the checksums of the whole and of its parts."""
 
-    def __init__(self, file: ReadFile, *, with_sha256: bool) -> None:
-        self._file, self._at = file, 0
+    def __init__(self, file: Readable, *, with_sha256: bool) -> None:
+        self._file, self._at = file.run(0, file.size), 0
         self._block = memoryview(bytearray(min(BLOCK_BYTES, max(1, file.size))))
         self._digest = hashlib.sha256() if with_sha256 else None
         self.crc32 = 0

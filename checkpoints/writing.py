@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, final
 
 import torch
@@ -23,7 +21,8 @@ from meshpar._torch import stored_at
 from meshpar.checkpoints.archive import write_tensor
 from meshpar.checkpoints.checksums import crc32, joined
 from meshpar.checkpoints.dcp import METADATA_NAME
-from meshpar.checkpoints.files import TILE_BYTES, lies_in_memory, memory_of, tiles, write_all
+from meshpar.checkpoints.files import TILE_BYTES, lies_in_memory, memory_of, tiles
+from meshpar.checkpoints.storage import Place, writing
 from meshpar.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
 
@@ -96,7 +95,7 @@ def _payload_bytes(item: WriteItem) -> int:
 
 
 def write_parts(
-    folder: Path, rank: int, parts: Sequence[Part], *, threads: int, checksum: Checksum, on_write: Callable[[], None] = lambda: None
+    folder: Place, rank: int, parts: Sequence[Part], *, threads: int, checksum: Checksum, on_write: Callable[[], None] = lambda: None
 ) -> list[WrittenFile]:
     """Write and fsync one file per thread; raises the error of the first failing thread. Threads call ``on_write`` after every block."""
     shares: list[list[Part]] = [[] for _ in range(threads)]
@@ -107,12 +106,12 @@ def write_parts(
         sizes[least] += part.tensor.nbytes
     names = [f"__{rank}_{number}.distcp" for number in range(threads)]
     with ThreadPoolExecutor(threads, thread_name_prefix="meshpar-write") as pool:
-        files = [(folder / name, _items_of(share)) for name, share in zip(names, shares) if share]
-        jobs = [pool.submit(write_file, path, items, checksum, on_write) for path, items in files]
+        files = [(folder / name, _items_of(share), size) for name, share, size in zip(names, shares, sizes) if share]
+        jobs = [pool.submit(write_file, path, items, checksum, on_write, expected_bytes=size) for path, items, size in files]
     return [job.result() for job in jobs]
 
 
-def write_metadata(folder: Path, metadata: Metadata, files: Sequence[WrittenFile], tied: Mapping[str, str]) -> WrittenFile:
+def write_metadata(folder: Place, metadata: Metadata, files: Sequence[WrittenFile], tied: Mapping[str, str]) -> WrittenFile:
     """Write and fsync ``.metadata``, from which torch reads the checkpoint, under each name of a tied tensor (``tied``: other -> saved)."""
     others: dict[str, list[str]] = {}
     for other, saved in tied.items():
@@ -126,10 +125,8 @@ def write_metadata(folder: Path, metadata: Metadata, files: Sequence[WrittenFile
     }
     metadata.version = CURRENT_DCP_VERSION
     data = pickle.dumps(metadata)
-    with (folder / METADATA_NAME).open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
+    with writing(folder / METADATA_NAME) as write:
+        write(data)
     return WrittenFile(METADATA_NAME, len(data), crc32(data), None, ())
 
 
@@ -182,24 +179,25 @@ class Item:
     blocks: Iterable[memoryview]
 
 
-def write_file(path: Path, items: Iterable[Item], checksum: Checksum, on_write: Callable[[], None] = lambda: None) -> WrittenFile:
+def write_file(
+    path: Place, items: Iterable[Item], checksum: Checksum, on_write: Callable[[], None] = lambda: None, *, expected_bytes: int = 0
+) -> WrittenFile:
     """Write parts one after another and flush the file to the disk; ``on_write`` is called after every block."""
     written: list[WrittenPart] = []
     position = whole = 0
     digest = hashlib.sha256() if checksum == "sha256" else None
-    with path.open("wb", buffering=0) as file:
+    with writing(path, expected_bytes) as put:
 
         def write(data: bytes | bytearray | memoryview) -> None:
             if digest is not None:
                 digest.update(data)
-            write_all(file.fileno(), memoryview(data))
+            put(data)
             on_write()
 
         for item in items:
             length, summed = write_tensor(item.shape, item.dtype, item.blocks, write, position)
             written.append(WrittenPart(item.name, item.offsets, item.shape, position, length, summed))
             position, whole = position + length, joined(whole, summed, length)
-        os.fsync(file.fileno())
     return WrittenFile(path.name, position, whole, digest.hexdigest() if digest is not None else None, tuple(written))
 
 

@@ -41,6 +41,10 @@ class CheckpointError(MeshparError):
     """A checkpoint that cannot be written, read or trusted."""
 
 
+class StoreError(CheckpointError):
+    """An object store that refuses a request or does not answer: no word on the checkpoints in it."""
+
+
 class RecipeError(MeshparError, ValueError):
     """A recipe that cannot be read or does not fit; the message names the line, the key and the nearest valid one."""
 

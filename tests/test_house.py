@@ -61,6 +61,7 @@ MEASURED = {
 EXTRAS = {
     "accelerate",
     "numpy",
+    "obstore",
     "peft",
     "pyarrow",
     "pydantic",

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from meshpar.checkpoints.storage import Place
     from meshpar.weights import WeightMap
 
 Reported = Callable[[Callable[..., int | None]], Callable[..., None]]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Root = Annotated[Path, typer.Argument(help="A run's folder, or the folder of its checkpoints.")]
 Step = Annotated[Path, typer.Argument(help="A step's folder, .../latest, or a run's folder (its newest step).")]
-_CHECKPOINTS = "checkpoints"
 
 
 def register(app: typer.Typer, reported: Reported) -> None:
     """Add the commands to ``app``; ``reported`` converts a command's errors to a message and an exit code."""
     group = typer.Typer(no_args_is_help=True, help="List, verify, compare and prune checkpoints.")
-    for name, command in (("ls", ls), ("show", show), ("verify", verify), ("diff", diff), ("prune", prune), ("pin", pin)):
+    for name, command in (("ls", ls), ("show", show), ("verify", verify), ("diff", diff), ("prune", prune), ("pin", pin), ("rm", rm)):
         group.command(name)(reported(command))
     app.add_typer(group, name="checkpoints")
     app.command("import")(reported(import_model))
@@ -74,6 +74,13 @@ def pin(step: Step, unpin: Annotated[bool, typer.Option("--unpin", help="Remove 
     print(pin_step(_steps_in(step), pinned=not unpin))
 
 
+def rm(step: Step, debug: Debug = False) -> None:
+    """Delete one step, unless it is pinned."""
+    from meshpar.checkpoints import remove_step
+
+    print(remove_step(_steps_in(step)))
+
+
 def import_model(
     src: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors, as transformers saves it.")],
     dst: Annotated[Path, typer.Argument(help="The folder of checkpoints in which to write the step.")],
@@ -94,8 +101,10 @@ def import_model(
     print(f"imported to {import_safetensors(src, dst, weights=_rules(src, model), dtype=kind, step=step)}")
 
 
-def _steps_in(path: Path) -> Path:
-    return path / _CHECKPOINTS if (path / _CHECKPOINTS).is_dir() else path
+def _steps_in(path: Path) -> Place:
+    from meshpar.checkpoints.steps import checkpoints_in
+
+    return checkpoints_in(path)
 
 
 def _rules(src: Path, model: str) -> WeightMap:

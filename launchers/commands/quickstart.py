@@ -12,12 +12,13 @@ from torch import nn
 
 from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager
+from meshpar.checkpoints.steps import CHECKPOINTS
 from meshpar.errors import LaunchError, RecipeError
 from meshpar.launchers.commands.generating import Completer, need_transformers
 from meshpar.launchers.commands.train import launch
 from meshpar.launchers.export.run import export_run
 from meshpar.launchers.jobs import build
-from meshpar.launchers.jobs.job import CHECKPOINTS, METRICS, TENSORBOARD
+from meshpar.launchers.jobs.job import METRICS, TENSORBOARD
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 from meshpar.training.data import PackedTokens
 
@@ -66,7 +67,8 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
         return code
     _tell_losses(out / METRICS)
     _title("3  Export, and load the export with transformers")
-    completer = Completer(export_run(out, out / "export", overwrite=True))
+    export_run(out, out / "export", overwrite=True)
+    completer = Completer(out / "export")
     _tell_difference(recipe, completer.model)
     _title("4  Complete lines of Python")
     for prompt in _PROMPTS:

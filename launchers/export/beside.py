@@ -12,6 +12,7 @@ import torch
 
 from meshpar.checkpoints import read_manifest
 from meshpar.checkpoints.export import files_beside_weights
+from meshpar.checkpoints.storage import Place, fetched, place
 from meshpar.errors import CheckpointError, LayoutError
 from meshpar.launchers.jobs.job import RECIPE, TOKENIZER
 from meshpar.launchers.recipes.recipe import load_recipe
@@ -28,10 +29,10 @@ class Beside:
 
     config: Mapping[str, Any]
     tokenizer: Path | None
-    files: tuple[Path, ...]
+    files: tuple[Place, ...]
 
 
-def beside(step: Path, given: Path | None = None) -> Beside:
+def beside(step: Place, given: Path | None = None) -> Beside:
     """Find the files beside the model of a step.
 
     Args:
@@ -43,7 +44,7 @@ def beside(step: Path, given: Path | None = None) -> Beside:
         CheckpointError: ``given`` is not a folder, or its ``config.json`` cannot be read.
     """
     run = step.parent.parent
-    tokenizer = run / TOKENIZER if (run / TOKENIZER).is_dir() else None
+    tokenizer = fetched(run / TOKENIZER) if (run / TOKENIZER).is_dir() else None
     if given is not None:
         return Beside(_config_in(given), tokenizer, tuple(files_beside_weights(given)))
     config = dict(read_manifest(step).config)
@@ -94,10 +95,10 @@ def _config_in(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"--config: expected a folder with config.json, got {folder}: {error}") from error
 
 
-def _generation_config(run: Path) -> tuple[Path, ...]:
+def _generation_config(run: Place) -> tuple[Place, ...]:
     """Return the generation config of the weights or of the config that a run's model started from."""
     if not (run / RECIPE).is_file():
         return ()
-    model = load_recipe(run / RECIPE).model
-    folders = [Path(each).expanduser() for each in (model.weights, getattr(model, "config", None)) if isinstance(each, (str, Path))]
+    model = load_recipe(fetched(run / RECIPE)).model
+    folders = [place(each).expanduser() for each in (model.weights, getattr(model, "config", None)) if isinstance(each, (str, Path))]
     return tuple(each / _GENERATION for each in folders if (each / _GENERATION).is_file())[:1]

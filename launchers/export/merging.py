@@ -13,7 +13,7 @@ from meshpar.checkpoints import DistributedCheckpoint, Safetensors, export_safet
 from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.copying import Progress
 from meshpar.checkpoints.export import apart, free_target, made_whole
-from meshpar.checkpoints.manifest import fsync
+from meshpar.checkpoints.storage import Place, fsync, on_disk
 from meshpar.errors import CheckpointError
 from meshpar.training.lora import NAME, LoRA
 from meshpar.weights import TypedSource
@@ -58,16 +58,16 @@ class Merged:
 
 
 def export_merged(
-    src: Path,
-    dst: Path,
+    src: Place,
+    dst: Place,
     settings: LoRA,
-    base: Path,
+    base: Place,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5 << 30,
     progress: Progress | None = None,
     *,
     overwrite: bool = False,
-) -> Path:
+) -> Place:
     """Write the adapted model for transformers, tile by tile, with the result of peft's ``merge_and_unload``.
 
     Args:
@@ -85,7 +85,7 @@ def export_merged(
     return export_safetensors(merged, dst, dtype, max_shard_size, base, progress, config=config, overwrite=overwrite)
 
 
-def export_adapters(src: Path, dst: Path, settings: LoRA, base: Path, *, overwrite: bool = False) -> Path:
+def export_adapters(src: Place, dst: Path, settings: LoRA, base: Path, *, overwrite: bool = False) -> Path:
     """Write the adapters in peft's format (``PeftModel.from_pretrained``); arguments as for :func:`export_merged`.
 
     The folder appears, or replaces the old one, once it is complete.
@@ -93,7 +93,7 @@ def export_adapters(src: Path, dst: Path, settings: LoRA, base: Path, *, overwri
     import peft
     from safetensors.torch import save_file
 
-    target = free_target(dst, overwrite=overwrite)
+    target = free_target(on_disk(dst, why="peft writes its files itself"), overwrite=overwrite)
     apart(target, src)
     adapters = stored_adapters(src)
     layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
@@ -107,13 +107,14 @@ def export_adapters(src: Path, dst: Path, settings: LoRA, base: Path, *, overwri
         inference_mode=True,
     )
     with made_whole(target, overwrite=overwrite) as folder:
+        assert isinstance(folder, Path)
         save_file({f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}, folder / _ADAPTERS)
         fsync(folder / _ADAPTERS)
         config.save_pretrained(str(folder))
     return dst
 
 
-def stored_adapters(src: Path) -> dict[str, torch.Tensor]:
+def stored_adapters(src: Place) -> dict[str, torch.Tensor]:
     """Return the adapters of a step by peft's names: ``layer.lora_A.weight``."""
     checkpoint = DistributedCheckpoint(open_step(src))
     found = {}

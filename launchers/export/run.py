@@ -14,12 +14,13 @@ import torch
 
 from meshpar.checkpoints import CheckpointManager, export_safetensors
 from meshpar.checkpoints.manifest import read_manifest
-from meshpar.checkpoints.steps import Steps, open_step
+from meshpar.checkpoints.steps import Steps, checkpoints_in, open_step
+from meshpar.checkpoints.storage import Place, fetched, place
 from meshpar.checkpoints.verify import Verify, verify_files
 from meshpar.errors import CheckpointError
 from meshpar.launchers.export.beside import beside, weight_names
 from meshpar.launchers.export.merging import export_merged
-from meshpar.launchers.jobs.job import CHECKPOINTS, RECIPE
+from meshpar.launchers.jobs.job import RECIPE
 from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.launchers.recipes.schema import parse_dtype
 from meshpar.training.lora import LoRA
@@ -29,8 +30,8 @@ _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1
 
 
 def export_run(
-    src: Path,
-    dst: Path,
+    src: str | Place,
+    dst: str | Place,
     *,
     dtype: str | None = None,
     best: str | None = None,
@@ -39,7 +40,7 @@ def export_run(
     config: Path | None = None,
     layout: str | None = None,
     overwrite: bool = False,
-) -> Path:
+) -> Place:
     """Export a checkpoint with the tokenizer of its run.
 
     Trained adapters are merged into the weights below them.
@@ -58,7 +59,7 @@ def export_run(
     Raises:
         CheckpointError: there is no such checkpoint, or an option is invalid.
     """
-    source = src / CHECKPOINTS if (src / CHECKPOINTS).is_dir() else src
+    source, dst = checkpoints_in(src), place(dst)
     folder = open_step(source if best is None else _best(source, best))
     print(f"exporting {folder}", file=sys.stderr)
     adapted = _adapted(folder.parent.parent)
@@ -86,13 +87,13 @@ def export_run(
         )
 
 
-def _adapted(run: Path) -> tuple[LoRA, Path] | None:
+def _adapted(run: Place) -> tuple[LoRA, Place] | None:
     """Return the adapters' settings and the weights below them if a run trained adapters; None otherwise."""
     if not (run / RECIPE).is_file():
         return None
-    recipe = load_recipe(run / RECIPE)
+    recipe = load_recipe(fetched(run / RECIPE))
     settings = recipe.adapters()
-    return None if settings is None or recipe.model.weights is None else (settings, recipe.model.weights.expanduser())
+    return None if settings is None or recipe.model.weights is None else (settings, place(recipe.model.weights).expanduser())
 
 
 def _dtype(text: str | None) -> torch.dtype | None:
@@ -102,7 +103,7 @@ def _dtype(text: str | None) -> torch.dtype | None:
         raise CheckpointError(f"--dtype: {error}") from error
 
 
-def _best(root: Path, metric: str) -> Path:
+def _best(root: Place, metric: str) -> Place:
     step = CheckpointManager(root, best=metric).best()
     if step is None:
         raise CheckpointError(

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from meshpar import registry
-from meshpar.errors import LayoutError, MeshparError, PlanError, RecipeError
+from meshpar.checkpoints.storage import place
+from meshpar.errors import CheckpointError, LayoutError, MeshparError, PlanError, RecipeError
 from meshpar.launchers.jobs.datasets import (
     Data,
     batches,
@@ -27,6 +28,7 @@ from meshpar.launchers.jobs.datasets import (
     sequence_of,
     several_documents,
     vocab_size_of,
+    with_local_data,
 )
 from meshpar.launchers.jobs.transformers_models import HEAD_OF, DataFacts, build_transformers
 from meshpar.launchers.recipes.own import OBJECTIVES, has_keyword, make_objective, make_own
@@ -223,6 +225,10 @@ def wants_scaler(recipe: Recipe) -> bool:
 
 def check_job(recipe: Recipe, world_size: int) -> list[str]:
     """Return every problem that shows before a rank is started: of the plan on the model, and of the data's files."""
+    try:
+        recipe = with_local_data(recipe)
+    except (CheckpointError, RecipeError) as error:
+        return [f"{recipe.where('data.paths')}: {error}"]
     problems = list(data_problems(recipe))
     vocab_size = 1  # which fits every model
     try:
@@ -286,7 +292,15 @@ def _optimizer_problems(recipe: Recipe, model: nn.Module) -> Iterator[str]:
 def _unwritable(recipe: Recipe) -> Iterator[str]:
     """Yield the folders that a run writes to and cannot."""
     for field, text in (("output", recipe.output), ("data.cache", recipe.data.cache)):
-        there = Path(text).expanduser().absolute()
+        try:
+            there = place(text).expanduser()
+            if not isinstance(there, Path):
+                next(there.iterdir(), None)  # the store answers, and knows us
+                continue
+        except MeshparError as error:
+            yield f"{recipe.where(field)}: {error}"
+            continue
+        there = there.absolute()
         while not there.exists():
             there = there.parent
         if not there.is_dir():
@@ -298,7 +312,7 @@ def _unwritable(recipe: Recipe) -> Iterator[str]:
 def _unmeasured(recipe: Recipe) -> Iterator[str]:
     """Yield what a run was asked to read or to measure and cannot; one that has run so is no wrong recipe for what comes after it."""
     resume = recipe.checkpoint.resume
-    if resume not in ("auto", "never") and not Path(resume).expanduser().exists():
+    if resume not in ("auto", "never") and not place(resume).expanduser().exists():
         yield f"{recipe.where('checkpoint.resume')}: there is no {resume}; expected auto, never, or the folder of a step or of a run"
     best, data, steps = (recipe.checkpoint.best or "").removeprefix("+"), recipe.data, recipe.training.steps
     if best.startswith("val/") and not data.validates:

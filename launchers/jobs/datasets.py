@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from meshpar import registry
+from meshpar.checkpoints.storage import fetched, place
 from meshpar.errors import MeshparError, RecipeError, brief
 from meshpar.launchers.jobs.transformers_models import DataFacts
 from meshpar.launchers.recipes.own import has_keyword, make_own, objective_factory
@@ -135,6 +136,25 @@ def parts_of(data: DataSection) -> dict[str, DataSection]:
         name: data.model_copy(update={key: value for key, value in each.items() if key in DataSection.model_fields})
         for name, each in zip(mixed_names(data), fields, strict=True)
     }
+
+
+def with_local_data(recipe: Recipe) -> Recipe:
+    """Return a recipe whose data is on this machine's disk: what ``data.paths`` names by URL is copied once to ``data.cache``.
+
+    Raises:
+        CheckpointError: a URL names nothing, or its store fails.
+    """
+    data, cache = recipe.data, Path(recipe.data.cache).expanduser() / "fetched"
+
+    def local(source: str, paths: Sequence[str]) -> tuple[str, ...]:
+        beside = (".json", ".marks") if source == "tokens" else ()
+        return tuple(path if isinstance(each := place(path), Path) else str(fetched(each, cache, beside)) for path in paths)
+
+    def moved(section: Any) -> dict[str, Any]:  # noqa: ANN401 - of the data, or of a part of a mixture
+        return {name: local(section.source, getattr(section, name)) for name in ("paths", "validation_paths")}
+
+    mix = tuple(each.model_copy(update=moved(each)) for each in data.mix)
+    return recipe.model_copy(update={"data": data.model_copy(update={**moved(data), "mix": mix})})
 
 
 def prepare_data(recipe: Recipe) -> Data:
@@ -371,8 +391,8 @@ def data_problems(recipe: Recipe) -> Iterator[str]:
                 yield f"{recipe.where(f'data.{name}.class')}: {error}"
     if recipe.data.source == "dataset":
         return
-    for place, (name, section) in enumerate(parts_of(recipe.data).items()):
-        at = f"data.mix.{place}" if recipe.data.mix else "data"
+    for number, (name, section) in enumerate(parts_of(recipe.data).items()):
+        at = f"data.mix.{number}" if recipe.data.mix else "data"
         for path in (*section.paths, *section.validation_paths) if section.source != "stdlib" else ():
             trained = path in section.paths
             try:

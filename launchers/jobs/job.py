@@ -7,7 +7,8 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -18,9 +19,12 @@ from torch import nn
 from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager, Safetensors, open_step, read_manifest
 from meshpar.checkpoints.checkpointable import Checkpointable as Saved
+from meshpar.checkpoints.leftovers import told_only
 from meshpar.checkpoints.manifest import step_name, step_of
 from meshpar.checkpoints.published import stored_model
-from meshpar.errors import CheckpointError, RecipeError
+from meshpar.checkpoints.steps import CHECKPOINTS, checkpoints_in
+from meshpar.checkpoints.storage import Place, carried, fetched, place
+from meshpar.errors import CheckpointError, RecipeError, StoreError
 from meshpar.launchers.agent.starts import made_step
 from meshpar.launchers.agent.watching import watched
 from meshpar.launchers.jobs import build
@@ -41,7 +45,7 @@ from meshpar.training.settings import Outcome
 
 log = logging.getLogger(__name__)
 
-CHECKPOINTS, TOKENIZER, RECIPE, TENSORBOARD, METRICS = "checkpoints", "tokenizer", "recipe.yaml", "tensorboard", "metrics.jsonl"
+TOKENIZER, RECIPE, TENSORBOARD, METRICS = "tokenizer", "recipe.yaml", "tensorboard", "metrics.jsonl"
 """Names of files and folders in a run's folder."""
 PROFILE = "profile"
 """The folder of a profile in a run's folder, with ``profile: true``."""
@@ -55,6 +59,7 @@ def run_job(recipe: Recipe) -> Outcome:
     """
     kind = build.device_type(recipe)
     # Before the process group opens: one rank prepares, the others wait for its lock, without a time-out.
+    given, recipe = recipe, build.with_local_data(recipe)
     data = build.prepare_data(recipe)
     with opened(recipe, data, kind):
         par = _parallelize(recipe, data, kind)
@@ -67,7 +72,12 @@ def run_job(recipe: Recipe) -> Outcome:
         schedule = build.schedule_of(recipe, settings, train, par.data_size)
         saving = recipe.checkpoint
         manager = CheckpointManager(
-            recipe.folder / CHECKPOINTS, keep=saving.keep, best=saving.best, async_=saving.background, timeout_s=patience_s(recipe)
+            recipe.kept / CHECKPOINTS,
+            keep=saving.keep,
+            best=saving.best,
+            async_=saving.background,
+            timeout_s=patience_s(recipe),
+            staging=saving.staging,
         )
         objective = build.objective_of(recipe, _teacher(recipe, data, kind))
         saved: Saved = par if recipe.lora is None else Adapters(par)
@@ -79,7 +89,7 @@ def run_job(recipe: Recipe) -> Outcome:
             schedule,
             settings,
             validation=validation,
-            checkpointer=Saver(manager, saved, saving.best, origin),
+            checkpointer=Saver(manager, saved, saving.best, origin, before=lambda: _keep(recipe, METRICS, TENSORBOARD)),
             scaler=LossScaler() if build.wants_scaler(recipe) else None,
             flops_per_token=flops_per_token(par.module),
         )
@@ -91,7 +101,10 @@ def run_job(recipe: Recipe) -> Outcome:
                 trainer.data = _profiled(train, par, optimizer, recipe.folder / PROFILE)
             if runtime.is_main():
                 if left > 0 or not come_from:  # the recipe of a complete run stays the one that made it
-                    _begin_folder(recipe, data)
+                    _begin_folder(given, data)
+                if recipe.kept != recipe.folder:
+                    _take_up(recipe)
+                    stack.callback(_keep, recipe, METRICS, TENSORBOARD)
                 _note_first_step(optimizer)
                 reporters = _reporters(recipe, settings.total_steps(train.steps_per_epoch), trainer.step)
                 trainer.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
@@ -114,10 +127,18 @@ def _profiled(data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer
 class Saver:
     """The trainer's checkpointer: saves with the last metrics, so that the manager can keep the best step."""
 
-    def __init__(self, manager: CheckpointManager, saved: Saved, best: str | None = None, origin: Mapping[str, Any] | None = None) -> None:
-        """``saved``: the whole model, or its adapters; ``best``: the metric whose best step is kept; ``origin``: of the data."""
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        saved: Saved,
+        best: str | None = None,
+        origin: Mapping[str, Any] | None = None,
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
+        """``saved``: the whole model, or its adapters; ``best``: the metric whose best step is kept; ``origin``: of the data;
+        ``before``: called before each save."""
         self._manager, self._saved, self._best = manager, saved, (best or "").removeprefix("+")
-        self._origin = origin
+        self._origin, self._before = origin, before
 
     def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> object:
         """Save and commit. Collective."""
@@ -125,6 +146,7 @@ class Saver:
         if self._best and self._best not in metrics and runtime.is_main():
             log.warning("checkpoint.best: step %d has no %s and cannot be it; it has %s", step, self._best, ", ".join(metrics) or "none")
         extra = extra if self._origin is None else {**extra, "origin": self._origin}
+        self._before()
         # An existing step is a damaged one, before which the run resumed.
         return self._manager.save(step, self._saved, optimizer, extra, metrics, replace=True)
 
@@ -166,7 +188,7 @@ def _resume(
         )
     source, step = manager, own
     if own is None and wanted not in ("auto", "never"):
-        source, step = _elsewhere(Path(wanted).expanduser())
+        source, step = _elsewhere(place(wanted).expanduser())
     if step is None:
         return ""
     if (folder := _model_only(source, step)) is not None:
@@ -202,17 +224,19 @@ def _other_batch(recipe: Recipe, before: int, now: int) -> str:
     return f"\nWARNING: a step had {before:,} samples before and has {now:,} from here on, on {ranks} data ranks{keep}"
 
 
-def _model_only(source: CheckpointManager, step: int) -> Path | None:
+def _model_only(source: CheckpointManager, step: int) -> Place | None:
     """Return the folder of a step that contains a model alone, as ``meshpar import`` writes it; None for any other."""
     try:
         folder = open_step(source.root / step_name(step))
         manifest = read_manifest(folder)
+    except StoreError:
+        raise
     except CheckpointError:
         return None  # restore raises the error, or falls back to the step before
     return folder if manifest.optimizer is None and not manifest.extra else None
 
 
-def _begin_from(folder: Path, recipe: Recipe, trainer: Trainer, own_step: int | None) -> str:
+def _begin_from(folder: Place, recipe: Recipe, trainer: Trainer, own_step: int | None) -> str:
     """Read the first weights from a step that contains a model alone, and describe their origin."""
     if recipe.lora is not None:
         raise RecipeError(f"{folder} contains a model and no adapters; export it (`meshpar export`) and set model.weights to the export")
@@ -225,9 +249,9 @@ def _begin_from(folder: Path, recipe: Recipe, trainer: Trainer, own_step: int | 
     return f"{folder}, which holds a model alone"
 
 
-def _elsewhere(path: Path) -> tuple[CheckpointManager, int]:
+def _elsewhere(path: Place) -> tuple[CheckpointManager, int]:
     """Return the manager and the step of a path: a step's folder, ``latest``, or a run's folder."""
-    path = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    path = checkpoints_in(path)
     step = step_of(path.resolve().name)
     manager = CheckpointManager(path if step is None else path.resolve().parent)
     found = manager.latest() if step is None else step
@@ -242,6 +266,21 @@ def _begin_folder(recipe: Recipe, data: build.Data) -> None:
     (recipe.folder / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
     if data.tokenizer is not None:
         data.tokenizer.save(recipe.folder / TOKENIZER)
+    carried([recipe.folder / RECIPE, recipe.folder / TOKENIZER], recipe.kept)
+
+
+def _keep(recipe: Recipe, *names: str) -> None:
+    """Copy files of the folder on this machine to the run's store, where that is another place. Losing them ends no training."""
+    if runtime.is_main():
+        with told_only(f"cannot copy {', '.join(names)} to {recipe.kept}"):
+            carried([recipe.folder / name for name in names], recipe.kept)
+
+
+def _take_up(recipe: Recipe) -> None:
+    """Get the metrics of a run that began on another machine from its store."""
+    if not (recipe.folder / METRICS).exists() and (recipe.kept / METRICS).exists():
+        recipe.folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(fetched(recipe.kept / METRICS), recipe.folder / METRICS)
 
 
 def _note_first_step(optimizer: torch.optim.Optimizer) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -56,7 +57,9 @@ def patience_s(recipe: Recipe) -> float:
     return max(runtime.DEFAULT_TIMEOUT_S, (recipe.watchdog or 0.0) + _LATER_S)
 
 
-def _folder(recipe: Recipe, data: build.Data) -> Folder:
+def _folder(recipe: Recipe, data: build.Data) -> Folder | None:
+    if not isinstance(recipe.kept, Path):
+        return None  # no node mounts a store
     model = build.build_model(recipe, data.vocab_size, data.facts)
     size = sum(parameter.numel() for parameter in model.parameters()) * 4 * _STATE
     return Folder(path=recipe.folder.absolute() / "checkpoints", bytes=size * ((recipe.checkpoint.keep or 1) + 1))

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, final
 from pydantic import PrivateAttr
 
 from meshpar import registry
+from meshpar.checkpoints import storage
 from meshpar.errors import MeshError, MeshparError, RecipeError
 from meshpar.launchers.recipes.converting import convert_keys
 from meshpar.launchers.recipes.own import OBJECTIVES, make_importable, objective_factory, own_problems, wants_teacher
@@ -55,7 +56,7 @@ class Recipe(Section):
         preflight: whether the doctor looks at the machines before training, and whether what it finds ends the job.
         watchdog: seconds without any progress after which ranks say where they are, and the job ends; None: never.
         profile: write a profile of a few early steps into the run's folder (:mod:`meshpar.training.profile`).
-        output: the run's folder.
+        output: the run's folder, or a URL in an object store (``s3://bucket/run``); logs are then in ``runs/s3/bucket/run``.
         code: the folder from which classes of your own are imported; None: the recipe's.
         mesh: axes and sizes; empty: one process.
         passes: name -> options, in their order; without them those that the mesh's axes call for.
@@ -107,8 +108,14 @@ class Recipe(Section):
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
-        return Path(self.output).expanduser()
+        """The run's folder on this machine: ``output``, and where that is a URL, a folder for logs, metrics and the board."""
+        kept = self.kept
+        return kept.expanduser() if isinstance(kept, Path) else Path("runs", *kept.root.split("://"), kept.key)
+
+    @property
+    def kept(self) -> storage.Place:
+        """Where the run's checkpoints, its recipe and its tokenizer are kept: ``output``."""
+        return storage.place(self.output).expanduser()
 
     def adapters(self) -> LoRA | None:
         """Return the settings of the adapters."""
@@ -347,7 +354,8 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
             "the input is tokens already: leave it out, or give the folder of the tokenizer that made them, for the export",
         )
     weights = recipe.model.weights
-    if weights is not None and weights.expanduser().exists() and data.tokenizer is None and data.source not in ("tokens", "dataset"):
+    there = weights is not None and storage.place(weights).expanduser().exists()
+    if there and data.tokenizer is None and data.source not in ("tokens", "dataset"):
         yield (
             ("data", "tokenizer"),
             f"missing: {weights} has no tokenizer.json; name the folder of the tokenizer that the weights were trained with, "
@@ -463,7 +471,7 @@ def _objective_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
 
 def folder_problems(section: Any) -> Iterator[str]:
     """Yield the folders of a model's section that are not there."""
-    if section.weights is not None and not section.weights.expanduser().exists():
+    if section.weights is not None and not storage.place(section.weights).expanduser().exists():
         yield f"weights: {section.weights} does not exist"
     folder = section.config if section.kind == "huggingface" and isinstance(section.config, str) else None
     if folder is not None and not (Path(folder).expanduser() / "config.json").is_file():

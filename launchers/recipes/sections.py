@@ -295,8 +295,10 @@ class CheckpointSection(Section):
         keep: how many of the newest stay; None: all.
         best: a metric (``val/loss``; ``+name`` for the highest) whose best step stays as well.
         background: write beside training; the optimizer is held back only while the state is copied.
+        staging: with ``background`` and an output in an object store: a folder on each host's own disk for files on the way there, instead
+            of host memory.
         resume: ``auto`` continues from the newest undamaged one in the output folder; ``never`` refuses a folder that holds any;
-            a path (a step or a run) is taken where the output folder holds none.
+            a path or a URL (of a step or a run) is taken where the output folder holds none.
         allow: settings that may differ from those of the run that is resumed: ``[data.documents]``.
     """
 
@@ -304,5 +306,6 @@ class CheckpointSection(Section):
     keep: Count | None = 3
     best: str | None = None
     background: bool = False
+    staging: str | None = None
     resume: str = "auto"
     allow: tuple[Literal["data.documents"], ...] = ()

@@ -1,0 +1,406 @@
+"""Paths, reads and writes in an object store, by obstore: S3, Google Cloud Storage, Azure Blob Storage and servers that speak S3.
+
+No key is renamed or changed in place. Conditional requests (``If-None-Match``, ``If-Match``) decide between two writers.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import Any, TypeVar, final
+
+import torch
+
+from meshpar.checkpoints.files import memory_of
+from meshpar.errors import CheckpointError, StoreError
+from meshpar.extras import need
+
+T = TypeVar("T")
+SCHEMES = ("s3", "gs", "az")
+TRIES = 3
+"""Attempts of a request beside those of obstore, which does not repeat what it cannot know to be harmless."""
+CLIENT = {
+    "allow_http": True,  # where the environment names such an endpoint
+    "connect_timeout": timedelta(seconds=10),
+    "read_timeout": timedelta(seconds=30),
+    "timeout": timedelta(seconds=120),
+}
+RETRY = {
+    "max_retries": 8,
+    "retry_timeout": timedelta(seconds=90),
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
+}
+_PIECE_BYTES = 4 << 20  # of one request
+_WINDOW_BYTES = 16 << 20  # of requests at once; four tensors are read at once
+_UPLOAD_BYTES, _UPLOADS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 9_000  # S3 takes 10 000 parts of an upload
+READERS = 4
+"""Tensors that a restore reads at once, and runs of one tensor."""
+
+
+@final
+@dataclass(frozen=True, slots=True, order=True)
+class ObjectPath:
+    """A key of a store, or a folder of keys, with the members of ``pathlib.Path`` that checkpoints use.
+
+    Attributes:
+        root: ``scheme://bucket``.
+        key: without leading and trailing slashes.
+        listed: whether a listing showed this as a folder; None: it is in no listing.
+    """
+
+    root: str
+    key: str
+    listed: bool | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.root}/{self.key}"
+
+    def __truediv__(self, name: str) -> ObjectPath:
+        return ObjectPath(self.root, f"{self.key}/{name}".strip("/"))
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        return "." + self.name.rpartition(".")[2] if "." in self.name[1:] else ""
+
+    @property
+    def parent(self) -> ObjectPath:
+        return ObjectPath(self.root, self.key.rpartition("/")[0])
+
+    def with_name(self, name: str) -> ObjectPath:
+        return self.parent / name
+
+    def resolve(self) -> ObjectPath:
+        return self
+
+    def expanduser(self) -> ObjectPath:
+        return self
+
+    def is_relative_to(self, other: object) -> bool:
+        return isinstance(other, ObjectPath) and f"{str(self).rstrip('/')}/".startswith(f"{str(other).rstrip('/')}/")
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def is_file(self) -> bool:
+        return self._head() is not None
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def is_dir(self) -> bool:
+        """Return whether any key is below this one."""
+        if self.listed is not None:
+            return self.listed
+        return self._asked("listing", lambda store: bool(next(iter(_obstore().list(store, self._prefix, chunk_size=1)), None)))
+
+    def iterdir(self) -> Iterator[ObjectPath]:
+        """Yield the keys and folders directly below. Asks for all keys: some servers list folders that have none."""
+        start = len(self.key) + 1 if self.key else 0
+        found = {each["path"][start:].partition("/")[:2] for each in self._list()}
+        return (self._below(name, bool(slash)) for name, slash in sorted(found))
+
+    def _below(self, name: str, listed: bool) -> ObjectPath:
+        return dataclasses.replace(self / name, listed=listed)
+
+    def glob(self, pattern: str) -> Iterator[ObjectPath]:
+        """Yield what is directly below and matches; a pattern of several levels matches nothing."""
+        return (each for each in self.iterdir() if fnmatchcase(each.name, pattern))
+
+    def size(self) -> int | None:
+        """Return the number of bytes; None: there is no such key."""
+        found = self._head()
+        return None if found is None else found["size"]
+
+    def untouched_s(self) -> float:
+        """Return the seconds since the youngest key here was written, by the clocks of the store and of this host; 0 without keys."""
+        return time.time() - max((each["last_modified"].timestamp() for each in self._list()), default=time.time())
+
+    def below(self) -> dict[str, tuple[str | None, int, float]]:
+        """Return ETag, size and time of every key below this one, by the rest of its name, and of this key by an empty one."""
+        start, head = len(self.key) + 1, self._head()
+        found = self._list() + ([] if head is None else [head])
+        return {each["path"][start:]: (each["e_tag"], each["size"], each["last_modified"].timestamp()) for each in found}
+
+    def read(self) -> tuple[bytes, str | None] | None:
+        """Return the bytes and the ETag of a small object; None: there is no such key."""
+
+        def get(store: Any) -> tuple[bytes, str | None]:  # noqa: ANN401 - one of obstore's classes
+            found = _obstore().get(store, self.key)
+            return bytes(found.bytes()), found.meta["e_tag"]
+
+        try:
+            return self._asked("reading", get)
+        except FileNotFoundError:
+            return None
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        if (found := self.read()) is None:
+            raise FileNotFoundError(f"there is no {self}")
+        return found[0].decode(encoding)
+
+    def write(self, data: bytes) -> None:
+        """Write a small object, whole or not at all."""
+        self._asked("writing", lambda store: _obstore().put(store, self.key, data, use_multipart=False))
+
+    def create(self, data: bytes, *, replaces: str | None = None) -> bool:
+        """Write a small object if the key is free, or has the ETag ``replaces``; return whether this call's bytes are there now.
+
+        The bytes must be this writer's alone: an attempt whose answer was lost is recognised by them.
+        """
+        mode = "create" if replaces is None else {"e_tag": replaces}
+
+        def put(store: Any) -> bool:  # noqa: ANN401
+            try:
+                _obstore().put(store, self.key, data, mode=mode, use_multipart=False)
+            except (_errors().AlreadyExistsError, _errors().PreconditionError, FileNotFoundError):
+                found = self.read()
+                return found is not None and found[0] == data
+            return True
+
+        return self._asked("writing", put)
+
+    def unlink(self, *, missing_ok: bool = False) -> None:
+        del missing_ok  # stores do not tell
+        self._asked("deleting", partial(_deleted, keys=[self.key]))
+
+    def remove_all(self) -> None:
+        """Delete every key below this one."""
+        assert self.key, "a whole bucket"
+        self._asked("deleting", partial(_deleted, keys=[each["path"] for each in self._list()]))
+
+    @contextmanager
+    def writing(self, expected_bytes: int = 0) -> Iterator[Callable[[Any], object]]:
+        """Yield a function that takes the bytes of an object in order; the object appears when the block ends, and not after an error.
+
+        Up to 5 pieces of 8 MiB are in memory, and larger pieces from 72 GiB of ``expected_bytes`` on.
+        """
+        piece = max(_UPLOAD_BYTES, -(-expected_bytes // _MOST_PARTS))
+        with self._told("writing"):
+            writer = _obstore().open_writer(self._store(), self.key, buffer_size=piece, max_concurrency=_UPLOADS_AT_ONCE)
+
+        def write(data: Any) -> None:  # noqa: ANN401 - a buffer
+            with self._told("writing"):
+                writer.write(bytes(data))  # it keeps what it is given, and our blocks are used again
+
+        try:
+            yield write
+        except BaseException as error:
+            with suppress(_errors().BaseError):
+                writer.__exit__(type(error), error, error.__traceback__)  # aborts the upload
+            raise
+        with self._told("writing"):
+            writer.close()
+
+    def _head(self) -> dict[str, Any] | None:
+        try:
+            return self._asked("asking for", lambda store: _obstore().head(store, self.key)) if self.key else None
+        except FileNotFoundError:
+            return None
+
+    def _list(self) -> list[dict[str, Any]]:
+        """Return what the store tells of every key below this one."""
+
+        def listed(store: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+            return [each for page in _obstore().list(store, self._prefix) for each in page if each["path"] != self.key]
+
+        return self._asked("listing", listed)
+
+    @property
+    def _prefix(self) -> str | None:
+        return f"{self.key}/" if self.key else None
+
+    def _store(self) -> Any:  # noqa: ANN401
+        with self._told("opening"):
+            return _store(self.root, os.getpid())
+
+    def _asked(self, doing: str, act: Callable[[Any], T]) -> T:
+        """Return what ``act`` returns for the store; tries again where trying may help."""
+        with self._told(doing):
+            for left in reversed(range(TRIES)):
+                try:
+                    return act(self._store())
+                except _errors().GenericError as error:
+                    if left == 0 or "status code: 4" in str(error):
+                        raise
+                    time.sleep(0.2)
+        raise AssertionError
+
+    @contextmanager
+    def _told(self, doing: str) -> Iterator[None]:
+        """Raise CheckpointError that names the store, the key and the remedy instead of an error of the store."""
+        try:
+            yield
+        except (_errors().BaseError, OSError) as error:
+            if isinstance(error, (FileNotFoundError, CheckpointError)):
+                raise
+            raise StoreError(f"{doing} {self} failed: {_said(error)}; {_remedy(error)}") from error
+
+
+@final
+class ReadObject:
+    """An object open for reads of ranges.
+
+    Raises:
+        CheckpointError: there is no such key, or the store does not give it.
+    """
+
+    least_run_bytes, most_waste_bytes = 64 << 10, 64 << 10  # a request costs as much as reading this
+
+    def __init__(self, path: ObjectPath) -> None:
+        self.path = path
+        size = path.size()
+        if size is None:
+            raise CheckpointError(f"cannot open {path}: there is no such key; retention or prune deletes steps that are not pinned")
+        self.size = size
+        self._kept: list[tuple[int, memoryview]] = []
+
+    def bytes(self, position: int, count: int) -> bytes:
+        """Return ``count`` bytes from ``position``."""
+        buffer = bytearray(count)
+        self.fill(memoryview(buffer), position)
+        return bytes(buffer)
+
+    def into(self, out: torch.Tensor, position: int) -> None:
+        """Fill a contiguous tensor in host memory."""
+        if out.nbytes:
+            self.fill(memory_of(out), position)
+
+    def fill(self, view: memoryview, position: int) -> None:
+        """Fill a piece of writable memory, by several requests at once."""
+        if (piece := self.kept(position, position + len(view))) is not None:
+            view[:] = piece
+            return
+        for start in range(0, len(view), _WINDOW_BYTES):
+            for at, piece in self.window(position + start, position + min(len(view), start + _WINDOW_BYTES)):
+                view[at - position : at - position + len(piece)] = piece
+
+    def window(self, start: int, stop: int) -> list[tuple[int, memoryview]]:
+        """Fetch the bytes ``start`` to ``stop`` in pieces, and return each with its position."""
+        cuts = [*range(start, stop, _PIECE_BYTES), stop]
+        return list(zip(cuts, self._ranges(list(pairwise(cuts)))))
+
+    def expect(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Fetch small pieces, from start to stop, which are read soon."""
+        wanted = sorted({(start, stop) for start, stop in spans if 0 <= start < stop <= self.size and self.kept(start, stop) is None})
+        self._kept = sorted([*self._kept, *zip((start for start, _ in wanted), self._ranges(wanted))], key=lambda each: each[0])
+
+    def kept(self, start: int, stop: int) -> memoryview | None:
+        """Return bytes that were fetched before; None if they were not."""
+        at = bisect.bisect_right(self._kept, start, key=lambda each: each[0]) - 1
+        begin, kept = self._kept[at] if at >= 0 else (0, memoryview(b""))
+        return kept[start - begin : stop - begin] if at >= 0 and stop <= begin + len(kept) else None
+
+    def forget(self, start: int, stop: int) -> None:
+        """Do nothing: no page of this machine's is held."""
+
+    def run(self, start: int, stop: int) -> Run:
+        """Return a reader of the bytes ``start`` to ``stop``, which are read in order."""
+        return Run(self, stop)
+
+    def each(self, act: Callable[[T], object], items: Iterable[T]) -> None:
+        """Run ``act``, which reads a piece, for each item, several at once."""
+        with ThreadPoolExecutor(READERS, thread_name_prefix="meshpar-read") as pool:
+            list(pool.map(act, items))
+
+    def close(self) -> None:
+        """Let go of what was fetched."""
+        self._kept = []
+
+    def _ranges(self, spans: list[tuple[int, int]]) -> list[memoryview]:
+        if not spans:
+            return []
+        if (end := max(stop for _, stop in spans)) > self.size:
+            raise CheckpointError(f"{self.path} is truncated: expected bytes up to {end}, the object has {self.size}")
+        starts, ends = zip(*spans)
+
+        def get(store: Any) -> list[memoryview]:  # noqa: ANN401
+            found = [memoryview(each) for each in _obstore().get_ranges(store, self.path.key, starts=starts, ends=ends, coalesce=0)]
+            if any(len(piece) != stop - start for piece, (start, stop) in zip(found, spans)):
+                raise _errors().GenericError("the answer is shorter than the range that was asked for")
+            return found
+
+        try:
+            return self.path._asked("reading", get)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.path} is gone: the step was deleted or replaced while it was read") from error
+
+
+@final
+class Run:
+    """Bytes of an object that are read from front to back, fetched some 16 MiB ahead."""
+
+    def __init__(self, file: ReadObject, stop: int) -> None:
+        self._file, self._stop = file, stop
+        self._ahead: list[tuple[int, memoryview]] = []
+
+    def fill(self, view: memoryview, position: int) -> None:
+        """Fill a piece of writable memory."""
+        done, end = 0, position + len(view)
+        while done < len(view):
+            at = position + done
+            kept = self._file.kept(at, end)
+            start, data = (
+                (at, kept) if kept is not None else next((each for each in self._ahead if 0 <= at - each[0] < len(each[1])), (0, None))
+            )
+            if data is None:
+                stop = min(at + _WINDOW_BYTES, max(self._stop, end))
+                self._ahead = self._file.window(at, stop)
+                continue
+            piece = data[at - start : end - start]
+            view[done : done + len(piece)] = piece
+            done += len(piece)
+
+
+def _obstore() -> Any:  # noqa: ANN401 - a package that may not be installed
+    return need("obstore", extra="object-store")
+
+
+def _errors() -> Any:  # noqa: ANN401
+    return need("obstore.exceptions", extra="object-store")
+
+
+@lru_cache(maxsize=64)
+def _store(root: str, process: int) -> Any:  # noqa: ANN401 - its threads do not survive a fork: one for each process
+    """Open a store with the credentials of its usual environment, which obstore reads."""
+    del process
+    return need("obstore.store", extra="object-store").from_url(root, client_options=CLIENT, retry_config=RETRY)
+
+
+def _deleted(store: Any, keys: list[str]) -> None:  # noqa: ANN401
+    try:
+        _obstore().delete(store, keys)
+    except FileNotFoundError:
+        if len(keys) > 1:  # another deletes, too
+            for key in keys:
+                _deleted(store, [key])
+
+
+def _said(error: Exception) -> str:
+    """Return what an error says, in short: the server's status and code if it answered."""
+    text = str(error).strip() or type(error).__name__
+    status, code = re.search(r"status code: (\d+ [A-Z][A-Za-z ]*)", text), re.search(r"<Code>(\w+)</Code>", text)
+    if status is None:
+        return text.splitlines()[0][:300]
+    return f"the store answered {status[1]}{f' ({code[1]})' if code else ''}"
+
+
+def _remedy(error: Exception) -> str:
+    refused = isinstance(error, (_errors().PermissionDeniedError, _errors().UnauthenticatedError))
+    if refused or re.search(r"status code: 40[13]|<Code>Expired", str(error)):
+        return "check that the store's usual environment has credentials that may do this and have not expired, then run this again"
+    return "check the bucket, its endpoint and region in the store's usual environment, and the network, then run this again"

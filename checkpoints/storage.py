@@ -1,0 +1,225 @@
+"""Where checkpoints are kept: a folder of a file system, or keys of an object store. The one place that asks which of the two it is.
+
+The verbs: list (``iterdir``), read a range (:func:`open_file`), write a stream (:func:`writing`), create if absent (:func:`create`),
+delete (:func:`delete`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import functools
+import hashlib
+import operator
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from meshpar.checkpoints.files import Readable, ReadFile, write_all
+from meshpar.checkpoints.objects import SCHEMES, ObjectPath, ReadObject
+from meshpar.errors import CheckpointError
+
+Place = Path | ObjectPath
+"""A path of a file system, or of an object store: both have the members that checkpoints use."""
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+([^/]*)/*(.*?)/*")
+
+
+def place(path: str | Place) -> Place:
+    """Return the place that a path or a URL names. ``Path`` shortens ``s3://`` to ``s3:/``, which is a URL, too.
+
+    Raises:
+        CheckpointError: a URL of a scheme that is not supported, or without a bucket.
+    """
+    if isinstance(path, ObjectPath) or (found := _URL.fullmatch(str(path))) is None:
+        return path if isinstance(path, ObjectPath) else Path(path)
+    scheme, bucket, key = found[1].lower(), found[2], found[3]
+    if scheme == "file":
+        return Path("/", unquote(f"{bucket}/{key}"))
+    if scheme not in SCHEMES or not bucket:
+        known = ", ".join(f"{each}://bucket/key" for each in SCHEMES)
+        raise CheckpointError(f"{path} is a URL that is not supported; expected a folder, file:///folder, or {known}")
+    return ObjectPath(f"{scheme}://{bucket}", key)
+
+
+def on_disk(path: str | Place, *, why: str) -> Path:
+    """Return a path of a file system; raises CheckpointError that ends with ``why`` for an object store."""
+    found = place(path)
+    if isinstance(found, ObjectPath):
+        raise CheckpointError(f"{found} is a URL; expected a path of a file system: {why}")
+    return found
+
+
+def entries(folder: Place, pattern: str = "*") -> list[Place]:
+    """Return what is directly in a folder and matches, by name."""
+    return sorted(folder.glob(pattern), key=lambda each: each.name)
+
+
+def open_file(path: Place, *, links: bool = True) -> Readable:
+    """Open a file or an object for reads of ranges; raises CheckpointError if it does not exist. ``links``: as for :class:`ReadFile`."""
+    return ReadObject(path) if isinstance(path, ObjectPath) else ReadFile(path, links=links)
+
+
+def size_of(path: Place) -> int:
+    """Return the size of a regular file, or of an object, in bytes.
+
+    Raises:
+        OSError: there is none.
+        CheckpointError: it is a link or a device.
+    """
+    if isinstance(path, ObjectPath):
+        size = path.size()
+        if size is None:
+            raise FileNotFoundError(2, os.strerror(2), str(path))
+        return size
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError("expected a file, found a link or a device; copy the checkpoint with its files, such as by cp -L")
+    return found.st_size
+
+
+def free_bytes(folder: Place) -> float:
+    """Return the free space; stores have no bound."""
+    return float("inf") if isinstance(folder, ObjectPath) else shutil.disk_usage(folder).free
+
+
+@contextmanager
+def writing(path: Place, expected_bytes: int = 0) -> Iterator[Callable[[Any], object]]:
+    """Yield a function that writes the next bytes of a new file, which is on the disk, or in the store, when the block ends."""
+    if isinstance(path, ObjectPath):
+        with path.writing(expected_bytes) as write:
+            yield write
+        return
+    with path.open("wb", buffering=0) as file:
+        yield lambda data: write_all(file.fileno(), memoryview(data))
+        os.fsync(file.fileno())
+
+
+def write_durably(path: Place, text: str) -> None:
+    """Write a small file atomically, and flush it to the disk."""
+    if isinstance(path, ObjectPath):
+        path.write(text.encode())
+        return
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync(path.parent)
+
+
+def copy_file(source: Place, target: Place) -> None:
+    """Copy a small file."""
+    if isinstance(source, Path) and isinstance(target, Path):
+        shutil.copyfile(source, target)
+        fsync(target)
+        return
+    file = open_file(source)
+    with writing(target, file.size) as write:
+        write(file.bytes(0, file.size))
+
+
+def carried(sources: Iterable[Path], folder: Place) -> None:
+    """Copy files and folders that exist into a folder of a store, unless that is where they are."""
+    if isinstance(folder, ObjectPath):
+        for each in sources:
+            inside = sorted(file for file in each.rglob("*") if file.is_file()) if each.is_dir() else [each] if each.is_file() else []
+            for file in inside:
+                upload(file, functools.reduce(operator.truediv, file.relative_to(each.parent).parts, folder))
+
+
+def upload(source: Path, target: Place, told: Callable[[], object] = lambda: None) -> None:
+    """Copy a large file from the disk, block by block; ``told`` is called after each."""
+    with source.open("rb") as file, writing(target, source.stat().st_size) as write:
+        while block := file.read(4 << 20):
+            write(block)
+            told()
+
+
+def fetched(source: Place, cache: Path | None = None, beside: Sequence[str] = ()) -> Path:
+    """Return a file or folder on this machine's disk: itself, or a copy of what a store has now, made once in ``cache``.
+
+    Args:
+        source: a file or a folder.
+        cache: the folder of copies; None: one that goes with this process.
+        beside: suffixes of files beside ``source`` that belong to it, where they exist.
+
+    Raises:
+        CheckpointError: the store has no such key.
+    """
+    if isinstance(source, Path):
+        return source
+    found = {source / key if key else source: facts for key, facts in source.below().items()}
+    if not found:
+        raise CheckpointError(f"there is no {source}")
+    others = [source.with_name(source.name.removesuffix(source.suffix) + suffix) for suffix in beside]
+    found |= {each: facts for each in others if (facts := each.below().get(""))}
+    if cache is None:
+        cache = Path(tempfile.mkdtemp(prefix="meshpar-"))
+        atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    folder = cache / hashlib.sha256(f"{source} {sorted((str(each), facts) for each, facts in found.items())}".encode()).hexdigest()[:16]
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process of this machine copies, the others wait
+        if not folder.is_dir():
+            fresh = Path(tempfile.mkdtemp(dir=cache, prefix=".fetching-"))
+            try:
+                for each, (_, _, written) in found.items():
+                    target = fresh / str(each)[len(str(source.parent)) :].strip("/")
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    _download(each, target)
+                    os.utime(target, (written, written))
+                fresh.rename(folder)
+            finally:
+                shutil.rmtree(fresh, ignore_errors=True)
+    return folder / source.name
+
+
+def _download(source: ObjectPath, target: Path) -> None:
+    file = ReadObject(source)
+    run, block = file.run(0, file.size), memoryview(bytearray(4 << 20))
+    with writing(target) as write:
+        for start in range(0, file.size, len(block)):
+            piece = block[: min(len(block), file.size - start)]
+            run.fill(piece, start)
+            write(piece)
+
+
+def delete(path: Place) -> None:
+    """Delete a file, or a folder with all that is in it."""
+    if isinstance(path, ObjectPath):
+        path.remove_all()
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def untouched_s(path: Place) -> float:
+    """Return the seconds since a file, or anything in a folder, last changed; 0 if it is changing now."""
+    if isinstance(path, ObjectPath):
+        return path.untouched_s()
+    try:
+        return time.time() - max(each.stat().st_mtime for each in (path, *(path.iterdir() if path.is_dir() else ())))
+    except FileNotFoundError:
+        return 0.0
+
+
+def fsync(path: Place) -> None:
+    """Flush a file or a folder to the disk; what a store has taken is kept."""
+    if isinstance(path, ObjectPath):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,376 @@
+"""Runs in an object store: what is saved there is committed once, restored on any mesh, and equal to what lies on a disk."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import meshpar
+from meshpar import WeightMap
+from meshpar.checkpoints import (
+    CheckpointManager,
+    DistributedCheckpoint,
+    Safetensors,
+    export_safetensors,
+    import_safetensors,
+    list_steps,
+    objects,
+    open_step,
+    pin_step,
+    prune_steps,
+    read_manifest,
+    remove_step,
+    verify_step,
+)
+from meshpar.checkpoints.leftovers import host_name
+from meshpar.checkpoints.storage import Place, fetched, place
+from meshpar.errors import CheckpointError, StoreError
+from meshpar.launchers import export_run
+from meshpar.launchers.cli import app
+from meshpar.models import Transformer, TransformerConfig
+from meshpar.testing import on_ranks
+from tests import object_store
+from tests.test_checkpoints_commit import Job
+
+obstore = pytest.importorskip("obstore", reason="the extra object-store is not installed")
+
+
+def parallel(mesh: str, seed: int) -> meshpar.Parallelized:
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig(vocab_size=96, dim=32, layers=2, heads=2, hidden=64, max_positions=16))
+    passes = [*([meshpar.TensorParallel()] if "tp" in mesh else []), *([meshpar.FullyShard()] if "dp_shard" in mesh else [])]
+    return meshpar.Plan(mesh, passes).apply(model, device_type="cpu").materialize(seed=seed)
+
+
+def trained(par: meshpar.Parallelized) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(par.module.parameters())
+    ids = torch.arange(32).view(2, 16)
+    par.module(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    return optimizer
+
+
+@on_ranks(2)
+def save_twice(port: int, roots: list[str], mesh: str) -> None:
+    object_store.use(port)
+    par = parallel(mesh, seed=0)
+    optimizer = trained(par)
+    for root in roots:
+        with CheckpointManager(root, keep=2) as manager:
+            manager.own()
+            for step in (1, 2, 3):
+                manager.save(step, par, optimizer, extra={"step": step})
+            assert manager.steps() == [2, 3]
+            manager.save(3, par, optimizer, extra={"step": 3}, replace=True)
+
+
+@on_ranks(2)
+def restore_both(port: int, roots: list[str], mesh: str) -> None:
+    object_store.use(port)
+    found = []
+    for root in roots:
+        par = parallel(mesh, seed=1)
+        optimizer = torch.optim.AdamW(par.module.parameters())
+        restored = CheckpointManager(root).restore(par, optimizer, verify="full")
+        assert restored.extra == {"step": 3}
+        found.append([par.full_state_dict() if hasattr(par, "full_state_dict") else par.module.state_dict(), optimizer.state_dict()])
+    for left, right in zip(found[0][0].values(), found[1][0].values()):
+        left, right = (each.full_tensor() if hasattr(each, "full_tensor") else each for each in (left, right))
+        assert torch.equal(left, right)
+
+
+def test_a_run_is_saved_and_restored_on_another_mesh_as_on_a_disk(s3_port, bucket, tmp_path):
+    roots = [f"{bucket}/run/checkpoints", str(tmp_path)]
+    save_twice(s3_port, roots, "dp_shard=2")
+    restore_both(s3_port, roots, "tp=2")
+    assert "is whole" in verify_step(roots[0]) and "step-00000001" not in list_steps(roots[0])
+    exported = [export_safetensors(root, tmp_path / f"hf-{number}") for number, root in enumerate(roots)]
+    assert (exported[0] / "model.safetensors").read_bytes() == (exported[1] / "model.safetensors").read_bytes()
+
+
+RECIPE = """\
+device: cpu
+model: {dim: 32, layers: 1, heads: 2, hidden: 64, max_positions: 32, dropout: 0.1}
+data: {source: files, sequence_length: 32, micro_batch: 4, validation_fraction: 0.1, cache: cache}
+optimizer: {lr: 1e-3}
+schedule: {steps: 8}
+training: {log_every: 1, validate_every: 4, validate_steps: 1}
+checkpoint: {every: 2, keep: 2, best: val/loss}
+"""
+
+
+def meshpar_in(folder: Path, *words: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "meshpar.launchers", *words], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def losses(file: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["train/loss"]) for row in map(json.loads, file.read_text().splitlines()) if "train/loss" in row]
+
+
+def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket, tmp_path):
+    (tmp_path / "job.yaml").write_text(RECIPE)
+    (tmp_path / "text.txt").write_text("".join(f"def f{n}():\n    return {n * n}\n\n" for n in range(400)))
+    (place(bucket) / "data" / "text.txt").write((tmp_path / "text.txt").read_bytes())
+    run, train = f"{bucket}/runs/one", ("train", "job.yaml", "--quiet")
+    meshpar_in(tmp_path, *train, "data.paths=[text.txt]", "output=disk", "training.steps=8")
+    urls = (*train, f"data.paths=[{bucket}/data/text.txt]", f"output={run}")
+    meshpar_in(tmp_path, *urls, "training.steps=4")
+    shutil.rmtree(tmp_path / "runs")  # another machine goes on
+    assert f"going on after step 4 from {run}/checkpoints/step-00000004" in meshpar_in(tmp_path, *urls, "training.steps=8")
+    local = tmp_path / "runs" / Path(run.replace("://", "/"))
+    assert losses(local / "metrics.jsonl") == losses(tmp_path / "disk" / "metrics.jsonl") and len(losses(local / "metrics.jsonl")) == 8
+    assert (local / "metrics.jsonl").read_bytes() == place(f"{run}/metrics.jsonl").read()[0], "nothing is on this machine alone"
+    export_run(run, f"{bucket}/hf")
+    export_run(tmp_path / "disk", tmp_path / "hf")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert place(f"{bucket}/hf/{name}").read()[0] == (tmp_path / "hf" / name).read_bytes(), name
+    with pytest.raises(CheckpointError, match="already exists and is not empty"):
+        export_run(run, f"{bucket}/hf")
+    for words, said in (("ls", "val/loss"), ("verify", "is whole"), ("pin", "is pinned"), ("rm", "is pinned"), ("prune", "6, 8")):
+        options = ["--keep", "1", "--best", "val/loss"] if words == "prune" else []
+        target = f"{run}/checkpoints/step-00000006" if words in ("pin", "rm") else run
+        assert said in CliRunner().invoke(app, ["checkpoints", words, target, *options]).output, words
+    assert not [each for each in tmp_path.rglob("*") if each.is_file() and object_store.SECRET.encode() in each.read_bytes()]
+    same = f"{bucket}/imported"
+    import_safetensors(f"{bucket}/hf", same)
+    published, ours = Safetensors(f"{bucket}/hf"), DistributedCheckpoint(open_step(same), prefix="model.")
+    assert published.shapes() == ours.shapes() and len(ours.shapes()) > 5
+    for name, shape in ours.shapes().items():
+        left, right = torch.empty(shape), torch.empty(shape)
+        published.read(name, (), left)
+        ours.read(name, (slice(0, shape[0]),), right)
+        assert torch.equal(left, right), name
+
+
+class Filled(torch.nn.Module):
+    """Every element is one number, so that a mixture of two saves shows."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.w = torch.nn.ParameterList(torch.full((64, 64), value) for _ in range(4))
+
+
+def value_of(folder: Place) -> float:
+    """Return the number that the step is full of, after a check of every byte."""
+    verify_step(folder)
+    source = DistributedCheckpoint(folder)
+    values = set()
+    for name in (each for each in source.tensors if each.startswith("model.")):
+        whole = torch.empty(source.shapes()[name])
+        source.read(name, (), whole)
+        values |= set(whole.unique().tolist())
+    (value,) = values
+    return value
+
+
+def test_of_two_writers_one_wins_each_step_and_the_other_is_told(bucket):
+    told, together = [], threading.Barrier(2)
+
+    def write(number: int) -> None:
+        manager = CheckpointManager(f"{bucket}/run", keep=None)
+        job = Job(Filled(float(number)))
+        for step in range(6):
+            together.wait()
+            try:
+                manager.save(step, job)
+                told.append((step, number, ""))
+            except CheckpointError as error:
+                told.append((step, number, str(error)))
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for step in range(6):
+        (winner,) = [number for at, number, error in told if at == step and not error]
+        (loser,) = [error for at, _, error in told if at == step and error]
+        assert value_of(place(f"{bucket}/run/step-{step:08d}")) == winner
+        assert "another writer committed step" in loser or "is already saved" in loser
+    assert any("another writer committed step" in error for *_, error in told)
+
+
+@pytest.mark.parametrize("when", ["before a save", "while files are written", "at the commit"])
+def test_a_deposed_writer_commits_nothing(bucket, when, monkeypatch):
+    root = place(f"{bucket}/run")
+    with CheckpointManager(root) as manager:
+        manager.own()
+        manager.save(1, Job(Filled(1.0)))
+
+        def depose(*_: object) -> None:
+            now = json.loads(lease.read_text())
+            lease.write(json.dumps({**now, "host": "another", "process": 7, "id": "00000000"}).encode())
+            other = CheckpointManager(root)
+            if when == "at the commit":
+                other.save(2, Job(Filled(2.0)))
+
+        lease = root / ".writer"
+        if when == "before a save":
+            depose()
+        elif when == "while files are written":
+            manager._count_write = depose
+        else:
+            commit = manager._steps.commit
+            monkeypatch.setattr(manager._steps, "commit", lambda *given: (depose(), commit(*given))[1])
+        expected = "another writer committed step 2" if when == "at the commit" else "process 7 on another"
+        with pytest.raises(CheckpointError, match=expected):
+            manager.save(2, Job(Filled(1.0)))
+    steps = CheckpointManager(root).steps()
+    assert [value_of(root / f"step-{step:08d}") for step in steps] == ([1.0, 2.0] if when == "at the commit" else [1.0])
+    lease.unlink()
+
+
+def test_a_save_that_stages_to_a_disk_uploads_beside_training_and_leaves_nothing(bucket, tmp_path):
+    dead = tmp_path / f"step-00000007.tmp-{host_name()}-1-0123456789abcdef"
+    dead.mkdir()
+    with CheckpointManager(f"{bucket}/run", async_=True, staging=tmp_path) as manager:
+        module = Filled(1.0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        for step in (1, 2):
+            manager.save(step, Job(module), optimizer)
+            manager.before_step()
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.add_(1.0)  # while the files of the step before are uploaded
+    assert [value_of(place(f"{bucket}/run/step-{step:08d}")) for step in (1, 2)] == [1.0, 2.0]
+    assert not list(tmp_path.iterdir()), "neither this job's files nor those of a dead one"
+    with pytest.raises(CheckpointError, match="staging is for saves in the background"):
+        CheckpointManager(tmp_path, staging=tmp_path)
+
+
+def test_what_a_dead_save_left_goes_and_what_a_live_one_writes_stays(bucket):
+    root, job = place(f"{bucket}/run"), Job(Filled(1.0))
+    CheckpointManager(root).save(1, job)
+    for step, host, process in ((1, host_name(), 1 << 22), (2, host_name(), 1 << 22), (2, "elsewhere", 7)):
+        (root / f"step-{step:08d}" / f"step-{step:08d}.tmp-{host}-{process}-0123456789abcdef" / "__0_0.distcp").write(b"half")
+    assert list_steps(root).count("of a save or a removal") == 3
+    prune_steps(root, keep=3)
+    (left,) = [str(path) for path, why in CheckpointManager(root).ignored().items() if "of a save" in why]
+    assert "elsewhere-7" in left and value_of(root / "step-00000001") == 1.0
+    pin_step(root / "step-00000001")
+    with pytest.raises(CheckpointError, match="is pinned"):
+        remove_step(root / "step-00000001")
+    pin_step(root / "step-00000001", pinned=False)
+    assert "left: none" in remove_step(root / "step-00000001")
+
+
+FAULTS = int(os.environ.get("MESHPAR_FAULTS", "15"))
+
+
+@pytest.mark.timeout(120 + 10 * FAULTS)
+def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s3_port, bucket, tmp_path, monkeypatch):
+    stall_s = 60.0 if FAULTS > 100 else 1.5
+    monkeypatch.setattr(objects, "CLIENT", {**objects.CLIENT, "read_timeout": timedelta(seconds=stall_s / 3)})
+    monkeypatch.setattr(objects, "RETRY", {**objects.RETRY, "max_retries": 3, "retry_timeout": timedelta(seconds=2 * stall_s)})
+    proxy = object_store.FaultyProxy(s3_port, seed=int(os.environ.get("MESHPAR_FAULTS_SEED", "0")), stall_s=stall_s)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    objects._store.cache_clear()
+    root, committed, outcomes, longest = place(f"{bucket}/run"), 0, Counter[str](), 0.0
+    for step in itertools.count(1):
+        if sum(proxy.injected.values()) >= FAULTS:
+            break
+        proxy.rate, proxy.faults = 0.06, (*object_store.FAULTS[:-1] * 2, object_store.FAULTS[-1])
+        for name, act in (
+            ("save", lambda step=step: CheckpointManager(root, keep=2).save(step, Job(Filled(float(step))))),
+            ("restore", lambda: CheckpointManager(root).restore(Job(Filled(0.0)))),
+            ("export", lambda: export_safetensors(root, root.parent / "hf", weights=WeightMap(), config={"a": 1}, overwrite=True)),
+        ):
+            began, before = time.monotonic(), proxy.injected.total()
+            try:
+                act()
+                outcomes[f"{name} done"] += 1
+                committed = step if name == "save" else committed
+            except CheckpointError as error:
+                assert str(root.parent) in str(error) and len(str(error)) < 2000 and proxy.injected.total() > before, error
+                outcomes[f"{name} failed"] += 1
+            longest = max(longest, time.monotonic() - began)
+        proxy.rate = 0.0
+        steps = CheckpointManager(root).steps()
+        assert not committed or steps[-1] >= committed, (steps, committed)
+        for each in steps[-2:]:
+            assert value_of(root / f"step-{each:08d}") == each
+        if (root.parent / "hf" / "config.json").is_file():
+            assert len(Safetensors(root.parent / "hf").shapes()) == 4
+    proxy.close()
+    objects._store.cache_clear()
+    print(f"{sum(proxy.injected.values())} failures ({dict(proxy.injected)}): {dict(outcomes)}, the longest {longest:.1f} s")  # noqa: T201
+    assert sum(count for name, count in outcomes.items() if "done" in name) > 1
+
+
+@pytest.mark.parametrize("damage", ["a bit flipped", "cut short", "deleted", "manifest cut"])
+def test_damage_in_a_store_is_found_named_and_passed_over(bucket, damage):
+    root = place(f"{bucket}/run")
+    manager = CheckpointManager(root)
+    for step in (1, 2):
+        manager.save(step, Job(Filled(float(step))))
+    newer = root / "step-00000002"
+    part = read_manifest(newer).files_in(newer) / "__0_0.distcp"
+    data = bytearray(part.read()[0])
+    if damage == "a bit flipped":
+        data[len(data) // 2] ^= 1
+        part.write(bytes(data))
+    elif damage == "cut short":
+        part.write(bytes(data[:-1000]))
+    elif damage == "deleted":
+        part.unlink()
+    else:
+        (newer / "meshpar.json").write((newer / "meshpar.json").read()[0][:-100])
+    named = "meshpar.json" if damage == "manifest cut" else "__0_0.distcp"
+    with pytest.raises(CheckpointError, match=named):
+        verify_step(newer)
+    job = Job(Filled(0.0))
+    restored = manager.restore(job, fallback=True)
+    assert restored.step == 1 and named in restored.passed_over[0] and all((each == 1.0).all() for each in job.module.parameters())
+    manager.save(2, Job(Filled(2.0)), replace=True)
+    assert value_of(newer) == 2.0
+    if damage != "manifest cut":  # which folder was the step's is lost with it, so that its files stay until this process has ended
+        assert len(list(newer.iterdir())) == 2
+
+
+def test_a_store_that_refuses_is_no_damage_that_is_passed_over(s3_port, bucket, monkeypatch):
+    manager = CheckpointManager(f"{bucket}/run")
+    for step in (1, 2):
+        manager.save(step, Job(Filled(float(step))))
+    get_ranges = obstore.get_ranges
+
+    def expired(store: Any, key: str, **options: Any) -> Any:
+        if "step-00000002" in key and key.endswith(".distcp"):
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+            store = obstore.store.from_url(bucket, client_options={"allow_http": True})
+        return get_ranges(store, key, **options)
+
+    monkeypatch.setattr(obstore, "get_ranges", expired)
+    with pytest.raises(StoreError, match=r"__0_\d.distcp failed: the store answered 403 .*check that the store's usual environment"):
+        manager.restore(Job(Filled(0.0)), fallback=True)
+
+
+def test_data_is_copied_once_with_what_belongs_to_it_and_again_when_it_has_changed(bucket, tmp_path):
+    data = place(f"{bucket}/data")
+    for name in ("tokens.bin", "tokens.json", "other.json", "folder/a.txt", "folder/deep/b.txt"):
+        functools.reduce(lambda folder, part: folder / part, name.split("/"), data).write(name.encode())
+    tokens = fetched(data / "tokens.bin", tmp_path, (".json", ".marks"))
+    assert sorted(each.name for each in tokens.parent.iterdir()) == ["tokens.bin", "tokens.json"]
+    assert fetched(data / "tokens.bin", tmp_path, (".json", ".marks")) == tokens and tokens.read_text() == "tokens.bin"
+    folder = fetched(data / "folder", tmp_path)
+    assert {str(each.relative_to(folder)) for each in folder.rglob("*.txt")} == {"a.txt", "deep/b.txt"}
+    (data / "tokens.bin").write(b"others")
+    assert fetched(data / "tokens.bin", tmp_path, (".json",)).read_text() == "others" and tokens.read_text() == "tokens.bin"
+    with pytest.raises(CheckpointError, match="there is no s3://"):
+        fetched(data / "absent", tmp_path)
