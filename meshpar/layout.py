@@ -53,8 +53,8 @@ class ModelLayout:
             :class:`meshpar.passes.exchange.Exchange`.
         counts_positions: the model finds out itself where its tokens stand, if nobody says so: ``par.split`` gives no ``position_ids``.
         hidden_inputs: keyword names of the hidden states that a ``region`` receives.
-        refusals: technique (``"tp"``, ``"cp"``, ``"ep"``, ``"documents"``, ``"recompute"``, ``"balance"``) -> reason why the model does not support it,
-            and the remedy.
+        refusals: technique (``"tp"``, ``"cp"``, ``"ep"``, ``"documents"``, ``"recompute"``, ``"balance"``) -> reason why the model does not
+            support it, and the remedy.
     """
 
     blocks: tuple[str, ...] = ()

@@ -21,7 +21,16 @@ from meshpar.errors import LayoutError
 from meshpar.layout import ModelLayout
 from meshpar.models.huggingface_exchange import counts_positions, exchange_positions, refusal
 from meshpar.models.huggingface_head import head_of_logits
-from meshpar.models.huggingface_tensor import HEAD_RATIO, copied_heads, expert_modules, expert_refusal, head_counts, router_biases, routers, tensor_table
+from meshpar.models.huggingface_tensor import (
+    HEAD_RATIO,
+    copied_heads,
+    expert_modules,
+    expert_refusal,
+    head_counts,
+    router_biases,
+    routers,
+    tensor_table,
+)
 from meshpar.models.huggingface_vocabulary import generic
 from meshpar.models.huggingface_weights import weight_map
 from meshpar.patterns import find_modules

@@ -88,7 +88,7 @@ def expert_refusal(model: nn.Module) -> str | None:
 def routers(model: Any) -> tuple[str, ...]:
     """Return the patterns of the modules whose first output transformers records as the routers' logits."""
     recorded = getattr(model, "_can_record_outputs", None) or getattr(model.base_model, "_can_record_outputs", None) or {}
-    told = recorded.get("router_logits")
+    told: Any = recorded.get("router_logits")
     kind = getattr(told, "target_class", None)
     if kind is None or told.index != 0:
         return ()

@@ -22,9 +22,13 @@ class Mixture(nn.Module):
     experts and not to weigh them (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Training moves it without gradients.
     """
 
-    def __init__(self, dim: int, hidden: int, experts: int, top: int, residual_std: float, shared: nn.Module | None = None) -> None:
+    bias: Tensor | None
+
+    def __init__(
+        self, dim: int, hidden: int, experts: int, top: int, residual_std: float, shared: nn.Module | None = None, scale: float = 1.0
+    ) -> None:
         super().__init__()
-        self.top = top
+        self.top, self.scale = top, scale
         self.router = Linear(dim, experts)
         self.experts = Experts(dim, hidden, experts, residual_std)
         self.shared = shared
@@ -39,13 +43,13 @@ class Mixture(nn.Module):
         """Return the update of the residual stream, (B, L, D)."""
         x_ND = x_BLD.flatten(0, 1)
         logits_NE = self.router(x_ND)
-        if self.shared is None:
+        if self.bias is None:
             weights_NK, chosen_NK = logits_NE.softmax(-1, dtype=torch.float32).topk(self.top, -1)
         else:
             scores_NE = logits_NE.float().sigmoid()
             chosen_NK = (scores_NE.detach() + self.bias).topk(self.top, -1).indices
             weights_NK = scores_NE.gather(1, chosen_NK)
-        weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+        weights_NK = self.scale * weights_NK / weights_NK.sum(-1, keepdim=True)
         y_BLD = self.experts(x_ND, chosen_NK, weights_NK.to(x_ND.dtype)).view_as(x_BLD)
         return y_BLD if self.shared is None else y_BLD + self.shared(x_BLD)
 

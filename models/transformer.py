@@ -1,4 +1,6 @@
-"""Transformer: a decoder with RMSNorm, RoPE, grouped-query attention, and SwiGLU or experts; its export is Llama's, Qwen3's, Qwen3-MoE's or GLM4-MoE's.
+"""Transformer: a decoder with RMSNorm, RoPE, grouped-query attention, and SwiGLU or experts.
+
+Its export is Llama's, Qwen3's, Qwen3-MoE's or GLM4-MoE's.
 
 Shape suffixes: B batch, L sequence, D model, H query heads, G key/value heads, C channels of a head, R rotations (C / 2),
 F hidden, V vocabulary. A suffix names the logical dim: under tensor parallelism H, G, F and V are this rank's part, so the code reads head
@@ -179,7 +181,8 @@ def _stretched(frequency_R: Tensor, scaling: RopeScaling) -> Tensor:
 def _mixture(config: TransformerConfig) -> Mixture:
     hidden = config.expert_hidden or config.hidden
     shared = SwiGLU(config, hidden * config.shared_experts) if config.shared_experts else None
-    return Mixture(config.dim, hidden, config.experts, config.experts_per_token, _residual_std(config), shared)
+    sizes = (config.dim, hidden, config.experts, config.experts_per_token)
+    return Mixture(*sizes, _residual_std(config), shared, config.routed_scale)
 
 
 def _table(config: TransformerConfig) -> dict[str, Any]:

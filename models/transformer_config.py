@@ -46,6 +46,7 @@ class TransformerConfig:
         expert_hidden: width of an expert; None: ``hidden``.
         shared_experts: number of experts that compute every token beside the chosen ones. The router then scores by sigmoids and has a
             bias for each expert, which balances their load (``training.balance_rate``).
+        routed_scale: factor of the chosen experts' sum beside the shared ones.
         max_positions: longest sequence in tokens.
         rope_theta: base of the rotary embedding's frequencies.
         rope_scaling: scaling of the rotary embedding; None: none.
@@ -69,6 +70,7 @@ class TransformerConfig:
     experts_per_token: int = 2
     expert_hidden: int | None = None
     shared_experts: int = 0
+    routed_scale: float = 1.0
     max_positions: int = 2048
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -95,6 +97,8 @@ class TransformerConfig:
         if min(self.experts, self.shared_experts) < 0 or (self.expert_hidden is not None and self.expert_hidden < 1):
             got = f"experts is {self.experts}, shared_experts {self.shared_experts} and expert_hidden {self.expert_hidden}"
             problems.append(f"{got}; expected 0 or more, 0 or more, and at least 1")
+        if self.routed_scale != 1.0 and not (self.shared_experts and self.routed_scale > 0.0):
+            problems.append(f"routed_scale is {self.routed_scale}, expected above 0, and 1 without shared_experts, as Qwen3-MoE has none")
         if problems:
             raise ValueError("TransformerConfig: " + "; ".join(problems))
 
@@ -182,7 +186,8 @@ def published_config(config: TransformerConfig) -> dict[str, Any]:
             "high_freq_factor": scaling.high_frequency,
             "original_max_position_embeddings": scaling.original_positions,
         }
-    kind, name, more = ("qwen3", "Qwen3", {}) if config.qk_norm else ("llama", "Llama", {})
+    more: dict[str, Any] = {}
+    kind, name = ("qwen3", "Qwen3") if config.qk_norm else ("llama", "Llama")
     if config.experts:
         kind, name, more = _published_mixture(config)
         rope |= {"partial_rotary_factor": 1.0} if config.shared_experts else {}
@@ -221,5 +226,5 @@ def _published_mixture(config: TransformerConfig) -> tuple[str, str, dict[str, A
     if not config.shared_experts:
         return "qwen3_moe", "Qwen3Moe", both | {"num_experts": config.experts, "decoder_sparse_step": 1, "mlp_only_layers": []}
     experts = {"n_routed_experts": config.experts, "n_shared_experts": config.shared_experts, "n_group": 1, "topk_group": 1}
-    layers = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "routed_scaling_factor": 1.0, "use_qk_norm": True}
+    layers = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "routed_scaling_factor": config.routed_scale, "use_qk_norm": True}
     return "glm4_moe", "Glm4Moe", both | experts | layers

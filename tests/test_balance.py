@@ -33,7 +33,7 @@ SIZES = dict(moe_intermediate_size=16, num_experts_per_tok=2, norm_topk_prob=Tru
 
 
 def with_shared():
-    return transformer(experts=8, expert_hidden=16, shared_experts=1, qk_norm=True)
+    return transformer(experts=8, expert_hidden=16, shared_experts=1, routed_scale=2.0, qk_norm=True)
 
 
 def without_shared():

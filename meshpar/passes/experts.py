@@ -250,7 +250,8 @@ def _try(
     chosen = chosen.repeat(1, -(-slots // chosen.shape[1]))[:, :slots].contiguous().to(like.device)
     up = torch.randn(hidden.shape, generator=draw).to(like)
     want = _with_gradients(partial(run, every), hidden, chosen, weights, up)
-    have = _with_gradients(lambda *given: by_experts(partial(run, mine), *given, held * size, group), hidden, chosen, weights, up)
+    parts = partial(run, mine)
+    have = _with_gradients(lambda x, who, scale: by_experts(parts, x, who, scale, held * size, group), hidden, chosen, weights, up)
     off = torch.stack([(one - other).abs().max() / one.abs().max().clamp(min=1e-30) for one, other in zip(want, have, strict=True)])
     worst = float(gather_values(off.max().nan_to_num(torch.inf, torch.inf)[None], group).max())
     narrow = [like.dtype, dtype, *(value.dtype for value in own.values())]
