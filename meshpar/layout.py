@@ -48,12 +48,15 @@ class ModelLayout:
         experts: patterns of modules with stacked experts, for :class:`meshpar.ExpertParallel`: parameters whose first dim counts experts,
             and a forward of (hidden states (N, D), chosen experts (N, K), their weights (N, K)) that returns (N, D). A number of experts
             that the module stores is one attribute ``num_experts``, ``n_experts`` or ``num_local_experts`` (also ``routed``, ``total``).
+        routers: patterns of the modules whose output, or its first part, is the routers' logits (N, E), in the order of ``experts``.
+        router_bias: patterns of the buffers or frozen parameters (E,) that routers add to choose experts and not to weigh them, in the
+            order of ``experts``: what ``training.balance_rate`` moves.
         exchange: lets the attention of a model that does not call it exchange positions, given the model and a
             :class:`meshpar.passes.exchange.Exchange`.
         counts_positions: the model finds out itself where its tokens stand, if nobody says so: ``par.split`` gives no ``position_ids``.
         hidden_inputs: keyword names of the hidden states that a ``region`` receives.
-        refusals: technique (``"tp"``, ``"cp"``, ``"cp without mixers"``, ``"ep"``, ``"documents"``, ``"recompute"``) -> reason why the
-            model does not support it, and the remedy.
+        refusals: technique (``"tp"``, ``"cp"``, ``"cp without mixers"``, ``"ep"``, ``"documents"``, ``"recompute"``, ``"balance"``) ->
+            reason why the model does not support it, and the remedy.
     """
 
     blocks: tuple[str, ...] = ()
@@ -73,6 +76,8 @@ class ModelLayout:
     attention: tuple[str, ...] = ()
     mixers: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()
+    router_bias: tuple[str, ...] = ()
     exchange: Callable[[nn.Module, Any], None] | None = None
     counts_positions: bool = False
     hidden_inputs: tuple[str, ...] = ("hidden_states",)

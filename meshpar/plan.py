@@ -368,6 +368,7 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
             yield from each.problems(module, layout, seen_mesh(each, passes, mesh))
         if any(held.axes[axis] > 1 for axis in axes_of(ready, held, Role.SAMPLES)):
             yield from batch_norm_problems(module)
+            yield from [layout.refusals["balance"]] if "balance" in layout.refusals else []
     for group in layout.tied:
         absent = [name for name in group if name not in parameters]
         if absent:

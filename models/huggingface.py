@@ -21,7 +21,16 @@ from meshpar.errors import LayoutError
 from meshpar.layout import ModelLayout
 from meshpar.models.huggingface_exchange import counts_positions, exchange_positions, mixer_refusal, mixers, refusal
 from meshpar.models.huggingface_head import head_of_logits
-from meshpar.models.huggingface_tensor import HEAD_RATIO, copied_heads, expert_modules, expert_refusal, head_counts, tensor_table
+from meshpar.models.huggingface_tensor import (
+    HEAD_RATIO,
+    copied_heads,
+    expert_modules,
+    expert_refusal,
+    head_counts,
+    router_biases,
+    routers,
+    tensor_table,
+)
 from meshpar.models.huggingface_vocabulary import generic
 from meshpar.models.huggingface_weights import weight_map
 from meshpar.patterns import find_modules
@@ -58,6 +67,8 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         config=_published_config(model),
         mixers=mixers(model),
         experts=expert_modules(model),
+        routers=routers(model),
+        router_bias=router_biases(model),
         exchange=exchange_positions,
         counts_positions=counts_positions(model),
         refusals=_refusals(model, table),
@@ -184,6 +195,11 @@ def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
     if (reason := expert_refusal(model)) is not None:
         refusals["ep"] = reason
     text = model.config.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        refusals["balance"] = (
+            f"{type(model).__name__} adds a balance loss of each rank's own tokens to its loss (config.output_router_logits), which is not "
+            "that of all; set model.config.output_router_logits = False and training.balance_loss"
+        )
     if chosen := next((name for name in ("index_topk", "keep_window_size") if getattr(text, name, None)), None):
         refusals["documents"] = (
             f"{type(model).__name__} chooses the keys that a query sees ({chosen}={getattr(text, chosen)}) among those of the whole row"

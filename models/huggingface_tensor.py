@@ -85,6 +85,22 @@ def expert_refusal(model: nn.Module) -> str | None:
     )
 
 
+def routers(model: Any) -> tuple[str, ...]:
+    """Return the patterns of the modules whose first output transformers records as the routers' logits."""
+    recorded = getattr(model, "_can_record_outputs", None) or getattr(model.base_model, "_can_record_outputs", None) or {}
+    told: Any = recorded.get("router_logits")
+    kind = getattr(told, "target_class", None)
+    if kind is None or told.index != 0:
+        return ()
+    return tuple(dict.fromkeys(generic(name) for name, module in model.named_modules() if isinstance(module, kind)))
+
+
+def router_biases(model: nn.Module) -> tuple[str, ...]:
+    """Return the patterns of the buffers by which routers choose experts without weighing them."""
+    known = ("e_score_correction_bias", "expert_bias")
+    return tuple(dict.fromkeys(generic(name) for name, _ in model.named_buffers() if name.rpartition(".")[2] in known))
+
+
 def _has_stacked_experts(module: nn.Module) -> bool:
     counts = {len(each) if each.ndim > 1 else 0 for each in module.parameters(recurse=False)}
     return counts == {vars(module).get("num_experts")} and len(inspect.signature(module.forward).parameters) == 3

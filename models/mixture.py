@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of a feed-forward layer, as Qwen3-MoE has it.
+"""A mixture of experts in the place of a feed-forward layer, as Qwen3-MoE has it, or with shared experts as GLM4-MoE.
 
 Shape suffixes: N tokens, D model, E experts, K experts of a token, R = N x K rows, F hidden.
 """
@@ -16,20 +16,42 @@ from meshpar.models.layers import Linear
 
 @final
 class Mixture(nn.Module):
-    """A router and its experts: each token is the weighted sum of the ``top`` experts that its router prefers."""
+    """A router and its experts: each token is the weighted sum of the ``top`` experts that its router prefers.
 
-    def __init__(self, dim: int, hidden: int, experts: int, top: int, residual_std: float) -> None:
+    With a ``shared`` layer, which computes every token, the router scores experts by sigmoids, and ``bias`` (E,) is added to choose
+    experts and not to weigh them (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Training moves it without gradients.
+    """
+
+    bias: Tensor | None
+
+    def __init__(
+        self, dim: int, hidden: int, experts: int, top: int, residual_std: float, shared: nn.Module | None = None, scale: float = 1.0
+    ) -> None:
         super().__init__()
-        self.top = top
+        self.top, self.scale = top, scale
         self.router = Linear(dim, experts)
         self.experts = Experts(dim, hidden, experts, residual_std)
+        self.shared = shared
+        self.register_buffer("bias", None if shared is None else torch.zeros(experts))
+
+    def reset_parameters(self) -> None:
+        """Set the bias to zero."""
+        if self.bias is not None:
+            self.bias.zero_()
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Return the update of the residual stream, (B, L, D)."""
         x_ND = x_BLD.flatten(0, 1)
-        weights_NK, chosen_NK = self.router(x_ND).softmax(-1, dtype=torch.float32).topk(self.top, -1)
-        weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
-        return self.experts(x_ND, chosen_NK, weights_NK.to(x_ND.dtype)).view_as(x_BLD)
+        logits_NE = self.router(x_ND)
+        if self.bias is None:
+            weights_NK, chosen_NK = logits_NE.softmax(-1, dtype=torch.float32).topk(self.top, -1)
+        else:
+            scores_NE = logits_NE.float().sigmoid()
+            chosen_NK = (scores_NE.detach() + self.bias).topk(self.top, -1).indices
+            weights_NK = scores_NE.gather(1, chosen_NK)
+        weights_NK = self.scale * weights_NK / weights_NK.sum(-1, keepdim=True)
+        y_BLD = self.experts(x_ND, chosen_NK, weights_NK.to(x_ND.dtype)).view_as(x_BLD)
+        return y_BLD if self.shared is None else y_BLD + self.shared(x_BLD)
 
 
 @final
@@ -73,7 +95,9 @@ def products(x_RD: Tensor, weight_EFD: Tensor, rows_E: Tensor) -> Tensor:
         rows_E: number of rows of each, int64.
     """
     sizes = (x_RD.shape[1] * x_RD.element_size(), weight_EFD.shape[1] * x_RD.element_size())
-    if x_RD.dtype != torch.float64 and not any(each % 16 for each in sizes):
+    # torch.compile knows the shape of a grouped product in bfloat16 alone.
+    known = x_RD.dtype == torch.bfloat16 if torch.compiler.is_compiling() else x_RD.dtype != torch.float64
+    if known and not any(each % 16 for each in sizes):
         return F.grouped_mm(x_RD, weight_EFD.transpose(1, 2), offs=rows_E.cumsum(0).to(torch.int32))
     parts = x_RD.split(rows_E.tolist())
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weight_EFD, strict=True)])

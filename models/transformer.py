@@ -1,4 +1,6 @@
-"""Transformer: a decoder with RMSNorm, RoPE, grouped-query attention, and SwiGLU or experts; its export is Llama's, Qwen3's or Qwen3-MoE's.
+"""Transformer: a decoder with RMSNorm, RoPE, grouped-query attention, and SwiGLU or experts.
+
+Its export is Llama's, Qwen3's, Qwen3-MoE's or GLM4-MoE's.
 
 Shape suffixes: B batch, L sequence, D model, H query heads, G key/value heads, C channels of a head, R rotations (C / 2),
 F hidden, V vocabulary. A suffix names the logical dim: under tensor parallelism H, G, F and V are this rank's part, so the code reads head
@@ -25,7 +27,7 @@ from meshpar.weights import Rename, WeightMap
 
 @final
 class Transformer(nn.Module):
-    """A decoder-only language model. It has no buffers and can be built on the meta device."""
+    """A decoder-only language model. It can be built on the meta device."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class Transformer(nn.Module):
         config = self.config
         return ModelLayout(
             blocks=("layers.*",),
-            tensor=(_MIXTURE if config.experts else _TENSOR) | (_QK_NORM if config.qk_norm else {}),
+            tensor=_table(config),
             heads={"layers.*.attn.q": config.heads, "layers.*.attn.k": config.kv_groups, "layers.*.attn.v": config.kv_groups},
             copied_heads=("layers.*.attn.k", "layers.*.attn.v"),
             head="head",
@@ -73,6 +75,8 @@ class Transformer(nn.Module):
             dropout=config.dropout > 0,
             ignored=(r"rotary_emb\.inv_freq$",),
             experts=("layers.*.mlp.experts",) if config.experts else (),
+            routers=("layers.*.mlp.router",) if config.experts else (),
+            router_bias=("layers.*.mlp.bias",) if config.experts and config.shared_experts else (),
             weights=WeightMap(rules=(*(Rename(ours, theirs) for ours, theirs in published_names(config)), *published_experts(config))),
             config=published_config(config),
         )
@@ -87,7 +91,7 @@ class Layer(nn.Module):
         self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attn = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = SwiGLU(config) if not config.experts else _mixture(config)
+        self.mlp = SwiGLU(config, config.hidden) if not config.experts else _mixture(config)
         # Here and not in attn and mlp: the residual stream is replicated over the tensor axis, their insides are not.
         self.attn_drop = nn.Dropout(config.dropout)
         self.mlp_drop = nn.Dropout(config.dropout)
@@ -138,11 +142,11 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """The gated feed-forward layer (Shazeer, "GLU Variants Improve Transformer", 2020)."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, hidden: int) -> None:
         super().__init__()
-        self.gate = Linear(config.dim, config.hidden)
-        self.up = Linear(config.dim, config.hidden)
-        self.down = Linear(config.hidden, config.dim, std=_residual_std(config))
+        self.gate = Linear(config.dim, hidden)
+        self.up = Linear(config.dim, hidden)
+        self.down = Linear(hidden, config.dim, std=_residual_std(config))
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Return the update of the residual stream, (B, L, D)."""
@@ -175,7 +179,16 @@ def _stretched(frequency_R: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _mixture(config: TransformerConfig) -> Mixture:
-    return Mixture(config.dim, config.expert_hidden or config.hidden, config.experts, config.experts_per_token, _residual_std(config))
+    hidden = config.expert_hidden or config.hidden
+    shared = SwiGLU(config, hidden * config.shared_experts) if config.shared_experts else None
+    sizes = (config.dim, hidden, config.experts, config.experts_per_token)
+    return Mixture(*sizes, _residual_std(config), shared, config.routed_scale)
+
+
+def _table(config: TransformerConfig) -> dict[str, Any]:
+    """Return the tensor-parallel table of the parts that the config has."""
+    shared = _SHARED if config.experts and config.shared_experts else {}
+    return (_MIXTURE | shared if config.experts else _TENSOR) | (_QK_NORM if config.qk_norm else {})
 
 
 def _residual_std(config: TransformerConfig) -> float:
@@ -203,5 +216,8 @@ _TENSOR: dict[str, Any] = {
 _MIXTURE: dict[str, Any] = {
     **{name: style for name, style in _TENSOR.items() if style != "sequence" and not name.startswith("layers.*.mlp")},
     "layers.*.mlp.experts": Parts(dims={"gate": (1, 1), "up": (1, 1), "down": (2, 1)}, sums=True),
+}
+_SHARED: dict[str, Any] = {
+    f"layers.*.mlp.shared{part}": style for part, style in (("", "region"), (".gate", "colwise"), (".up", "colwise"), (".down", "rowwise"))
 }
 _QK_NORM: dict[str, Any] = {"layers.*.attn.q_norm": "grad_sum", "layers.*.attn.k_norm": "grad_sum"}

@@ -1,4 +1,4 @@
-"""TransformerConfig: shapes of a :class:`meshpar.models.Transformer`, and their published form (Llama, Qwen3, Qwen3-MoE)."""
+"""TransformerConfig: shapes of a :class:`meshpar.models.Transformer`, and their published form (Llama, Qwen3, Qwen3-MoE, GLM4-MoE)."""
 
 from __future__ import annotations
 
@@ -44,6 +44,9 @@ class TransformerConfig:
         experts: number of experts that take the place of each SwiGLU layer; 0: none.
         experts_per_token: number of experts that compute each token.
         expert_hidden: width of an expert; None: ``hidden``.
+        shared_experts: number of experts that compute every token beside the chosen ones. The router then scores by sigmoids and has a
+            bias for each expert, which balances their load (``training.balance_rate``).
+        routed_scale: factor of the chosen experts' sum beside the shared ones.
         max_positions: longest sequence in tokens.
         rope_theta: base of the rotary embedding's frequencies.
         rope_scaling: scaling of the rotary embedding; None: none.
@@ -66,6 +69,8 @@ class TransformerConfig:
     experts: int = 0
     experts_per_token: int = 2
     expert_hidden: int | None = None
+    shared_experts: int = 0
+    routed_scale: float = 1.0
     max_positions: int = 2048
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -86,11 +91,14 @@ class TransformerConfig:
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}, expected at least 0 and less than 1")
         if self.experts and not self.qk_norm:
-            problems.append(f"experts is {self.experts} and qk_norm is False; set qk_norm=True, as Qwen3-MoE, whose form an export has")
+            problems.append(f"experts is {self.experts} and qk_norm is False; set qk_norm=True, as the forms of an export have it")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             problems.append(f"experts_per_token is {self.experts_per_token}, expected 1 to experts ({self.experts})")
-        if self.experts < 0 or (self.expert_hidden is not None and self.expert_hidden < 1):
-            problems.append(f"experts is {self.experts} and expert_hidden {self.expert_hidden}; expected 0 or more, and at least 1")
+        if min(self.experts, self.shared_experts) < 0 or (self.expert_hidden is not None and self.expert_hidden < 1):
+            got = f"experts is {self.experts}, shared_experts {self.shared_experts} and expert_hidden {self.expert_hidden}"
+            problems.append(f"{got}; expected 0 or more, 0 or more, and at least 1")
+        if self.routed_scale != 1.0 and not (self.shared_experts and self.routed_scale > 0.0):
+            problems.append(f"routed_scale is {self.routed_scale}, expected above 0, and 1 without shared_experts, as Qwen3-MoE has none")
         if problems:
             raise ValueError("TransformerConfig: " + "; ".join(problems))
 
@@ -149,12 +157,15 @@ def published_names(config: TransformerConfig) -> list[tuple[str, str]]:
     }
     if config.experts:
         modules["layers.*.mlp.router"] = "model.layers.*.mlp.gate"
+        if config.shared_experts:
+            modules |= {f"layers.*.mlp.shared.{part}": f"model.layers.*.mlp.shared_experts.{part}_proj" for part in _SWIGLU}
     else:
         modules |= {f"layers.*.mlp.{part}": f"model.layers.*.mlp.{part}_proj" for part in _SWIGLU}
     if config.qk_norm:
         modules["layers.*.attn.q_norm"] = "model.layers.*.self_attn.q_norm"
         modules["layers.*.attn.k_norm"] = "model.layers.*.self_attn.k_norm"
-    return [(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in modules.items()]
+    bias = [("layers.*.mlp.bias", "model.layers.*.mlp.gate.e_score_correction_bias")] if config.experts and config.shared_experts else []
+    return [(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in modules.items()] + bias
 
 
 def published_experts(config: TransformerConfig) -> list[Unstack]:
@@ -175,19 +186,15 @@ def published_config(config: TransformerConfig) -> dict[str, Any]:
             "high_freq_factor": scaling.high_frequency,
             "original_max_position_embeddings": scaling.original_positions,
         }
-    kind, name = ("qwen3_moe", "Qwen3Moe") if config.experts else ("qwen3", "Qwen3") if config.qk_norm else ("llama", "Llama")
-    mixture = {
-        "num_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "moe_intermediate_size": config.expert_hidden or config.hidden,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    more: dict[str, Any] = {}
+    kind, name = ("qwen3", "Qwen3") if config.qk_norm else ("llama", "Llama")
+    if config.experts:
+        kind, name, more = _published_mixture(config)
+        rope |= {"partial_rotary_factor": 1.0} if config.shared_experts else {}
     return {
         "model_type": kind,
         "architectures": [f"{name}ForCausalLM"],
-        **(mixture if config.experts else {}),
+        **more,
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
         "intermediate_size": config.hidden,
@@ -207,3 +214,17 @@ def published_config(config: TransformerConfig) -> dict[str, Any]:
         "eos_token_id": None,
         "dtype": "float32",
     }
+
+
+def _published_mixture(config: TransformerConfig) -> tuple[str, str, dict[str, Any]]:
+    """Return type, name and settings of the published form: Qwen3-MoE, or GLM4-MoE, which has shared experts and a router's bias."""
+    both = {
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_hidden or config.hidden,
+        "norm_topk_prob": True,
+    }
+    if not config.shared_experts:
+        return "qwen3_moe", "Qwen3Moe", both | {"num_experts": config.experts, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    experts = {"n_routed_experts": config.experts, "n_shared_experts": config.shared_experts, "n_group": 1, "topk_group": 1}
+    layers = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "routed_scaling_factor": config.routed_scale, "use_qk_norm": True}
+    return "glm4_moe", "Glm4Moe", both | experts | layers

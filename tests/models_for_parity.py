@@ -26,7 +26,8 @@ def huggingface(name, **options):
     import transformers
 
     sizes = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    config = getattr(transformers, f"{name}Config")(**sizes, max_position_embeddings=64, head_dim=8, use_cache=False, **options)
+    options = sizes | dict(max_position_embeddings=64, head_dim=8, use_cache=False) | options
+    config = getattr(transformers, f"{name}Config")(**options)
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 

@@ -30,6 +30,7 @@ from meshpar.launchers.doctor.measure import AxisSpeed, PairSpeed, _rounds
 from meshpar.launchers.doctor.meeting import Meeting
 from meshpar.launchers.doctor.placement import placement_findings, price_of_sharding, spans
 from meshpar.launchers.doctor.rank import _link_findings, _speed_findings
+from meshpar.testing import on_ranks
 from tests.hosts import Hosts, Unavailable
 
 MESHPAR = [sys.executable, "-m", "meshpar.launchers"]
@@ -241,6 +242,14 @@ def test_a_checkpoint_folder_that_is_not_shared_or_not_writable_or_full_is_found
     assert "cannot be written" in found.what and found.where.startswith("n2: ")
     (found,) = _folder_findings(facts, Folder(path=tmp_path, bytes=2**60), token, [good, None, good, None])
     assert "too little free space" in found.what
+
+
+@on_ranks(2)
+def test_all_to_all_is_measured_on_the_axis_over_which_tokens_travel() -> None:
+    speeds, _ = measure_module.measure(MeshSpec("dp_shard=1,ep=2").build("cpu"), torch.device("cpu"))
+    assert [(each.axis, each.operation) for each in speeds] == [("ep", "all_reduce"), ("ep", "all_gather"), ("ep", "all_to_all")]
+    sent = speeds[-1]
+    assert sent.bus * sent.seconds == pytest.approx(sent.bytes / 2)  # a rank keeps its own half
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:

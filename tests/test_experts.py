@@ -66,7 +66,10 @@ MESHES = {
         ("dp_shard=1,cp=2,ep=2", [ExpertParallel(), ContextParallel(), FullyShard()]),
     ],
     8: [("dp_replicate=2,dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()])],
-    16: [("dp_replicate=2,dp_shard=2,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()])],
+    16: [
+        ("dp_replicate=2,dp_shard=2,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()]),
+        ("dp_shard=2,cp=2,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ContextParallel(), FullyShard()]),
+    ],
 }
 
 
@@ -207,6 +210,24 @@ class Residual(Own):
         return x + super().forward(x, chosen, weights)
 
 
+class Counting(torch.autograd.Function):
+    """Multiplies by one, and the gradient by the number of experts that it is told."""
+
+    @staticmethod
+    def forward(ctx, x, count):
+        ctx.count = count
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.count, None
+
+
+class Counted(Own):
+    def each(self, x, number):
+        return Counting.apply(super().each(x, number), len(self.up))
+
+
 class Capacity(Own):
     def each(self, x, number):
         return super().each(x, number) * (torch.arange(len(x)) < 8)[:, None]
@@ -256,6 +277,7 @@ def test_experts_of_ones_own_that_ranks_cannot_repeat_are_refused_in_the_first_f
         (Normalised, r"layers.0.experts \(Normalised\) computes something else .*off by .*use a mesh without ep"),
         (Residual, "layers.0.experts .*a residual"),
         (Capacity, "layers.0.experts .*a capacity"),
+        (Counted, "layers.0.experts .*off by 5.0e-01"),
     ]:
         with pytest.raises(ParallelError, match=message):
             run_own(OwnMixture(kind))
@@ -395,6 +417,12 @@ def test_what_cannot_be_divided_is_refused_before_anything_runs():
     assert "has no experts to divide" in problems_of("dp_shard=1,ep=2", sharded, huggingface("Llama"))
     assert "add ExpertParallel() or drop ep" in problems_of("dp_shard=1,ep=2", [FullyShard()], model)
     assert "write ExpertParallel -> TensorParallel" in problems_of("dp_shard=1,ep=2,tp=2", [TensorParallel(), *sharded], model)
+    assert "skew=3.0) is expected to be from 1, equal routing, to ep=2" in problems_of(
+        "dp_shard=1,ep=2", [ExpertParallel(skew=3.0), FullyShard()], model
+    )
+    assert "layers is a list of 2 modules, expected one module with their parameters stacked" in problems_of(
+        "dp_shard=1,ep=2", sharded, dense, ModelLayout(experts=("layers",))
+    )
     layout = ModelLayout(experts=("layers.*.mlp.gate", "layers.*.attn"))
     found = problems_of("dp_shard=1,ep=2", sharded, dense, layout)
     assert "layers.0.attn must hold parameters whose first dim counts its experts, got no parameter" in found

@@ -22,6 +22,7 @@ import meshpar
 from meshpar import ActivationCheckpoint, Float8, FullyShard, HybridShard, Plan, PlanError, TensorParallel
 from meshpar.errors import MeshparError
 from meshpar.forecasting import Batch, Hardware, Trace, cost, forecast
+from meshpar.forecasting import search as search_module
 from meshpar.forecasting.api import evaluated, probes
 from meshpar.forecasting.cost import placement, sending_time
 from meshpar.forecasting.extrapolate import deepened, widened
@@ -215,6 +216,29 @@ def test_overlapped_communication_costs_nothing_and_exposed_its_time():
     exposed = seconds(gather, Event(kind="wait", name="wait", target=0), work)
     assert hidden.seconds == pytest.approx(alone, rel=1e-3) and sum(hidden.exposed.values()) == 0.0
     assert exposed.seconds == pytest.approx(alone + took, rel=1e-3) and exposed.exposed["dp_shard"] == pytest.approx(took, rel=1e-2)
+
+
+def test_a_search_tries_ep_for_mixtures(monkeypatch):
+    """On traces in which dividing experts pays: the estimate counts the samples of each rank of ``ep``, as the forecast of the winner."""
+
+    def traced(jobs, workers=1):
+        meshes = [(dict(each.plan.mesh.axes), each.batch.micro_batch) for each in jobs]
+        work = [Event(kind="compute", name="mm", flops=10**11 if "ep" in axes else 10**12, shape=(1, 64, 64, 64)) for axes, _ in meshes]
+        return [
+            Trace(
+                axes=axes, depth=2, tokens=64 * samples, data_size=math.prod(size for axis, size in axes.items() if axis != "tp"),
+                held={}, exact={}, parameters=1, phases=(Phase(name="forward", events=(event,)),),
+            )
+            for (axes, samples), event in zip(meshes, work)
+        ]  # fmt: skip
+
+    monkeypatch.setattr(search_module, "simulate", traced)
+    for experts, mesh in ((6, {"dp_shard": 3, "ep": 2}), (0, {"dp_shard": 6})):
+        model = transformer(replace(SMALL, experts=experts, qk_norm=True))
+        node = replace(Hardware.load("h100"), node=6)
+        found = search_module.search(model, model.meshpar_layout(), Batch(sequence=64), node, 6, recompute=("none",), micro_batches=(1, 2))
+        assert found.fitting[0].settings.mesh().axes == found.best[0].mesh.axes == mesh
+        assert found.fitting[0].tokens_per_second == pytest.approx(found.best[0].cost.tokens_per_second)
 
 
 def test_groups_lie_where_rank_order_puts_them():

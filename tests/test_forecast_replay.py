@@ -34,10 +34,19 @@ class EvenRouter(nn.Linear):
         return super().forward(x) + 100.0 * (expert // 2 == (token % (self.out_features // 2))[:, None])
 
 
-def even_mixture():
-    model = Transformer(replace(SHAPE, experts=8, expert_hidden=48, qk_norm=True))
+class SkewedRouter(nn.Linear):
+    """Sends six of eight tokens to the first half of the experts, and equally many to each of a half."""
+
+    def forward(self, x):
+        token, expert = torch.arange(len(x), device=x.device), torch.arange(self.out_features, device=x.device)
+        pair = torch.where(token % 8 < 6, token % 2, 2 + token % 2)
+        return super().forward(x) + 100.0 * (expert // 2 == pair[:, None])
+
+
+def mixture_of(router):
+    model = Transformer(replace(SHAPE, experts=8, expert_hidden=48, shared_experts=1, qk_norm=True))
     for layer in model.layers:
-        layer.mlp.router = EvenRouter(SHAPE.dim, 8, bias=False)
+        layer.mlp.router = router(SHAPE.dim, 8, bias=False)
     return model
 
 
@@ -61,6 +70,7 @@ CASES = {
         [TensorParallel(sequence_parallel=True, loss_parallel=True), ActivationCheckpoint(), FullyShard()],
     ),
     "experts": ("dp_shard=1,ep=2", [ExpertParallel(), FullyShard()]),
+    "experts, skewed": ("dp_shard=1,ep=2", [ExpertParallel(skew=1.5), FullyShard()]),
     "experts, fsdp x ep": ("dp_shard=2,ep=2", [ExpertParallel(), ActivationCheckpoint(), FullyShard()]),
     "gpt2, fsdp x tp": ("dp_shard=2,tp=2", [SP, FullyShard()]),
     "fsdp x cp": ("dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),
@@ -83,7 +93,7 @@ ON_THE_LAST_RANK = ("fsdp, uneven", "fsdp x tp")
 
 def model_of(case):
     if case.startswith("experts"):
-        return even_mixture
+        return functools.partial(mixture_of, SkewedRouter if "skewed" in case else EvenRouter)
     return MODELS["gpt2" if case.startswith("gpt2") else "transformer"]
 
 

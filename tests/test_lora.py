@@ -14,12 +14,13 @@ import torch.distributed as dist
 from models_for_parity import VOCAB, huggingface, huggingface_gpt2
 from torch import nn
 
-from meshpar import CheckpointError, FullyShard, HybridShard, MeshparError, Parallelized, Plan, RecipeError, TensorParallel
+from meshpar import CheckpointError, ExpertParallel, FullyShard, HybridShard, MeshparError, Parallelized, Plan, RecipeError, TensorParallel
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors
 from meshpar.launchers.export.merging import export_adapters, export_merged
 from meshpar.mesh import MeshSpec
 from meshpar.testing import on_ranks, token_steps, whole
 from meshpar.testing.parity import Record, assert_records_match, train_steps
+from meshpar.training.experts import ExpertLoad
 from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
 from meshpar.training.optimizer import AdamWSettings, build_adamw
 
@@ -31,6 +32,7 @@ PLANS: dict[str, tuple[str, list[Any]]] = {
     "fsdp-tp": ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]),
     "fsdp-tp-sequence": ("dp_shard=2,tp=2", [SEQUENCE, FullyShard()]),
     "hsdp": ("dp_replicate=2,dp_shard=2", [HybridShard()]),
+    "experts": ("dp_shard=2,ep=2", [ExpertParallel(), FullyShard()]),
     "world": ("dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world")]),
 }
 SETTINGS = LoRA(targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), rank=4, alpha=8.0)
@@ -88,7 +90,7 @@ def check(build: Any, settings: LoRA, folder: Path, plans: tuple[str, ...]) -> P
 @on_ranks(4)
 def test_adapters_train_as_in_one_process_and_are_merged_as_peft_does() -> None:
     folder = shared_folder()
-    par = check(qwen3, SETTINGS, folder, tuple(PLANS))
+    par = check(qwen3, SETTINGS, folder, tuple(each for each in PLANS if each != "experts"))
     optimizer = build_adamw(par.module, AdamWSettings())
     with CheckpointManager(folder / "checkpoints") as manager:
         manager.save(3, Adapters(par), optimizer)
@@ -101,6 +103,27 @@ def test_adapters_train_as_in_one_process_and_are_merged_as_peft_does() -> None:
     assert all(torch.equal(trained[name], restored[name]) for name in trained)
     if dist.get_rank() == 0:
         compare_exports(folder, trained)
+        shutil.rmtree(folder)
+
+
+def qwen3_moe() -> nn.Module:
+    return huggingface("Qwen3Moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True)
+
+
+@on_ranks(4)
+def test_adapters_beside_divided_experts_train_as_in_one_process_and_on_experts_are_refused() -> None:
+    import peft
+
+    folder = shared_folder()
+    par = check(qwen3_moe, LoRA(targets=("q_proj", "o_proj")), folder, ("experts",))
+    with pytest.raises(RecipeError, match=r"lora: Target module Qwen3MoeExperts"):
+        add_adapters(qwen3_moe(), LoRA(targets=("experts",)))
+    with pytest.raises(MeshparError, match=r"balance_rate=0.1 moves biases beside experts that are frozen"):
+        ExpertLoad(par, balance_rate=0.1)
+    on_experts = peft.get_peft_model(qwen3_moe(), peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])).base_model.model
+    with pytest.raises(MeshparError, match="experts puts adapters on experts, which ExpertParallel does not divide"):
+        Plan(*PLANS["experts"]).check(on_experts)
+    if dist.get_rank() == 0:
         shutil.rmtree(folder)
 
 

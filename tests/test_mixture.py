@@ -61,11 +61,12 @@ def test_a_mix_is_one_order_on_any_ranks_and_across_stops(tmp_path):
                 batches = Batches(samples, micro_batch=micro, accumulate=accumulate, data_rank=rank, data_size=ranks, seed=case)
                 if position is not None:
                     batches.load_state_dict(position)
-                steps.append([rows(step, samples) for step in itertools.islice(batches.one_epoch(), stop)])
+                steps.append([[rows([micro], samples) for micro in step] for step in itertools.islice(batches.one_epoch(), stop)])
                 positions.append(json.loads(json.dumps(batches.state_dict())))
             assert all(each == positions[0] for each in positions)
             position = positions[0]
-            seen += [row for together in zip(*steps, strict=True) for rank in together for row in rank]
+            micros = [micro for together in zip(*steps, strict=True) for micro in zip(*together, strict=True)]
+            seen += [row for micro in micros for rank in micro for row in rank]
         assert seen[:total] == alone, (sizes, weights, epochs)
         for place, (name, size, most) in enumerate(zip(parts, sizes, epochs)):
             mine = [label for whose, label in alone if whose == name]

@@ -153,6 +153,12 @@ def test_what_a_run_cannot_measure_is_no_wrong_recipe_but_does_not_start() -> No
     ]
 
 
+def test_balance_of_experts_that_a_model_lacks_does_not_start() -> None:
+    (found,) = build.check_job(read(SMALL, "training.balance_rate=0.01"), 2)
+    assert found.startswith("small.yaml:8: training: balance_rate=0.01 moves a bias (E,) beside each router, and Transformer has 0 for 0")
+    assert build.check_job(read(SMALL, "model={experts: 4, shared_experts: 1, qk_norm: true}", "training.balance_rate=0.01"), 2) == []
+
+
 def test_weights_bring_their_config_and_tokenizer(tmp_path: Path) -> None:
     folder = tmp_path / "published"
     folder.mkdir()

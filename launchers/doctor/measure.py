@@ -52,6 +52,8 @@ class PairSpeed:
 def measure(mesh: DeviceMesh, device: torch.device) -> tuple[list[AxisSpeed], list[PairSpeed]]:
     """Measure all-reduce, all-gather and all pairs of neighbours on each axis of size > 1; the slowest pair of an axis comes first.
 
+    On ``ep``, over which tokens travel to experts, also all-to-all.
+
     Collective: every rank of the mesh calls it.
     """
     speeds: list[AxisSpeed] = []
@@ -60,7 +62,8 @@ def measure(mesh: DeviceMesh, device: torch.device) -> tuple[list[AxisSpeed], li
         group, size = mesh.get_group(axis), mesh[axis].size()
         if size == 1:
             continue
-        speeds += [_collective(axis, operation, group, size, device) for operation in ("all_reduce", "all_gather")]
+        operations = ["all_reduce", "all_gather", *(["all_to_all"] if axis == "ep" else [])]
+        speeds += [_collective(axis, operation, group, size, device) for operation in operations]
         pairs += _pairs(axis, group, size, device)
     return speeds, pairs
 
@@ -83,6 +86,9 @@ def _prepared(operation: str, count: int, group: dist.ProcessGroup, size: int, d
     whole = torch.zeros(-(-count // size) * size, device=device)
     if operation == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)
+    if operation == "all_to_all":
+        received = torch.zeros_like(whole)
+        return lambda: dist.all_to_all_single(received, whole, group=group)
     part = torch.zeros(whole.numel() // size, device=device)
     return lambda: dist.all_gather(list(whole.chunk(size)), part, group=group)
 

@@ -47,6 +47,7 @@ from meshpar.registry import layout_for
 from meshpar.training.data import Batches
 from meshpar.training.distillation import freeze, teacher_problems
 from meshpar.training.documents import takes_positions, untaken
+from meshpar.training.experts import balance_problems
 from meshpar.training.lora import add_adapters
 from meshpar.training.objectives import Objective
 from meshpar.training.optimizer import AdamWSettings, build_adamw, parameter_groups
@@ -242,7 +243,10 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
     try:
         model = build_model(recipe, vocab_size)
         plan = plan_of(recipe)
-        plan.check(model, layout_of(recipe, model), world_size=world_size)
+        layout = layout_of(recipe, model)
+        plan.check(model, layout, world_size=world_size)
+        asked = recipe.training.balance_rate, recipe.training.balance_loss
+        problems += [f"{recipe.where('training')}: {each}" for each in balance_problems(model, layout or layout_for(model), *asked)]
         if separates(recipe) and not takes_positions(model):
             problems.append(f"{recipe.where('data.documents')}: {untaken(model)}")
         problems += _uneven(recipe, plan, world_size)

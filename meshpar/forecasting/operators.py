@@ -137,4 +137,7 @@ def sent(func: object, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[
         counted = [each for each in tree_leaves(args[1]) if isinstance(each, Tensor)]
     else:
         counted = [each for each in tree_leaves(args[0]) if isinstance(each, Tensor)]
-    return sum(each.nbytes for each in counted), counted[0].dtype
+    size = sum(each.nbytes for each in counted)
+    if kind == "all_to_all":
+        size = max(size, sum(each.nbytes for each in tree_leaves(outputs) if isinstance(each, Tensor)))
+    return size, counted[0].dtype

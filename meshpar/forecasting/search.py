@@ -20,7 +20,8 @@ from meshpar.forecasting.step import Batch
 from meshpar.forecasting.trace import Collective, Event, Phase, Trace
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
-from meshpar.passes import ActivationCheckpoint, ContextParallel, FullyShard, HybridShard, Pass, Replicate, TensorParallel
+from meshpar.passes import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, Pass, Replicate, TensorParallel
+from meshpar.passes.base import Role
 from meshpar.plan import Plan
 
 RECOMPUTE = ("none", "selective", "full")
@@ -132,7 +133,7 @@ def search(
 
     Meshes: ``tp`` within a node (with sequence parallelism and a split loss), shards from what is left of a node to all ranks,
     replicas beside them. For each: resharding or not, three ways of recomputation, micro-batches from 1. Where a sample is long (16,384
-    tokens or more) and the model allows it, also ``cp`` within a node.
+    tokens or more) and the model allows it, also ``cp`` within a node; where the layout names experts, also ``ep`` within a node.
 
     Args:
         model: on the meta device, with like blocks.
@@ -157,8 +158,10 @@ def search(
     _, depth = like_blocks(model, layout)
     candidates: list[Candidate] = []
     legal = False
-    for passes, sizes in _contexts(beside, fixed, batch, hardware):
+    for passes, sizes in _contexts(beside, fixed, layout, batch, hardware):
         rest, left = divmod(world_size, math.prod(sizes.values()))
+        if left and passes is not beside:
+            continue
         if left or min(sizes.values(), default=1) < 1:
             told = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
             raise MeshparError(f"the search keeps {told}, which must be sizes that divide {world_size} ranks; write them in the mesh")
@@ -169,9 +172,10 @@ def search(
             candidates += refused
             reshards = (True,) if "dp_shard" in _claimed(beside) else (True, False)
             candidates += _candidates(asked, degrees, depth, recompute, reshards, micro_batches, workers)
-        else:  # one long sample is more than enough for a rank, and what talks most stays in a node
+        else:  # what talks most stays in a node, and one long sample is more than enough for a rank
             degrees = [tp for tp in degrees if tp * math.prod(sizes.values()) <= hardware.node]
-            candidates += _candidates(asked, degrees, depth, recompute, (True,), (1,), workers)
+            samples = (1,) if batch.sequence >= LONG else micro_batches
+            candidates += _candidates(asked, degrees, depth, recompute, (True,), samples, workers)
     if not legal:
         raise MeshparError("no mesh is legal: " + "; ".join(each.problem for each in candidates))
     fits = sorted((each for each in candidates if not each.problem), key=lambda each: -each.tokens_per_second)
@@ -182,15 +186,15 @@ def search(
 
 
 def _contexts(
-    beside: tuple[Pass, ...], fixed: Mapping[str, int], batch: Batch, hardware: Hardware
+    beside: tuple[Pass, ...], fixed: Mapping[str, int], layout: ModelLayout, batch: Batch, hardware: Hardware
 ) -> Iterator[tuple[tuple[Pass, ...], Mapping[str, int]]]:
-    """Yield the passes and axes that stay while the others are varied: as given, and with long sequences split within a node."""
+    """Yield the passes and axes that stay while the others are varied: as given, and with long sequences or experts split in a node."""
     yield beside, fixed
-    if batch.sequence < LONG or "cp" in _claimed(beside):
-        return
-    for size in divisors(hardware.node):
-        if size > 1 and batch.sequence % (2 * size) == 0:
-            yield (*beside, ContextParallel()), {**fixed, "cp": size}
+    claimed, sizes = _claimed(beside), [size for size in divisors(hardware.node) if size > 1]
+    if batch.sequence >= LONG and "cp" not in claimed:
+        yield from (((*beside, ContextParallel()), {**fixed, "cp": size}) for size in sizes if batch.sequence % (2 * size) == 0)
+    if layout.experts and "ep" not in claimed:
+        yield from (((*beside, ExpertParallel()), {**fixed, "ep": size}) for size in sizes)
 
 
 def _candidates(
@@ -313,7 +317,8 @@ def _estimates(asked: _Asked, pair: tuple[Trace, Trace], depth: int, family: tup
         settings = asked.settings(*family, replicas=replicas, shards=shards, micro_batch=size)
         state = {name: memory.held.get(name, 0) * shards_then for name in ("parameters", "gradients", "optimizer")}
         others, held = memory.peak - sum(state.values()) // shards_then, sum(state.values()) // shards
-        if others + held > room and replicas > 1 and "dp_shard" not in _claimed(asked.beside):
+        divides = any(Role.SAMPLES in each.roles.values() for each in asked.beside)  # what a shared optimizer does not shard
+        if others + held > room and replicas > 1 and not divides:
             # Replicas that cannot have an optimizer each share one, and keep shards of the parameters in bfloat16.
             settings, width = replace(settings, world=True), next(asked.model.parameters()).itemsize
             held = sum(state.values()) // (shards * replicas) + state["parameters"] * torch.bfloat16.itemsize // (width * shards)
@@ -326,7 +331,8 @@ def _estimates(asked: _Asked, pair: tuple[Trace, Trace], depth: int, family: tup
             continue
         few, more = (cost(_on_mesh(trace, replicas, shards), asked.hardware).seconds for trace in pair)
         seconds = more + (depth - pair[1].depth) * (more - few) / max(1, pair[1].depth - pair[0].depth)
-        yield Candidate(settings=settings, tokens_per_second=pair[0].tokens * replicas * shards / seconds, peak=peak)
+        beside = pair[0].data_size // (pair[0].axes.get("dp_replicate", 1) * shards_then)  # batches over axes of passes that stay
+        yield Candidate(settings=settings, tokens_per_second=pair[0].tokens * beside * replicas * shards / seconds, peak=peak)
 
 
 def _on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:

@@ -30,7 +30,8 @@ class Collective:
         axis: the mesh axis; several joined by ``+``.
         ranks: size of the group.
         stride: distance between neighbours of the group in rank numbers, so that a topology says which lie on one node.
-        size: bytes: the gathered result, the reduce-scatter's input, otherwise what a rank puts in.
+        size: bytes: the gathered result, the reduce-scatter's input, the larger of what a rank puts in and gets in an all-to-all;
+            otherwise what a rank puts in.
         dtype: of what travels.
     """
 

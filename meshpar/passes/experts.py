@@ -51,6 +51,10 @@ class ExpertParallel(Pass):
     Everything that is no expert is sharded over ``dp_shard`` and ``ep`` together, the experts of a rank over ``dp_shard`` alone. No token
     is dropped. ``tp`` then splits the features of each expert.
 
+    Attributes:
+        skew: rows that the busiest rank of ``ep`` gets over those of equal routing, which a forecast assumes for the rank that it tells of.
+            Training follows the routers.
+
     >>> from meshpar import ExpertParallel, FullyShard, Plan
     >>> print(Plan("dp_shard=2,ep=4", [ExpertParallel(), FullyShard()]))
     dp_shard=2,ep=4 [ExpertParallel -> FullyShard]
@@ -59,6 +63,8 @@ class ExpertParallel(Pass):
     name = "ExpertParallel"
     stage = Stage.EXPERTS
     roles = MappingProxyType({"ep": Role.SAMPLES})
+
+    skew: float = 1.0
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         if "ep" in layout.refusals:
@@ -69,6 +75,8 @@ class ExpertParallel(Pass):
                 "ModelLayout(experts=('layers.*.moe.experts',)), or drop ExpertParallel and ep from the mesh"
             )
         size, owners = mesh.axes["ep"], dict[nn.Parameter, list[str]]()
+        if not 1 <= self.skew <= size:
+            yield f"ExpertParallel(skew={self.skew}) is expected to be from 1, equal routing, to ep={size}, all rows to one rank; change it"
         for name, child in module.named_modules():
             for leaf, each in child.named_parameters(recurse=False):
                 owners.setdefault(each, []).append(f"{name}.{leaf}")
@@ -86,6 +94,11 @@ class ExpertParallel(Pass):
                 counts = {leaf: len(each) if each.ndim else 0 for leaf, each in child.named_parameters(recurse=False)}
                 if name.endswith(".base_layer"):
                     yield f"{name.rpartition('.')[0]} puts adapters on experts, which ExpertParallel does not divide; use a mesh without ep"
+                elif isinstance(child, nn.ModuleList):
+                    yield (
+                        f"{name} is a list of {len(child)} modules, expected one module with their parameters stacked, and {_INTERFACE} "
+                        "into its forward; stack them, or use a mesh without ep"
+                    )
                 elif len(set(counts.values())) != 1:
                     held = ", ".join(f"{leaf} {tuple(getattr(child, leaf).shape)}" for leaf in counts) or "no parameter"
                     yield f"{name} must hold parameters whose first dim counts its experts, got {held}; take it out of ModelLayout.experts"
@@ -121,7 +134,7 @@ class ExpertParallel(Pass):
                     mine = parameter.detach().chunk(axis.size())[axis.get_local_rank()]
                     placed[id(parameter)] = part_of(parameter, mine.clone(), inside, placements)
                 child._parameters[leaf] = placed[id(parameter)]
-            _install(name, child, axis.get_group(), tried=child not in untried.values())
+            _install(name, child, axis.get_group(), tried=child not in untried.values(), skew=self.skew)
             applied(module).divided[child] = mesh
 
 
@@ -154,7 +167,7 @@ def _kind(module: nn.Module, place: int) -> Any:
     return type(module), getattr(module.forward, "__func__", module.forward), shapes, same
 
 
-def _install(name: str, module: nn.Module, group: Any, *, tried: bool) -> None:
+def _install(name: str, module: nn.Module, group: Any, *, tried: bool, skew: float) -> None:
     """Let a module of experts compute with those of this rank, on the rows of all ranks that chose them."""
     inner = module.forward
     signature, count = inspect.signature(inner), len(next(module.parameters(recurse=False)))
@@ -185,10 +198,11 @@ def _install(name: str, module: nn.Module, group: Any, *, tried: bool) -> None:
         hidden, chosen, weights = (given[key] for key in keys)
         if waiting:
             waiting = False
-            with in_eval(module), without_modes(), torch.no_grad():
+            # Hooks of its own keep what is saved here out of a recomputation's.
+            with in_eval(module), without_modes(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
                 _try(f"{name} ({class_name(module)})", run, own, count, hidden, chosen.shape[-1], weights.dtype, group)
         own = {leaf: _Mean.apply(each, group.size()) for leaf, each in own.items()}
-        return by_experts(partial(run, own), hidden, chosen, weights, count, group)
+        return by_experts(partial(run, own), hidden, chosen, weights, count, group, skew)
 
     set_forward(module, forward, reads_parameters=True)
 
@@ -216,6 +230,8 @@ def _try(
 ) -> None:
     """Compare what a module computes by all experts with what the ranks compute by theirs, on noise; of very large ones, by some of them.
 
+    Outputs are compared, and the gradients of hidden states and weights.
+
     Raises:
         ParallelError: on every rank of ``group``.
 
@@ -232,11 +248,13 @@ def _try(
     chosen = torch.rand(tokens, held * size, generator=draw).argsort(1)
     chosen[: tokens // 2] = chosen[0]  # some experts get far more tokens than others
     chosen = chosen.repeat(1, -(-slots // chosen.shape[1]))[:, :slots].contiguous().to(like.device)
-    want = run(every, hidden, chosen, weights).double()
-    have = by_experts(partial(run, mine), hidden, chosen, weights, held * size, group).double()
-    off = ((want - have).abs().max() / want.abs().max().clamp(min=1e-30)).nan_to_num(torch.inf, torch.inf)
-    worst = float(gather_values(off[None], group).max())
-    narrow = [like.dtype, dtype, have.dtype, *(value.dtype for value in own.values())]
+    up = torch.randn(hidden.shape, generator=draw).to(like)
+    want = _with_gradients(partial(run, every), hidden, chosen, weights, up)
+    parts = partial(run, mine)
+    have = _with_gradients(lambda x, who, scale: by_experts(parts, x, who, scale, held * size, group), hidden, chosen, weights, up)
+    off = torch.stack([(one - other).abs().max() / one.abs().max().clamp(min=1e-30) for one, other in zip(want, have, strict=True)])
+    worst = float(gather_values(off.max().nan_to_num(torch.inf, torch.inf)[None], group).max())
+    narrow = [like.dtype, dtype, *(value.dtype for value in own.values())]
     if torch.is_autocast_enabled(like.device.type):
         narrow.append(torch.get_autocast_dtype(like.device.type))
     if worst > (HALF_TOLERANCE if any(torch.finfo(each).bits < 32 for each in narrow) else TOLERANCE):
@@ -248,7 +266,19 @@ def _try(
         )
 
 
-def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, count: int, group: Any) -> Tensor:
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _with_gradients(compute: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, up: Tensor) -> list[Tensor]:
+    """Return what is computed, and its gradients where ``up`` comes from above, in float64; a gradient that there is not is zero."""
+    leaves = [each.detach().clone().requires_grad_() for each in (hidden, weights)]
+    output = compute(leaves[0], chosen, leaves[1])
+    grads = torch.autograd.grad(output, leaves, up.to(output), allow_unused=True) if output.requires_grad else (None, None)
+    return [output.detach().double(), *((torch.zeros_like(each) if grad is None else grad).double() for each, grad in zip(leaves, grads))]
+
+
+def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, count: int, group: Any, skew: float = 1.0) -> Tensor:
     """Compute each token by the experts that it chose, which the ranks of ``group`` hold in consecutive equal parts.
 
     The host waits for the device once: the ranks' counts decide how many rows arrive.
@@ -260,6 +290,7 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
         weights: their weights, (..., K).
         count: experts of all ranks.
         group: process group of the axis.
+        skew: see :class:`ExpertParallel`; of simulated ranks alone.
 
     Returns:
         Each token's sum over its experts, (..., D).
@@ -277,7 +308,7 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
             f"expected {_INTERFACE}; use a mesh without ep for this model"
         )
     order = expert.argsort(stable=True)
-    sent, received, numbers = _routed(expert, count, group)
+    sent, received, numbers = _routed(expert, count, group, skew)
     rows, scales = x.index_select(0, order // slots), weights.reshape(-1, 1).index_select(0, order)
     if rows.dtype == scales.dtype:  # one exchange instead of two
         rows, scales = _Exchange.apply(torch.cat([rows, scales], 1), received, sent, group).split([x.shape[1], 1], 1)
@@ -293,7 +324,7 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
     return back.index_select(0, places).view(*hidden.shape[:-1], slots, back.shape[-1]).sum(-2)
 
 
-def _routed(expert: Tensor, count: int, group: Any) -> tuple[list[int], list[int], Tensor]:
+def _routed(expert: Tensor, count: int, group: Any, skew: float) -> tuple[list[int], list[int], Tensor]:
     """Return how many rows go to each rank, how many come from each, and by which of this rank's experts each that comes is computed.
 
     Beside its counts each rank sends how many of its choices are no expert, so that all ranks raise, instead of one while others wait.
@@ -304,11 +335,13 @@ def _routed(expert: Tensor, count: int, group: Any) -> tuple[list[int], list[int
     told = torch.cat([mine.view(size, held), (~known).sum().expand(size, 1)], 1).flatten()
     heard = _all_to_all(told, [held + 1] * size, [held + 1] * size, group).view(size, held + 1)
     theirs, lost = heard.split([held, 1], 1)
-    if dist.get_backend(group) == "fake":  # simulated ranks, which route equally
-        total, me = len(expert), group.rank()
-        sent = [total * (rank + 1) // size - total * rank // size for rank in range(size)]
-        rows = sent[me] * size
-        return sent, [sent[me]] * size, torch.arange(rows, device=expert.device) * held // max(1, rows)
+    if dist.get_backend(group) == "fake":  # simulated ranks, of which this one gets the most
+        mine_of = round(len(expert) * skew / size)
+        rest, others = len(expert) - mine_of, size - 1
+        sent = [rest * (place + 1) // others - rest * place // others for place in range(others)]
+        sent.insert(group.rank(), mine_of)
+        rows = mine_of * size
+        return sent, [mine_of] * size, torch.arange(rows, device=expert.device) * held // max(1, rows)
     sent, received, outside = torch.stack([mine.view(size, held).sum(1), theirs.sum(1), lost[:, 0]]).tolist()
     if any(outside):
         ranks = ", ".join(str(rank) for rank, each in enumerate(outside) if each)

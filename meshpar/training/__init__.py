@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from meshpar.training.data import Batches, LoaderSettings, PackedTokens
     from meshpar.training.distillation import Distillation, freeze
     from meshpar.training.examples import ExampleFile, ExampleSplit
+    from meshpar.training.experts import ExpertLoad
     from meshpar.training.loop import Trainer
     from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
     from meshpar.training.metrics import peak_flops, peak_memory
@@ -30,6 +31,7 @@ __all__ = [
     "Distillation",
     "ExampleFile",
     "ExampleSplit",
+    "ExpertLoad",
     "LabelledExamples",
     "LoRA",
     "LoaderSettings",
@@ -61,6 +63,7 @@ _HOMES = {
     "Distillation": "distillation",
     "ExampleFile": "examples",
     "ExampleSplit": "examples",
+    "ExpertLoad": "experts",
     "LabelledExamples": "padding",
     "LoRA": "lora",
     "LoaderSettings": "data",

@@ -255,7 +255,10 @@ class LoaderSettings:
 
 @final
 class OrderedBatches:
-    """The indices of one data rank's micro-batches, from a position to the end of its epoch; a batch sampler."""
+    """The indices of one data rank's micro-batches, from a position to the end of its epoch; a batch sampler.
+
+    The micro-batches of all ranks together are consecutive samples of the step, so that one micro-batch has the same samples on any mesh.
+    """
 
     def __init__(
         self,
@@ -289,21 +292,24 @@ class OrderedBatches:
 
     def _of_one(self) -> Iterator[list[int]]:
         """Yield this rank's indices of each step; one permutation for each epoch."""
-        numpy = need("numpy")
-        mine = self.micro_batch * self.accumulate
+        mine = self._mine()
         key = None if self.seed is None else key_of(self.seed, self.epoch)
         for start in range(self.consumed, self.samples, self.global_batch):
-            first = start + self.data_rank * mine
-            places = numpy.arange(first, max(first, min(first + mine, self.samples)), dtype=numpy.int64)
+            places = (start + mine)[start + mine < self.samples]
             yield (places if key is None else permuted(places, self.samples, key)).tolist()
 
     def _of_several(self, mix: Interleave) -> Iterator[list[int]]:
         """Yield this rank's indices of each step, until all sources are used up."""
-        mine, counts = self.micro_batch * self.accumulate, self.counts
+        mine, counts = self._mine(), self.counts
         while (sources := mix.sources(counts, self.global_batch)).size:
-            first = self.data_rank * mine
-            yield mix.places(counts, sources, self.seed)[first : first + mine].tolist()
+            yield mix.places(counts, sources, self.seed)[mine[mine < len(sources)]].tolist()
             counts = mix.after(counts, sources)
+
+    def _mine(self) -> Any:  # noqa: ANN401 - numpy is optional
+        """Return the places of this rank's samples in a step, (accumulate x micro_batch,) int64."""
+        numpy = need("numpy")
+        micro = numpy.arange(self.accumulate)[:, None] * self.data_size + self.data_rank
+        return (micro * self.micro_batch + numpy.arange(self.micro_batch)).reshape(-1)
 
 
 @final

@@ -22,7 +22,8 @@ from meshpar.replicas import check_equal
 from meshpar.training.bounds import Every
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.documents import check_documents
-from meshpar.training.metrics import ExpertLoad, Meter, Reading, Reporter, losses_of, means
+from meshpar.training.experts import ExpertLoad
+from meshpar.training.metrics import Meter, Reading, Reporter, losses_of, means
 from meshpar.training.objectives import Objective
 from meshpar.training.scaler import LossScaler
 from meshpar.training.schedule import Schedule
@@ -97,7 +98,7 @@ class Trainer:
         self.step, self.tokens, self.skipped = 0, 0, 0
         self.validated = 0  # batches of all validations, so that a watchdog sees one move
         self._meter = Meter(par, flops_per_token=flops_per_token, world_size=dist.get_world_size())
-        self._load = ExpertLoad(par)
+        self._load = ExpertLoad(par, balance_rate=settings.balance_rate, balance_loss=settings.balance_loss)
         self._values: dict[str, float] = {}
         self._skips = 0
         self._saved = -1
@@ -209,17 +210,19 @@ class Trainer:
             loss_sum, more = self._loss(batch, self.data)
             if scale is None:  # not before the first forward, beside which the ranks exchange their counts
                 scale = token_scale() * (1.0 if self.scaler is None else self.scaler.scale)
-            (loss_sum * scale).backward()
-            for name, value in {"loss": loss_sum, **more}.items():
+            balance = {"balance_loss": self._load.loss(self.objective.tokens(batch))} if self.settings.balance_loss else {}
+            (sum(balance.values(), loss_sum) * scale).backward()
+            for name, value in {"loss": loss_sum, **more, **balance}.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
         if self.scaler is not None:
             self.scaler.unscale_(par.module)
-        self._load.step()
         norm = par.clip_grad_norm_(self.settings.clip or math.inf)
         self.schedule.apply(optimizer, self.step)
-        if self._may_step(norm):
+        moved = self._may_step(norm)
+        if moved:
             optimizer.step()
             self._meter.add(sums.pop("loss"), tokens, sums)
+        self._load.step(moved=moved)
         optimizer.zero_grad(set_to_none=True)
         self._norm = norm
 

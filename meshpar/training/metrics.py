@@ -10,18 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 import torch
 from torch import nn
 
-from meshpar._torch import eager, in_backward
 from meshpar.extras import need
 from meshpar.loss import IGNORE_INDEX
-from meshpar.parallelized import Parallelized
-from meshpar.patterns import find_modules
 from meshpar.training.peaks import peak_flops
 
 Metrics = Mapping[str, float]
@@ -154,56 +150,6 @@ class Meter:
         if self._flops is not None:
             record["mfu"] = tokens / seconds * self._flops
         return record
-
-
-@final
-class ExpertLoad:
-    """Count the tokens of each expert, on the device, for a report of how evenly routers spread them.
-
-    Args:
-        par: the parallel module; modules of ``layout.experts`` are counted.
-    """
-
-    def __init__(self, par: Parallelized) -> None:
-        found = [module for pattern in par.layout.experts for _, module in find_modules(par.module, pattern)]
-        self._par, self._steps = par, 0
-        self._counts = [torch.zeros(len(next(each.parameters(recurse=False))), device=par.device) for each in found]
-        for module, counts in zip(found, self._counts):
-            module.register_forward_pre_hook(partial(self._count, counts), with_kwargs=True, prepend=True)
-
-    @staticmethod
-    @eager
-    def _count(counts: torch.Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not module.training or in_backward():  # a recomputation routes the same tokens
-            return
-        given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and not each.is_floating_point())
-        chosen = next(given).flatten()
-        counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=counts.dtype))
-
-    def step(self) -> None:
-        """Count an optimizer step."""
-        self._steps += bool(self._counts)
-
-    def take(self) -> dict[str, torch.Tensor]:
-        """Return what was seen since the last call, empty without experts.
-
-        Collective: every rank calls it.
-
-        Returns:
-            ``experts/least`` and ``experts/most``: tokens of the least and of the most used expert of any layer, in a step;
-            ``experts/balance``: entropy of the shares of a layer's experts over that of equal shares, mean of the layers.
-        """
-        if not self._steps:
-            return {}
-        self._par.data_sum(flat := torch.cat(self._counts))
-        layers = flat.split([len(each) for each in self._counts])
-        shares = [each / each.sum().clamp(min=1.0) for each in layers]
-        balance = torch.stack([torch.special.entr(each).sum() / max(math.log(len(each)), 1e-9) for each in shares]).mean()
-        told = {"least": flat.min() / self._steps, "most": flat.max() / self._steps, "balance": balance}
-        for each in self._counts:
-            each.zero_()
-        self._steps = 0
-        return {f"experts/{name}": value for name, value in told.items()}
 
 
 @final

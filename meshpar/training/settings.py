@@ -27,6 +27,11 @@ class TrainSettings:
         nonfinite: a loss or gradient that is not finite: ``"raise"``, or ``"skip"`` the step (float16 with a scaler always skips).
             To skip, the host reads the norm of every step. To raise, an accelerator is read when a record is due and before a
             checkpoint is written: no checkpoint ever holds what came of such a step.
+        balance_rate: step of the bias of each expert, which a router adds to choose experts: after each optimizer step it rises where the
+            expert got fewer tokens than the mean of its layer, over all ranks, and falls where it got more (DeepSeek-V3, arXiv
+            2412.19437, section 2.1.2, which takes 0.001). 0: biases stay.
+        balance_loss: coefficient of Switch's loss (arXiv 2101.03961, section 2.2), which is added to each micro-batch's: of the tokens of
+            all ranks together, mean over layers. 0: none.
         reduce_each: reduce gradients after every micro-batch, for memory.
         seed: of the random state. Step s draws from a state made of ``seed`` and s, so that there is none to save.
     """
@@ -40,6 +45,8 @@ class TrainSettings:
     check_replicas_every: Count | None = None
     clip: Annotated[float, Bound(gt=0)] | None = 1.0
     nonfinite: Literal["raise", "skip"] = "raise"
+    balance_rate: Annotated[float, Bound(ge=0)] = 0.0
+    balance_loss: Annotated[float, Bound(ge=0)] = 0.0
     reduce_each: bool = False
     seed: int = 0
 

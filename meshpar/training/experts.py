@@ -1,0 +1,186 @@
+"""What routers do with tokens: counted on the device, reported, and balanced by a bias or by a loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from meshpar._torch import eager, in_backward
+from meshpar.errors import MeshparError
+from meshpar.layout import ModelLayout
+from meshpar.parallelized import Parallelized
+from meshpar.patterns import class_name, find_modules, matches
+
+
+@final
+class ExpertLoad:
+    """Count the tokens of each expert over all ranks, and balance them. It counts in training alone, and a recomputation not again.
+
+    >>> load = ExpertLoad(par, balance_rate=1e-3, balance_loss=0.01)  # doctest: +SKIP
+    >>> ((loss_sum + load.loss(tokens)) * scale).backward()  # each micro-batch # doctest: +SKIP
+    >>> optimizer.step(); load.step()  # doctest: +SKIP
+    """
+
+    def __init__(self, par: Parallelized, *, balance_rate: float = 0.0, balance_loss: float = 0.0) -> None:
+        """Install hooks on the modules of ``layout.experts`` and ``layout.routers``.
+
+        Args:
+            par: the parallel module, materialized.
+            balance_rate: see :class:`meshpar.training.TrainSettings`.
+            balance_loss: see there.
+
+        Raises:
+            MeshparError: the layout names nothing to balance by.
+        """
+        if problems := list(balance_problems(par.module, par.layout, balance_rate, balance_loss)):
+            raise MeshparError("; ".join(problems))
+        self._par, self._rate, self._coefficient, self._steps = par, balance_rate, balance_loss, 0
+        experts = _modules(par.module, par.layout.experts)
+        self._sizes = [len(next(each.parameters(recurse=False))) for each in experts]
+        self._micro = torch.zeros(sum(self._sizes), dtype=torch.int64, device=par.device)
+        self._step, self._seen = torch.zeros_like(self._micro), torch.zeros_like(self._micro)
+        self._choices = torch.zeros((), dtype=torch.int64, device=par.device)
+        self._entropy = torch.zeros(2, device=par.device)  # a sum over tokens and layers, and their number
+        self._logits: dict[int, list[Tensor]] = {}
+        for module, counts in zip(experts, self._micro.split(self._sizes)):
+            module.register_forward_pre_hook(partial(self._count, counts), with_kwargs=True, prepend=True)
+        for place, module in enumerate(_modules(par.module, par.layout.routers)):
+            module.register_forward_hook(partial(self._route, place))
+
+    @eager
+    def _count(self, counts: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not module.training or in_backward():
+            return
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        chosen = next(each for each in given if not each.is_floating_point())
+        weights = next((each for each in given if each.is_floating_point() and each.shape == chosen.shape), torch.ones_like(chosen))
+        counts.index_add_(0, chosen.flatten(), (weights != 0).flatten().to(counts.dtype))
+        self._choices += chosen.numel()
+
+    @eager
+    def _route(self, place: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401 - whatever a router returns
+        if not module.training or in_backward():
+            return
+        logits_NE = (output if isinstance(output, Tensor) else output[0]).flatten(0, -2)
+        entropy = torch.special.entr(logits_NE.detach().softmax(-1, dtype=torch.float32)).sum() / math.log(max(2, logits_NE.shape[-1]))
+        self._entropy += torch.stack([entropy, entropy.new_full((), len(logits_NE))])
+        if self._coefficient:  # nothing is computed of them here, which a recomputation would have to repeat
+            self._logits.setdefault(place, []).append(logits_NE)
+
+    def loss(self, tokens: int) -> Tensor:
+        """Return what this micro-batch's forward adds to its summed loss: 0-dim float32, whose sum over all ranks is T times the loss.
+
+        The loss is ``balance_loss`` times the mean over layers of E x sum of f_i P_i (Switch Transformer, arXiv 2101.03961, equations 4
+        to 6): f_i is the share of the micro-batch's choices that expert i got and P_i the mean of its probability, both over the tokens
+        of all ranks, T the number of tokens that count on all ranks. It is ``balance_loss`` where all experts get equally many.
+
+        Args:
+            tokens: number of this rank's tokens that count in the loss of the micro-batch.
+
+        Raises:
+            MeshparError: the forward gave no gradient to the routers' logits.
+
+        Collective: every rank calls it, after each forward that trains.
+        """
+        logits, self._logits = [torch.cat(self._logits[place]) for place in sorted(self._logits)], {}
+        if not logits or not logits[0].requires_grad:
+            raise MeshparError(
+                "balance_loss got no logits of routers with a gradient from the forward; call loss() after each forward that trains, and "
+                "recompute blocks by ActivationCheckpoint, not by a re-entrant checkpoint"
+            )
+        numbers = [self._micro.new_full((1,), each) for each in (*map(len, logits), tokens)]
+        summed = self._par.data_sum(torch.cat([self._micro, *numbers]))
+        counts, rows, total = summed.split([len(self._micro), len(logits), 1])
+        self._fold()
+        losses = [
+            len(count) * (count / count.sum().clamp(min=1) * each.softmax(-1, dtype=torch.float32).sum(0) / row.clamp(min=1)).sum()
+            for each, count, row in zip(logits, counts.split(self._sizes), rows, strict=True)
+        ]
+        return self._coefficient * total[0] * torch.stack(losses).mean()
+
+    def _fold(self) -> None:
+        self._step += self._micro
+        self._micro.zero_()
+
+    @torch.no_grad()
+    def step(self, *, moved: bool = True) -> None:
+        """Count an optimizer step, and move the routers' biases if ``balance_rate`` is set and the step moved the weights.
+
+        Collective where ``balance_rate`` is set: every rank calls it.
+        """
+        if not self._sizes:
+            return
+        self._fold()
+        if self._rate and moved:
+            counts = self._par.data_sum(self._step.clone()).split(self._sizes)
+            for bias, count in zip(_biases(self._par.module, self._par.layout), counts, strict=True):
+                bias.add_(torch.sign(count.sum() - count * len(count)), alpha=self._rate)
+        self._seen += self._step
+        self._step.zero_()
+        self._steps += 1
+
+    def take(self) -> dict[str, Tensor]:
+        """Return what was seen since the last call, empty without experts.
+
+        Collective: every rank calls it.
+
+        Returns:
+            ``experts/least`` and ``experts/most``: tokens of the least and of the most used expert of any layer, in a step;
+            ``experts/balance``: entropy of the shares of a layer's experts over that of equal shares, mean of the layers;
+            ``experts/dropped``: share of the choices whose weight is zero, which are not counted;
+            ``experts/entropy``: entropy of the softmax of a router's logits over that of equal ones, mean of tokens and layers.
+        """
+        if not self._steps:
+            return {}
+        dtype = torch.float32 if self._par.device.type == "mps" else torch.float64
+        flat = self._par.data_sum(torch.cat([each.to(dtype).reshape(-1) for each in (self._seen, self._choices, self._entropy)]))
+        seen, (choices, entropy, tokens) = flat[:-3], flat[-3:]
+        shares = [each / each.sum().clamp(min=1.0) for each in seen.split(self._sizes)]
+        balance = torch.stack([torch.special.entr(each).sum() / math.log(max(2, len(each))) for each in shares]).mean()
+        told = {"least": seen.min() / self._steps, "most": seen.max() / self._steps, "balance": balance}
+        told["dropped"] = 1 - seen.sum() / choices.clamp(min=1)
+        if self._par.layout.routers:
+            told["entropy"] = entropy / tokens.clamp(min=1)
+        for each in (self._seen, self._choices, self._entropy):
+            each.zero_()
+        self._steps = 0
+        return {f"experts/{name}": value for name, value in told.items()}
+
+
+def balance_problems(module: nn.Module, layout: ModelLayout, balance_rate: float, balance_loss: float) -> Iterator[str]:
+    """Yield why the routers of a model cannot be balanced as asked."""
+    name, experts = class_name(module), _modules(module, layout.experts)
+    if "balance" in layout.refusals:
+        yield layout.refusals["balance"]
+    if balance_rate and experts and not any(each.requires_grad for module in experts for each in module.parameters()):
+        yield f"balance_rate={balance_rate} moves biases beside experts that are frozen, as adapters leave them; set it to 0"
+    elif balance_rate:
+        biases = _biases(module, layout)
+        if not experts or [each.shape for each in biases] != [next(each.parameters(recurse=False)).shape[:1] for each in experts]:
+            yield (
+                f"balance_rate={balance_rate} moves a bias (E,) beside each router, and {name} has {len(biases)} for {len(experts)} layers "
+                "of experts; use balance_loss, a model with such biases (TransformerConfig(shared_experts=1), DeepSeek-V3, GLM4-MoE), or "
+                "name them in ModelLayout(router_bias=...)"
+            )
+        elif wrong := next((each for each in biases if each.dtype.itemsize < 4), None):
+            yield f"balance_rate={balance_rate} needs biases of routers in float32, got {wrong.dtype}; keep them in float32"
+    routers = _modules(module, layout.routers)
+    if balance_loss and (not routers or len(routers) != len(experts)):
+        yield (
+            f"balance_loss={balance_loss} needs the logits of each router, and the layout of {name} names {len(routers)} routers for "
+            f"{len(experts)} layers of experts; name the modules that return them in ModelLayout(routers=...), or set balance_loss to 0"
+        )
+
+
+def _modules(module: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
+    return [found for pattern in patterns for _, found in find_modules(module, pattern)]
+
+
+def _biases(module: nn.Module, layout: ModelLayout) -> list[Tensor]:
+    named = dict(module.named_buffers())
+    return [each for pattern in layout.router_bias for name, each in named.items() if matches(pattern, name)]
