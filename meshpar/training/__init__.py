@@ -9,6 +9,7 @@ from meshpar.lazy import lazily
 if TYPE_CHECKING:
     from meshpar.training.data import Batches, LoaderSettings, PackedTokens
     from meshpar.training.distillation import Distillation, freeze
+    from meshpar.training.elastic import Change, Replicas
     from meshpar.training.examples import ExampleFile, ExampleSplit
     from meshpar.training.loop import Trainer
     from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from meshpar.training.objectives import CausalLM, Objective, Seq2Seq, SequenceClassification
     from meshpar.training.optimizer import AdamWSettings, build_adamw
     from meshpar.training.padding import LabelledExamples, PairedExamples
+    from meshpar.training.quorum import Lighthouse
     from meshpar.training.scaler import LossScaler
     from meshpar.training.schedule import Schedule
     from meshpar.training.settings import TrainSettings
@@ -27,10 +29,12 @@ __all__ = [
     "Adapters",
     "Batches",
     "CausalLM",
+    "Change",
     "Distillation",
     "ExampleFile",
     "ExampleSplit",
     "LabelledExamples",
+    "Lighthouse",
     "LoRA",
     "LoaderSettings",
     "LossScaler",
@@ -38,6 +42,7 @@ __all__ = [
     "Objective",
     "PackedTokens",
     "PairedExamples",
+    "Replicas",
     "Schedule",
     "Seq2Seq",
     "SequenceClassification",
@@ -58,10 +63,12 @@ _HOMES = {
     "Adapters": "lora",
     "Batches": "data",
     "CausalLM": "objectives",
+    "Change": "elastic",
     "Distillation": "distillation",
     "ExampleFile": "examples",
     "ExampleSplit": "examples",
     "LabelledExamples": "padding",
+    "Lighthouse": "quorum",
     "LoRA": "lora",
     "LoaderSettings": "data",
     "LossScaler": "scaler",
@@ -69,6 +76,7 @@ _HOMES = {
     "Objective": "objectives",
     "PackedTokens": "data",
     "PairedExamples": "padding",
+    "Replicas": "elastic",
     "Schedule": "schedule",
     "Seq2Seq": "objectives",
     "SequenceClassification": "objectives",

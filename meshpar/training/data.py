@@ -1,7 +1,8 @@
 """Packed sequences of a token file, and the batches of one data rank: every token once per epoch, on any mesh.
 
 The position in the data is ``{"epoch", "samples"}``; samples counts those that all ranks together have used. It does not depend on ranks,
-workers or batch sizes, so that any other mesh resumes from it exactly.
+workers or batch sizes, so that any other mesh resumes from it exactly. ``returned`` are places before ``samples`` whose samples a lost
+replica had, so that they did not count: the next steps begin with them.
 """
 
 from __future__ import annotations
@@ -271,6 +272,7 @@ class OrderedBatches:
         self.samples, self.micro_batch, self.accumulate = samples, micro_batch, accumulate
         self.data_rank, self.data_size, self.seed, self.mix = data_rank, data_size, seed, mix
         self.epoch, self.consumed = 0, 0
+        self.returned: tuple[int, ...] = ()
         self.counts: tuple[int, ...] = (0,) * (0 if mix is None else len(mix.sizes))
 
     @property
@@ -279,7 +281,7 @@ class OrderedBatches:
         return self.micro_batch * self.accumulate * self.data_size
 
     def __len__(self) -> int:
-        return math.ceil((self.samples - self.consumed) / self.global_batch) * self.accumulate
+        return math.ceil((self.samples - self.consumed + len(self.returned)) / self.global_batch) * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
         mine = self.micro_batch * self.accumulate
@@ -287,15 +289,22 @@ class OrderedBatches:
             indices += [FILLER] * (mine - len(indices))
             yield from (indices[row : row + self.micro_batch] for row in range(0, mine, self.micro_batch))
 
-    def _of_one(self) -> Iterator[list[int]]:
-        """Yield this rank's indices of each step; one permutation for each epoch."""
+    def places(self, first: int, count: int) -> list[int]:
+        """Return the places in the order of at most ``count`` samples that are left of the epoch, from the one numbered ``first``."""
+        back, start = self.returned[first : first + count], self.consumed + max(0, first - len(self.returned))
+        return [*back, *range(start, min(start + count - len(back), self.samples))]
+
+    def at(self, places: Sequence[int]) -> list[int]:
+        """Return the samples at places of the order; one permutation for each epoch."""
         numpy = need("numpy")
+        of = numpy.array(places, dtype=numpy.int64)
+        return (of if self.seed is None else permuted(of, self.samples, key_of(self.seed, self.epoch))).tolist()
+
+    def _of_one(self) -> Iterator[list[int]]:
+        """Yield this rank's indices of each step."""
         mine = self.micro_batch * self.accumulate
-        key = None if self.seed is None else key_of(self.seed, self.epoch)
-        for start in range(self.consumed, self.samples, self.global_batch):
-            first = start + self.data_rank * mine
-            places = numpy.arange(first, max(first, min(first + mine, self.samples)), dtype=numpy.int64)
-            yield (places if key is None else permuted(places, self.samples, key)).tolist()
+        for start in range(0, self.samples - self.consumed + len(self.returned), self.global_batch):
+            yield self.at(self.places(start + self.data_rank * mine, mine))
 
     def _of_several(self, mix: Interleave) -> Iterator[list[int]]:
         """Yield this rank's indices of each step, until all sources are used up."""
@@ -378,7 +387,7 @@ class Batches:
 
     def one_epoch(self) -> Iterator[list[TensorBatch]]:
         """Yield the remaining steps of this epoch; the position advances with each."""
-        self._sampler.epoch, self._sampler.consumed, self._sampler.counts = self._epoch, self._consumed, self._counts
+        self._place_sampler()
         step: list[TensorBatch] = []
         for batch in self._loader:
             step.append(batch)
@@ -398,14 +407,52 @@ class Batches:
             if self._sampler.mix is not None:
                 raise RecipeError(f"the sources of the mix are used up after {self.steps_per_epoch} steps; raise their epochs")
 
+    def share_problems(self) -> Iterator[str]:
+        """Yield why :meth:`share` cannot read this data, one line each."""
+        if self._sampler.mix is not None:
+            yield "the data is a mix of sources, whose order does not take samples of lost replicas back; train on one source"
+        if self._loader.num_workers:
+            yield f"workers={self._loader.num_workers} read ahead, and which samples come next depends on the replicas; set workers=0"
+
+    def share(self, replica: int, replicas: int) -> list[TensorBatch]:
+        """Return one step's micro-batches for a replica of several, each of which takes ``global_batch`` samples; the position stays.
+
+        Args:
+            replica: number of this replica among those that train this step.
+            replicas: how many train it.
+        """
+        self._place_sampler()
+        mine = self.global_batch // self._sampler.data_size
+        indices = self._sampler.at(self._sampler.places(replica * self.global_batch + self._sampler.data_rank * mine, mine))
+        indices += [FILLER] * (mine - len(indices))
+        size = self._sampler.micro_batch
+        return [self.samples.__getitems__(indices[row : row + size]) for row in range(0, mine, size)]
+
+    def count(self, counted: Sequence[bool]) -> None:
+        """Advance the position by a step of several replicas; the samples of those that did not count come again in the next steps."""
+        if not all(counted):  # else an iteration over the epoch may be reading the sampler
+            self._place_sampler()
+        size, whole = self.global_batch, self.global_batch * len(counted)
+        lost = [place for number, each in enumerate(counted) if not each for place in self._sampler.places(number * size, size)]
+        self._consumed = min(len(self.samples), self._consumed + max(0, whole - len(self._returned)))
+        self._returned = (*lost, *self._returned[whole:])
+        if self._consumed >= len(self.samples) and not self._returned:
+            self._epoch, self._consumed = self._epoch + 1, 0
+
+    def _place_sampler(self) -> None:
+        sampler = self._sampler
+        sampler.epoch, sampler.consumed, sampler.counts, sampler.returned = self._epoch, self._consumed, self._counts, self._returned
+
     def restart(self) -> None:
         """Set the position to the beginning of the first epoch."""
-        self._epoch, self._consumed = 0, 0
+        self._epoch, self._consumed, self._returned = 0, 0, tuple[int, ...]()
         self._counts: tuple[int, ...] = (0,) * (0 if self._sampler.mix is None else len(self._sampler.mix.sizes))
 
     def position(self) -> dict[str, Any]:
         """Return the position of the next step, the same on every rank; of a mix also how many samples each source has given."""
         position: dict[str, Any] = {"epoch": self._epoch, "samples": self._consumed}
+        if self._returned:
+            position["returned"] = list(self._returned)
         return position if self._sampler.mix is None else position | {"sources": list(self._counts)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -426,14 +473,15 @@ class Batches:
                 "sequence length and seed, or start a new run"
             )
         self._epoch, self._consumed, self._counts = state["epoch"], state["samples"], tuple(state.get("sources", ()))
+        self._returned = tuple(state.get("returned", ()))
 
     def _advance(self) -> None:
+        if (mix := self._sampler.mix) is None:
+            self.count([True])
+            return
         self._consumed += self.global_batch
-        if (mix := self._sampler.mix) is not None:
-            self._counts = mix.after(self._counts, mix.sources(self._counts, self.global_batch))
-            if mix.total is None:
-                return
-        if self._consumed >= len(self.samples):
+        self._counts = mix.after(self._counts, mix.sources(self._counts, self.global_batch))
+        if mix.total is not None and self._consumed >= len(self.samples):
             self._epoch, self._consumed = self._epoch + 1, 0
 
 

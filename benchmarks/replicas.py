@@ -1,0 +1,347 @@
+"""Lose replicas at random instants: is any token lost or counted twice, any loss wrong, and how long does a loss cost?
+
+    python benchmarks/replicas.py [--faults 200] [--seed 0] [--replicas 3] [--ranks 2] [--hosts]
+
+A loop of one's own trains in several replicas of several ranks, and is hurt again and again: SIGKILL, SIGSTOP, and with ``--hosts`` (root)
+a cut link, of one replica or of two shortly after another, in each phase of a step. Lost replicas are started again. In the end every loss
+is compared with one process's on the samples that counted, the replicas with one another, and the samples with the data. Exits with 1
+where anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshpar import FullyShard, Plan
+from meshpar.checkpoints import CheckpointManager
+from meshpar.models import Transformer, TransformerConfig
+from meshpar.testing import PRELOAD, token_loss_sum
+from meshpar.training import Batches, Lighthouse, Replicas
+
+VOCAB, LENGTH, BATCH = 64, 8, 2
+PHASES = ("begin", "forward", "backward", "reduce", "step", "save")
+LONGEST_S = 30.0
+_NEW_NETWORK = 0x40000000  # linux/sched.h: CLONE_NEWNET
+
+
+class Rows:
+    """Random rows; ``fingerprint`` names them."""
+
+    fingerprint = "rows"
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        rows = torch.stack([torch.randint(VOCAB, (LENGTH + 1,), generator=torch.Generator().manual_seed(max(0, each))) for each in indices])
+        labels = rows[:, 1:].clone()
+        labels[[each < 0 for each in indices]] = -100
+        labels[:, : 1 + max(indices) % 3] = -100  # rows, and so replicas, count different numbers of tokens
+        return {"input_ids": rows[:, :-1], "labels": labels}
+
+
+def model() -> Transformer:
+    return Transformer(TransformerConfig(vocab_size=VOCAB, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, max_positions=64))
+
+
+def parallel(ranks: int) -> Any:
+    with torch.device("meta"):
+        module = model()
+    return Plan(f"dp_shard={ranks}", [FullyShard()]).apply(module).materialize(seed=0)
+
+
+def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3)
+
+
+def digest(par: Any, optimizer: torch.optim.Optimizer) -> str:
+    """Hash the whole weights and this rank's moments."""
+    told = hashlib.sha256()
+    for _, value in sorted(par.state_dict(full=True, everywhere=True).items()):
+        told.update(value.numpy().tobytes())
+    for value in optimizer.state_dict()["state"].values():
+        told.update(getattr(value["exp_avg"], "_local_tensor", value["exp_avg"]).numpy().tobytes())
+    return told.hexdigest()
+
+
+def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: Any) -> None:
+    """Train as one rank of one replica, until the last epoch ends."""
+    torch.set_num_threads(1)
+    if job["namespaces"]:
+        with open(f"/run/netns/{job['namespaces'][replica]}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
+                raise OSError(ctypes.get_errno(), "setns")
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    folder, ranks = Path(job["folder"]), job["ranks"]
+    log = open(folder / f"log-{replica}-{life}-{rank}", "w", buffering=1)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    store = dist.FileStore(str(folder / f"store-{replica}-{life}"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=job["patience_s"]))
+    par = parallel(ranks)
+    optimizer = optimizer_of(par.module)
+    data = Batches(Rows(job["rows"]), micro_batch=BATCH, data_rank=par.data_rank, data_size=par.data_size, seed=0)
+    checkpoints = CheckpointManager(folder / "checkpoints", keep=2, timeout_s=job["patience_s"])
+
+    def at(name: str) -> None:
+        phase.value = PHASES.index(name)
+        time.sleep(job["pause_s"])
+
+    told = open(folder / f"steps-{replica}-{life}.jsonl", "w", buffering=1) if rank == 0 else None
+    with Replicas(
+        par, optimizer, data, lighthouse=job["lighthouse"], name=str(replica), replicas=job["replicas"], patience_s=job["patience_s"]
+    ) as replicas:
+        if not replicas.join() and checkpoints.latest() is not None:
+            extra = checkpoints.restore(par, optimizer).extra
+            data.load_state_dict(extra["data"])
+            replicas.step = extra["step"]
+        while data.epoch < job["epochs"]:
+            at("begin")
+            (batch,) = replicas.begin()
+            shares = [rows_of(data, number) for number in range(replicas.slots)]
+            epoch = data.epoch
+            at("forward")
+            loss_sum, tokens = token_loss_sum(par.module, batch)
+            scaled = loss_sum * par.token_scale(tokens)
+            at("backward")
+            scaled.backward()
+            at("reduce")
+            done = replicas.reduce(tokens, loss_sum)
+            at("step")
+            optimizer.step()
+            optimizer.zero_grad()
+            for change in replicas.changes:
+                print(f"{time.time():.2f} {change}")
+            if told is not None and done is not None:
+                rows = [row for each, counted in zip(shares, replicas.counted) if counted for row in each]
+                changes = [[each.seconds, len(each.lost), len(each.joined)] for each in replicas.changes]
+                line = {"step": replicas.step, "loss": float(done[1] / done[0]), "rows": rows, "epoch": epoch, "at": time.time()}
+                told.write(json.dumps(line | {"sum": replicas.sum, "changes": changes}) + "\n")
+            replicas.changes.clear()
+            if done is not None and job["save_every"] and replicas.step % job["save_every"] == 0 and replicas.writes():
+                at("save")
+                checkpoints.save(replicas.step, par, optimizer, {"data": data.state_dict(), "step": replicas.step}, replace=True)
+    found = digest(par, optimizer)
+    if rank == 0:
+        torch.save(par.state_dict(full=True), folder / f"weights-{replica}.pt")
+    else:
+        par.state_dict(full=True)
+    (folder / f"end-{replica}-{rank}").write_text(found)
+    os._exit(0)  # the others may be gone, for whom gloo's threads would wait
+
+
+def rows_of(data: Batches, number: int) -> list[int]:
+    """Return the samples of one replica's share of the step."""
+    sampler = data._sampler
+    return sampler.at(sampler.places(number * data.global_batch, data.global_batch))
+
+
+class Lab:
+    """A job of several replicas on this machine, whose lost replicas are started again; a context manager.
+
+    Args:
+        folder: for stores, logs and checkpoints.
+        replicas: number of replicas.
+        ranks: number of ranks of each.
+        options: further settings of :func:`rank_main`.
+    """
+
+    def __init__(self, folder: Path, *, replicas: int, ranks: int, **options: Any) -> None:
+        defaults = dict(epochs=1, rows=256, pause_s=0.0, patience_s=4.0, save_every=0, namespaces=[], lighthouse="")
+        self.job = defaults | options | dict(folder=str(folder), replicas=replicas, ranks=ranks)
+        self.folder, self.restarts = folder, True
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*PRELOAD, "meshpar.models", "meshpar.checkpoints", "torchft.coordination"])
+        self._phases = [self._context.Value("i", 0, lock=False) for _ in range(replicas)]
+        self._ranks: dict[int, list[Any]] = {}
+        self._lives = dict.fromkeys(range(replicas), 0)
+        self.ended: set[int] = set()
+
+    def __enter__(self) -> Lab:
+        self._lighthouse = None
+        if not self.job["lighthouse"]:
+            self._lighthouse = Lighthouse(patience_s=self.job["patience_s"])
+            self.job["lighthouse"] = f"http://127.0.0.1:{self._lighthouse.port}"
+        for replica in self._lives:
+            self.start(replica)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for ranks in self._ranks.values():
+            for each in ranks:
+                each.kill()
+                each.join()
+        if self._lighthouse is not None:
+            self._lighthouse.close()
+
+    def start(self, replica: int) -> None:
+        life, self._lives[replica] = self._lives[replica], self._lives[replica] + 1
+        phase = self._phases[replica]
+        self._ranks[replica] = [
+            self._context.Process(target=rank_main, args=(self.job, replica, life, rank, phase), daemon=True)
+            for rank in range(self.job["ranks"])
+        ]
+        for each in self._ranks[replica]:
+            each.start()
+
+    def tend(self) -> None:
+        """End what is left of a replica that lost a rank, and start it again, as an agent does."""
+        for replica, ranks in self._ranks.items():
+            codes = [each.exitcode for each in ranks]
+            if replica in self.ended or all(code is None for code in codes):
+                continue
+            if any(code not in (None, 0) for code in codes):
+                for each in ranks:
+                    each.kill()
+                    each.join()
+                if self.restarts:
+                    self.start(replica)
+                else:
+                    self.ended.add(replica)
+            elif all(code == 0 for code in codes):
+                self.ended.add(replica)
+
+    def wait(self, until: Callable[[], bool], limit_s: float) -> None:
+        """Wait for something to happen.
+
+        Raises:
+            TimeoutError: it did not; tells the newest lines of all logs.
+        """
+        deadline = time.monotonic() + limit_s
+        while not until():
+            self.tend()
+            if time.monotonic() > deadline:
+                logs = sorted(self.folder.glob("log-*"), key=lambda each: each.stat().st_mtime)
+                told = "\n".join(f"{each.name}: {each.read_text()[-800:]}" for each in logs[-2 * len(self._lives) :])
+                raise TimeoutError(f"nothing happened for {limit_s:.0f} s\n{told}")
+            time.sleep(0.02)
+
+    def steps(self) -> int:
+        """Return the newest step that any replica has committed."""
+        newest = [path.read_text().splitlines()[:-1] or [""] for path in self.folder.glob("steps-*.jsonl")]
+        return max((int(lines[-1].split(",")[0].rpartition(" ")[2]) for lines in newest if lines[-1]), default=0)
+
+    def wait_for(self, replica: int, phase: str, limit_s: float = LONGEST_S) -> None:
+        """Wait until a replica is in a phase of its step."""
+        self.wait(lambda: self._phases[replica].value == PHASES.index(phase) or replica in self.ended, limit_s)
+
+    def signal(self, replica: int, number: int, ranks: slice = slice(None)) -> None:
+        """Send a signal to ranks of a replica."""
+        for each in self._ranks[replica][ranks]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each.pid, number)
+
+    def finish(self, limit_s: float = LONGEST_S) -> None:
+        """Wait until every replica has come to the end; a step may take ``limit_s``."""
+        seen = -1
+        while len(self.ended) < len(self._lives):
+            before = seen
+            self.wait(lambda before=before: self.steps() > before or len(self.ended) == len(self._lives), limit_s)
+            seen = self.steps()
+
+
+def histories(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return what each life of each replica has committed."""
+    found = {}
+    for path in sorted(folder.glob("steps-*.jsonl")):
+        text = path.read_text()
+        found[path.stem] = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return found
+
+
+def check(folder: Path, rows: int, epochs: int) -> dict[str, Any]:
+    """Compare a job that has ended with one process and with the data, and return its history.
+
+    Raises:
+        AssertionError: a token is lost or counted twice, a loss differs, or replicas differ.
+    """
+    steps: dict[int, dict[str, Any]] = {}
+    lives = histories(folder)
+    for lines in lives.values():
+        for line in lines:
+            if line["step"] not in steps or line["sum"] > steps[line["step"]]["sum"]:
+                steps[line["step"]] = line
+    overruled = 0
+    for name, lines in lives.items():
+        for line in lines:
+            same = all(line[field] == steps[line["step"]][field] for field in ("loss", "rows", "sum"))
+            overruled += not same
+            assert same or line is lines[-1], f"{name} went on after step {line['step']}, which the others made without it"
+    assert sorted(steps) == list(range(1, len(steps) + 1)), "a step is missing"
+    for epoch in range(epochs):
+        counted = sorted(row for line in steps.values() for row in line["rows"] if line["epoch"] == epoch)
+        assert counted == list(range(rows)), f"epoch {epoch}: samples were lost or counted twice"
+    digests = {path.read_text() for path in folder.glob("end-*")}
+    assert digests, "no replica came to the end"
+    by_rank = [{path.read_text() for path in folder.glob(f"end-*-{rank}")} for rank in range(8)]
+    assert all(len(each) <= 1 for each in by_rank), "replicas differ in the end"
+    compared_with_one_process(folder, [steps[number] for number in sorted(steps)])
+    return {"steps": len(steps), "overruled": overruled, "changes": changes_of(lives)}
+
+
+def changes_of(lives: dict[str, list[dict[str, Any]]]) -> list[tuple[float, int, int]]:
+    """Return each change of membership once, as the slowest replica saw it: seconds, replicas lost, replicas joined."""
+    found: dict[int, tuple[float, int, int]] = {}
+    for lines in lives.values():
+        for line in lines:
+            for seconds, lost, joined in line["changes"]:
+                found[line["step"]] = max(found.get(line["step"], (0.0, 0, 0)), (seconds, lost, joined))
+    return list(found.values())
+
+
+def compared_with_one_process(folder: Path, steps: list[dict[str, Any]]) -> None:
+    """Train in this process on the samples that counted in each step, and compare losses and the weights in the end."""
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        one = model()
+    with own_group():
+        par = Plan("dp_shard=1", []).apply(one).materialize(seed=0)
+        optimizer, samples = optimizer_of(par.module), Rows(1)
+        for line in steps:
+            parts = [
+                token_loss_sum(par.module, samples.__getitems__(line["rows"][at : at + BATCH])) for at in range(0, len(line["rows"]), BATCH)
+            ]
+            loss = sum(each for each, _ in parts) / max(1, sum(tokens for _, tokens in parts))
+            assert abs(float(loss.detach()) - line["loss"]) < 1e-4, (
+                f"step {line['step']}: loss {line['loss']}, in one process {float(loss.detach())}"
+            )
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for path in folder.glob("weights-*.pt"):
+            for name, value in torch.load(path).items():
+                assert torch.allclose(value, par.module.get_parameter(name), atol=2e-3), f"{name} differs from one process in the end"
+
+
+@contextlib.contextmanager
+def own_group() -> Iterator[None]:
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
