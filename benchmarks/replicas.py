@@ -62,8 +62,9 @@ class Rows:
         return {"input_ids": rows[:, :-1], "labels": labels}
 
 
-def model() -> Transformer:
-    return Transformer(TransformerConfig(vocab_size=VOCAB, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, max_positions=64))
+def model() -> torch.nn.Module:
+    """Return a small model in float64, whose rounding stays small over thousands of steps."""
+    return Transformer(TransformerConfig(vocab_size=VOCAB, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, max_positions=64)).double()
 
 
 def parallel(ranks: int) -> Any:
@@ -95,9 +96,9 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
                 raise OSError(ctypes.get_errno(), "setns")
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     folder, ranks = Path(job["folder"]), job["ranks"]
-    log = open(folder / f"log-{replica}-{life}-{rank}", "w", buffering=1)
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+    log = os.open(folder / f"log-{replica}-{life}-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     store = dist.FileStore(str(folder / f"store-{replica}-{life}"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=job["patience_s"]))
     par = parallel(ranks)
@@ -109,7 +110,7 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
         phase.value = PHASES.index(name)
         time.sleep(job["pause_s"])
 
-    told = open(folder / f"steps-{replica}-{life}.jsonl", "w", buffering=1) if rank == 0 else None
+    told = folder / f"steps-{replica}-{life}.jsonl"
     with Replicas(
         par, optimizer, data, lighthouse=job["lighthouse"], name=str(replica), replicas=job["replicas"], patience_s=job["patience_s"]
     ) as replicas:
@@ -117,7 +118,7 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
             extra = checkpoints.restore(par, optimizer).extra
             data.load_state_dict(extra["data"])
             replicas.step = extra["step"]
-        while data.epoch < job["epochs"]:
+        while data.epoch < job["epochs"] and data.epoch < last_epoch(folder):
             at("begin")
             (batch,) = replicas.begin()
             shares = [rows_of(data, number) for number in range(replicas.slots)]
@@ -133,12 +134,13 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
             optimizer.step()
             optimizer.zero_grad()
             for change in replicas.changes:
-                print(f"{time.time():.2f} {change}")
-            if told is not None and done is not None:
+                print(f"{time.time():.2f} {change}", flush=True)
+            if rank == 0 and done is not None:
                 rows = [row for each, counted in zip(shares, replicas.counted) if counted for row in each]
                 changes = [[each.seconds, len(each.lost), len(each.joined)] for each in replicas.changes]
                 line = {"step": replicas.step, "loss": float(done[1] / done[0]), "rows": rows, "epoch": epoch, "at": time.time()}
-                told.write(json.dumps(line | {"sum": replicas.sum, "changes": changes}) + "\n")
+                with told.open("a") as file:
+                    file.write(json.dumps(line | {"sum": replicas.sum, "changes": changes}) + "\n")
             replicas.changes.clear()
             if done is not None and job["save_every"] and replicas.step % job["save_every"] == 0 and replicas.writes():
                 at("save")
@@ -150,6 +152,12 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
         par.state_dict(full=True)
     (folder / f"end-{replica}-{rank}").write_text(found)
     os._exit(0)  # the others may be gone, for whom gloo's threads would wait
+
+
+def last_epoch(folder: Path) -> float:
+    """Return the number of epochs after which the job ends, as soon as somebody has written it."""
+    path = folder / "last"
+    return int(path.read_text() or 10**6) if path.exists() else 10**6
 
 
 def rows_of(data: Batches, number: int) -> list[int]:
@@ -243,6 +251,23 @@ class Lab:
         newest = [path.read_text().splitlines()[:-1] or [""] for path in self.folder.glob("steps-*.jsonl")]
         return max((int(lines[-1].split(",")[0].rpartition(" ")[2]) for lines in newest if lines[-1]), default=0)
 
+    def newest(self, replica: int) -> int:
+        """Return the newest step of the newest life of a replica."""
+        path = self.folder / f"steps-{replica}-{self._lives[replica] - 1}.jsonl"
+        lines = path.read_text().splitlines()[:-1] if path.exists() else []
+        return json.loads(lines[-1])["step"] if lines else 0
+
+    def epoch(self) -> int:
+        """Return the newest epoch."""
+        return max(line["epoch"] for lines in histories(self.folder).values() for line in lines[-1:])
+
+    def whole(self) -> bool:
+        """Return whether all replicas train."""
+        return min(map(self.newest, self._lives)) > max(1, self.steps() - 3)
+
+    def phase(self, replica: int) -> str:
+        return PHASES[self._phases[replica].value]
+
     def wait_for(self, replica: int, phase: str, limit_s: float = LONGEST_S) -> None:
         """Wait until a replica is in a phase of its step."""
         self.wait(lambda: self._phases[replica].value == PHASES.index(phase) or replica in self.ended, limit_s)
@@ -271,7 +296,7 @@ def histories(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def check(folder: Path, rows: int, epochs: int) -> dict[str, Any]:
+def check(folder: Path, rows: int) -> dict[str, Any]:
     """Compare a job that has ended with one process and with the data, and return its history.
 
     Raises:
@@ -290,7 +315,7 @@ def check(folder: Path, rows: int, epochs: int) -> dict[str, Any]:
             overruled += not same
             assert same or line is lines[-1], f"{name} went on after step {line['step']}, which the others made without it"
     assert sorted(steps) == list(range(1, len(steps) + 1)), "a step is missing"
-    for epoch in range(epochs):
+    for epoch in {line["epoch"] for line in steps.values()}:
         counted = sorted(row for line in steps.values() for row in line["rows"] if line["epoch"] == epoch)
         assert counted == list(range(rows)), f"epoch {epoch}: samples were lost or counted twice"
     digests = {path.read_text() for path in folder.glob("end-*")}
@@ -324,7 +349,7 @@ def compared_with_one_process(folder: Path, steps: list[dict[str, Any]]) -> None
                 token_loss_sum(par.module, samples.__getitems__(line["rows"][at : at + BATCH])) for at in range(0, len(line["rows"]), BATCH)
             ]
             loss = sum(each for each, _ in parts) / max(1, sum(tokens for _, tokens in parts))
-            assert abs(float(loss.detach()) - line["loss"]) < 1e-4, (
+            assert abs(float(loss.detach()) - line["loss"]) < 1e-7, (
                 f"step {line['step']}: loss {line['loss']}, in one process {float(loss.detach())}"
             )
             loss.backward()
@@ -332,7 +357,7 @@ def compared_with_one_process(folder: Path, steps: list[dict[str, Any]]) -> None
             optimizer.zero_grad()
         for path in folder.glob("weights-*.pt"):
             for name, value in torch.load(path).items():
-                assert torch.allclose(value, par.module.get_parameter(name), atol=2e-3), f"{name} differs from one process in the end"
+                assert torch.allclose(value, par.module.get_parameter(name), rtol=0, atol=1e-6), f"{name} differs from one process in the end"
 
 
 @contextlib.contextmanager
@@ -345,3 +370,115 @@ def own_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def hurt(lab: Lab, draw: random.Random, hosts: Any = None) -> tuple[str, float]:
+    """Hurt one replica in a drawn phase, or two of three shortly after one another, and wait until all are there again."""
+    replicas, patience_s = list(range(lab.job["replicas"])), lab.job["patience_s"]
+    victims = draw.sample(replicas, 2 if len(replicas) > 2 and draw.random() < 0.25 else 1)
+    phases = [each for each in PHASES if each != "save" or lab.job["save_every"]]
+    told, struck = [], 0.0
+    for turn, victim in enumerate(victims):
+        phase, kind = draw.choice(phases), draw.choice(["kill", "kill a rank", "stop", *(["cut"] if hosts is not None else [])])
+        if turn:
+            time.sleep(draw.uniform(0, patience_s))  # while the others recover, or the first one joins
+        elif phase == "save":
+            lab.wait(lambda: any(lab.phase(each) == "save" for each in replicas) or bool(lab.ended), LONGEST_S)
+            victim = next((each for each in replicas if lab.phase(each) == "save"), victim)
+        else:
+            lab.wait_for(victim, phase)
+        struck = struck or time.time()
+        told.append(f"{kind} {victim} in {phase if not turn else 'recovery'}")
+        if kind.startswith("kill"):
+            lab.signal(victim, signal.SIGKILL, slice(None) if kind == "kill" else slice(draw.randrange(lab.job["ranks"]), None))
+            continue
+        back_s = draw.choice([0.5, patience_s + 3])
+        off, on = (lambda v: lab.signal(v, signal.SIGSTOP), lambda v: lab.signal(v, signal.SIGCONT))
+        if kind == "cut":
+            off, on = (lambda v: hosts.cut(hosts.names[v]), lambda v: hosts.cut(hosts.names[v], cut=False))
+        off(victim)
+        until = time.monotonic() + back_s
+        lab.wait(lambda until=until: time.monotonic() > until, back_s + 5)
+        on(victim)
+    lab.wait(lambda: lab.whole() or bool(lab.ended), 2 * LONGEST_S)
+    return ", ".join(told), struck
+
+
+def run(folder: Path, *, faults: int, seed: int, replicas: int, ranks: int, hosts: Any = None, **options: Any) -> dict[str, Any]:
+    """Hurt a job so many times, let it come to its end, and check it.
+
+    Raises:
+        AssertionError, TimeoutError: what is wrong.
+    """
+    draw, struck, told = random.Random(seed), [], []
+    options = dict(rows=256, pause_s=0.02, save_every=7, epochs=10**6) | options
+    if hosts is not None:
+        options["namespaces"] = [hosts.namespace(each) for each in hosts.names]
+    with Lab(folder, replicas=replicas, ranks=ranks, **options) as lab:
+        lab.wait(lab.whole, 4 * LONGEST_S)
+        for _ in range(faults):
+            what, at = hurt(lab, draw, hosts)
+            told.append(what)
+            struck.append(at)
+            print(f"{len(told)}: {what}; step {lab.steps()}", flush=True)
+        (folder / "last.new").write_text(str(lab.epoch() + 2))
+        (folder / "last.new").replace(folder / "last")
+        lab.finish(2 * LONGEST_S)
+    found = check(folder, options["rows"])
+    times = sorted(line["at"] for lines in histories(folder).values() for line in lines if any(lost for _, lost, _ in line["changes"]))
+    found["recovery_s"] = [min(after) for at in struck if (after := [each - at for each in times if 0 < each - at < 2 * LONGEST_S])]
+    return found
+
+
+def restarts(folder: Path, ranks: int, times: int) -> list[float]:
+    """Return how long the same ranks as one job take from a kill of one rank to the next new step, from a checkpoint of every 7th step."""
+    found = []
+    with Lab(folder, replicas=1, ranks=ranks, rows=256, pause_s=0.02, save_every=7, epochs=10**6) as lab:
+        for _ in range(times):
+            at = lab.steps()
+            lab.wait(lambda at=at: lab.steps() >= at + 8, 2 * LONGEST_S)
+            at, began = lab.steps(), time.monotonic()
+            lab.signal(0, signal.SIGKILL, slice(-1, None))
+            lab.wait(lambda at=at: lab.newest(0) > at, 2 * LONGEST_S)
+            found.append(time.monotonic() - began)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hosts", action="store_true", help="each replica on a host of its own, whose link is cut, too; needs root")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        folder, hosts, served = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="replicas-"))), None, {}
+        if arguments.hosts:
+            from tests.hosts import Hosts
+
+            hosts = stack.enter_context(Hosts(arguments.replicas))
+            lighthouse = Lighthouse(patience_s=4.0)
+            stack.callback(lighthouse.close)
+            served["lighthouse"] = f"http://{hosts.address('ctl')}:{lighthouse.port}"
+        sizes = {"replicas": arguments.replicas, "ranks": arguments.ranks}
+        try:
+            found = run(folder, faults=arguments.faults, seed=arguments.seed, hosts=hosts, **sizes, **served)
+        except (AssertionError, TimeoutError) as error:
+            print(f"WRONG, seed {arguments.seed}: {error}")
+            return 1
+        (other := folder / "restarts").mkdir()
+        today = restarts(other, arguments.replicas * arguments.ranks, 3)
+    lost = found["recovery_s"]
+    print(
+        f"{arguments.faults} faults of {arguments.replicas} replicas x {arguments.ranks} ranks in {time.monotonic() - began:.0f} s, "
+        f"{found['steps']} steps, {found['overruled']} of which a lost replica alone had committed: 0 wrong\n"
+        f"recovery, fault to the others' next step: median {statistics.median(lost):.1f} s, longest {max(lost):.1f} s; "
+        f"restart of the same ranks from a checkpoint: median {statistics.median(today):.1f} s"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

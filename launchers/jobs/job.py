@@ -24,6 +24,7 @@ from meshpar.errors import CheckpointError, RecipeError
 from meshpar.launchers.agent.starts import made_step
 from meshpar.launchers.agent.watching import watched
 from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs.elected import Elected
 from meshpar.launchers.jobs.feedback import forecast_feedback
 from meshpar.launchers.jobs.first_weights import with_weights
 from meshpar.launchers.jobs.preflight import opened, patience_s
@@ -32,6 +33,7 @@ from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.parallelized import Parallelized
 from meshpar.training.console import Console
 from meshpar.training.data import Batches
+from meshpar.training.elastic import Replicas
 from meshpar.training.loop import Trainer
 from meshpar.training.lora import Adapters, WithAdapters
 from meshpar.training.metrics import JsonLines, Reporter, TensorBoard, flops_per_token
@@ -81,20 +83,34 @@ def run_job(recipe: Recipe) -> Outcome:
             validation=validation,
             checkpointer=Saver(manager, saved, saving.best, origin),
             scaler=LossScaler() if build.wants_scaler(recipe) else None,
-            flops_per_token=flops_per_token(par.module),
+            flops_per_token=None if runtime.replica()[1] else flops_per_token(par.module),  # of all replicas, on the devices of one
         )
         with manager, contextlib.ExitStack() as stack:
-            manager.own()
-            come_from = _resume(recipe, manager, saved, optimizer, trainer, origin)
+            replicas = None
+            if runtime.replica()[1]:
+                replicas = Replicas(par, optimizer, train, state=trainer, patience_s=recipe.patience)
+                stack.enter_context(replicas)
+            else:
+                manager.own()  # of replicas, their launcher
+            if replicas is not None and replicas.join():
+                come_from = "the other replicas"
+            else:
+                come_from = _resume(recipe, manager, saved, optimizer, trainer, origin)
+            if replicas is not None:
+                replicas.step, trainer.replicas = trainer.step, replicas
             left = settings.total_steps(train.steps_per_epoch) - trainer.step
             if recipe.profile and left >= PROFILED:
                 trainer.data = _profiled(train, par, optimizer, recipe.folder / PROFILE)
             if runtime.is_main():
-                if left > 0 or not come_from:  # the recipe of a complete run stays the one that made it
+                if (left > 0 or not come_from) and (
+                    replicas is None or replicas.leads
+                ):  # the recipe of a complete run stays the one that made it
                     _begin_folder(recipe, data)
                 _note_first_step(optimizer)
-                reporters = _reporters(recipe, settings.total_steps(train.steps_per_epoch), trainer.step)
-                trainer.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
+                reporting = functools.partial(_reporters, recipe, settings.total_steps(train.steps_per_epoch))
+                reporters = reporting(trainer.step) if replicas is None else (Elected(replicas, reporting),)
+                feedback = forecast_feedback(recipe, par.device, reporters[0]) if replicas is None else ()
+                trainer.reporters = (*reporters, *feedback)
                 for reporter in trainer.reporters:
                     stack.callback(reporter.close)
                 _tell(recipe, par, trainer, come_from)

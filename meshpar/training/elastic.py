@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -139,7 +139,7 @@ class Replicas:
         self._slots: tuple[str, ...] = ()
         self.counted: tuple[bool, ...] = ()
         self._trained: tuple[str, ...] = ()
-        self._behind, self._longest_s, self._began = False, 0.0, 0.0
+        self._first, self._behind, self._longest_s, self._began = False, False, 0.0, 0.0
 
     def __enter__(self) -> Replicas:
         return self
@@ -154,15 +154,14 @@ class Replicas:
         self._drop_group()
 
     def join(self) -> bool:
-        """Return whether living replicas have a state, which :meth:`begin` will copy: do not restore a checkpoint then. Call it once, first."""
+        """Return whether living replicas have a state, which :meth:`begin` copies. If not, restore a checkpoint. Call it once, first."""
         self._blank = True
         self._ask(waits=False)
-        self._blank = False
         assert self._quorum is not None
-        living = self._quorum.best[0] >= 0
-        if not living:
+        self._blank = self._quorum.best[0] >= 0
+        if not self._blank:
             self._quorum = None  # the next one tells from where this replica starts
-        return living
+        return self._blank
 
     @property
     def slot(self) -> int:
@@ -181,14 +180,12 @@ class Replicas:
 
     def writes(self) -> bool:
         """Return whether this replica is the one that writes checkpoints and reports after this step, and has not been dropped since."""
-        quorum = self._quorum
+        return self._tell(lambda: self.leads and self._membership is not None and self._membership.current())
 
-        def look() -> bool:
-            assert quorum is not None and self._membership is not None
-            first = next(each.name for each in quorum.members if each.state == quorum.best)
-            return not self._behind and first == self._name and self._membership.current()
-
-        return quorum is not None and self._tell(look)
+    @property
+    def leads(self) -> bool:
+        """Whether this replica was the first of those with the newest state when they last met; not collective."""
+        return self._first and not self._behind
 
     def begin(self) -> list[TensorBatch]:
         """Begin a step: let new replicas in, copy the state if this one is behind, and return the micro-batches of this rank.
@@ -240,8 +237,8 @@ class Replicas:
                         self._changed(self.step, time.monotonic() - began)
                     self._longest_s = max(self._longest_s, time.monotonic() - self._began)
                     self._move()
-                    widths = [each.numel() for each in values]
-                    return [each.reshape(()) if each.numel() == 1 else each for each in summed.totals.split([1, *widths])]
+                    total, *rest = summed.totals.split([1, *(each.numel() for each in values)])
+                    return [total.reshape(()), *(part.view(each.shape) for part, each in zip(rest, values))]
             else:
                 failed = True
                 self._fail()
@@ -264,7 +261,7 @@ class Replicas:
                 "there is no lighthouse that puts replicas together; start the job with `meshpar run --elastic=replicas`, or set "
                 "TORCHFT_LIGHTHOUSE=http://HOST:PORT"
             )
-        self._membership = Membership(lighthouse, name, patience_s=self._patience_s)
+        self._membership = Membership(lighthouse, name, patience_s=self._patience_s, wait_s=self._wait_s)
         return self._membership.name
 
     def _move(self) -> None:
@@ -335,8 +332,8 @@ class Replicas:
         found = None
         while found is None:
             found = self._tell(ask)
-        self._quorum = found
-        self._failures = found.key[1]
+        self._quorum, self._failures = found, found.key[1]
+        self._first = next(each.name for each in found.members if each.state == found.best) == self._name
 
     def _names(self) -> tuple[str, ...]:
         assert self._quorum is not None
@@ -360,11 +357,16 @@ class Replicas:
                 self._ask(waits=False)
             elif self._is_settled():
                 return
+            assert self._quorum is not None
+            if self._quorum.best[0] < 0:
+                raise ReplicaError(
+                    "the replicas that lived ended before this one had their state; start it again, from the newest checkpoint"
+                )
             held = self._try(self._copied) if self._try(self._connect) else None
             if held is not None:
                 if held:
                     self._take(held)
-                assert self._quorum is not None
+                    self._blank = False
                 self.step, self._sum = self._quorum.best
                 if self._compared or self._try(self._compare):
                     self._compared = True
@@ -535,7 +537,7 @@ def plan_problems(par: Parallelized) -> Iterator[str]:
             )
     for name, child in par.module.named_modules():
         if isinstance(child, _BatchNorm):
-            yield f"{name} ({type(child).__name__}) takes its statistics from the whole batch, of which a replica sees a part; use another norm"
+            yield f"{name} ({type(child).__name__}) takes statistics of the whole batch, of which a replica sees a part; use another norm"
 
 
 def _control_group(patience_s: float) -> dist.ProcessGroup:

@@ -111,22 +111,20 @@ class Membership:
         lighthouse: its address, ``http://host:port``.
         name: of this replica.
         patience_s: see :class:`Lighthouse`.
+        wait_s: seconds to wait for the lighthouse.
+
+    Raises:
+        ReplicaError: it does not answer.
     """
 
-    def __init__(self, lighthouse: str, name: str, *, patience_s: float) -> None:
+    def __init__(self, lighthouse: str, name: str, *, patience_s: float, wait_s: float) -> None:
         self.name = f"{name}:{uuid.uuid4().hex[:12]}"
         self._patience_s, self._address = patience_s, lighthouse
-        place = urlsplit(lighthouse)
+        here, connect = _address_towards(lighthouse, wait_s), timedelta(seconds=patience_s)
         try:
-            with socket.create_connection((place.hostname or "", place.port or 0), timeout=patience_s) as probe:
-                here = probe.getsockname()[0]
-            connect = timedelta(seconds=patience_s)
             self._client, self._beats = (_torchft().LighthouseClient(lighthouse, connect) for _ in range(2))
-        except (OSError, RuntimeError) as error:
-            raise ReplicaError(
-                f"the lighthouse of the job's replicas does not answer at {lighthouse!r} ({error}); start the job with "
-                "`meshpar run --elastic=replicas`, or set TORCHFT_LIGHTHOUSE=http://HOST:PORT"
-            ) from error
+        except RuntimeError as error:
+            raise _silent(lighthouse, error) from error
         self._server = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False, timeout=connect)
         self.store = f"[{here}]:{self._server.port}" if ":" in here else f"{here}:{self._server.port}"
         self._moved = self._heard = time.monotonic()
@@ -171,6 +169,26 @@ class Membership:
             except (TimeoutError, RuntimeError):
                 continue
             self._heard = time.monotonic()
+
+
+def _address_towards(lighthouse: str, wait_s: float) -> str:
+    """Return this host's address on the network of the lighthouse, for which it waits."""
+    place, deadline = urlsplit(lighthouse), time.monotonic() + wait_s
+    while True:
+        try:
+            with socket.create_connection((place.hostname or "", place.port or 0), timeout=_SLICE_S) as probe:
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise _silent(lighthouse, error) from error
+            time.sleep(_BEAT_S)
+
+
+def _silent(lighthouse: str, error: Exception) -> ReplicaError:
+    return ReplicaError(
+        f"the lighthouse of the job's replicas does not answer at {lighthouse!r} ({error}); start the job with `meshpar run "
+        "--elastic=replicas`, or set TORCHFT_LIGHTHOUSE=http://HOST:PORT"
+    )
 
 
 def _member(found: Any) -> Member:  # noqa: ANN401 - torchft has no types for it
