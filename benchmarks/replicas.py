@@ -1,6 +1,6 @@
 """Lose replicas at random instants: is any token lost or counted twice, any loss wrong, and how long does a loss cost?
 
-    python benchmarks/replicas.py [--faults 200] [--seed 0] [--replicas 3] [--ranks 2] [--hosts]
+    python benchmarks/replicas.py [--faults 200] [--seed 0] [--replicas 3] [--ranks 2] [--hosts] [--cost]
 
 A loop of one's own trains in several replicas of several ranks, and is hurt again and again: SIGKILL, SIGSTOP, and with ``--hosts`` (root)
 a cut link, of one replica or of two shortly after another, in each phase of a step. Lost replicas are started again. In the end every loss
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshpar import FullyShard, Plan
+from meshpar import FullyShard, Plan, Replicate
 from meshpar.checkpoints import CheckpointManager
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import PRELOAD, token_loss_sum
@@ -125,7 +125,7 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
             epoch = data.epoch
             at("forward")
             loss_sum, tokens = token_loss_sum(par.module, batch)
-            scaled = loss_sum * par.token_scale(tokens)
+            scaled = loss_sum * par.loss_size / par.data_sum(torch.tensor(float(tokens), dtype=torch.float64)).clamp(min=1)
             at("backward")
             scaled.backward()
             at("reduce")
@@ -444,6 +444,57 @@ def restarts(folder: Path, ranks: int, times: int) -> list[float]:
     return found
 
 
+def timed_main(folder: str, name: str, rank: int, lighthouse: str, steps: int) -> None:
+    """Time steps of two replicas of one rank: as one job (no ``lighthouse``), or as two that may be lost."""
+    torch.set_num_threads(1)
+    world = 1 if lighthouse else 2
+    store = dist.FileStore(f"{folder}/{name}-{rank if lighthouse else 0}", world)
+    dist.init_process_group("gloo", store=store, rank=0 if lighthouse else rank, world_size=world)
+    with torch.device("meta"):
+        module = Transformer(TransformerConfig(vocab_size=1024, dim=256, layers=4, heads=4, kv_heads=4, hidden=1024, max_positions=128))
+    par = Plan(f"dp_replicate={world}", [Replicate()]).apply(module).materialize(seed=0)
+    optimizer, seconds = optimizer_of(par.module), []
+    batch = {"input_ids": torch.randint(1024, (4, 128)), "labels": torch.randint(1024, (4, 128))}
+    with contextlib.ExitStack() as stack:
+        replicas = None
+        if lighthouse:
+            data = Batches(Rows(10**6), micro_batch=4, seed=0)
+            replicas = stack.enter_context(Replicas(par, optimizer, data, lighthouse=lighthouse, name=str(rank), replicas=2))
+        for _ in range(steps):
+            began = time.perf_counter()
+            if replicas is not None:
+                replicas.begin()
+            loss_sum, tokens = token_loss_sum(par.module, batch)
+            (loss_sum * par.token_scale(tokens)).backward()
+            if replicas is not None:
+                replicas.reduce(tokens)
+            par.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(time.perf_counter() - began)
+    if rank == 0:
+        Path(folder, f"{name}.json").write_text(json.dumps(seconds[3:]))
+    os._exit(0)
+
+
+def cost(folder: Path, *, blocks: int = 4, steps: int = 23) -> list[list[float]]:
+    """Return the steps' seconds of one job and of one that may lose replicas, in blocks that take turns."""
+    context, found = multiprocessing.get_context("forkserver"), [[], []]
+    context.set_forkserver_preload([*PRELOAD, "meshpar.models", "meshpar.checkpoints", "torchft.coordination"])
+    for block in range(2 * blocks):
+        served = Lighthouse() if block % 2 else None
+        address = "" if served is None else f"http://127.0.0.1:{served.port}"
+        ranks = [context.Process(target=timed_main, args=(str(folder), str(block), rank, address, steps)) for rank in range(2)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        if served is not None:
+            served.close()
+        found[block % 2] += json.loads((folder / f"{block}.json").read_text())
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
@@ -451,7 +502,13 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hosts", action="store_true", help="each replica on a host of its own, whose link is cut, too; needs root")
+    parser.add_argument("--cost", action="store_true", help="only measure what a step costs when nothing fails")
     arguments = parser.parse_args()
+    if arguments.cost:
+        with tempfile.TemporaryDirectory(prefix="replicas-") as name:
+            plain, elastic = map(statistics.median, cost(Path(name)))
+        print(f"a step of two replicas: {1000 * plain:.1f} ms as one job, {1000 * elastic:.1f} ms where one may be lost: {elastic / plain:.3f}")
+        return 0
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         folder, hosts, served = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="replicas-"))), None, {}

@@ -317,8 +317,8 @@ class Replicas:
             found = self._membership.ask(member)
             waited = time.monotonic() - began
             if found is not None and (waits or any(each.name == self._name for each in found.ready)):
-                early = not self._trained and len(found.members) < self._expected and waited < _MOST_S
-                if not early:
+                fresh = found.best[1] == (0, 0)  # nobody has trained yet: refused by all alike
+                if not fresh or self._trained or len(found.members) >= self._expected or waited > _MOST_S:
                     return found
                 time.sleep(0.1)
             if waited > limit:
@@ -395,7 +395,8 @@ class Replicas:
         names, key = self._names(), self._quorum.key
         if self._key != (key, names):
             self._drop_group()
-            path = f"{key[0]}.{key[1]}/{dist.get_rank()}"
+            # With the members: those that complete a step meet before those that join, in one quorum.
+            path = f"{key[0]}.{key[1]}/{' '.join(names)}/{dist.get_rank()}"
             place = names.index(self._name)
             limit = min(_CONNECT_S, self._patience_s)
             self._group = connect(self._quorum.ready[0], path, place, len(names), limit)
