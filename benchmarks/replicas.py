@@ -357,7 +357,9 @@ def compared_with_one_process(folder: Path, steps: list[dict[str, Any]]) -> None
             optimizer.zero_grad()
         for path in folder.glob("weights-*.pt"):
             for name, value in torch.load(path).items():
-                assert torch.allclose(value, par.module.get_parameter(name), rtol=0, atol=1e-6), f"{name} differs from one process in the end"
+                assert torch.allclose(value, par.module.get_parameter(name), rtol=0, atol=1e-6), (
+                    f"{name} differs from one process in the end"
+                )
 
 
 @contextlib.contextmanager
@@ -507,7 +509,8 @@ def main() -> int:
     if arguments.cost:
         with tempfile.TemporaryDirectory(prefix="replicas-") as name:
             plain, elastic = map(statistics.median, cost(Path(name)))
-        print(f"a step of two replicas: {1000 * plain:.1f} ms as one job, {1000 * elastic:.1f} ms where one may be lost: {elastic / plain:.3f}")
+        told = f"{1000 * plain:.1f} ms as one job, {1000 * elastic:.1f} ms where one may be lost: {elastic / plain:.3f}"
+        print(f"a step of two replicas: {told}")
         return 0
     began = time.monotonic()
     with contextlib.ExitStack() as stack:

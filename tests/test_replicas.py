@@ -5,6 +5,7 @@ A sample of faults runs here; ``benchmarks/replicas.py`` draws hundreds, also of
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -91,6 +92,8 @@ def test_a_quorum_goes_on_from_the_newest_sum():
     waiting = (member("a", 4, (1, 0), waits=True, failures=2), member("b", 4, (1, 0)), member("c", -1, (0, 0)))
     quorum = Quorum(number=3, members=waiting)
     assert quorum.ready == waiting[:1] and quorum.key == (3, 2)  # a alone has gradients of this step
+    older = Member(**{**dataclasses.asdict(b), "name": "0", "life": 4})
+    assert Quorum(number=3, members=(older, a, b)).leader == older
 
 
 @on_ranks(2)

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 _BUCKET = 1 << 22  # elements
 _MOST_S = 30.0
-_CONNECT_S = 10.0
+_CONNECT_S = 5.0  # gloo tries five times
 
 
 class Stateful(Protocol):
@@ -131,7 +131,8 @@ class Replicas:
         self._membership: Membership | None = None
         self._name = self._tell(lambda: self._enter(lighthouse or runtime.lighthouse(), name or known))
         self._sum: Sum = (0, 0)
-        self._failures, self._blank = 0, False
+        self._failures, self._life, self._blank = 0, 0, False
+        self._drawn: Sum = (0, 0)
         self._quorum: Quorum | None = None
         self._group: dist.ProcessGroupGloo | None = None
         self._key: tuple[Sum, tuple[str, ...]] | None = None
@@ -184,7 +185,7 @@ class Replicas:
 
     @property
     def leads(self) -> bool:
-        """Whether this replica was the first of those with the newest state when they last met; not collective."""
+        """Whether this replica had trained longest of those with the newest state when they last met; not collective."""
         return self._first and not self._behind
 
     def begin(self) -> list[TensorBatch]:
@@ -196,7 +197,8 @@ class Replicas:
         began = time.monotonic()
         self._settle()
         self._behind = False
-        self._slots = self._names()
+        assert self._quorum is not None
+        self._slots, self._drawn = self._names(), self._quorum.key
         if self._slots != self._trained:
             self._changed(self.step, time.monotonic() - began)
         self._began = time.monotonic()
@@ -232,6 +234,7 @@ class Replicas:
                 if self._quorum.best == (self.step + 1, done):
                     summed.commit()
                     self.data.count(summed.counted)
+                    self._life += 1
                     self.step, self._sum, self.counted = self.step + 1, done, tuple(summed.counted)
                     if failed:
                         self._changed(self.step, time.monotonic() - began)
@@ -244,7 +247,9 @@ class Replicas:
                 self._fail()
                 self._ask(waits=True)
                 assert self._quorum is not None
-                if self._quorum.best == (self.step, self._sum):
+                if self._name not in self._names():
+                    self._quorum = None  # the others share the samples of this step differently
+                elif self._quorum.best == (self.step, self._sum):
                     if not self._try(self._connect):
                         self._drop_group()
                     continue
@@ -311,9 +316,9 @@ class Replicas:
 
         def ask() -> Quorum | None:
             assert self._membership is not None
-            member = Member(
-                name=self._name, store="", step=-1 if self._blank else step, sum=key, waits=waits, failures=self._failures
-            )  # fmt: skip
+            place = -1 if self._blank else step
+            more = {"failures": self._failures, "drawn": self._drawn, "life": self._life}
+            member = Member(name=self._name, store="", step=place, sum=key, waits=waits, **more)
             found = self._membership.ask(member)
             waited = time.monotonic() - began
             if found is not None and (waits or any(each.name == self._name for each in found.ready)):
@@ -333,7 +338,7 @@ class Replicas:
         while found is None:
             found = self._tell(ask)
         self._quorum, self._failures = found, found.key[1]
-        self._first = next(each.name for each in found.members if each.state == found.best) == self._name
+        self._first = found.leader.name == self._name
 
     def _names(self) -> tuple[str, ...]:
         assert self._quorum is not None

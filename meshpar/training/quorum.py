@@ -36,6 +36,8 @@ class Member:
         sum: the group in which the gradients of its last step were added up.
         waits: it has gradients of the next step, whose sum failed.
         failures: number of failures that it has seen.
+        drawn: the group with which it shares the samples of the step that it ``waits`` to complete.
+        life: number of steps that its process has committed.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Member:
     sum: Sum
     waits: bool
     failures: int
+    drawn: Sum = (0, 0)
+    life: int = 0
 
     @property
     def state(self) -> tuple[int, Sum]:
@@ -72,8 +76,14 @@ class Quorum:
     @property
     def ready(self) -> tuple[Member, ...]:
         """The members that go on together: those with gradients to add up, where there are any, else all."""
-        waiting = tuple(each for each in self.members if each.waits and each.state == self.best)
-        return waiting or self.members
+        waiting = [each for each in self.members if each.waits and each.state == self.best]
+        newest = max((each.drawn for each in waiting), default=None)
+        return tuple(each for each in waiting if each.drawn == newest) or self.members
+
+    @property
+    def leader(self) -> Member:
+        """The member that writes: of those with the newest state, the one that has trained longest."""
+        return max((each for each in self.members if each.state == self.best), key=lambda each: (each.life, each.name))
 
 
 @final
@@ -138,7 +148,8 @@ class Membership:
 
     def ask(self, member: Member) -> Quorum | None:
         """Ask once to be in the next quorum, for some seconds; None: there is none yet."""
-        data = {"sum": list(member.sum), "waits": member.waits, "failures": member.failures}
+        fields = ("sum", "waits", "failures", "drawn", "life")
+        data: dict[Any, object] = {field: getattr(member, field) for field in fields}
         try:
             found = self._client.quorum(self.name, timedelta(seconds=_SLICE_S), self._address, self.store, member.step + 1, 1, False, data)
         except TimeoutError:
@@ -192,14 +203,8 @@ def _silent(lighthouse: str, error: Exception) -> ReplicaError:
 
 
 def _member(found: Any) -> Member:  # noqa: ANN401 - torchft has no types for it
-    return Member(
-        name=found.replica_id,
-        store=found.store_address,
-        step=found.step - 1,
-        sum=(int(found.data["sum"][0]), int(found.data["sum"][1])),
-        waits=bool(found.data["waits"]),
-        failures=int(found.data["failures"]),
-    )
+    told = {**found.data, "sum": tuple(found.data["sum"]), "drawn": tuple(found.data["drawn"])}
+    return Member(name=found.replica_id, store=found.store_address, step=found.step - 1, **told)
 
 
 def connect(member: Member, name: str, rank: int, size: int, timeout_s: float) -> dist.ProcessGroupGloo:
