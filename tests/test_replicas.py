@@ -129,6 +129,7 @@ def test_a_job_is_divided_into_replicas():
     assert exit_code(ReplicaError("")) == 75
 
 
+@pytest.mark.timeout(300)
 def test_a_replica_that_dies_in_backward_costs_a_step(tmp_path):
     """The survivor completes the step alone, within seconds; the other one comes back, and they end bitwise equal."""
     with lab.Lab(tmp_path, replicas=2, ranks=1, rows=160, pause_s=0.02) as job:
@@ -146,6 +147,7 @@ def test_a_replica_that_dies_in_backward_costs_a_step(tmp_path):
 FAULTS = int(os.environ.get("MESHPAR_REPLICA_FAULTS", "6"))
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("replicas", "ranks"), [(3, 1), pytest.param(2, 2, marks=pytest.mark.long)])
 def test_faults_at_random_instants_lose_and_double_nothing(tmp_path, replicas, ranks):
     found = lab.run(tmp_path, faults=FAULTS, seed=1, replicas=replicas, ranks=ranks)
@@ -166,6 +168,7 @@ checkpoint: {every: 40}
 """
 
 
+@pytest.mark.timeout(400)
 def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(3000)))
     (tmp_path / "job.yaml").write_text(RECIPE)

@@ -66,7 +66,7 @@ def run_job(recipe: Recipe) -> Outcome:
         dist.broadcast_object_list(made_of)  # copies of a file on other nodes have other times
         origin = made_of[0]
         settings = build.settings_of(recipe)
-        schedule = build.schedule_of(recipe, settings, train, par.data_size)
+        schedule = build.schedule_of(recipe, settings, train, par.data_size * (runtime.replica()[1] or 1))
         saving = recipe.checkpoint
         manager = CheckpointManager(
             recipe.folder / CHECKPOINTS, keep=saving.keep, best=saving.best, async_=saving.background, timeout_s=patience_s(recipe)
@@ -283,11 +283,12 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
     data, schedule = trainer.data, trainer.schedule
     parameters = sum(parameter.numel() for parameter in par.module.parameters())
     batch = data.global_batch
+    ranks = par.data_size * (runtime.replica()[1] or 1)
     passes = "".join(f", {each.name}" for each in par.plan.passes)
     lines = [
         f"{parameters:,} parameters on {str(par.spec) or 'one process'} ({par.device.type}){passes}",
         f"{data.samples}, {data.steps_per_epoch:,} steps an epoch; a step: {batch:,} {_sequences(recipe, batch)} "
-        f"({recipe.data.micro_batch} x {recipe.data.accumulate} micro-batches x {par.data_size} data ranks)",
+        f"({recipe.data.micro_batch} x {recipe.data.accumulate} micro-batches x {ranks} data ranks)",
         f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over {schedule.steps:,} steps",
     ]
     if come_from:

@@ -336,6 +336,7 @@ class Batches:
         data_size: int = 1,
         seed: int | None = 0,
         loader: LoaderSettings | None = None,
+        replicas: int = 1,
     ) -> None:
         """Build the loader.
 
@@ -347,6 +348,7 @@ class Batches:
             data_size: number of slices: ``par.data_size``.
             seed: seed of the order; None: the order of the data.
             loader: settings of workers and read-ahead.
+            replicas: number of replicas that :meth:`share` the samples when none is lost, each with ``data_size`` slices.
 
         Raises:
             RecipeError: a size is below one, or there are no samples.
@@ -357,7 +359,7 @@ class Batches:
             )
         if len(samples) == 0:
             raise RecipeError("the data has no sample; give at least two tokens, because a token and its successor make a sample")
-        self.samples = samples
+        self.samples, self._replicas = samples, replicas
         self._sampler = OrderedBatches(
             len(samples),
             micro_batch=micro_batch,
@@ -372,8 +374,8 @@ class Batches:
 
     @property
     def global_batch(self) -> int:
-        """Number of samples that all ranks together use in one step."""
-        return self._sampler.global_batch
+        """Number of samples that all ranks together use in one step; of all replicas, when none is lost."""
+        return self._sampler.global_batch * self._replicas
 
     @property
     def steps_per_epoch(self) -> int:
@@ -415,24 +417,26 @@ class Batches:
             yield f"workers={self._loader.num_workers} read ahead, and which samples come next depends on the replicas; set workers=0"
 
     def share(self, replica: int, replicas: int) -> list[TensorBatch]:
-        """Return one step's micro-batches for a replica of several, each of which takes ``global_batch`` samples; the position stays.
+        """Return one step's micro-batches for a replica of several, each with its own ranks' samples; the position stays.
 
         Args:
             replica: number of this replica among those that train this step.
             replicas: how many train it.
         """
         self._place_sampler()
-        mine = self.global_batch // self._sampler.data_size
-        indices = self._sampler.at(self._sampler.places(replica * self.global_batch + self._sampler.data_rank * mine, mine))
+        sampler = self._sampler
+        mine = sampler.micro_batch * sampler.accumulate
+        indices = sampler.at(sampler.places(replica * sampler.global_batch + sampler.data_rank * mine, mine))
         indices += [FILLER] * (mine - len(indices))
-        size = self._sampler.micro_batch
+        size = sampler.micro_batch
         return [self.samples.__getitems__(indices[row : row + size]) for row in range(0, mine, size)]
 
     def count(self, counted: Sequence[bool]) -> None:
         """Advance the position by a step of several replicas; the samples of those that did not count come again in the next steps."""
         if not all(counted):  # else an iteration over the epoch may be reading the sampler
             self._place_sampler()
-        size, whole = self.global_batch, self.global_batch * len(counted)
+        size = self._sampler.global_batch
+        whole = size * len(counted)
         lost = [place for number, each in enumerate(counted) if not each for place in self._sampler.places(number * size, size)]
         self._consumed = min(len(self.samples), self._consumed + max(0, whole - len(self._returned)))
         self._returned = (*lost, *self._returned[whole:])
