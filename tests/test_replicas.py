@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from meshpar.training.quorum import Member, Quorum
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import replicas as lab
 
-pytest.importorskip("torchft", reason="pip install 'meshpar[replicas]'")
+pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="pip install 'meshpar[replicas]'")
 
 
 class Numbers:
