@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -156,51 +155,12 @@ def test_faults_at_random_instants_lose_and_double_nothing(tmp_path, replicas, r
     assert sorted(found["recovery_s"])[len(found["recovery_s"]) // 2] < 10
 
 
-RECIPE = """\
-mesh: dp_replicate=2,dp_shard=1
-device: cpu
-patience: 5
-output: out
-model: {dim: 32, layers: 2, heads: 2, hidden: 64, max_positions: 64}
-data: {source: files, paths: [text.txt], sequence_length: 64, micro_batch: 2, validation_fraction: 0.1, cache: cache}
-optimizer: {lr: 1e-3}
-training: {steps: 150, log_every: 1, validate_every: 60, validate_steps: 2}
-checkpoint: {every: 40}
-"""
-
-
 @pytest.mark.timeout(400)
 def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path):
-    (tmp_path / "text.txt").write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(3000)))
-    (tmp_path / "job.yaml").write_text(RECIPE)
-    command = [sys.executable, "-m", "meshpar.launchers", "run", "--elastic", "replicas", "job.yaml"]
-    metrics, out = tmp_path / "out/metrics.jsonl", tmp_path / "told"
-    with out.open("w") as file:
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + 120
-        while not (metrics.exists() and metrics.read_text().count("\n") > 20):
-            assert process.poll() is None and time.monotonic() < deadline, out.read_text()
-            time.sleep(0.05)
-        os.kill(rank_of(tmp_path / "out/logs/replica-0"), signal.SIGKILL)  # the one that reports
-        assert process.wait(150) == 0, out.read_text()
-    finally:
-        process.terminate()
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [record["step"] for record in records if "train/loss" in record]
-    assert steps == list(range(1, 151)), "one replica at a time reports"
-    assert [record["replicas"] for record in records if "replicas" in record][:1] in ([1.0], [2.0])
-    assert "lost 0" in out.read_text()
+    """The one that reports is killed: another one does, each step is told once, and the newest checkpoint is the last step's."""
+    seconds, told = lab.killed_recipe(tmp_path, ["--elastic", "replicas"], "out/logs/replica-0")
+    records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 151)), told
+    assert [record["replicas"] for record in records if "replicas" in record][:1] == [1] and "lost 0" in told
     assert (tmp_path / "out/checkpoints/latest").resolve().name.endswith("150")
-
-
-def rank_of(logs):
-    """Return the process of the one rank that writes to a folder of logs."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        if "meshpar.launchers.jobs.worker" in words and any(word.startswith(str(logs)) for word in words):
-            return int(path.parent.name)
-    raise AssertionError(f"no rank writes to {logs}")
+    assert seconds < 15
