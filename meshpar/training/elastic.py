@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from meshpar import runtime
+from meshpar import _torch, runtime
 from meshpar.errors import MeshparError, PlanError, ReplicaError
 from meshpar.exact.agreement import leaves
 from meshpar.parallelized import Parallelized
@@ -405,7 +405,7 @@ class Replicas:
             place = names.index(self._name)
             limit = min(_CONNECT_S, self._patience_s)
             self._group = connect(self._quorum.ready[0], path, place, len(names), limit)
-            self._group.set_timeout(timedelta(seconds=self._patience_s))
+            _torch.bound(self._group, self._patience_s)
             self._key, self._compared = (key, names), False
         return True
 
