@@ -108,9 +108,10 @@ def run_job(recipe: Recipe) -> Outcome:
                     _begin_folder(recipe, data)
                 _note_first_step(optimizer)
                 reporting = functools.partial(_reporters, recipe, settings.total_steps(train.steps_per_epoch))
-                reporters = reporting(trainer.step) if replicas is None else (Elected(replicas, reporting),)
-                feedback = forecast_feedback(recipe, par.device, reporters[0]) if replicas is None else ()
-                trainer.reporters = (*reporters, *feedback)
+                reporters: tuple[Reporter, ...] = (Elected(replicas, reporting),) if replicas is not None else reporting(trainer.step)
+                trainer.reporters = reporters
+                if replicas is None:
+                    trainer.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
                 for reporter in trainer.reporters:
                     stack.callback(reporter.close)
                 _tell(recipe, par, trainer, come_from)

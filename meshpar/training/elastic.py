@@ -25,7 +25,7 @@ from meshpar.placements import local_tensor
 from meshpar.replicas import digest
 from meshpar.state.initialize import state as tensors_of
 from meshpar.training.data import Batches, TensorBatch
-from meshpar.training.quorum import Member, Membership, Quorum, Sum, connect
+from meshpar.training.quorum import Member, Membership, Peers, Quorum, Sum, connect
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ class Replicas:
         self._failures, self._life, self._blank = 0, 0, False
         self._drawn: Sum = (0, 0)
         self._quorum: Quorum | None = None
-        self._group: dist.ProcessGroupGloo | None = None
+        self._group: Peers | None = None
         self._key: tuple[Sum, tuple[str, ...]] | None = None
         self._compared = False
         self._slots: tuple[str, ...] = ()
@@ -317,8 +317,16 @@ class Replicas:
         def ask() -> Quorum | None:
             assert self._membership is not None
             place = -1 if self._blank else step
-            more = {"failures": self._failures, "drawn": self._drawn, "life": self._life}
-            member = Member(name=self._name, store="", step=place, sum=key, waits=waits, **more)
+            member = Member(
+                name=self._name,
+                store="",
+                step=place,
+                sum=key,
+                waits=waits,
+                failures=self._failures,
+                drawn=self._drawn,
+                life=self._life,
+            )
             found = self._membership.ask(member)
             waited = time.monotonic() - began
             if found is not None and (waits or any(each.name == self._name for each in found.ready)):
@@ -476,7 +484,7 @@ class _Part:
 class _Summed:
     """The weighted sum of all members' gradients, beside which the gradients of this replica stay until :meth:`commit`."""
 
-    def __init__(self, group: dist.ProcessGroupGloo | None, module: nn.Module, slot: int, slots: int, mine: Tensor) -> None:
+    def __init__(self, group: Peers | None, module: nn.Module, slot: int, slots: int, mine: Tensor) -> None:
         """Add up over ``group``; ``mine`` has the tokens of this replica and its other sums, ``slot`` is its number of ``slots``.
 
         Raises:
@@ -593,7 +601,7 @@ class _Unpacked(pickle.Unpickler):
         return _Part(value) if split else value
 
 
-def _send(group: dist.ProcessGroupGloo, to: int, held: dict[str, Any]) -> None:
+def _send(group: Peers, to: int, held: dict[str, Any]) -> None:
     """Send nested values: first what they are, then tensor after tensor."""
     packed = _Packed(file := io.BytesIO())
     packed.dump(held)
@@ -603,7 +611,7 @@ def _send(group: dist.ProcessGroupGloo, to: int, held: dict[str, Any]) -> None:
             group.send([each.contiguous().cpu()], to, 0).wait()
 
 
-def _received(group: dist.ProcessGroupGloo, source: int) -> dict[str, Any]:
+def _received(group: Peers, source: int) -> dict[str, Any]:
     """Return what :func:`_send` sends; parts of DTensors as :class:`_Part`."""
 
     def receive(into: Tensor) -> None:

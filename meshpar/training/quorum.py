@@ -8,10 +8,11 @@ import time
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, Protocol, cast, final
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
+from torch import Tensor
 
 from meshpar import runtime
 from meshpar.errors import ReplicaError
@@ -207,7 +208,16 @@ def _member(found: Any) -> Member:  # noqa: ANN401 - torchft has no types for it
     return Member(name=found.replica_id, store=found.store_address, step=found.step - 1, **told)
 
 
-def connect(member: Member, name: str, rank: int, size: int, timeout_s: float) -> dist.ProcessGroupGloo:
+class Peers(Protocol):
+    """What is used of a gloo backend that was made without a process group; torch's stubs lack it."""
+
+    def allreduce(self, tensors: list[Tensor], op: object = ..., /) -> dist.Work: ...
+    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> dist.Work: ...
+    def shutdown(self) -> None: ...
+
+
+def connect(member: Member, name: str, rank: int, size: int, timeout_s: float) -> Peers:
     """Return a new gloo group that meets at a member's store. Every rank of the group calls it.
 
     Raises:
@@ -216,7 +226,7 @@ def connect(member: Member, name: str, rank: int, size: int, timeout_s: float) -
     host, _, port = member.store.rpartition(":")
     limit = timedelta(seconds=timeout_s)
     store = dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=limit)
-    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, limit)
+    return cast("Peers", dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, limit))
 
 
 def _torchft() -> Any:  # noqa: ANN401 - an optional package
