@@ -21,6 +21,7 @@ from meshpar import FullyShard, HybridShard, LaunchError, MeshSpec, Plan, PlanEr
 from meshpar.errors import ReplicaError
 from meshpar.launchers.agent.failures import exit_code
 from meshpar.launchers.agent.replicas import divided
+from meshpar.launchers.commands.run import run
 from meshpar.testing import on_ranks
 from meshpar.training import Batches, LoaderSettings, Replicas
 from meshpar.training.order import Interleave
@@ -127,6 +128,27 @@ def test_a_job_is_divided_into_replicas():
     with pytest.raises(LaunchError, match="spans nodes is not supported"):
         divided(MeshSpec("dp_replicate=2,dp_shard=2"), 4, 0)
     assert exit_code(ReplicaError("")) == 75
+
+
+def test_a_recipe_that_cannot_lose_replicas_is_refused_before_a_process_starts(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(lab.RECIPE)
+    more = ["profile=true", "data.workers=2", "mesh=dp_replicate=2,dp_shard=2", "passes=[{HybridShard: {optimizer: world}}]"]
+    with pytest.raises(PlanError, match="splits state over replicas") as raised:
+        run(str(path), more, {}, elastic="replicas")
+    assert "profile: false" in str(raised.value) and "data.workers: 0" in str(raised.value)
+    for what, place, words, match in (
+        ("script.py", {}, [], "starts recipes; .* is a script"),
+        ("job.yaml", {"nodes": "1:2"}, [], "two kinds of elastic jobs"),
+        ("job.yaml", {"nodes": "2"}, [], "--head HOST:PORT"),
+        ("job.yaml", {"rejoin_s": 3}, [], "does not take --rejoin-s"),
+        ("job.yaml", {}, ["mesh=dp_shard=2"], "has one replica"),
+    ):
+        (tmp_path / what).touch()
+        with pytest.raises(LaunchError, match=match):
+            run(str(tmp_path / what), words, place, elastic="replicas")
+    with pytest.raises(LaunchError, match="expected replicas"):
+        run(str(path), [], {}, elastic="nodes")
 
 
 @pytest.mark.timeout(300)

@@ -21,6 +21,8 @@ def replica_problems(recipe: Recipe) -> Iterator[str]:
             )
     if recipe.teacher is not None:
         yield f"{recipe.where('teacher')}: --elastic=replicas trains without a teacher; drop one of both"
+    if recipe.profile:
+        yield f"{recipe.where('profile')}: --elastic=replicas writes no profile; write profile: false"
     if recipe.data.workers:
         yield f"{recipe.where('data.workers')}: --elastic=replicas reads data in the training process; write data.workers: 0"
 

@@ -102,9 +102,8 @@ def run_job(recipe: Recipe) -> Outcome:
             if recipe.profile and left >= PROFILED:
                 trainer.data = _profiled(train, par, optimizer, recipe.folder / PROFILE)
             if runtime.is_main():
-                if (left > 0 or not come_from) and (
-                    replicas is None or replicas.leads
-                ):  # the recipe of a complete run stays the one that made it
+                trains = left > 0 or not come_from  # the recipe of a complete run stays the one that made it
+                if trains and (replicas is None or replicas.leads):
                     _begin_folder(recipe, data)
                 _note_first_step(optimizer)
                 reporting = functools.partial(_reporters, recipe, settings.total_steps(train.steps_per_epoch))
