@@ -360,6 +360,7 @@ class Batches:
         if len(samples) == 0:
             raise RecipeError("the data has no sample; give at least two tokens, because a token and its successor make a sample")
         self.samples, self._replicas = samples, replicas
+        self._epoch, self._consumed, self._returned = 0, 0, tuple[int, ...]()
         self._sampler = OrderedBatches(
             len(samples),
             micro_batch=micro_batch,

@@ -283,9 +283,9 @@ class Replicas:
                 outcome = [(None, error)]
         if self._world is not None:
             dist.broadcast_object_list(outcome, src=0, group=self._world)
-        result, error = outcome[0]
-        if error is not None:
-            raise error
+        result, failure = outcome[0]
+        if failure is not None:
+            raise failure
         return cast("T", result)
 
     def _all(self, good: bool) -> bool:
