@@ -252,11 +252,14 @@ class Lab:
         newest = [path.read_text().splitlines()[:-1] or [""] for path in self.folder.glob("steps-*.jsonl")]
         return max((int(lines[-1].split(",")[0].rpartition(" ")[2]) for lines in newest if lines[-1]), default=0)
 
-    def newest(self, replica: int) -> int:
-        """Return the newest step of the newest life of a replica."""
-        path = self.folder / f"steps-{replica}-{self._lives[replica] - 1}.jsonl"
-        lines = path.read_text().splitlines()[:-1] if path.exists() else []
-        return json.loads(lines[-1])["step"] if lines else 0
+    def whole(self, since: float = 0.0) -> bool:
+        """Return whether all replicas have committed a step since then, by their newest lives."""
+        for replica, lives in self._lives.items():
+            path = self.folder / f"steps-{replica}-{lives - 1}.jsonl"
+            lines = path.read_text().splitlines()[:-1] if path.exists() else []
+            if not lines or json.loads(lines[-1])["at"] <= since:
+                return False
+        return True
 
     def epoch(self) -> int:
         """Return the newest epoch."""
@@ -267,6 +270,7 @@ class Lab:
         return min(map(self.newest, self._lives)) > max(1, self.steps() - 3)
 
     def phase(self, replica: int) -> str:
+        """Return where in its step a replica is."""
         return PHASES[self._phases[replica].value]
 
     def wait_for(self, replica: int, phase: str, limit_s: float = LONGEST_S) -> None:
@@ -403,7 +407,8 @@ def hurt(lab: Lab, draw: random.Random, hosts: Any = None) -> tuple[str, float]:
         until = time.monotonic() + back_s
         lab.wait(lambda until=until: time.monotonic() > until, back_s + 5)
         on(victim)
-    lab.wait(lambda: lab.whole() or bool(lab.ended), 2 * LONGEST_S)
+    mended = time.time()
+    lab.wait(lambda: lab.whole(mended) or bool(lab.ended), 2 * LONGEST_S)
     return ", ".join(told), struck
 
 
