@@ -265,10 +265,6 @@ class Lab:
         """Return the newest epoch."""
         return max(line["epoch"] for lines in histories(self.folder).values() for line in lines[-1:])
 
-    def whole(self) -> bool:
-        """Return whether all replicas train."""
-        return min(map(self.newest, self._lives)) > max(1, self.steps() - 3)
-
     def phase(self, replica: int) -> str:
         """Return where in its step a replica is."""
         return PHASES[self._phases[replica].value]
