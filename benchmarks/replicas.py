@@ -41,6 +41,7 @@ from meshpar.training import Batches, Lighthouse, Replicas
 VOCAB, LENGTH, BATCH = 64, 8, 2
 PHASES = ("begin", "forward", "backward", "reduce", "step", "save")
 LONGEST_S = 30.0
+os.environ.setdefault("RUST_LOG", "error")  # before the server of forks loads torchft
 _NEW_NETWORK = 0x40000000  # linux/sched.h: CLONE_NEWNET
 
 
@@ -517,7 +518,7 @@ def timed_main(folder: str, name: str, rank: int, lighthouse: str, steps: int) -
     os._exit(0)
 
 
-def cost(folder: Path, *, blocks: int = 4, steps: int = 23) -> list[list[float]]:
+def cost(folder: Path, *, blocks: int = 3, steps: int = 18) -> list[list[float]]:
     """Return the steps' seconds of one job and of one that may lose replicas, in blocks that take turns."""
     context, found = multiprocessing.get_context("forkserver"), [[], []]
     context.set_forkserver_preload([*PRELOAD, "meshpar.models", "meshpar.checkpoints", "torchft.coordination"])
