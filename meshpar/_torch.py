@@ -29,6 +29,7 @@
   (gloo's in memory since torch 2.13); private without a public form.
 - ``gloo_threads``: a trace names the thread that ran a collective, gloo does not say whose thread it is; private without a public form.
 - ``share_timeout``: a mesh's groups do not take the time-out of the group that they are made in; private without a public form.
+- ``bound``: ``Backend.set_timeout`` is public in newer torch alone.
 - ``stored_at``: the class in which a distributed checkpoint's ``.metadata`` names each part's place, and stock ``dcp.load`` looks for it;
   private without a public form.
 """
@@ -40,6 +41,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import MethodType
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast, final
@@ -446,6 +448,11 @@ def share_timeout(groups: Iterable[Any]) -> None:
     if timeout is not None:  # a simulated group has none
         for group in groups:
             set_timeout(timeout, group)
+
+
+def bound(group: Any, seconds: float) -> None:
+    """Bound every collective of a backend that was made without a process group; public (``set_timeout``) in newer torch alone."""
+    group._set_default_timeout(timedelta(seconds=seconds))
 
 
 def stored_at(file: str, position: int, length: int) -> Any:

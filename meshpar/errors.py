@@ -57,6 +57,10 @@ class RepeatedFailureError(LaunchError):
     """A job that is not started again, because its last starts failed before their first step."""
 
 
+class ReplicaError(LaunchError):
+    """A replica that cannot go on with the others; another start resumes from them or from the newest checkpoint."""
+
+
 class PreflightError(LaunchError):
     """A machine that does not fit the job: what the doctor found before training."""
 

@@ -144,6 +144,21 @@ def _server(address: str, port: int) -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
+def lighthouse() -> str:
+    """Return the address of the lighthouse that puts replicas together, ``http://host:port``; empty where there is none."""
+    return os.environ.get("TORCHFT_LIGHTHOUSE", "")
+
+
+def replica() -> tuple[str, int]:
+    """Return the name of this replica of an elastic job, and the number of replicas of the whole job, 0 in any other job."""
+    return os.environ.get("MESHPAR_REPLICA", str(os.getpid())), _number("MESHPAR_REPLICAS", 0)
+
+
+def quiet(variable: str) -> None:
+    """Let a library that reads ``variable`` log errors alone, unless somebody has set it."""
+    os.environ.setdefault(variable, "error")
+
+
 def settings(*prefixes: str) -> dict[str, str]:
     """Return the environment's settings whose names begin with one of ``prefixes``."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}

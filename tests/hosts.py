@@ -63,7 +63,7 @@ class Hosts:
     def command(self, name: str, command: Sequence[str], *, before: str = "") -> list[str]:
         """Return the command that runs ``command`` on a host; ``before`` is a line of shell run first."""
         script = f'hostname "$0"; mount --bind {self._files}/hosts /etc/hosts; {before or ":"}; exec "$@"'
-        enter = ["nsenter", f"--net=/run/netns/{self._namespace(name)}", "unshare", "--uts", "--mount", "--propagation", "private"]
+        enter = ["nsenter", f"--net=/run/netns/{self.namespace(name)}", "unshare", "--uts", "--mount", "--propagation", "private"]
         return [*enter, "bash", "-c", script, name, *command]
 
     def run(self, name: str, command: Sequence[str]) -> str:
@@ -73,17 +73,22 @@ class Hosts:
     def shape(self, rate: str | None, *names: str) -> None:
         """Bound what ``names`` (default: each host) send to the others, such as ``200mbit``; None: no bound. Inside a host nothing is shaped."""
         for name in names or self.names:
-            queue = ["ip", "netns", "exec", self._namespace(name), "tc", "qdisc"]
+            queue = ["ip", "netns", "exec", self.namespace(name), "tc", "qdisc"]
             subprocess.run([*queue, "del", "dev", "eth0", "root"], capture_output=True, check=False)  # there may be none
             if rate is not None:
                 _run(*queue, "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "400ms")
 
     def kill(self, name: str) -> None:
         """End every process of a host at once, as a lost node does."""
-        for pid in _run("ip", "netns", "pids", self._namespace(name)).split():
+        for pid in _run("ip", "netns", "pids", self.namespace(name)).split():
             subprocess.run(["kill", "-9", pid], capture_output=True, check=False)  # it may have ended by now
 
-    def _namespace(self, name: str) -> str:
+    def cut(self, name: str, *, cut: bool = True) -> None:
+        """Cut a host's link, or mend it."""
+        _run("ip", "link", "set", f"{self._tag}v{name[1:]}", "down" if cut else "up")
+
+    def namespace(self, name: str) -> str:
+        """Return the name of a host's network namespace."""
         return f"{self._tag}{name}"
 
     def _reap(self) -> None:
@@ -106,7 +111,7 @@ class Hosts:
         run("ip", "addr", "add", f"{self.address('ctl')}/24", "dev", bridge)
         run("ip", "link", "set", bridge, "up")
         for name in self.names:
-            space, link = self._namespace(name), f"{self._tag}v{name[1:]}"
+            space, link = self.namespace(name), f"{self._tag}v{name[1:]}"
             run("ip", "netns", "add", space)
             self._stack.callback(run, "ip", "netns", "del", space)
             run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)

@@ -16,12 +16,24 @@ from types import TracebackType
 from typing import NoReturn, final
 
 from meshpar import errors
-from meshpar.errors import LaunchError, LayoutError, MeshError, MeshparError, PlanError, PreflightError, RecipeError, RepeatedFailureError
+from meshpar.errors import (
+    LaunchError,
+    LayoutError,
+    MeshError,
+    MeshparError,
+    PlanError,
+    PreflightError,
+    RecipeError,
+    RepeatedFailureError,
+    ReplicaError,
+)
 
 NO_USE = 78
 """Exit code when another start would fail as well (sysexits.h: EX_CONFIG): problems of a recipe or plan, a failed preflight,
 or starts that make no step."""
 
+RETRY = 75
+"""Exit code of a replica that cannot go on with the others, when another start may succeed (sysexits.h: EX_TEMPFAIL)."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that are passed on to the ranks, which then save and stop."""
@@ -201,6 +213,8 @@ def first_error(logs: Path, exit_codes: Mapping[int, int]) -> MeshparError:
 
 def exit_code(error: MeshparError) -> int:
     """Return the exit code of a launcher's process after an error."""
+    if isinstance(error, ReplicaError):
+        return RETRY
     return NO_USE if isinstance(error, RecipeError | PlanError | MeshError | LayoutError | PreflightError | RepeatedFailureError) else 1
 
 

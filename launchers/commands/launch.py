@@ -58,6 +58,9 @@ def run(
     node_rank: Annotated[int | None, typer.Option(help="Number of this node, from 0. Ranks are numbered in this order.", min=0)] = None,
     head: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, to which all nodes connect.")] = None,
     restarts: Annotated[int | None, typer.Option(help="How many times to restart failed ranks.", min=0)] = None,
+    elastic: Annotated[
+        str | None, typer.Option(help="replicas: a lost replica (dp_replicate) costs the others a step, no restart.")
+    ] = None,
     rejoin_s: Annotated[int | None, typer.Option(help="With MIN:MAX: seconds without an answer after which a node is lost.", min=1)] = None,
     wait: Annotated[int | None, typer.Option(help="Seconds within which all nodes must connect; default: 900.", min=1)] = None,
     run_id: Annotated[str | None, typer.Option(help="Id of this start: equal on all nodes, different for each start.")] = None,
@@ -82,7 +85,7 @@ def run(
         "meeting_s": wait,
         "run_id": run_id,
     }
-    return run_it(what, arguments or [], place, module=module, logs=logs)
+    return run_it(what, arguments or [], place, module=module, logs=logs, elastic=elastic)
 
 
 def launch(

@@ -14,10 +14,13 @@ from meshpar.errors import LaunchError
 from meshpar.launchers.agent import slurm
 from meshpar.launchers.agent.failures import first_told
 from meshpar.launchers.agent.local import Placement, launch, launch_recipe
+from meshpar.launchers.agent.replicas import divided, launch_replicas
 from meshpar.launchers.commands.train import check, run_as_rank, show
 from meshpar.launchers.jobs import build
-from meshpar.launchers.jobs.worker import run_code
+from meshpar.launchers.jobs.elected import replica_problems
+from meshpar.launchers.jobs.worker import end_with_parent, run_code
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+from meshpar.mesh import MeshSpec
 
 
 class _Options(TypedDict, total=False):
@@ -38,7 +41,15 @@ class Given(_Options, total=False):
     nodes: str
 
 
-def run(what: str, arguments: Sequence[str], placement: Mapping[str, object], *, module: bool = False, logs: Path | None = None) -> int:
+def run(
+    what: str,
+    arguments: Sequence[str],
+    placement: Mapping[str, object],
+    *,
+    module: bool = False,
+    logs: Path | None = None,
+    elastic: str | None = None,
+) -> int:
     """Run a script, a module or a recipe, and return the exit code.
 
     If this process is already a rank (of torchrun, or of an srun with one task per rank), it runs as that rank. Otherwise torch's elastic
@@ -51,6 +62,7 @@ def run(what: str, arguments: Sequence[str], placement: Mapping[str, object], *,
             (``PET_*``) set the others.
         module: whether ``what`` is a module's name.
         logs: the folder of logs; None: ``logs`` in the recipe's output folder, or ``runs/<script>/logs``.
+        elastic: ``"replicas"``: each replica of a recipe's mesh is a job of its own, see :mod:`meshpar.launchers.agent.replicas`.
 
     Raises:
         MeshparError: the first failing rank's error.
@@ -59,6 +71,8 @@ def run(what: str, arguments: Sequence[str], placement: Mapping[str, object], *,
     if kind == "script" and not Path(what).is_file():
         raise LaunchError(f"there is no file {what}; give the path of a script, -m MODULE, or a recipe")
     given: Given = {**from_kubeflow(os.environ), **said(placement)}
+    if elastic is not None:
+        return _run_replicas(kind, what, arguments, given, logs, elastic)
     if "nodes" not in given:
         step = slurm.adopt()
         if runtime.launched():
@@ -68,10 +82,39 @@ def run(what: str, arguments: Sequence[str], placement: Mapping[str, object], *,
         recipe = load_recipe(what, arguments)
         place = placed(given, recipe)
         check(recipe, place.ranks * place.nodes, build.machine_problems(recipe, place.ranks))
-        if not place.node_rank:
+        if runtime.replica()[1]:
+            end_with_parent()
+        elif not place.node_rank:
             show(recipe)
         return launch_recipe(recipe, place, logs)
     return launch([kind, what, *arguments], placed(given, None), logs or _script_logs(kind, what), sys.stdout)
+
+
+def _run_replicas(kind: str, what: str, arguments: Sequence[str], given: Given, logs: Path | None, elastic: str) -> int:
+    """Run this node's replicas of a recipe."""
+    if elastic != "replicas":
+        raise LaunchError(f"--elastic is {elastic!r}; expected replicas (--nodes MIN:MAX is the job that restarts on fewer nodes)")
+    if kind != "recipe":
+        raise LaunchError(
+            f"--elastic=replicas starts recipes; {what} is a {kind}: start one job for each replica, with TORCHFT_LIGHTHOUSE, and use "
+            "meshpar.training.Replicas in its loop"
+        )
+    if odd := [f"--{name.replace('_', '-')}" for name in ("rejoin_s", "run_id", "meeting_s") if name in given]:
+        raise LaunchError(f"--elastic=replicas does not take {', '.join(odd)}; set patience in the recipe instead")
+    least, nodes = _nodes(str(given.get("nodes", 1)))
+    if least != nodes:
+        raise LaunchError("--elastic=replicas and --nodes MIN:MAX are two kinds of elastic jobs; give --nodes a number")
+    head, node_rank = given.get("head", ""), given.get("node_rank", 0)
+    if nodes > 1 and not (head or runtime.lighthouse()):
+        raise LaunchError(f"{nodes} nodes require --head HOST:PORT, a free port of node 0, where the replicas' lighthouse listens")
+    recipe = load_recipe(what, arguments)
+    mesh = MeshSpec.placed(recipe.mesh, build.world_size_of(recipe), build.world_size_of(recipe) // nodes)
+    division = divided(mesh, nodes, node_rank)
+    one = recipe.model_copy(update={"mesh": str(division.mesh)})
+    check(one, division.ranks, [*build.machine_problems(one, division.ranks), *replica_problems(recipe)])
+    if not node_rank:
+        show(recipe)
+    return launch_replicas(recipe, division, head, node_rank, given.get("restarts"), logs)
 
 
 def said(placement: Mapping[str, object]) -> Given:

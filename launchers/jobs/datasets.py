@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
-from meshpar import registry
+from meshpar import registry, runtime
 from meshpar.checkpoints.storage import fetched, place
 from meshpar.errors import MeshparError, RecipeError, brief
 from meshpar.launchers.jobs.transformers_models import DataFacts
@@ -298,6 +298,7 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
         accumulate=section.accumulate,
         seed=recipe.seed if section.shuffle else None,
         loader=loader,
+        replicas=runtime.replica()[1] or 1,
         **place,
     )
     _check_epochs(recipe, train)

@@ -28,6 +28,7 @@ from meshpar.errors import CheckpointError, RecipeError, StoreError
 from meshpar.launchers.agent.starts import made_step
 from meshpar.launchers.agent.watching import watched
 from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs.elected import Elected
 from meshpar.launchers.jobs.feedback import forecast_feedback
 from meshpar.launchers.jobs.first_weights import with_weights
 from meshpar.launchers.jobs.preflight import opened, patience_s
@@ -36,6 +37,7 @@ from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.parallelized import Parallelized
 from meshpar.training.console import Console
 from meshpar.training.data import Batches
+from meshpar.training.elastic import Replicas
 from meshpar.training.loop import Trainer
 from meshpar.training.lora import Adapters, WithAdapters
 from meshpar.training.metrics import JsonLines, Reporter, TensorBoard, flops_per_token
@@ -69,7 +71,7 @@ def run_job(recipe: Recipe) -> Outcome:
         dist.broadcast_object_list(made_of)  # copies of a file on other nodes have other times
         origin = made_of[0]
         settings = build.settings_of(recipe)
-        schedule = build.schedule_of(recipe, settings, train, par.data_size)
+        schedule = build.schedule_of(recipe, settings, train, par.data_size * (runtime.replica()[1] or 1))
         saving = recipe.checkpoint
         manager = CheckpointManager(
             recipe.kept / CHECKPOINTS,
@@ -91,23 +93,37 @@ def run_job(recipe: Recipe) -> Outcome:
             validation=validation,
             checkpointer=Saver(manager, saved, saving.best, origin, before=lambda: _keep(recipe, METRICS, TENSORBOARD)),
             scaler=LossScaler() if build.wants_scaler(recipe) else None,
-            flops_per_token=flops_per_token(par.module),
+            flops_per_token=None if runtime.replica()[1] else flops_per_token(par.module),  # of all replicas, on the devices of one
         )
         with manager, contextlib.ExitStack() as stack:
-            manager.own()
-            come_from = _resume(recipe, manager, saved, optimizer, trainer, origin)
+            replicas = None
+            if runtime.replica()[1]:
+                replicas = Replicas(par, optimizer, train, state=trainer, patience_s=recipe.patience)
+                stack.enter_context(replicas)
+            else:
+                manager.own()  # of replicas, their launcher
+            if replicas is not None and replicas.join():
+                come_from = "the other replicas"
+            else:
+                come_from = _resume(recipe, manager, saved, optimizer, trainer, origin)
+            if replicas is not None:
+                replicas.step, trainer.replicas = trainer.step, replicas
             left = settings.total_steps(train.steps_per_epoch) - trainer.step
             if recipe.profile and left >= PROFILED:
                 trainer.data = _profiled(train, par, optimizer, recipe.folder / PROFILE)
             if runtime.is_main():
-                if left > 0 or not come_from:  # the recipe of a complete run stays the one that made it
+                trains = left > 0 or not come_from  # the recipe of a complete run stays the one that made it
+                if trains and (replicas is None or replicas.leads):
                     _begin_folder(given, data)
                 if recipe.kept != recipe.folder:
                     _take_up(recipe)
                     stack.callback(_keep, recipe, METRICS, TENSORBOARD)
                 _note_first_step(optimizer)
-                reporters = _reporters(recipe, settings.total_steps(train.steps_per_epoch), trainer.step)
-                trainer.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
+                reporting = functools.partial(_reporters, recipe, settings.total_steps(train.steps_per_epoch))
+                reporters: tuple[Reporter, ...] = (Elected(replicas, reporting),) if replicas is not None else reporting(trainer.step)
+                trainer.reporters = reporters
+                if replicas is None:
+                    trainer.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
                 for reporter in trainer.reporters:
                     stack.callback(reporter.close)
                 _tell(recipe, par, trainer, come_from)
@@ -306,11 +322,12 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
     data, schedule = trainer.data, trainer.schedule
     parameters = sum(parameter.numel() for parameter in par.module.parameters())
     batch = data.global_batch
+    ranks = par.data_size * (runtime.replica()[1] or 1)
     passes = "".join(f", {each.name}" for each in par.plan.passes)
     lines = [
         f"{parameters:,} parameters on {str(par.spec) or 'one process'} ({par.device.type}){passes}",
         f"{data.samples}, {data.steps_per_epoch:,} steps an epoch; a step: {batch:,} {_sequences(recipe, batch)} "
-        f"({recipe.data.micro_batch} x {recipe.data.accumulate} micro-batches x {par.data_size} data ranks)",
+        f"({recipe.data.micro_batch} x {recipe.data.accumulate} micro-batches x {ranks} data ranks)",
         f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over {schedule.steps:,} steps",
     ]
     if come_from:

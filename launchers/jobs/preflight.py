@@ -21,6 +21,7 @@ from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe
 
 _LATER_S = 120.0  # by which the time-out of collectives exceeds the watchdog's
+_SKEW_S = 10.0
 _STATE = 3  # AdamW: a parameter and its two moments, in float32
 
 
@@ -54,6 +55,8 @@ def opened(recipe: Recipe, data: build.Data, kind: str) -> Iterator[torch.device
 
 def patience_s(recipe: Recipe) -> float:
     """Return the time-out of collectives in seconds: longer than the watchdog's, which names the ranks that did not arrive."""
+    if runtime.replica()[1]:
+        return recipe.patience + _SKEW_S  # the other replicas go on by then
     return max(runtime.DEFAULT_TIMEOUT_S, (recipe.watchdog or 0.0) + _LATER_S)
 
 

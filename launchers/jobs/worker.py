@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from meshpar.errors import LaunchError, MeshparError
 from meshpar.launchers.agent.failures import NO_USE, STOPPED, exit_code, forget, note_os_exit, record
+from meshpar.launchers.agent.local import SHUTDOWN_S
 from meshpar.launchers.agent.rank_logs import copy_output, redirect
 from meshpar.launchers.agent.starts import begin
 from meshpar.launchers.agent.startup import quick_imports
@@ -35,7 +36,7 @@ def main() -> int:
     forget(folder, rank)
     note_os_exit(folder, rank)
     os.environ["MESHPAR_LOGS"] = logs  # for the watchdog's report
-    _end_with_launcher()
+    end_with_parent()
     try:
         return run_recipe(what) if kind == "recipe" else run_code(kind, what, arguments)
     except (Exception, SystemExit) as error:
@@ -99,12 +100,12 @@ def _unheard(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(1)
 
 
-def _end_with_launcher() -> None:
-    """Make the kernel send SIGTERM (checkpoint and stop) to this rank when the launcher is killed; a rank that does not end is killed."""
+def end_with_parent() -> None:
+    """Make the kernel send SIGTERM (checkpoint and stop) to this process when its parent is killed; one that does not end is killed."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
-    launcher, limit_s = os.pidfd_open(os.getppid()), float(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    launcher, limit_s = os.pidfd_open(os.getppid()), float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_S))
 
     def follow() -> None:
         select.select([launcher], [], [])

@@ -55,6 +55,7 @@ class Recipe(Section):
         device: ``auto``: the accelerator where there is one.
         preflight: whether the doctor looks at the machines before training, and whether what it finds ends the job.
         watchdog: seconds without any progress after which ranks say where they are, and the job ends; None: never.
+        patience: seconds that replicas (``--elastic=replicas``) wait for one that does not answer, before they go on without it.
         profile: write a profile of a few early steps into the run's folder (:mod:`meshpar.training.profile`).
         output: the run's folder, or a URL in an object store (``s3://bucket/run``); logs are then in ``runs/s3/bucket/run``.
         code: the folder from which classes of your own are imported; None: the recipe's.
@@ -73,6 +74,7 @@ class Recipe(Section):
     device: Literal["auto", "cpu", "cuda", "xpu", "hpu", "mps"] = "auto"
     preflight: Literal["off", "warn", "fail"] = "off"
     watchdog: Annotated[float, Bound(gt=0)] | None = 600.0
+    patience: Annotated[float, Bound(gt=0)] = 20.0
     profile: bool = False
     output: str = ""
     code: str | None = None

@@ -249,6 +249,11 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         """What another pass divides over samples is sharded, too."""
         return self.optimizer == "replica"
 
+    @property
+    def replicas_are_whole(self) -> bool:  # type: ignore[override]
+        """Each replica has all parameters and optimizer state."""
+        return self.optimizer == "replica"
+
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from self.unit_problems(self.name, module, layout, mesh.axes["dp_shard"])
         if self.optimizer not in ("replica", "world"):

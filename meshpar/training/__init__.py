@@ -9,6 +9,7 @@ from meshpar.lazy import lazily
 if TYPE_CHECKING:
     from meshpar.training.data import Batches, LoaderSettings, PackedTokens
     from meshpar.training.distillation import Distillation, freeze
+    from meshpar.training.elastic import Change, Replicas
     from meshpar.training.examples import ExampleFile, ExampleSplit
     from meshpar.training.experts import ExpertLoad
     from meshpar.training.loop import Trainer
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from meshpar.training.objectives import CausalLM, Objective, Seq2Seq, SequenceClassification
     from meshpar.training.optimizer import AdamWSettings, build_adamw
     from meshpar.training.padding import LabelledExamples, PairedExamples
+    from meshpar.training.quorum import Lighthouse
     from meshpar.training.scaler import LossScaler
     from meshpar.training.schedule import Schedule
     from meshpar.training.settings import TrainSettings
@@ -28,11 +30,13 @@ __all__ = [
     "Adapters",
     "Batches",
     "CausalLM",
+    "Change",
     "Distillation",
     "ExampleFile",
     "ExampleSplit",
     "ExpertLoad",
     "LabelledExamples",
+    "Lighthouse",
     "LoRA",
     "LoaderSettings",
     "LossScaler",
@@ -40,6 +44,7 @@ __all__ = [
     "Objective",
     "PackedTokens",
     "PairedExamples",
+    "Replicas",
     "Schedule",
     "Seq2Seq",
     "SequenceClassification",
@@ -60,11 +65,13 @@ _HOMES = {
     "Adapters": "lora",
     "Batches": "data",
     "CausalLM": "objectives",
+    "Change": "elastic",
     "Distillation": "distillation",
     "ExampleFile": "examples",
     "ExampleSplit": "examples",
     "ExpertLoad": "experts",
     "LabelledExamples": "padding",
+    "Lighthouse": "quorum",
     "LoRA": "lora",
     "LoaderSettings": "data",
     "LossScaler": "scaler",
@@ -72,6 +79,7 @@ _HOMES = {
     "Objective": "objectives",
     "PackedTokens": "data",
     "PairedExamples": "padding",
+    "Replicas": "elastic",
     "Schedule": "schedule",
     "Seq2Seq": "objectives",
     "SequenceClassification": "objectives",

@@ -57,6 +57,8 @@ class Console:
     def report(self, record: Metrics) -> None:
         """Print a record."""
         text, step = self._text(record), int(record["step"])
+        if not text:
+            return
         if self._progress is None:
             left = f"  eta {self._left(step)}" if "train/loss" in record else ""
             self._write(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}{left}")

@@ -1,7 +1,8 @@
 """Packed sequences of a token file, and the batches of one data rank: every token once per epoch, on any mesh.
 
 The position in the data is ``{"epoch", "samples"}``; samples counts those that all ranks together have used. It does not depend on ranks,
-workers or batch sizes, so that any other mesh resumes from it exactly.
+workers or batch sizes, so that any other mesh resumes from it exactly. ``returned`` are places before ``samples`` whose samples a lost
+replica had, so that they did not count: the next steps begin with them.
 """
 
 from __future__ import annotations
@@ -274,6 +275,7 @@ class OrderedBatches:
         self.samples, self.micro_batch, self.accumulate = samples, micro_batch, accumulate
         self.data_rank, self.data_size, self.seed, self.mix = data_rank, data_size, seed, mix
         self.epoch, self.consumed = 0, 0
+        self.returned: tuple[int, ...] = ()
         self.counts: tuple[int, ...] = (0,) * (0 if mix is None else len(mix.sizes))
 
     @property
@@ -282,7 +284,7 @@ class OrderedBatches:
         return self.micro_batch * self.accumulate * self.data_size
 
     def __len__(self) -> int:
-        return math.ceil((self.samples - self.consumed) / self.global_batch) * self.accumulate
+        return math.ceil((self.samples - self.consumed + len(self.returned)) / self.global_batch) * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
         mine = self.micro_batch * self.accumulate
@@ -290,13 +292,21 @@ class OrderedBatches:
             indices += [FILLER] * (mine - len(indices))
             yield from (indices[row : row + self.micro_batch] for row in range(0, mine, self.micro_batch))
 
+    def places(self, first: int, count: int) -> list[int]:
+        """Return the places in the order of at most ``count`` samples that are left of the epoch, from the one numbered ``first``."""
+        back, start = self.returned[first : first + count], self.consumed + max(0, first - len(self.returned))
+        return [*back, *range(start, min(start + count - len(back), self.samples))]
+
     def _of_one(self) -> Iterator[list[int]]:
-        """Yield this rank's indices of each step; one permutation for each epoch."""
-        mine = self._mine()
-        key = None if self.seed is None else key_of(self.seed, self.epoch)
-        for start in range(self.consumed, self.samples, self.global_batch):
-            places = (start + mine)[start + mine < self.samples]
-            yield (places if key is None else permuted(places, self.samples, key)).tolist()
+        """Yield this rank's indices of each step."""
+        for start in range(0, self.samples - self.consumed + len(self.returned), self.global_batch):
+            yield self.step(start)
+
+    def step(self, first: int) -> list[int]:
+        """Return this rank's indices of the step that begins with the sample numbered ``first`` of those that are left."""
+        mine, places = self._mine(), need("numpy").array(self.places(first, self.global_batch), dtype="int64")
+        places = places[mine[mine < len(places)]]
+        return (places if self.seed is None else permuted(places, self.samples, key_of(self.seed, self.epoch))).tolist()
 
     def _of_several(self, mix: Interleave) -> Iterator[list[int]]:
         """Yield this rank's indices of each step, until all sources are used up."""
@@ -333,6 +343,7 @@ class Batches:
         data_size: int = 1,
         seed: int | None = 0,
         loader: LoaderSettings | None = None,
+        replicas: int = 1,
     ) -> None:
         """Build the loader.
 
@@ -344,6 +355,7 @@ class Batches:
             data_size: number of slices: ``par.data_size``.
             seed: seed of the order; None: the order of the data.
             loader: settings of workers and read-ahead.
+            replicas: number of replicas that :meth:`share` the samples when none is lost, each with ``data_size`` slices.
 
         Raises:
             RecipeError: a size is below one, or there are no samples.
@@ -354,7 +366,8 @@ class Batches:
             )
         if len(samples) == 0:
             raise RecipeError("the data has no sample; give at least two tokens, because a token and its successor make a sample")
-        self.samples = samples
+        self.samples, self._replicas = samples, replicas
+        self._epoch, self._consumed, self._returned = 0, 0, tuple[int, ...]()
         self._sampler = OrderedBatches(
             len(samples),
             micro_batch=micro_batch,
@@ -369,8 +382,8 @@ class Batches:
 
     @property
     def global_batch(self) -> int:
-        """Number of samples that all ranks together use in one step."""
-        return self._sampler.global_batch
+        """Number of samples that all ranks together use in one step; of all replicas, when none is lost."""
+        return self._sampler.global_batch * self._replicas
 
     @property
     def steps_per_epoch(self) -> int:
@@ -384,7 +397,7 @@ class Batches:
 
     def one_epoch(self) -> Iterator[list[TensorBatch]]:
         """Yield the remaining steps of this epoch; the position advances with each."""
-        self._sampler.epoch, self._sampler.consumed, self._sampler.counts = self._epoch, self._consumed, self._counts
+        self._place_sampler()
         step: list[TensorBatch] = []
         for batch in self._loader:
             step.append(batch)
@@ -404,14 +417,54 @@ class Batches:
             if self._sampler.mix is not None:
                 raise RecipeError(f"the sources of the mix are used up after {self.steps_per_epoch} steps; raise their epochs")
 
+    def share_problems(self) -> Iterator[str]:
+        """Yield why :meth:`share` cannot read this data, one line each."""
+        if self._sampler.mix is not None:
+            yield "the data is a mix of sources, whose order does not take samples of lost replicas back; train on one source"
+        if self._loader.num_workers:
+            yield f"workers={self._loader.num_workers} read ahead, and which samples come next depends on the replicas; set workers=0"
+
+    def share(self, replica: int, replicas: int) -> list[TensorBatch]:
+        """Return one step's micro-batches for a replica of several, each with its own ranks' samples; the position stays.
+
+        Args:
+            replica: number of this replica among those that train this step.
+            replicas: how many train it.
+        """
+        self._place_sampler()
+        sampler = self._sampler
+        mine = sampler.micro_batch * sampler.accumulate
+        indices = sampler.step(replica * sampler.global_batch)
+        indices += [FILLER] * (mine - len(indices))
+        size = sampler.micro_batch
+        return [self.samples.__getitems__(indices[row : row + size]) for row in range(0, mine, size)]
+
+    def count(self, counted: Sequence[bool]) -> None:
+        """Advance the position by a step of several replicas; the samples of those that did not count come again in the next steps."""
+        if not all(counted):  # else an iteration over the epoch may be reading the sampler
+            self._place_sampler()
+        size = self._sampler.global_batch
+        whole = size * len(counted)
+        lost = [place for number, each in enumerate(counted) if not each for place in self._sampler.places(number * size, size)]
+        self._consumed = min(len(self.samples), self._consumed + max(0, whole - len(self._returned)))
+        self._returned = (*lost, *self._returned[whole:])
+        if self._consumed >= len(self.samples) and not self._returned:
+            self._epoch, self._consumed = self._epoch + 1, 0
+
+    def _place_sampler(self) -> None:
+        sampler = self._sampler
+        sampler.epoch, sampler.consumed, sampler.counts, sampler.returned = self._epoch, self._consumed, self._counts, self._returned
+
     def restart(self) -> None:
         """Set the position to the beginning of the first epoch."""
-        self._epoch, self._consumed = 0, 0
+        self._epoch, self._consumed, self._returned = 0, 0, tuple[int, ...]()
         self._counts: tuple[int, ...] = (0,) * (0 if self._sampler.mix is None else len(self._sampler.mix.sizes))
 
     def position(self) -> dict[str, Any]:
         """Return the position of the next step, the same on every rank; of a mix also how many samples each source has given."""
         position: dict[str, Any] = {"epoch": self._epoch, "samples": self._consumed}
+        if self._returned:
+            position["returned"] = list(self._returned)
         return position if self._sampler.mix is None else position | {"sources": list(self._counts)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -432,14 +485,15 @@ class Batches:
                 "sequence length and seed, or start a new run"
             )
         self._epoch, self._consumed, self._counts = state["epoch"], state["samples"], tuple(state.get("sources", ()))
+        self._returned = tuple(state.get("returned", ()))
 
     def _advance(self) -> None:
+        if (mix := self._sampler.mix) is None:
+            self.count([True])
+            return
         self._consumed += self.global_batch
-        if (mix := self._sampler.mix) is not None:
-            self._counts = mix.after(self._counts, mix.sources(self._counts, self.global_batch))
-            if mix.total is None:
-                return
-        if self._consumed >= len(self.samples):
+        self._counts = mix.after(self._counts, mix.sources(self._counts, self.global_batch))
+        if mix.total is not None and self._consumed >= len(self.samples):
             self._epoch, self._consumed = self._epoch + 1, 0
 
 

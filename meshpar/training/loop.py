@@ -22,6 +22,7 @@ from meshpar.replicas import check_equal
 from meshpar.training.bounds import Every
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.documents import check_documents
+from meshpar.training.elastic import Replicas
 from meshpar.training.experts import ExpertLoad
 from meshpar.training.metrics import Meter, Reading, Reporter, losses_of, means
 from meshpar.training.objectives import Objective
@@ -102,6 +103,7 @@ class Trainer:
         self._values: dict[str, float] = {}
         self._skips = 0
         self._saved = -1
+        self.replicas: Replicas | None = None  # made with this trainer, whose state it sends to others
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=par.device)
         self._on_device = Transfer(par.device)
         self._reading: tuple[Reading, dict[str, float], list[str]] | None = None
@@ -151,7 +153,8 @@ class Trainer:
         with stop or StopRequest() as stop:
             batches = iter(self.data)
             while not self._complete():
-                self._train_step(next(batches))
+                if not self._train_step(next(batches) if self.replicas is None else self.replicas.begin()):
+                    continue
                 self.step += 1
                 self._after_step(epoch_ended=self.data.position()["samples"] == 0)
                 if stop.agreed() and not self._complete():
@@ -197,9 +200,10 @@ class Trainer:
         samples: Any = data.samples
         return loss_sum, {**more, **losses_of(list(samples.sources), losses, batch["labels"], source)}
 
-    def _train_step(self, micro_batches: list[TensorBatch]) -> None:
-        par, optimizer = self.par, self.optimizer
-        par.manual_seed(mix(self.settings.seed, self.step))
+    def _train_step(self, micro_batches: list[TensorBatch]) -> bool:
+        """Train a step, and return whether it counts: among replicas, the others may have gone on without this one."""
+        par, optimizer, replicas = self.par, self.optimizer, self.replicas
+        par.manual_seed(mix(self.settings.seed, self.step, *([] if replicas is None else [replicas.slot])))
         micro_batches = [par.split(batch) for batch in micro_batches]
         tokens = sum(self.objective.tokens(batch) for batch in micro_batches)
         # full: a tensor made of a Python number on a GPU would wait for it
@@ -214,6 +218,13 @@ class Trainer:
             (sum(balance.values(), loss_sum) * scale).backward()
             for name, value in {"loss": loss_sum, **more, **balance}.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+        if replicas is not None:
+            summed = replicas.reduce(tokens, *sums.values())
+            if summed is None:
+                return False
+            mine = float(par.loss_rank == 0)  # the sums are all ranks' already
+            tokens = int(summed[0]) * (par.loss_rank == 0)
+            sums = {name: each.to(par.device, torch.float32) * mine for name, each in zip(sums, summed[1:], strict=True)}
         if self.scaler is not None:
             self.scaler.unscale_(par.module)
         norm = par.clip_grad_norm_(self.settings.clip or math.inf)
@@ -225,6 +236,7 @@ class Trainer:
         self._load.step(moved=moved)
         optimizer.zero_grad(set_to_none=True)
         self._norm = norm
+        return True
 
     def _may_step(self, norm: torch.Tensor) -> bool:
         """Return whether the step's gradients are finite. The norm and therefore the result are equal on every rank."""
@@ -262,6 +274,7 @@ class Trainer:
     def _after_step(self, *, epoch_ended: bool) -> None:
         settings, last = self.settings, self._complete()
         self._read()
+        self._tell_changes()
         if last or self.step % settings.log_every == 0:
             self._report()
         if settings.check_replicas_every and self.step % settings.check_replicas_every == 0:
@@ -273,6 +286,15 @@ class Trainer:
             self._publish({"step": self.step} | {f"val/{name}": value for name, value in self.validate().items()})
         if last or self._due(settings.checkpoint_every, epoch_ended):
             self._save()
+
+    def _tell_changes(self) -> None:
+        """Report which replicas were lost and joined."""
+        if self.replicas is None:
+            return
+        for change in self.replicas.changes:
+            self._note(str(change))
+            self._publish({"step": self.step, "replicas": len(change.replicas), "replicas/seconds": change.seconds})
+        self.replicas.changes.clear()
 
     def _due(self, every: Every, epoch_ended: bool) -> bool:
         return epoch_ended if every == "epoch" else every is not None and self.step % every == 0
@@ -308,7 +330,7 @@ class Trainer:
         self._publish({"lr": known.pop("lr"), "grad_norm": norm, "epoch": known.pop("epoch"), **record, **known, "tokens": self.tokens})
 
     def _save(self) -> None:
-        if self.checkpointer is None or self._saved == self.step:
+        if self.checkpointer is None or self._saved == self.step or not (self.replicas is None or self.replicas.writes()):
             return
         self._read()
         self._report()

@@ -1,0 +1,67 @@
+"""What a recipe's job does where it is one of several replicas: one of them reports and writes, whichever leads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
+
+from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.launchers.recipes.techniques import make_passes
+from meshpar.training.elastic import Replicas
+from meshpar.training.metrics import Metrics, Reporter
+
+
+def replica_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield what ``--elastic=replicas`` does not support in a recipe, one line each; the plan's and the data's own come with them."""
+    for each in make_passes(recipe.passes):
+        if not each.replicas_are_whole:
+            yield (
+                f"--elastic=replicas: {each.name}, as it is set, splits state over replicas, and a lost replica takes its part along; keep "
+                "it whole (optimizer: replica), or run with --nodes MIN:MAX, which resumes from the newest checkpoint"
+            )
+    if recipe.teacher is not None:
+        yield f"{recipe.where('teacher')}: --elastic=replicas trains without a teacher; drop one of both"
+    if recipe.training.balance_rate or recipe.training.balance_loss:
+        yield (
+            f"{recipe.where('training')}: --elastic=replicas adds up gradients over replicas, and not how often each expert is chosen; set "
+            "balance_rate and balance_loss to 0"
+        )
+    if recipe.kept != recipe.folder:
+        yield f"{recipe.where('output')}: --elastic=replicas keeps a run in a folder that every node sees, got {recipe.output}; write a folder"
+    if recipe.profile:
+        yield f"{recipe.where('profile')}: --elastic=replicas writes no profile; write profile: false"
+    if recipe.data.workers:
+        yield f"{recipe.where('data.workers')}: --elastic=replicas reads data in the training process; write data.workers: 0"
+
+
+@final
+class Elected:
+    """Reporters of this replica while it leads; another one's write to the same files before and after."""
+
+    def __init__(self, replicas: Replicas, make: Callable[[int], Sequence[Reporter]]) -> None:
+        """``make``: returns the reporters of a run that has made so many steps."""
+        self._replicas, self._make = replicas, make
+        self._reporters: Sequence[Reporter] = ()
+
+    def report(self, record: Metrics) -> None:
+        """Pass a record on if this replica leads."""
+        for each in self._leading():
+            each.report(record)
+
+    def note(self, text: str) -> None:
+        """Pass a line of text on if this replica leads."""
+        for each in self._leading():
+            each.note(text)
+
+    def close(self) -> None:
+        """Close what is open."""
+        for each in self._reporters:
+            each.close()
+        self._reporters = ()
+
+    def _leading(self) -> Sequence[Reporter]:
+        if not self._replicas.leads:
+            self.close()
+        elif not self._reporters:
+            self._reporters = self._make(self._replicas.step - bool(self._replicas.counted))
+        return self._reporters

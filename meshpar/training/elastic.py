@@ -1,0 +1,623 @@
+"""Train in several replicas, each a world of its own, of which some may be lost and come back."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Protocol, TypeVar, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from meshpar import _torch, runtime
+from meshpar.errors import MeshparError, PlanError, ReplicaError
+from meshpar.exact.agreement import leaves
+from meshpar.parallelized import Parallelized
+from meshpar.placements import local_tensor
+from meshpar.replicas import digest
+from meshpar.state.initialize import state as tensors_of
+from meshpar.training.data import Batches, TensorBatch
+from meshpar.training.quorum import Member, Membership, Peers, Quorum, Sum, connect
+
+T = TypeVar("T")
+
+_BUCKET = 1 << 22  # elements
+_MOST_S = 30.0
+_CONNECT_S = 5.0  # gloo tries five times
+
+
+class Stateful(Protocol):
+    """What a replica sends to another beside its weights and optimizer: plain data, such as a trainer's."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change of the replicas that train.
+
+    Attributes:
+        step: number of steps that were complete.
+        replicas: names of those that go on.
+        lost: names of those that are gone.
+        joined: names of those that are new.
+        seconds: how long this replica waited.
+    """
+
+    step: int
+    replicas: tuple[str, ...]
+    lost: tuple[str, ...]
+    joined: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        told = [f"{word} {', '.join(names)}" for word, names in (("lost", self.lost), ("joined", self.joined)) if names]
+        left = f"{len(self.replicas)} replica{'s' if len(self.replicas) != 1 else ''}"
+        return f"{left} after step {self.step}: {'; '.join(told)} ({self.seconds:.1f} s)"
+
+
+@final
+class Replicas:
+    """Train one model in several replicas, each a job of its own with its own process group; a lost replica costs a step.
+
+    Every replica takes its share of each step's samples. Gradients are averaged over the replicas that are there, weighted by their
+    tokens, and every optimizer makes the same step. If a replica ends, hangs or is cut off, the others complete the step without it, and
+    its samples come again in the next steps. A new or returned replica gets weights, optimizer state and the position in the data from a
+    living one, compared by hash. torchft's lighthouse decides which replicas are there. A step counts if the lighthouse has put together a
+    quorum of replicas that have its sum, so that a replica that was dropped commits nothing.
+
+    >>> with Replicas(par, optimizer, batches) as replicas:                 # doctest: +SKIP
+    ...     while batches.epoch < 1:                                        # doctest: +SKIP
+    ...         for batch in par.accumulate(replicas.begin()):              # doctest: +SKIP
+    ...             loss_sum, tokens = ...                                  # doctest: +SKIP
+    ...             (loss_sum * par.token_scale(tokens)).backward()         # doctest: +SKIP
+    ...         replicas.reduce(tokens)                                     # doctest: +SKIP
+    ...         optimizer.step(); optimizer.zero_grad()                     # doctest: +SKIP
+
+    Every method is collective in the replica: all of its ranks call it.
+
+    Args:
+        par: the parallel module of this replica: its mesh has no other replicas. All replicas start from the same weights.
+        optimizer: its optimizer.
+        data: the batches of this replica. They are read by the training process, without workers.
+        state: what a new replica also gets, with the position of ``data`` in it; None: the position alone.
+        lighthouse: ``http://host:port``; None: ``TORCHFT_LIGHTHOUSE``, which ``meshpar run --elastic=replicas`` sets.
+        name: of this replica in messages; None: as the launcher says.
+        replicas: number of replicas to wait for at the start; None: as the launcher says.
+        patience_s: seconds that replicas wait for one that does not answer, longer than the difference between their step times.
+        wait_s: seconds that a new replica waits for the others.
+
+    Attributes:
+        step: number of steps that were committed; a loop that restores a checkpoint sets it.
+        counted: whether each of the shares of the last step counted.
+        changes: what has changed since the loop last cleared the list.
+
+    Raises:
+        PlanError: what cannot be trained in this way, by name.
+        ReplicaError: nobody answers at the lighthouse.
+    """
+
+    def __init__(
+        self,
+        par: Parallelized,
+        optimizer: torch.optim.Optimizer,
+        data: Batches,
+        *,
+        state: Stateful | None = None,
+        lighthouse: str | None = None,
+        name: str | None = None,
+        replicas: int | None = None,
+        patience_s: float = 20.0,
+        wait_s: float = 900.0,
+    ) -> None:
+        if problems := [*plan_problems(par), *data.share_problems()]:
+            raise PlanError(problems)
+        known, whole = runtime.replica()
+        self.par, self.optimizer, self.data = par, optimizer, data
+        self.step, self.changes = 0, list[Change]()
+        self._state: Stateful = data if state is None else state
+        self._expected, self._patience_s, self._wait_s = whole if replicas is None else replicas, patience_s, wait_s
+        self._world = None if dist.get_world_size() == 1 else _control_group(patience_s)
+        self._membership: Membership | None = None
+        self._name = self._tell(lambda: self._enter(lighthouse or runtime.lighthouse(), name or known))
+        self._sum: Sum = (0, 0)
+        self._failures, self._life, self._blank = 0, 0, False
+        self._drawn: Sum = (0, 0)
+        self._quorum: Quorum | None = None
+        self._group: Peers | None = None
+        self._key: tuple[Sum, tuple[str, ...]] | None = None
+        self._compared = False
+        self._slots: tuple[str, ...] = ()
+        self.counted: tuple[bool, ...] = ()
+        self._trained: tuple[str, ...] = ()
+        self._first, self._behind, self._longest_s, self._began = False, False, 0.0, 0.0
+
+    def __enter__(self) -> Replicas:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the others, who need not wait."""
+        if self._membership is not None:
+            self._membership.close()
+        self._drop_group()
+
+    def join(self) -> bool:
+        """Return whether living replicas have a state, which :meth:`begin` copies. If not, restore a checkpoint. Call it once, first."""
+        self._blank = True
+        self._ask(waits=False)
+        assert self._quorum is not None
+        self._blank = self._quorum.best[0] >= 0
+        if not self._blank:
+            self._quorum = None  # the next one tells from where this replica starts
+        return self._blank
+
+    @property
+    def slot(self) -> int:
+        """Number of this replica among those that share the samples of this step, from 0."""
+        return self._slots.index(self._name)
+
+    @property
+    def slots(self) -> int:
+        """Number of replicas that share the samples of this step."""
+        return len(self._slots)
+
+    @property
+    def sum(self) -> Sum:
+        """The group in which the last step was added up; of two replicas' steps of one number, the larger counts."""
+        return self._sum
+
+    def writes(self) -> bool:
+        """Return whether this replica is the one that writes checkpoints and reports after this step, and has not been dropped since."""
+        return self._tell(lambda: self.leads and self._membership is not None and self._membership.current())
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica had trained longest of those with the newest state when they last met; not collective."""
+        return self._first and not self._behind
+
+    def begin(self) -> list[TensorBatch]:
+        """Begin a step: let new replicas in, copy the state if this one is behind, and return the micro-batches of this rank.
+
+        Raises:
+            ReplicaError: this replica does not reach the others any more; a new start of it may.
+        """
+        began = time.monotonic()
+        self._settle()
+        self._behind = False
+        assert self._quorum is not None
+        self._slots, self._drawn = self._names(), self._quorum.key
+        if self._slots != self._trained:
+            self._changed(self.step, time.monotonic() - began)
+        self._began = time.monotonic()
+        return self.data.share(self.slot, len(self._slots))
+
+    @torch.no_grad()
+    def reduce(self, tokens: int, *values: Tensor) -> list[Tensor] | None:
+        """Average the gradients over replicas, weighted by their tokens, and commit the step: call it between backward and optimizer.
+
+        Args:
+            tokens: number of tokens that this rank counted in the step.
+            values: sums of this rank, such as of losses.
+
+        Returns:
+            Number of tokens, then ``values``, each summed over the ranks of all replicas that counted: float64, in host memory. None: the
+            others have gone on without this replica. It has no gradients then, so that an optimizer changes nothing, and the next
+            :meth:`begin` copies their state.
+
+        Raises:
+            ReplicaError: see :meth:`begin`.
+        """
+        self.par.reshard()
+        began = time.monotonic()
+        mine = torch.cat([torch.tensor([float(tokens)]), *(each.detach().double().reshape(-1).cpu() for each in values)]).double()
+        on_device = self.par.data_sum(mine.to(self.par.device))
+        mine, failed = on_device.cpu(), False
+        while True:
+            summed = self._try(lambda: _Summed(self._group, self.par.module, self._slots.index(self._name), len(self._slots), mine))
+            if summed is not None:
+                assert self._quorum is not None
+                done = self._quorum.key
+                self._ask(waits=False, done=done)
+                if self._quorum.best == (self.step + 1, done):
+                    summed.commit()
+                    self.data.count(summed.counted)
+                    self._life += 1
+                    self.step, self._sum, self.counted = self.step + 1, done, tuple(summed.counted)
+                    if failed:
+                        self._changed(self.step, time.monotonic() - began)
+                    self._longest_s = max(self._longest_s, time.monotonic() - self._began)
+                    self._move()
+                    total, *rest = summed.totals.split([1, *(each.numel() for each in values)])
+                    return [total.reshape(()), *(part.view(each.shape) for part, each in zip(rest, values))]
+            else:
+                failed = True
+                self._fail()
+                self._ask(waits=True)
+                assert self._quorum is not None
+                if self._name not in self._names():
+                    self._quorum = None  # the others share the samples of this step differently
+                elif self._quorum.best == (self.step, self._sum):
+                    if not self._try(self._connect):
+                        self._drop_group()
+                    continue
+            self._behind = True
+            for each in self.par.module.parameters():
+                each.grad = None
+            return None
+
+    # Membership
+
+    def _enter(self, lighthouse: str, name: str) -> str:
+        if not lighthouse:
+            raise ReplicaError(
+                "there is no lighthouse that puts replicas together; start the job with `meshpar run --elastic=replicas`, or set "
+                "TORCHFT_LIGHTHOUSE=http://HOST:PORT"
+            )
+        self._membership = Membership(lighthouse, name, patience_s=self._patience_s, wait_s=self._wait_s)
+        return self._membership.name
+
+    def _move(self) -> None:
+        if self._membership is not None:
+            self._membership.moved(self._longest_s)
+
+    def _tell(self, act: Callable[[], T]) -> T:
+        """Run ``act`` on rank 0 of the replica alone and return its result, or raise its error, on every rank."""
+        outcome: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                outcome = [(act(), None)]
+            except MeshparError as error:
+                outcome = [(None, error)]
+        if self._world is not None:
+            dist.broadcast_object_list(outcome, src=0, group=self._world)
+        result, failure = outcome[0]
+        if failure is not None:
+            raise failure
+        return cast("T", result)
+
+    def _all(self, good: bool) -> bool:
+        """Return whether all ranks of the replica say so."""
+        if self._world is None:
+            return good
+        flag = torch.tensor(int(good))
+        dist.all_reduce(flag, dist.ReduceOp.MIN, self._world)
+        return bool(flag)
+
+    def _try(self, act: Callable[[], T]) -> T | None:
+        """Return the result of ``act``, which needs the other replicas; None on every rank where it failed on one."""
+        result: T | None = None
+        try:
+            result = act()
+            good = True
+        except RuntimeError as error:
+            if isinstance(error, MeshparError):
+                raise
+            good = False
+        return result if self._all(good) else None
+
+    def _ask(self, *, waits: bool, done: Sum | None = None) -> None:
+        """Get the quorum that decides: whether the step ``done`` counts, or with whom to complete or begin one."""
+        step, key = (self.step, self._sum) if done is None else (self.step + 1, done)
+        began = time.monotonic()
+        limit = self._wait_s if self.step == 0 or self._blank or not self._trained else _MOST_S + 2 * self._longest_s
+
+        def ask() -> Quorum | None:
+            assert self._membership is not None
+            place = -1 if self._blank else step
+            member = Member(
+                name=self._name,
+                store="",
+                step=place,
+                sum=key,
+                waits=waits,
+                failures=self._failures,
+                drawn=self._drawn,
+                life=self._life,
+            )
+            found = self._membership.ask(member)
+            waited = time.monotonic() - began
+            if found is not None and (waits or any(each.name == self._name for each in found.ready)):
+                fresh = found.best[1] == (0, 0)  # nobody has trained yet: refused by all alike
+                if not fresh or self._trained or len(found.members) >= self._expected or waited > _MOST_S:
+                    return found
+                time.sleep(0.1)
+            if waited > limit:
+                raise ReplicaError(
+                    f"replica {_plain(self._name)} found no others to go on with in {waited:.0f} s after step {self.step}: the lighthouse "
+                    "does not answer, or has put the others together without it; start the replica again, or the job from its newest "
+                    "checkpoint"
+                )
+            return None
+
+        found = None
+        while found is None:
+            found = self._tell(ask)
+        self._quorum, self._failures = found, found.key[1]
+        self._first = found.leader.name == self._name
+
+    def _names(self) -> tuple[str, ...]:
+        assert self._quorum is not None
+        return tuple(each.name for each in self._quorum.ready)
+
+    def _changed(self, step: int, seconds: float) -> None:
+        before, now = set(self._trained), self._names()
+        self._trained = now
+        if before:
+            lost, joined = sorted(before - set(now)), sorted(set(now) - before)
+            if lost or joined:
+                plain = [tuple(map(_plain, each)) for each in (now, lost, joined)]
+                self.changes.append(Change(step=step, replicas=plain[0], lost=plain[1], joined=plain[2], seconds=seconds))
+
+    # Groups
+
+    def _settle(self) -> None:
+        """Connect to the quorum's members and bring all of them to one state."""
+        while True:
+            if self._quorum is None:
+                self._ask(waits=False)
+            elif self._is_settled():
+                return
+            assert self._quorum is not None
+            if self._quorum.best[0] < 0:
+                raise ReplicaError(
+                    "the replicas that lived ended before this one had their state; start it again, from the newest checkpoint"
+                )
+            held = self._try(self._copied) if self._try(self._connect) else None
+            if held is not None:
+                if held:
+                    self._take(held)
+                    self._blank = False
+                self.step, self._sum = self._quorum.best
+                if self._compared or self._try(self._compare):
+                    self._compared = True
+                    self._move()
+                    return
+            self._fail()
+
+    def _is_settled(self) -> bool:
+        assert self._quorum is not None
+        same = all(each.state == self._quorum.best for each in self._quorum.ready)
+        return same and self._compared and self._key == (self._quorum.key, self._names())
+
+    def _fail(self) -> None:
+        self._failures += 1
+        self._quorum = None
+        self._drop_group()
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            self._group.shutdown()
+        self._group, self._key = None, None
+
+    def _connect(self) -> bool:
+        """Make the group of this rank's peers, unless it is the one that there is."""
+        assert self._quorum is not None
+        names, key = self._names(), self._quorum.key
+        if self._key != (key, names):
+            self._drop_group()
+            # With the members: those that complete a step meet before those that join, in one quorum.
+            path = f"{key[0]}.{key[1]}/{' '.join(names)}/{dist.get_rank()}"
+            place = names.index(self._name)
+            limit = min(_CONNECT_S, self._patience_s)
+            self._group = connect(self._quorum.ready[0], path, place, len(names), limit)
+            _torch.bound(self._group, self._patience_s)
+            self._key, self._compared = (key, names), False
+        return True
+
+    def _copied(self) -> dict[str, Any]:
+        """Send the newest state to the replicas that have an older one; return what this replica has received, if it is one of them."""
+        assert self._quorum is not None and self._group is not None
+        members, best, held = self._quorum.ready, self._quorum.best, dict[str, Any]()
+        sources = [number for number, each in enumerate(members) if each.state == best]
+        behind = [number for number, each in enumerate(members) if each.state != best]
+        for turn, number in enumerate(behind):
+            source = sources[turn % len(sources)]
+            if self._name == members[source].name:
+                _send(self._group, number, self._held())
+            elif self._name == members[number].name:
+                held = _received(self._group, source)
+        return held
+
+    def _held(self) -> dict[str, Any]:
+        self.par.reshard()
+        module = [local_tensor(each).detach() for _, each in tensors_of(self.par.module)]
+        optimizer = dict(self.optimizer.state_dict())
+        return {"module": module, "optimizer": {**optimizer, "state": dict(optimizer["state"])}, "state": self._state.state_dict()}
+
+    @torch.no_grad()
+    def _take(self, held: dict[str, Any]) -> None:
+        self.par.reshard()
+        for (_, each), value in zip(tensors_of(self.par.module), held["module"], strict=True):
+            local_tensor(each).copy_(value)
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        for number, values in held["optimizer"]["state"].items():
+            for name, value in values.items():
+                if isinstance(value, _Part):
+                    values[name] = _like(parameters[number], value.tensor)
+        self.optimizer.load_state_dict(held["optimizer"])
+        self._state.load_state_dict(held["state"])
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _compare(self) -> bool:
+        """Compare the hashes of what all members have.
+
+        Raises:
+            MeshparError: they differ.
+        """
+        assert self._group is not None
+        total = torch.zeros((), dtype=torch.int64)
+        for each in leaves(self._held()):
+            if isinstance(each, Tensor):
+                total = total * 6364136223846793005 + digest(local_tensor(each)).cpu()
+        both = torch.stack([total, ~total])
+        self._group.allreduce([both], dist.ReduceOp.MAX).wait()
+        if int(both[0]) != ~int(both[1]):
+            raise MeshparError(
+                f"replicas have different weights or optimizer states after step {self.step}; start all of them from the same seed or the "
+                "same checkpoint, and change no weights of one replica alone"
+            )
+        return True
+
+
+@final
+class _Part:
+    """A part of a DTensor on its way."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@final
+class _Summed:
+    """The weighted sum of all members' gradients, beside which the gradients of this replica stay until :meth:`commit`."""
+
+    def __init__(self, group: Peers | None, module: nn.Module, slot: int, slots: int, mine: Tensor) -> None:
+        """Add up over ``group``; ``mine`` has the tokens of this replica and its other sums, ``slot`` is its number of ``slots``.
+
+        Raises:
+            RuntimeError: a member failed.
+        """
+        if group is None:
+            raise RuntimeError("there is no group")
+        self._trained = [each for each in module.parameters() if each.requires_grad]
+        known = torch.tensor([float(each.grad is not None) for each in self._trained], dtype=torch.float64)
+        slotted = torch.zeros(2 * slots, dtype=torch.float64)
+        slotted[slot], slotted[slots + slot] = mine[0], 1.0
+        vector = torch.cat([slotted, mine, known])
+        group.allreduce([vector]).wait()
+        self.counted = [bool(each) for each in vector[slots : 2 * slots]]
+        self.totals = vector[2 * slots : 2 * slots + len(mine)]
+        self._known = vector[2 * slots + len(mine) :].tolist()
+        weight = float(mine[0] / self.totals[0]) if self.totals[0] else 0.0
+        self._flats: list[tuple[list[nn.Parameter], Tensor]] = []
+        works = []
+        for bucket in self._buckets():
+            flat = torch.cat([_gradient(each).reshape(-1).to("cpu", torch.promote_types(each.dtype, torch.float32)) for each in bucket])
+            flat.mul_(weight)
+            works.append(group.allreduce([flat]))
+            self._flats.append((bucket, flat))
+        for work in works:
+            work.wait()
+
+    def _buckets(self) -> Iterator[list[nn.Parameter]]:
+        bucket: list[nn.Parameter] = []
+        for each, known in zip(self._trained, self._known, strict=True):
+            if not known:
+                continue
+            if bucket and (each.dtype != bucket[0].dtype or sum(local_tensor(one).numel() for one in bucket) >= _BUCKET):
+                yield bucket
+                bucket = []
+            bucket.append(each)
+        if bucket:
+            yield bucket
+
+    def commit(self) -> None:
+        """Replace the gradients of this replica by those of all."""
+        for bucket, flat in self._flats:
+            parts = flat.split([local_tensor(each).numel() for each in bucket])
+            for each, part in zip(bucket, parts):
+                if each.grad is None:
+                    each.grad = torch.zeros_like(each)
+                grad = local_tensor(each.grad)
+                grad.copy_(part.view(grad.shape))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(local_tensor(parameter)) if parameter.grad is None else local_tensor(parameter.grad)
+
+
+def plan_problems(par: Parallelized) -> Iterator[str]:
+    """Yield why the replicas of this plan cannot be lost and replaced, one line each."""
+    if (inside := par.spec.axes.get("dp_replicate", 1)) > 1:
+        yield f"the mesh has dp_replicate={inside} inside of one replica; write dp_replicate=1: each replica is a job of its own"
+    for each in par.plan.passes:
+        if not each.replicas_are_whole:
+            yield (
+                f"{each.name}, as it is set, splits state over replicas, and a lost replica takes its part along; keep it whole "
+                "(optimizer='replica'), or run with --nodes MIN:MAX, which resumes from the newest checkpoint"
+            )
+    for name, child in par.module.named_modules():
+        if isinstance(child, _BatchNorm):
+            yield f"{name} ({type(child).__name__}) takes statistics of the whole batch, of which a replica sees a part; use another norm"
+
+
+def _control_group(patience_s: float) -> dist.ProcessGroup:
+    return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s + _MOST_S)))
+
+
+def _plain(name: str) -> str:
+    return name.rpartition(":")[0]
+
+
+def _like(parameter: Tensor, part: Tensor) -> Tensor:
+    """Return the DTensor of a part as ``parameter`` is split."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+class _Packed(pickle.Pickler):
+    """Pickles nested values without their tensors, of which it keeps this rank's parts."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: object) -> tuple[bool, torch.Size, torch.dtype, str] | None:
+        if not isinstance(value, Tensor):
+            return None
+        part = local_tensor(value).detach()
+        self.tensors.append(part)
+        return isinstance(value, DTensor), part.shape, part.dtype, part.device.type
+
+
+class _Unpacked(pickle.Unpickler):
+    """Unpickles what :class:`_Packed` has pickled; the tensors come one after another."""
+
+    def __init__(self, file: io.BytesIO, receive: Callable[[Tensor], object]) -> None:
+        super().__init__(file)
+        self._receive = receive
+
+    def persistent_load(self, told: tuple[bool, torch.Size, torch.dtype, str]) -> object:
+        split, shape, dtype, device = told
+        value = torch.empty(shape, dtype=dtype)
+        self._receive(value)
+        value = value if device == "cpu" else value.to(device)
+        return _Part(value) if split else value
+
+
+def _send(group: Peers, to: int, held: dict[str, Any]) -> None:
+    """Send nested values: first what they are, then tensor after tensor."""
+    packed = _Packed(file := io.BytesIO())
+    packed.dump(held)
+    header = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    for each in (torch.tensor([header.numel()]), header, *packed.tensors):
+        if each.numel():
+            group.send([each.contiguous().cpu()], to, 0).wait()
+
+
+def _received(group: Peers, source: int) -> dict[str, Any]:
+    """Return what :func:`_send` sends; parts of DTensors as :class:`_Part`."""
+
+    def receive(into: Tensor) -> None:
+        if into.numel():
+            group.recv([into], source, 0).wait()
+
+    receive(size := torch.zeros(1, dtype=torch.int64))
+    receive(header := torch.empty(int(size), dtype=torch.uint8))
+    return cast("dict[str, Any]", _Unpacked(io.BytesIO(bytes(header.tolist())), receive).load())

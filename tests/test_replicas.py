@@ -1,0 +1,188 @@
+"""Replicas that are lost and come back: no token is lost or counted twice, every loss is one process's, and nobody waits for long.
+
+A sample of faults runs here; ``benchmarks/replicas.py`` draws hundreds, also of links.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshpar import FullyShard, HybridShard, LaunchError, MeshSpec, Plan, PlanError
+from meshpar.errors import ReplicaError
+from meshpar.launchers.agent.failures import exit_code
+from meshpar.launchers.agent.replicas import divided
+from meshpar.launchers.commands.run import run
+from meshpar.testing import on_ranks
+from meshpar.training import Batches, LoaderSettings, Replicas
+from meshpar.training.order import Interleave
+from meshpar.training.quorum import Member, Quorum
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import replicas as lab
+
+pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="pip install 'meshpar[replicas]'")
+
+
+class Numbers:
+    """Sample i is i; ``FILLER`` is -1."""
+
+    fingerprint = "numbers"
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitems__(self, indices):
+        return {"labels": torch.tensor(indices)}
+
+
+def batches(count=23, **options):
+    return Batches(Numbers(count), micro_batch=2, **options)
+
+
+def rows(micro_batches):
+    return [int(row) for batch in micro_batches for row in batch["labels"] if row >= 0]
+
+
+def test_samples_of_a_lost_replica_come_again_and_each_counts_once_an_epoch():
+    """Replicas come and go, a step of one of them is lost now and then, and a plain job finishes the epoch from the saved position."""
+    data, seen = batches(47, accumulate=2), []
+    for flags in ([True, True], [True, False, True], [False], [True, True, False]):
+        shares = [rows(data.share(number, len(flags))) for number in range(len(flags))]
+        seen += [row for share, counted in zip(shares, flags) if counted for row in share]
+        data.count(flags)
+    position = json.loads(json.dumps(data.state_dict()))
+    assert position["returned"] and data.epoch == 0
+    plain = [batches(47, data_rank=rank, data_size=2) for rank in range(2)]
+    for each in plain:
+        each.load_state_dict(position)
+        seen += [row for step in each.one_epoch() for row in rows(step)]
+    assert sorted(seen) == list(range(47))
+    assert plain[0].position() == {"epoch": 1, "samples": 0}
+
+
+def test_the_whole_order_is_the_plain_jobs_where_nothing_is_lost():
+    data, plain = batches(), [batches(data_rank=rank, data_size=3) for rank in range(3)]
+    for steps in zip(*(each.one_epoch() for each in plain)):
+        assert [rows(data.share(number, 3)) for number in range(3)] == [rows(step) for step in steps]
+        data.count([True] * 3)
+    assert data.epoch == 1
+
+
+def member(name, step, sum, *, waits=False, failures=0):
+    return Member(name=name, store="", step=step, sum=sum, waits=waits, failures=failures)
+
+
+def test_a_quorum_goes_on_from_the_newest_sum():
+    """Two steps of one number: that of the later group counts, so that a replica which was dropped with a sum of its own is behind."""
+    a, b, c = member("a", 5, (1, 0)), member("b", 5, (2, 0)), member("c", 4, (1, 0), waits=True)
+    quorum = Quorum(number=3, members=(a, b, c))
+    assert quorum.best == b.state and quorum.ready == (a, b, c)  # c was left behind: it copies, and completes nothing
+    waiting = (member("a", 4, (1, 0), waits=True, failures=2), member("b", 4, (1, 0)), member("c", -1, (0, 0)))
+    quorum = Quorum(number=3, members=waiting)
+    assert quorum.ready == waiting[:1] and quorum.key == (3, 2)  # a alone has gradients of this step
+    older = Member(**{**dataclasses.asdict(b), "name": "0", "life": 4})
+    assert Quorum(number=3, members=(older, a, b)).leader == older
+
+
+@on_ranks(2)
+def test_what_cannot_be_lost_is_refused_by_name():
+    with torch.device("meta"):
+        module = lab.model()
+    module.norm = torch.nn.Sequential(module.norm, torch.nn.BatchNorm1d(4, device="meta"))
+    world = HybridShard(optimizer="world", whole=("norm.1.*",))
+    par = Plan("dp_replicate=2,dp_shard=1", [world]).apply(module)
+    optimizer = torch.optim.SGD(par.module.parameters())
+    mixed = Numbers(8)
+    mixed.mix = Interleave(sizes=(4, 4), weights=(1.0, 1.0), epochs=(1, 1))
+    data = batches(loader=LoaderSettings(workers=1)), Batches(mixed, micro_batch=1)
+    told = ""
+    for each in data:
+        with pytest.raises(PlanError) as raised:
+            Replicas(par, optimizer, each)
+        told += str(raised.value)
+    for reason in ("dp_replicate=2 inside", "splits state over replicas", "norm.1 (BatchNorm1d)", "workers=1", "a mix of sources"):
+        assert reason in told
+    par = Plan("dp_shard=2", [FullyShard()]).apply(lab.model())
+    with pytest.raises(ReplicaError, match="meshpar run --elastic=replicas"):
+        Replicas(par, optimizer, batches())
+
+
+def test_a_job_is_divided_into_replicas():
+    found = divided(MeshSpec("dp_replicate=4,dp_shard=2"), 2, 1)
+    assert (found.count, list(found.here), found.ranks, str(found.mesh)) == (4, [2, 3], 2, "dp_replicate=1,dp_shard=2")
+    with pytest.raises(LaunchError, match="has one replica; write dp_replicate=2"):
+        divided(MeshSpec("dp_shard=2"), 1, 0)
+    with pytest.raises(LaunchError, match="spans nodes is not supported"):
+        divided(MeshSpec("dp_replicate=2,dp_shard=2"), 4, 0)
+    assert exit_code(ReplicaError("")) == 75
+
+
+def test_a_recipe_that_cannot_lose_replicas_is_refused_before_a_process_starts(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(lab.RECIPE)
+    more = ["profile=true", "data.workers=2", "mesh=dp_replicate=2,dp_shard=2", "passes=[{HybridShard: {optimizer: world}}]"]
+    with pytest.raises(PlanError, match="splits state over replicas") as raised:
+        run(str(path), more, {}, elastic="replicas")
+    assert "profile: false" in str(raised.value) and "data.workers: 0" in str(raised.value)
+    for what, place, words, match in (
+        ("script.py", {}, [], "starts recipes; .* is a script"),
+        ("job.yaml", {"nodes": "1:2"}, [], "two kinds of elastic jobs"),
+        ("job.yaml", {"nodes": "2"}, [], "--head HOST:PORT"),
+        ("job.yaml", {"rejoin_s": 3}, [], "does not take --rejoin-s"),
+        ("job.yaml", {}, ["mesh=dp_shard=2"], "has one replica"),
+    ):
+        (tmp_path / what).touch()
+        with pytest.raises(LaunchError, match=match):
+            run(str(tmp_path / what), words, place, elastic="replicas")
+    with pytest.raises(LaunchError, match="expected replicas"):
+        run(str(path), [], {}, elastic="nodes")
+
+
+@pytest.mark.timeout(300)
+def test_a_replica_that_dies_in_backward_costs_a_step(tmp_path):
+    """The survivor completes the step alone, within seconds; the other one comes back, and they end bitwise equal."""
+    with lab.Lab(tmp_path, replicas=2, ranks=1, rows=160, pause_s=0.02) as job:
+        job.wait(lambda: job.steps() >= 3, 90)
+        job.wait_for(1, "backward")
+        job.signal(1, signal.SIGKILL)
+        at, began = job.steps(), time.monotonic()
+        job.wait(lambda: job.steps() > at, lab.LONGEST_S)
+        assert time.monotonic() - began < 15
+        job.finish()
+    found = lab.check(tmp_path, 160)
+    assert [(lost, joined) for _, lost, joined in sorted(found["changes"], key=str)] in ([(1, 1)], [(0, 1), (1, 0)], [(1, 0), (0, 1)])
+
+
+FAULTS = int(os.environ.get("MESHPAR_REPLICA_FAULTS", "6"))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("replicas", "ranks"), [(3, 1), pytest.param(2, 2, marks=pytest.mark.long)])
+def test_faults_at_random_instants_lose_and_double_nothing(tmp_path, replicas, ranks):
+    found = lab.run(tmp_path, faults=FAULTS, seed=1, replicas=replicas, ranks=ranks)
+    assert sum(lost for _, lost, _ in found["changes"]) >= FAULTS // 3
+    assert sorted(found["recovery_s"])[len(found["recovery_s"]) // 2] < 10
+
+
+@pytest.mark.timeout(400)
+def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path):
+    """The one that reports is killed: another one does, each step is told once, and the newest checkpoint is the last step's."""
+    seconds, told = lab.killed_recipe(tmp_path, ["--elastic", "replicas"], "out/logs/replica-0")
+    records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 151)), told
+    assert [record["replicas"] for record in records if "replicas" in record][:1] == [1] and "lost 0" in told
+    assert (tmp_path / "out/checkpoints/latest").resolve().name.endswith("150")
+    assert seconds < 15
