@@ -27,7 +27,7 @@ def replica_problems(recipe: Recipe) -> Iterator[str]:
             "balance_rate and balance_loss to 0"
         )
     if recipe.kept != recipe.folder:
-        yield f"{recipe.where('output')}: --elastic=replicas keeps a run in a folder that every node sees, got {recipe.output}; write a folder"
+        yield f"{recipe.where('output')}: --elastic=replicas keeps a run where every node sees it as files, got {recipe.output}"
     if recipe.profile:
         yield f"{recipe.where('profile')}: --elastic=replicas writes no profile; write profile: false"
     if recipe.data.workers:
