@@ -23,6 +23,7 @@ from meshpar.checkpoints.files import aligned, failing_as, local, memory_of, pwr
 from meshpar.checkpoints.leftovers import LEASE_S, leftover, on_the_way, remove
 from meshpar.checkpoints.manifest import fsync, read_manifest
 from meshpar.checkpoints.published import PublishedModel, StoredModel
+from meshpar.checkpoints.quantizing import Quantization, Quantized, quantized
 from meshpar.checkpoints.safetensors import INDEX_NAME, write_header
 from meshpar.checkpoints.steps import open_step
 from meshpar.checkpoints.verify import Verify, open_verified
@@ -46,6 +47,8 @@ def export_safetensors(
     beside: Sequence[str | Path] = (),
     weights: WeightMap | None = None,
     verify: Verify = "size",
+    quantize: Quantization | None = None,
+    high: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Path:
     """Export the model of a checkpoint to ``dst``: safetensors (with an index for several files), config and tokenizer.
@@ -64,6 +67,9 @@ def export_safetensors(
         weights: rules from our names to the published ones; None: those saved with the checkpoint. A source of weights has its own names.
         verify: checks of a checkpoint: ``"none"``; ``"size"``: the size of every file, and the checksum of each part of the model that is
             copied; ``"full"``: also of the parts that are rearranged, by rules or over dims, which are then read twice.
+        quantize: format of the linear weights, in the layouts of compressed-tensors: ``"fp8"`` (a scale for each row), ``"fp8-block"``
+            (for 128 x 128), ``"int8"`` (for each row), ``"int4"`` (for 128 values of a row). Embeddings, heads, routers and norms stay.
+        high: patterns of modules whose weights stay, too, with ``*`` for one part of the name: ``model.layers.0.mlp.*``.
         overwrite: whether to replace an existing file or folder.
 
     Returns:
@@ -78,11 +84,17 @@ def export_safetensors(
         apart(target, open_step(src))
     if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
         raise CheckpointError(
-            f"dtype is {dtype}; expected a floating-point dtype of 16 bits or more, such as torch.bfloat16: float8 weights need scales, "
-            "so quantize the exported model with the tools of your inference engine"
+            f"dtype is {dtype}; expected a floating-point dtype of 16 bits or more, such as torch.bfloat16: float8 weights need scales; "
+            'quantize them (--quantize fp8, in Python quantize="fp8")'
         )
     source, config = _opened(Path(src), weights, verify, config) if isinstance(src, (str, Path)) else (_named(src, weights), config)
-    dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
+    if quantize is not None:
+        source = quantized(source, quantize, dtype, high, config, checked=verify != "none")
+        config, dtypes = {**(config or {}), **source.entry()}, source.dtypes()
+    elif high:
+        raise CheckpointError("high names weights that are not quantised; pass quantize as well")
+    else:
+        dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
     with made_whole(target, overwrite=overwrite) as folder:
         _write_model(folder, source, dtypes, _shards(source.shapes(), dtypes, max_shard_size), progress)
         if config:
@@ -153,7 +165,8 @@ def _write_file(path: Path, source: TypedSource, names: Sequence[str], dtypes: M
     with path.open("wb", buffering=0) as file, _one_thread():
         write_all(file.fileno(), memoryview(header))
         copier = Copier(file.fileno(), count.add)
-        for name, shape in shapes.items():
+        for name in names:
+            shape = shapes[name]
             pieces = stored.pieces(name) if stored is not None else ()
             if are_copied(pieces, shape):
                 for piece in pieces:
@@ -166,7 +179,8 @@ def _write_file(path: Path, source: TypedSource, names: Sequence[str], dtypes: M
 def _write_tiles(descriptor: int, source: TypedSource, name: str, dtype: torch.dtype, position: int, count: ByteCount) -> None:
     """Gather a tensor by tiles of its rows."""
     space = torch.empty(_TILE_BYTES, dtype=torch.uint8)
-    for spans in tiles(source.shapes()[name], dtype.itemsize, _TILE_BYTES):
+    whole = source.shapes()[name]
+    for spans in source.tiles(name) if isinstance(source, Quantized) else tiles(whole, dtype.itemsize, _TILE_BYTES):
         sizes = [b - a for a, b in spans]
         tile = space[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
         source.read(name, tuple(slice(*span) for span in spans), tile)
@@ -277,7 +291,7 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 def _dtype_entry(config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
     """Return the config's entry of the weights' dtype, if all floating-point tensors have the same."""
-    kinds = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
+    kinds = {dtype for dtype in dtypes.values() if dtype.is_floating_point and dtype.itemsize > 1}
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return {key: str(kinds.pop()).removeprefix("torch.")} if len(kinds) == 1 else {}
 

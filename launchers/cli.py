@@ -17,6 +17,7 @@ from meshpar.launchers.commands import launch as launch_commands
 from meshpar.launchers.commands.plan import plan
 
 if TYPE_CHECKING:
+    from meshpar.checkpoints.quantizing import Quantization
     from meshpar.checkpoints.verify import Verify
 
 P = ParamSpec("P")
@@ -105,10 +106,14 @@ def export(
     verify: Annotated[str, typer.Option(help="Checks before the export: none, size (of files), full (of every byte).")] = "size",
     config: Annotated[Path | None, typer.Option(help="Folder whose config.json, tokenizer, ... replace the run's.")] = None,
     layout: Annotated[str | None, typer.Option(help="Weights' names: own, llama, qwen3, gpt2, or rules.json; default: as saved.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="Quantise linear weights: fp8, fp8-block, int8, int4.")] = None,
+    keep_high: Annotated[
+        list[str] | None, typer.Option(help="Module to leave unquantised, '*' for one part: model.layers.0.mlp.*; may be given again.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file or folder.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Export a checkpoint for transformers.
+    """Export a checkpoint for transformers and inference engines.
 
     Writes safetensors with their index, config and tokenizer, without loading the whole model.
     """
@@ -116,7 +121,7 @@ def export(
 
     written = export_run(
         src, dst, dtype=dtype, best=best, max_shard_size=max_shard_size, verify=cast("Verify", verify), config=config, layout=layout,
-        overwrite=overwrite,
+        quantize=cast("Quantization | None", quantize), high=keep_high or (), overwrite=overwrite,
     )  # fmt: skip
     print(f"exported to {written}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from meshpar.checkpoints import CheckpointManager, export_safetensors
+from meshpar.checkpoints.export import apart
 from meshpar.checkpoints.manifest import read_manifest
+from meshpar.checkpoints.quantizing import Quantization
 from meshpar.checkpoints.steps import Steps, open_step
 from meshpar.checkpoints.verify import Verify, verify_files
 from meshpar.errors import CheckpointError
-from meshpar.launchers.export.beside import beside, weight_names
-from meshpar.launchers.export.merging import export_merged
+from meshpar.launchers.export.beside import Beside, beside, config_in, weight_names
+from meshpar.launchers.export.merging import merged
 from meshpar.launchers.jobs.job import CHECKPOINTS, RECIPE
 from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.launchers.recipes.schema import parse_dtype
@@ -38,6 +40,8 @@ def export_run(
     verify: Verify = "size",
     config: Path | None = None,
     layout: str | None = None,
+    quantize: Quantization | None = None,
+    high: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Path:
     """Export a checkpoint with the tokenizer of its run.
@@ -53,6 +57,7 @@ def export_run(
         verify: see :func:`meshpar.checkpoints.export_safetensors`.
         config: a folder whose ``config.json`` and other files take precedence, see :func:`meshpar.launchers.export.beside.beside`.
         layout: names of the weights, see :func:`meshpar.launchers.export.beside.weight_names`; None: as saved with the step.
+        quantize, high: format of the linear weights, and those that stay, see :func:`meshpar.checkpoints.export_safetensors`.
         overwrite: replace an existing file or folder.
 
     Raises:
@@ -62,17 +67,18 @@ def export_run(
     folder = open_step(source if best is None else _best(source, best))
     print(f"exporting {folder}", file=sys.stderr)
     adapted = _adapted(folder.parent.parent)
-    if adapted is not None:
-        if config is not None or layout is not None:
-            raise CheckpointError("merged adapters keep the names and the config of the weights below them; drop --config and --layout")
-        verify_files(folder, read_manifest(folder), verify)
+    if adapted is None:
+        found, names, weights = beside(folder, config), weight_names(layout), folder
+    elif config is not None or layout is not None:
+        raise CheckpointError("merged adapters keep the names and the config of the weights below them; drop --config and --layout")
+    else:
         settings, base = adapted
-        with _progress() as told:
-            return export_merged(folder, dst, settings, base, _dtype(dtype), bytes_of(max_shard_size), told, overwrite=overwrite)
-    found, names = beside(folder, config), weight_names(layout)
+        apart(dst.resolve(), folder, base)
+        verify_files(folder, read_manifest(folder), verify)
+        found, names, weights = Beside(config_in(base), base, ()), None, merged(folder, settings, base)
     with _progress() as told:
         return export_safetensors(
-            folder,
+            weights,
             dst,
             _dtype(dtype),
             bytes_of(max_shard_size),
@@ -82,6 +88,8 @@ def export_run(
             beside=found.files,
             weights=names,
             verify=verify,
+            quantize=quantize,
+            high=high,
             overwrite=overwrite,
         )
 
