@@ -87,7 +87,7 @@ def export_safetensors(
             f"dtype is {dtype}; expected a floating-point dtype of 16 bits or more, such as torch.bfloat16: float8 weights need scales; "
             'quantize them (--quantize fp8, in Python quantize="fp8")'
         )
-    source, config = _opened(Path(src), weights, verify, config) if isinstance(src, (str, Path)) else (_named(src, weights), config)
+    source, config = opened(src, weights, verify, config)
     if quantize is not None:
         source = quantized(source, quantize, dtype, high, config, checked=verify != "none")
         config, dtypes = {**(config or {}), **source.entry()}, source.dtypes()
@@ -105,10 +105,12 @@ def export_safetensors(
     return Path(dst)
 
 
-def _opened(
-    src: Path, weights: WeightMap | None, verify: Verify, config: Mapping[str, Any] | None
-) -> tuple[TypedSource, Mapping[str, Any]]:
-    """Return the model of a checkpoint under its published names, and its config."""
+def opened(
+    src: str | Path | TypedSource, weights: WeightMap | None, verify: Verify, config: Mapping[str, Any] | None
+) -> tuple[TypedSource, Mapping[str, Any] | None]:
+    """Return the model of a checkpoint, or of a source of weights, under its published names, and its config."""
+    if not isinstance(src, str | Path):
+        return (src if weights is None else weights.publish(src)), config
     folder = open_step(src)
     manifest = read_manifest(folder)
     ours = StoredModel(open_verified(folder, manifest, verify, whole=False), manifest.tied)
@@ -116,10 +118,6 @@ def _opened(
     if verify == "full":
         published.check_what_is_rebuilt()
     return published, manifest.config if config is None else config
-
-
-def _named(source: TypedSource, weights: WeightMap | None) -> TypedSource:
-    return source if weights is None else weights.publish(source)
 
 
 def _write_model(

@@ -123,6 +123,13 @@ def is_high(module: str) -> bool:
     return any(fnmatchcase(part, pattern) for part in module.split(".") for pattern in _HIGH)
 
 
+def fitting(patterns: Sequence[str], modules: Mapping[str, object]) -> set[str]:
+    """Return the modules that fit one of the patterns; raises CheckpointError for a pattern that fits none."""
+    if lost := [pattern for pattern in patterns if not any(matches(pattern, module) for module in modules)]:
+        raise CheckpointError(f"no weight of two dims belongs to a module {lost[0]!r}; nearest: {nearest(lost[0], modules)}")
+    return {module for module in modules if any(matches(pattern, module) for pattern in patterns)}
+
+
 @final
 class Quantized:
     """A model's tensors, its linear weights quantised; a :class:`StoredSource` for those that stay.
@@ -142,9 +149,8 @@ class Quantized:
         self._source, self._scheme, self._checked = source, scheme, checked
         dtypes, shapes = source.dtypes(), source.shapes()
         modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if _is_linear(name, shape, dtypes[name])}
-        if lost := [pattern for pattern in high if not any(matches(pattern, module) for module in modules)]:
-            raise CheckpointError(f"no weight of two dims belongs to a module {lost[0]!r}; nearest: {nearest(lost[0], modules)}")
-        self.kept = [each for each in modules if is_high(each) or any(matches(pattern, each) for pattern in high)]
+        chosen = fitting(high, modules)
+        self.kept = [each for each in modules if is_high(each) or each in chosen]
         self.layers = {each: shape for each, shape in modules.items() if each not in self.kept}
         _check_shapes(self.layers, scheme)
         self._parts: dict[str, tuple[str, str]] = {}

@@ -17,6 +17,7 @@ from meshpar.launchers.commands import launch as launch_commands
 from meshpar.launchers.commands.plan import plan
 
 if TYPE_CHECKING:
+    from meshpar.checkpoints.gguf import Kind
     from meshpar.checkpoints.quantizing import Quantization
     from meshpar.checkpoints.verify import Verify
 
@@ -106,7 +107,7 @@ def export(
     verify: Annotated[str, typer.Option(help="Checks before the export: none, size (of files), full (of every byte).")] = "size",
     config: Annotated[Path | None, typer.Option(help="Folder whose config.json, tokenizer, ... replace the run's.")] = None,
     layout: Annotated[str | None, typer.Option(help="Weights' names: own, llama, qwen3, gpt2, or rules.json; default: as saved.")] = None,
-    quantize: Annotated[str | None, typer.Option(help="Quantise linear weights: fp8, fp8-block, int8, int4.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="Quantise: fp8, fp8-block, int8, int4; as GGUF: f16, q8_0, q4_0.")] = None,
     keep_high: Annotated[
         list[str] | None, typer.Option(help="Module to leave unquantised, '*' for one part: model.layers.0.mlp.*; may be given again.")
     ] = None,
@@ -121,7 +122,7 @@ def export(
 
     written = export_run(
         src, dst, dtype=dtype, best=best, max_shard_size=max_shard_size, verify=cast("Verify", verify), config=config, layout=layout,
-        quantize=cast("Quantization | None", quantize), high=keep_high or (), overwrite=overwrite,
+        quantize=cast("Quantization | Kind | None", quantize), high=keep_high or (), overwrite=overwrite,
     )  # fmt: skip
     print(f"exported to {written}")
 

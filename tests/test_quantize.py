@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import meshpar
-from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_safetensors
+from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_gguf, export_safetensors
 from meshpar.checkpoints.quantizing import SCHEMES
 from meshpar.errors import CheckpointError
 from meshpar.launchers.cli import app
@@ -161,6 +163,17 @@ def test_every_byte_is_what_numpy_makes_of_the_plain_export(runs, tmp_path, name
         transformers_agree(tmp_path / "q", runs / "llama-plain", values)
 
 
+def reference(values, plain, folder):
+    """transformers' model of the plain export's config with other values."""
+    import safetensors.torch
+    import transformers
+
+    folder = Path(shutil.copytree(plain, folder / "reference"))
+    tensors = {name: torch.from_numpy(value.copy()) for name, value in values.items()}
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
 def transformers_agree(folder, plain, values):
     """transformers computes the same with the quantised model, dequantised, and with what NumPy made of its bytes."""
     transformers = pytest.importorskip("transformers")
@@ -173,22 +186,18 @@ def transformers_agree(folder, plain, values):
     want = quantization.preset_name_to_scheme(preset, ["Linear"]).model_dump(mode="json", exclude_none=True)
     assert theirs["config_groups"]["group_0"] == want
     load = transformers.AutoModelForCausalLM.from_pretrained
-    reference = load(plain)
-    exact = {name: value.clone() for name, value in reference.state_dict().items()}
-    reference.load_state_dict({name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in values.items()})
     ids = torch.arange(24).reshape(2, 12)
     dequantised = load(folder, quantization_config=transformers.CompressedTensorsConfig(dequantize=True))
     served, problems = load(folder, output_loading_info=True)
     assert not any(problems.values()), problems
     with torch.no_grad():
-        want = reference(ids).logits
+        want = reference(values, plain, folder.parent)(ids).logits
         torch.testing.assert_close(dequantised(ids).logits, want, rtol=1e-5, atol=1e-5)
         got = served(ids).logits
     # Activations are rounded, too, by transformers: to 8 bits a token. int4 has none of that.
     assert (got - want).abs().max() <= (1e-5 if preset == "W4A16" else 0.08) * want.abs().max()
-    reference.load_state_dict(exact)
     with torch.no_grad():
-        assert (reference(ids).logits - want).abs().max() > 1e-3  # the comparison above sees quantised weights
+        assert (load(plain)(ids).logits - want).abs().max() > 1e-3  # the comparison above sees quantised weights
 
 
 class Counted:
@@ -273,8 +282,6 @@ def test_a_weight_that_does_not_fit_its_format_is_named(tmp_path, name, weight, 
 
 
 def test_a_quantised_export_checks_the_bytes_that_it_reads(runs, tmp_path):
-    import shutil
-
     step = shutil.copytree(runs / "llama" / "latest", tmp_path / "step-00000001")
     source = DistributedCheckpoint(step)
     name, chunk = next((name, each.chunks[0]) for name, each in source.tensors.items() if name.endswith("up.weight"))
@@ -282,6 +289,132 @@ def test_a_quantised_export_checks_the_bytes_that_it_reads(runs, tmp_path):
     data = bytearray(box.file.path.read_bytes())
     data[box.position + 5] ^= 1
     box.file.path.write_bytes(data)
-    done = export(step, tmp_path / "q", "--quantize", "int8")
-    assert done.exit_code == 1 and f"{name}, bytes" in done.stderr and not (tmp_path / "q").exists()
+    for how in ("int8", "q8_0"):
+        done = export(step, tmp_path / "q", "--quantize", how)
+        assert done.exit_code == 1 and f"{name}, bytes" in done.stderr and not (tmp_path / "q").exists()
     assert export(step, tmp_path / "q", "--quantize", "int8", "--verify", "none").exit_code == 0
+
+
+def gguf_blocks(kind, weight):
+    """The bytes of a float32 weight and what they stand for, by NumPy alone (ggml-quants.c: quantize_row_*_ref)."""
+    rows = weight.reshape(-1, 32)
+    if kind == "f16":
+        return weight.astype("<f2").view(np.uint8), weight.astype("<f2").astype(np.float32)
+    if kind == "q8_0":
+        scales = np.abs(rows).max(1, keepdims=True) / np.float32(127)
+    else:
+        scales = np.take_along_axis(rows, np.abs(rows).argmax(1, keepdims=True), 1) / np.float32(-8)
+    scaled = rows * np.where(scales == 0, 0, 1 / np.where(scales == 0, 1, scales))
+    half = scales.astype("<f2")
+    if kind == "q8_0":
+        codes = (np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(0.5))).astype(np.int8)
+        values, stored = codes * half.astype(np.float32), codes.view(np.uint8)
+    else:
+        codes = np.trunc(scaled + np.float32(8.5)).clip(0, 15).astype(np.uint8)
+        values, stored = (codes.astype(np.float32) - 8) * half.astype(np.float32), codes[:, :16] | codes[:, 16:] << 4
+    # Half a step; a whole one at the end of the range that 4 bits do not reach; and the scale's rounding to float16.
+    bound = np.abs(scales) * np.float32(0.5 if kind == "q8_0" else 1) + np.abs(rows) * 2.0**-10 + np.float32(2**-24)
+    assert (np.abs(values - rows) <= bound * 1.001).all()
+    return np.concatenate([half.view(np.uint8), stored], axis=1), values.reshape(weight.shape)
+
+
+OURS = {"llama": "llama", "tied": "qwen3", "experts": "qwen3moe", "gpt2": "gpt2"}
+FLOAT32 = ("norm.weight", "ln_", "bias", "wpe", "mlp.gate.")
+FLOAT16 = ("embed_tokens", "lm_head", "wte")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "f16") for name in OURS), ("llama", "q8_0"), ("llama", "q4_0"), ("experts", "q8_0"), ("gpt2", "q4_0")]
+)
+def test_a_gguf_file_is_what_numpy_makes_of_the_plain_export(runs, tmp_path, name, kind):
+    gguf = pytest.importorskip("gguf")
+    transformers = pytest.importorskip("transformers")
+    done = export(runs / name, tmp_path / "q", "--quantize", kind)
+    assert done.exit_code == 0, done.output
+    read = gguf.GGUFReader(tmp_path / "q" / f"model-{kind}.gguf")
+    assert read.fields["general.architecture"].contents() == OURS[name]
+    found = {each.name: np.array(each.data).reshape(-1).view(np.uint8) for each in read.tensors}
+    exact = raw(runs / f"{name}-plain" / "model.safetensors")
+    values, stored = {}, []
+    for each, (_, weight) in exact.items():
+        how = "f32" if any(part in each for part in FLOAT32) else "f16" if any(part in each for part in FLOAT16) else kind
+        turned = np.ascontiguousarray(weight.T) if ".c_" in each and weight.ndim > 1 else weight
+        data, back = (weight.view(np.uint8), weight) if how == "f32" else gguf_blocks(how, turned)
+        values[each] = np.ascontiguousarray(back.T) if turned is not weight else back
+        if name == "llama" and (".q_proj" in each or ".k_proj" in each):
+            data = data.reshape(4, 2, 16, -1).swapaxes(1, 2)  # (heads, halves, pairs): pairs lie beside each other in llama.cpp
+        stored.append(data.reshape(-1))
+    # Each tensor by its bytes, experts one after another: names are the package's.
+    assert sorted(map(len, found.values())) == sorted(map(len, joined(exact, stored)))
+    assert Counter(each.tobytes() for each in found.values()) == Counter(each.tobytes() for each in joined(exact, stored))
+    ids = torch.arange(24).reshape(2, 12)
+    config = transformers.AutoConfig.from_pretrained(runs / f"{name}-plain")  # transformers does not read Qwen3's head_dim from GGUF
+    theirs, problems = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "q", config=config, gguf_file=f"model-{kind}.gguf", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(problems.values()), problems
+    with torch.no_grad():
+        torch.testing.assert_close(
+            theirs(ids).logits, reference(values, runs / f"{name}-plain", tmp_path)(ids).logits, rtol=1e-5, atol=1e-5
+        )
+
+
+def joined(exact, stored):
+    """The experts of a layer one after another, as llama.cpp has them."""
+    together = {}
+    for name, data in zip(exact, stored, strict=True):
+        layer, _, expert = name.partition(".experts.")
+        together.setdefault((layer, expert.partition(".")[2]), []).append(data)
+    return [np.concatenate(each) for each in together.values()]
+
+
+def test_a_gguf_file_has_the_tokenizer_with_the_models_number_of_ids(runs, tmp_path):
+    pytest.importorskip("gguf")
+    transformers = pytest.importorskip("transformers")
+    from meshpar.training.tokenizer import train_bpe
+
+    text = "The plan is checked before anything runs. 12 ranks, 3 meshes; it's one process's loss.\n"
+    train_bpe([text] * 3, 300).save(tmp_path / "tokenizer")
+    config = {**json.loads((runs / "llama-plain" / "config.json").read_text()), "vocab_size": 320}
+    weights = {name: torch.from_numpy(value.copy()) for name, (_, value) in raw(runs / "llama-plain" / "model.safetensors").items()}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = torch.ones(320, 128)
+    import safetensors.torch
+
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    export_gguf(Safetensors(tmp_path), tmp_path / "q", "q8_0", tmp_path / "tokenizer", config=config)
+    ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "q", gguf_file="model-q8_0.gguf")
+    for each in (text, "<|endoftext|>a mesh", " \n\t ü 🚀"):
+        assert theirs(each)["input_ids"] == ours(each)["input_ids"]
+    assert len(theirs) == 320 and theirs.eos_token_id == ours.eos_token_id
+    data = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
+    data["pre_tokenizer"] = {"type": "Whitespace"}
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match=r"cuts text by .*Whitespace.*this export writes byte-level BPE with the cuts of gpt-2, "):
+        export_gguf(Safetensors(tmp_path), tmp_path / "other", "q8_0", tmp_path / "tokenizer", config=config)
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (
+            {"model_type": "falcon"},
+            (),
+            "GGUF: the architecture is 'falcon'; this export knows llama, qwen2, qwen3, qwen3_moe, gemma, gpt2; for",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn"}}, (), "the rotary scaling is 'yarn'; this export knows default, linear and llama3"),
+        ({"use_sliding_window": True}, (), "the config has use_sliding_window = True, which llama.cpp's llama does not compute"),
+        ({"num_hidden_layers": None}, (), "config.json has no num_hidden_layers"),
+        ({}, ("--dtype", "bfloat16"), "--dtype bfloat16 does not fit --quantize q8_0"),
+        ({}, ("--keep-high", "absent"), "no weight of two dims belongs to a module 'absent'"),
+    ],
+)
+def test_what_llama_cpp_does_not_run_is_refused(runs, tmp_path, change, options, message):
+    pytest.importorskip("gguf")
+    config = json.loads((runs / "llama-plain" / "config.json").read_text()) | change
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "config.json").write_text(json.dumps(config))
+    done = export(runs / "llama", tmp_path / "q", "--quantize", "q8_0", "--config", tmp_path / "given", *options)
+    assert done.exit_code == 1 and message in done.stderr and not (tmp_path / "q").exists(), done.stderr

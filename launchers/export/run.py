@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from meshpar.checkpoints import CheckpointManager, export_safetensors
+from meshpar.checkpoints import CheckpointManager, export_gguf, export_safetensors
 from meshpar.checkpoints.export import apart
+from meshpar.checkpoints.gguf import KINDS, Kind
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.quantizing import Quantization
 from meshpar.checkpoints.steps import Steps, open_step
@@ -40,7 +41,7 @@ def export_run(
     verify: Verify = "size",
     config: Path | None = None,
     layout: str | None = None,
-    quantize: Quantization | None = None,
+    quantize: Quantization | Kind | None = None,
     high: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Path:
@@ -57,7 +58,9 @@ def export_run(
         verify: see :func:`meshpar.checkpoints.export_safetensors`.
         config: a folder whose ``config.json`` and other files take precedence, see :func:`meshpar.launchers.export.beside.beside`.
         layout: names of the weights, see :func:`meshpar.launchers.export.beside.weight_names`; None: as saved with the step.
-        quantize, high: format of the linear weights, and those that stay, see :func:`meshpar.checkpoints.export_safetensors`.
+        quantize: format of the linear weights, see :func:`meshpar.checkpoints.export_safetensors` and
+            :func:`meshpar.checkpoints.export_gguf`.
+        high: patterns of modules whose weights stay.
         overwrite: replace an existing file or folder.
 
     Raises:
@@ -76,22 +79,14 @@ def export_run(
         apart(dst.resolve(), folder, base)
         verify_files(folder, read_manifest(folder), verify)
         found, names, weights = Beside(config_in(base), base, ()), None, merged(folder, settings, base)
+    options: dict[str, Any] = {"config": found.config, "weights": names, "verify": verify, "high": high, "overwrite": overwrite}
     with _progress() as told:
-        return export_safetensors(
-            weights,
-            dst,
-            _dtype(dtype),
-            bytes_of(max_shard_size),
-            found.tokenizer,
-            told,
-            config=found.config,
-            beside=found.files,
-            weights=names,
-            verify=verify,
-            quantize=quantize,
-            high=high,
-            overwrite=overwrite,
-        )
+        if quantize in KINDS:
+            if dtype is not None:
+                raise CheckpointError(f"--dtype {dtype} does not fit --quantize {quantize}, which sets each tensor's dtype; drop --dtype")
+            return export_gguf(weights, dst, quantize, found.tokenizer, told, **options)
+        options |= {"beside": found.files, "quantize": quantize}
+        return export_safetensors(weights, dst, _dtype(dtype), bytes_of(max_shard_size), found.tokenizer, told, **options)
 
 
 def _adapted(run: Path) -> tuple[LoRA, Path] | None:
