@@ -23,7 +23,8 @@ from meshpar.weights.views import Spans, spans_of
 
 _TILE_ELEMENTS = 512 << 10  # of a weight at a time: float32 values and what is made of them stay in a core's cache
 _BYTES = 4 << 20  # of a tile of any other tensor
-_HIGH = ("*embed*", "wte", "wpe", "shared", "*head", "score", "classifier", "gate", "*_gate", "*router*", "*norm*", "ln_*", "*_bias")
+_HIGH = ("*embed*", "wte", "wpe", "shared", "*head", "score", "classifier", "gate", "*_gate", "*router*", "*norm*", "ln_*", "*_bias", "wo")
+"""Parts of a module's name: embeddings, heads, routers, norms, and T5's ``wo``, which transformers reads as float32."""
 _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # layers of transformers' Conv1D, with (in, out) weights
 
 Quantization = Literal["fp8", "fp8-block", "int8", "int4"]

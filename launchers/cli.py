@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ParamSpec, cast
+from typing import Annotated, ParamSpec
 
 import typer
 
@@ -15,11 +15,6 @@ from meshpar.launchers.agent.startup import quick_imports
 from meshpar.launchers.commands import checkpoints as checkpoint_commands
 from meshpar.launchers.commands import launch as launch_commands
 from meshpar.launchers.commands.plan import plan
-
-if TYPE_CHECKING:
-    from meshpar.checkpoints.gguf import Kind
-    from meshpar.checkpoints.quantizing import Quantization
-    from meshpar.checkpoints.verify import Verify
 
 P = ParamSpec("P")
 
@@ -111,6 +106,11 @@ def export(
     keep_high: Annotated[
         list[str] | None, typer.Option(help="Module to leave unquantised, '*' for one part: model.layers.0.mlp.*; may be given again.")
     ] = None,
+    measure: Annotated[Path | None, typer.Option(help="Text on which to compare the quantised export with the step's own weights.")] = None,
+    push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face Hub, with a model card.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what --push would upload.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Export new steps to DST/step-N until the job that writes them ends.")] = False,
+    every: Annotated[int | None, typer.Option(help="With --watch: only steps that are multiples of this number.", min=1)] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file or folder.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -118,13 +118,13 @@ def export(
 
     Writes safetensors with their index, config and tokenizer, without loading the whole model.
     """
-    from meshpar.launchers.export.run import export_run
+    from meshpar.launchers.commands.exporting import export as run
 
-    written = export_run(
-        src, dst, dtype=dtype, best=best, max_shard_size=max_shard_size, verify=cast("Verify", verify), config=config, layout=layout,
-        quantize=cast("Quantization | Kind | None", quantize), high=keep_high or (), overwrite=overwrite,
-    )  # fmt: skip
-    print(f"exported to {written}")
+    options = {
+        "dtype": dtype, "max_shard_size": max_shard_size, "verify": verify, "config": config, "layout": layout, "quantize": quantize,
+        "high": keep_high or (), "overwrite": overwrite,
+    }  # fmt: skip
+    run(src, dst, options, best=best, held_out_text=measure, push_to=push, dry_run=dry_run, watched=watch, every=every)
 
 
 @app.command()

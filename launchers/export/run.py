@@ -66,8 +66,7 @@ def export_run(
     Raises:
         CheckpointError: there is no such checkpoint, or an option is invalid.
     """
-    source = src / CHECKPOINTS if (src / CHECKPOINTS).is_dir() else src
-    folder = open_step(source if best is None else _best(source, best))
+    folder = chosen_step(src, best)
     print(f"exporting {folder}", file=sys.stderr)
     adapted = _adapted(folder.parent.parent)
     if adapted is None:
@@ -87,6 +86,16 @@ def export_run(
             return export_gguf(weights, dst, quantize, found.tokenizer, told, **options)
         options |= {"beside": found.files, "quantize": quantize}
         return export_safetensors(weights, dst, _dtype(dtype), bytes_of(max_shard_size), found.tokenizer, told, **options)
+
+
+def steps_of(src: Path) -> Path:
+    """Return the folder of a run's steps; any other path unchanged."""
+    return src / CHECKPOINTS if (src / CHECKPOINTS).is_dir() else src
+
+
+def chosen_step(src: Path, best: str | None) -> Path:
+    """Return the folder of the step to export; arguments and errors as for :func:`export_run`."""
+    return open_step(steps_of(src) if best is None else _best(steps_of(src), best))
 
 
 def _adapted(run: Path) -> tuple[LoRA, Path] | None:
