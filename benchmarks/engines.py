@@ -49,6 +49,21 @@ def models() -> dict[str, Any]:
     }
 
 
+def save_tokenizer(folder: Path) -> Path:
+    """Save a tokenizer whose ids are the bytes of the text, and 256 its end; CTranslate2 asks for all special tokens."""
+    import tokenizers
+    import transformers
+    from gguf.vocab import bytes_to_unicode
+
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[]))
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "<|endoftext|>")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **special).save_pretrained(folder)
+    return folder
+
+
 def make(folder: Path) -> None:
     """Save a random model of each config as a checkpoint, and export it in every format."""
     import torch
@@ -56,13 +71,8 @@ def make(folder: Path) -> None:
 
     import meshpar
     from meshpar.checkpoints import CheckpointManager, export_gguf, export_safetensors
-    from meshpar.training.tokenizer import byte_tokenizer
 
-    tokenizer = byte_tokenizer().save(folder / "tokenizer")
-    settings = json.loads((tokenizer / "tokenizer_config.json").read_text())  # CTranslate2 reads the names of these three
-    (tokenizer / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": settings["eos_token"], "unk_token": settings["eos_token"], **settings})
-    )
+    tokenizer = save_tokenizer(folder / "tokenizer")
     for name, config in models().items():
         if (folder / name / "made").exists():
             continue

@@ -224,16 +224,19 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template; print the answer alone.")
     ] = False,
+    engine: Annotated[str, typer.Option(help="What runs the model: transformers, or vllm where it is installed.")] = "transformers",
     debug: Debug = False,
 ) -> None:
     """Complete a text with an exported model."""
-    from meshpar.launchers.commands.generating import Completer
+    from meshpar.launchers.commands.generating import Completer, VllmCompleter
 
+    if engine not in ("transformers", "vllm"):
+        raise typer.BadParameter(f"--engine must be transformers or vllm, got {engine!r}")
     if not 0.0 < top_p <= 1.0 or "" in (stop or []):
         raise typer.BadParameter("--top-p must be above 0 and at most 1, and --stop a text")
     if temperature == 0.0 and (top_p < 1.0 or seed is not None):
         raise typer.BadParameter("--top-p and --seed are for sampling: also pass --temperature, such as 0.8")
-    text = Completer(model).complete(
+    text = (Completer if engine == "transformers" else VllmCompleter)(model).complete(
         prompt, tokens=tokens, temperature=temperature, top_p=top_p, stop=stop or (), seed=seed, chat=chat
     )  # fmt: skip
     print(text if chat else prompt + text)

@@ -74,7 +74,7 @@ def _card(step: Path, exported: Path, name: str) -> Iterator[str]:
     """Yield the lines of the card: recipe, data position, metrics, mesh, versions and checksums."""
     manifest, recipe = read_manifest(step), step.parent.parent / RECIPE
     yield from ("---", yaml.safe_dump({"library_name": "transformers", "tags": ["meshpar"]}).strip(), "---", "", f"# {name}", "")
-    yield f"Step {manifest.step}, saved {manifest.saved_at[:19]} UTC, exported by [meshpar](https://pypi.org/project/meshpar/)."
+    yield f"Step {manifest.step}, saved {manifest.saved_at[:19]} UTC, exported by meshpar."
     mesh = ",".join(f"{axis}={size}" for axis, size in manifest.mesh.items()) or "none"
     rows = [
         ("Mesh", f"{mesh} ({manifest.world_size} ranks, {manifest.device})"),
@@ -94,7 +94,7 @@ def _card(step: Path, exported: Path, name: str) -> Iterator[str]:
 
 def _position(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return where in its data a job was: its steps and tokens, and the position of the data itself."""
-    found = {key: extra[key] for key in ("step", "tokens", "skipped", "seed") if key in extra}
+    found = {key: extra[key] for key in ("step", "tokens", "skipped") if key in extra}
     return found | {f"data.{key}": value for key, value in (extra.get("data") or {}).items() if isinstance(value, int | str)}
 
 
