@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -132,7 +133,8 @@ def run_vllm(folder: Path) -> dict[str, Any]:
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     from vllm import LLM, SamplingParams
 
-    engine = LLM(str(folder), dtype="float32", enforce_eager=True, max_model_len=128, max_logprobs=VOCABULARY, seed=0)
+    dtype = "bfloat16" if folder.name == "int4" else "float32"  # vLLM's 4-bit product on a CPU has no other
+    engine = LLM(str(folder), dtype=dtype, enforce_eager=True, max_model_len=128, max_logprobs=VOCABULARY, seed=0)
     # The end token is not forbidden, as transformers' min_new_tokens does, but no model chooses it.
     options = SamplingParams(temperature=0, max_tokens=TOKENS, min_tokens=TOKENS, logprobs=VOCABULARY)
     made = engine.generate([{"prompt_token_ids": prompt()}], options)[0].outputs[0]
@@ -165,13 +167,15 @@ def run_ctranslate2(folder: Path) -> dict[str, Any]:
     target = folder.parent / f"{folder.name}-ct2"
     ctranslate2.converters.TransformersConverter(str(folder)).convert(str(target), force=True)
     words = AutoTokenizer.from_pretrained(folder).convert_ids_to_tokens(prompt())
-    options = dict(beam_size=1, end_token=[], return_logits_vocab=True)
+    options = dict(beam_size=1, return_logits_vocab=True)
     if "t5" in json.loads((folder / "config.json").read_text())["model_type"]:
-        made = ctranslate2.Translator(str(target)).translate_batch([words], max_decoding_length=TOKENS, **options)[0]
+        made = ctranslate2.Translator(str(target)).translate_batch(
+            [words], max_decoding_length=TOKENS, min_decoding_length=TOKENS, **options
+        )[0]
         ids = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(made.hypotheses[0])
     else:
         made = ctranslate2.Generator(str(target)).generate_batch(
-            [words], max_length=TOKENS, include_prompt_in_result=False, sampling_topk=1, **options
+            [words], max_length=TOKENS, min_length=TOKENS, include_prompt_in_result=False, **options
         )[0]
         ids = made.sequences_ids[0]
     first = np.array(made.logits[0][0], dtype=np.float64)
@@ -267,25 +271,41 @@ def measure(folder: Path, chosen: Sequence[str], seconds: float) -> dict[str, An
     return found
 
 
+def without_end(logs: Sequence[float]) -> list[float]:
+    """Return log-probabilities of all tokens but the end, which some engines leave out where it may not follow."""
+    total = math.log(math.fsum(map(math.exp, logs[: VOCABULARY - 1])))
+    return [each - total for each in logs[: VOCABULARY - 1]]
+
+
+def cell(found: dict[str, Any], name: str, how: str, engine: str, notes: list[str]) -> str:
+    """Return how many of the first tokens are equal, and the greatest difference of a log-probability; or the number of a note."""
+    result = found.get(f"{name} {how} {engine}")
+    if result is None:
+        return ""
+    if "failed" in result:
+        said = result["failed"].replace("|", "/")
+        notes += [] if said in notes else [said]
+        return f"no ({notes.index(said) + 1})"
+    wants = [found.get(f"{name} {each} reference", {}) for each in (how, *(["plain"] if how == "f16" else []))]  # f16 holds all
+    want = next((each for each in wants if "tokens" in each), None)
+    if want is None:
+        return "runs"
+    same = next((place for place, (a, b) in enumerate(zip(result["tokens"], want["tokens"])) if a != b), TOKENS)
+    worst = max(abs(a - b) for a, b in zip(without_end(result["logs"]), without_end(want["logs"])))
+    return f"{'equal' if same == TOKENS else f'{same} equal'}, {worst:.0e}".replace("0e+00", "0")
+
+
 def table(found: dict[str, Any]) -> str:
-    lines = ["| model | format | engine | greedy tokens | greatest difference of a log-probability |", "| --- | --- | --- | --- | --- |"]
-    for name, how, engine in cases():
-        result = found.get(f"{name} {how} {engine}")
-        wants = [found.get(f"{name} {each} reference", {}) for each in (how, *(["plain"] if how == "f16" else []))]  # f16 holds all
-        want = next((each for each in wants if "tokens" in each), None)
-        if result is None:
-            continue
-        if "failed" in result:
-            lines.append(f"| {name} | {how} | {engine} | does not run | {result['failed'].replace('|', '/')} |")
-            continue
-        if want is None:
-            lines.append(f"| {name} | {how} | {engine} | runs | no reference: transformers does not load it |")
-            continue
-        same = next((place for place, (a, b) in enumerate(zip(result["tokens"], want["tokens"])) if a != b), TOKENS)
-        worst = max(abs(a - b) for a, b in zip(result["logs"], want["logs"]))
-        lines.append(f"| {name} | {how} | {engine} | {'equal' if same == TOKENS else f'equal up to {same}'} | {worst:.1e} |")
+    """Return the table, and below it the engines' words and versions."""
+    formats = (*TENSORS, *GGUF)
+    notes: list[str] = []
+    lines = [f"| model | engine | {' | '.join(formats)} |", f"| --- | --- |{' --- |' * len(formats)}"]
+    for name in dict.fromkeys(name for name, _, _ in cases()):
+        for engine in RUNS:
+            cells = [cell(found, name, how, engine, notes) for how in formats]
+            lines += [f"| {name} | {engine} | {' | '.join(cells)} |"] if any(cells) else []
     versions = ", ".join(f"{engine} {each}" for engine, each in found.get("versions", {}).items())
-    return "\n".join([*lines, "", versions])
+    return "\n".join([*lines, "", *(f"{number}. `{said}`" for number, said in enumerate(notes, 1)), "", versions])
 
 
 def main() -> None:

@@ -156,7 +156,7 @@ def export_gguf(
 
 def _architecture(config: Mapping[str, Any]) -> Architecture:
     """Return what llama.cpp wants of a model; raises CheckpointError for what this export or llama.cpp does not compute."""
-    kind, rope = config.get("model_type"), _rope(config)
+    kind, rope = str(config.get("model_type")), _rope(config)
     if kind not in ARCHITECTURES:
         raise CheckpointError(
             f"GGUF: the architecture is {kind!r}; this export knows {', '.join(ARCHITECTURES)}; for others, export plain safetensors and "

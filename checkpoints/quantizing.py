@@ -170,7 +170,7 @@ class Quantized:
         """Note the stored tensors of a layer."""
         scheme, (rows, columns) = self._scheme, self.layers[module]
         name = f"{module}.weight" if scheme.packed == 1 else f"{module}.weight_packed"
-        stored = [(name, "weight", (rows, columns // scheme.packed), scheme.dtype)]
+        stored: list[tuple[str, str, tuple[int, ...], torch.dtype]] = [(name, "weight", (rows, columns // scheme.packed), scheme.dtype)]
         stored += [(f"{module}.weight_scale", "scale", scheme.grid((rows, columns)), scale_dtype)]
         stored += [(f"{module}.weight_shape", "shape", (2,), torch.int64)] if scheme.packed > 1 else []
         for each, part, shape, dtype in stored:
@@ -282,7 +282,7 @@ def quantized(
         raise CheckpointError("a quantised model needs a config.json, which tells engines its format; got none: pass one (--config DIR)")
     if (kind := config.get("model_type")) in _CONV1D:
         raise CheckpointError(
-            f"{how}: the layers of {kind} are transformers' Conv1D, which compressed-tensors does not load; export it plain, or as GGUF "
+            f"the layers of {kind} are transformers' Conv1D, which compressed-tensors does not load; export it plain, or as GGUF "
             "(--quantize q8_0)"
         )
     return Quantized(source, SCHEMES[how], dtype, high, checked=checked)

@@ -21,7 +21,7 @@ from meshpar.checkpoints.steps import Steps, open_step
 from meshpar.checkpoints.verify import Verify, verify_files
 from meshpar.errors import CheckpointError
 from meshpar.launchers.export.beside import Beside, beside, config_in, weight_names
-from meshpar.launchers.export.merging import merged
+from meshpar.launchers.export.merging import Merged, merged
 from meshpar.launchers.jobs.job import CHECKPOINTS, RECIPE
 from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.launchers.recipes.schema import parse_dtype
@@ -69,8 +69,9 @@ def export_run(
     folder = chosen_step(src, best)
     print(f"exporting {folder}", file=sys.stderr)
     adapted = _adapted(folder.parent.parent)
+    weights: Path | Merged = folder
     if adapted is None:
-        found, names, weights = beside(folder, config), weight_names(layout), folder
+        found, names = beside(folder, config), weight_names(layout)
     elif config is not None or layout is not None:
         raise CheckpointError("merged adapters keep the names and the config of the weights below them; drop --config and --layout")
     else:
