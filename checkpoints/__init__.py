@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from meshpar.checkpoints.dcp import DistributedCheckpoint
     from meshpar.checkpoints.export import export_safetensors
     from meshpar.checkpoints.foreign import TorchWeights
+    from meshpar.checkpoints.gguf import export_gguf
     from meshpar.checkpoints.importing import import_safetensors
     from meshpar.checkpoints.inspecting import diff_steps, list_steps, pin_step, prune_steps, remove_step, show_step, verify_step
     from meshpar.checkpoints.manager import CheckpointManager
@@ -28,6 +29,7 @@ __all__ = [
     "Safetensors",
     "TorchWeights",
     "diff_steps",
+    "export_gguf",
     "export_module",
     "export_safetensors",
     "import_safetensors",
@@ -50,6 +52,7 @@ _HOMES = {
     "Safetensors": "safetensors",
     "TorchWeights": "foreign",
     "diff_steps": "inspecting",
+    "export_gguf": "gguf",
     "export_module": "module",
     "export_safetensors": "export",
     "import_safetensors": "importing",

@@ -23,6 +23,7 @@ from meshpar.checkpoints.leftovers import LEASE_S, leftover, on_the_way, remove
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.objects import ObjectPath
 from meshpar.checkpoints.published import PublishedModel, StoredModel
+from meshpar.checkpoints.quantizing import Quantization, Quantized, quantized
 from meshpar.checkpoints.safetensors import INDEX_NAME, write_header
 from meshpar.checkpoints.steps import open_step
 from meshpar.checkpoints.storage import Place, copy_file, delete, entries, fsync, place, write_durably, writing
@@ -47,6 +48,8 @@ def export_safetensors(
     beside: Sequence[str | Place] = (),
     weights: WeightMap | None = None,
     verify: Verify = "size",
+    quantize: Quantization | None = None,
+    high: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Place:
     """Export the model of a checkpoint to ``dst``: safetensors (with an index for several files), config and tokenizer.
@@ -65,6 +68,9 @@ def export_safetensors(
         weights: rules from our names to the published ones; None: those saved with the checkpoint. A source of weights has its own names.
         verify: checks of a checkpoint: ``"none"``; ``"size"``: the size of every file, and the checksum of each part of the model that is
             copied; ``"full"``: also of the parts that are rearranged, by rules or over dims, which are then read twice.
+        quantize: format of the linear weights, in the layouts of compressed-tensors: ``"fp8"`` (a scale for each row), ``"fp8-block"``
+            (for 128 x 128), ``"int8"`` (for each row), ``"int4"`` (for 128 values of a row). Embeddings, heads, routers and norms stay.
+        high: patterns of modules whose weights stay, too, with ``*`` for one part of the name: ``model.layers.0.mlp.*``.
         overwrite: whether to replace an existing file or folder.
 
     Returns:
@@ -79,11 +85,17 @@ def export_safetensors(
         apart(target, open_step(src))
     if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
         raise CheckpointError(
-            f"dtype is {dtype}; expected a floating-point dtype of 16 bits or more, such as torch.bfloat16: float8 weights need scales, "
-            "so quantize the exported model with the tools of your inference engine"
+            f"dtype is {dtype}; expected a floating-point dtype of 16 bits or more, such as torch.bfloat16: float8 weights need scales; "
+            'quantize them (--quantize fp8, in Python quantize="fp8")'
         )
-    source, config = _opened(src, weights, verify, config) if isinstance(src, str | Place) else (_named(src, weights), config)
-    dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
+    source, config = opened(src, weights, verify, config)
+    if quantize is not None:
+        source = quantized(source, quantize, dtype, high, config, checked=verify != "none")
+        config, dtypes = {**(config or {}), **source.entry()}, source.dtypes()
+    elif high:
+        raise CheckpointError("high names weights that are not quantised; pass quantize as well")
+    else:
+        dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
     with made_whole(target, overwrite=overwrite) as folder:
         _write_model(folder, source, dtypes, _shards(source.shapes(), dtypes, max_shard_size), progress)
         for file in (*(files_beside_weights(tokenizer) if tokenizer is not None else ()), *map(place, beside)):
@@ -93,10 +105,12 @@ def export_safetensors(
     return place(dst)
 
 
-def _opened(
-    src: str | Place, weights: WeightMap | None, verify: Verify, config: Mapping[str, Any] | None
-) -> tuple[TypedSource, Mapping[str, Any]]:
-    """Return the model of a checkpoint under its published names, and its config."""
+def opened(
+    src: str | Place | TypedSource, weights: WeightMap | None, verify: Verify, config: Mapping[str, Any] | None
+) -> tuple[TypedSource, Mapping[str, Any] | None]:
+    """Return the model of a checkpoint, or of a source of weights, under its published names, and its config."""
+    if not isinstance(src, str | Place):
+        return (src if weights is None else weights.publish(src)), config
     folder = open_step(src)
     manifest = read_manifest(folder)
     ours = StoredModel(open_verified(folder, manifest, verify, whole=False), manifest.tied)
@@ -104,10 +118,6 @@ def _opened(
     if verify == "full":
         published.check_what_is_rebuilt()
     return published, manifest.config if config is None else config
-
-
-def _named(source: TypedSource, weights: WeightMap | None) -> TypedSource:
-    return source if weights is None else weights.publish(source)
 
 
 def _write_model(
@@ -148,7 +158,7 @@ def _write_file(path: Place, source: TypedSource, names: Sequence[str], dtypes: 
     """Write one safetensors file and bring it to the disk."""
     # Larger items first, so that every tensor lies at a multiple of its item's size, as readers that map the file want it.
     whole, stored = source.shapes(), source if isinstance(source, StoredSource) else None
-    shapes = {name: whole[name] for name in sorted(names, key=lambda name: -dtypes[name].itemsize)}
+    shapes = {name: whole[name] for name in _in_order(source, names, dtypes)}
     header, positions = write_header(shapes, dtypes)
     end = max((at + _nbytes(shapes[name], dtypes[name]) for name, at in positions.items()), default=0)
     with writing(path, end) as write, _one_thread():
@@ -163,12 +173,19 @@ def _write_file(path: Place, source: TypedSource, names: Sequence[str], dtypes: 
                 _write_tiles(write, source, name, dtypes[name], positions[name], count)
 
 
+def _in_order(source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Sequence[str]:
+    """Return the order of a file: each tensor aligned to its dtype, and scales behind the weights that tell them."""
+    aligned = all(_nbytes(source.shapes()[name], dtypes[name]) % 8 == 0 for name in names)
+    return names if isinstance(source, Quantized) and aligned else sorted(names, key=lambda name: -dtypes[name].itemsize)
+
+
 def _write_tiles(
     write: Callable[[memoryview], object], source: TypedSource, name: str, dtype: torch.dtype, position: int, count: ByteCount
 ) -> None:
     """Gather a tensor by tiles of its rows."""
     space = torch.empty(_TILE_BYTES, dtype=torch.uint8)
-    for spans in tiles(source.shapes()[name], dtype.itemsize, _TILE_BYTES):
+    whole = source.shapes()[name]
+    for spans in source.tiles(name) if isinstance(source, Quantized) else tiles(whole, dtype.itemsize, _TILE_BYTES):
         sizes = [b - a for a, b in spans]
         tile = space[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
         source.read(name, tuple(slice(*span) for span in spans), tile)
@@ -310,7 +327,7 @@ def _write_json(path: Place, data: Mapping[str, Any]) -> None:
 
 def _dtype_entry(config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
     """Return the config's entry of the weights' dtype, if all floating-point tensors have the same."""
-    kinds = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
+    kinds = {dtype for dtype in dtypes.values() if dtype.is_floating_point and dtype.itemsize > 1}
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return {key: str(kinds.pop()).removeprefix("torch.")} if len(kinds) == 1 else {}
 

@@ -131,6 +131,13 @@ class Lease:
         return {key: held.get(key) for key in self._us} == self._us
 
 
+def is_written(folder: Path) -> bool:
+    """Return whether a live process holds the right to write a folder; waits for a sign of life of one on another host."""
+    lease = Lease(folder)
+    held = lease._read()
+    return bool(held) and lease._lives(held)
+
+
 def _told(held: dict[str, Any]) -> str:
     who = f"process {held['process']} on {held['host']} since {held['since']}" if held else "an unknown process"
     return f"is written by another job: {who}"

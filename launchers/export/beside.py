@@ -28,7 +28,7 @@ class Beside:
     """Files to write beside a model's weights: the contents of ``config.json``, a tokenizer's folder, and other files."""
 
     config: Mapping[str, Any]
-    tokenizer: Path | None
+    tokenizer: Place | None
     files: tuple[Place, ...]
 
 
@@ -46,7 +46,7 @@ def beside(step: Place, given: Path | None = None) -> Beside:
     run = step.parent.parent
     tokenizer = fetched(run / TOKENIZER) if (run / TOKENIZER).is_dir() else None
     if given is not None:
-        return Beside(_config_in(given), tokenizer, tuple(files_beside_weights(given)))
+        return Beside(config_in(given), tokenizer, tuple(files_beside_weights(given)))
     config = dict(read_manifest(step).config)
     if tokenizer is not None and config and config.get("eos_token_id") is None:
         config["eos_token_id"] = load_tokenizer(tokenizer).eos_id
@@ -87,7 +87,8 @@ def names_of_ours(kind: object) -> WeightMap | None:
     return None
 
 
-def _config_in(folder: Path) -> dict[str, Any]:
+def config_in(folder: Place) -> dict[str, Any]:
+    """Return the contents of a folder's ``config.json``; raises CheckpointError if it cannot be read."""
     path = folder / "config.json"
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))

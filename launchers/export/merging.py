@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 
-from meshpar.checkpoints import DistributedCheckpoint, Safetensors, export_safetensors, open_step
+from meshpar.checkpoints import DistributedCheckpoint, Safetensors, open_step
 from meshpar.checkpoints.checkpointable import MODEL
-from meshpar.checkpoints.copying import Progress
 from meshpar.checkpoints.export import apart, free_target, made_whole
 from meshpar.checkpoints.storage import Place, fsync, on_disk
 from meshpar.errors import CheckpointError
@@ -57,38 +55,28 @@ class Merged:
         out.copy_(whole + (delta.T if transposed else delta))
 
 
-def export_merged(
-    src: Place,
-    dst: Place,
-    settings: LoRA,
-    base: Place,
-    dtype: torch.dtype | None = None,
-    max_shard_size: int = 5 << 30,
-    progress: Progress | None = None,
-    *,
-    overwrite: bool = False,
-) -> Place:
-    """Write the adapted model for transformers, tile by tile, with the result of peft's ``merge_and_unload``.
+def merged(src: Place, settings: LoRA, base: Place) -> Merged:
+    """Return the weights of the adapted model, to be exported tile by tile, with the result of peft's ``merge_and_unload``.
+
+    Args:
+        src: a step of adapters, or the folder of all steps (its newest).
+        settings: settings of the adapters.
+        base: the folder of the adapted weights.
+    """
+    return Merged(Safetensors(base), stored_adapters(src), settings.alpha / settings.rank)
+
+
+def export_adapters(src: Place, dst: Path, settings: LoRA, base: Place, *, overwrite: bool = False) -> Path:
+    """Write the adapters in peft's format (``PeftModel.from_pretrained``).
+
+    The folder appears, or replaces the old one, once it is complete.
 
     Args:
         src: a step of adapters, or the folder of all steps (exports the newest).
         dst: the folder to write.
         settings: settings of the adapters.
-        base: the folder of the adapted weights, with its config and tokenizer.
-        dtype: dtype of the weights; None: the base's.
-        max_shard_size, progress: as for :func:`meshpar.checkpoints.export_safetensors`.
+        base: the folder of the adapted weights.
         overwrite: replace an existing folder.
-    """
-    apart(dst.resolve(), src, base)
-    merged: Any = Merged(Safetensors(base), stored_adapters(src), settings.alpha / settings.rank)
-    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    return export_safetensors(merged, dst, dtype, max_shard_size, base, progress, config=config, overwrite=overwrite)
-
-
-def export_adapters(src: Place, dst: Path, settings: LoRA, base: Path, *, overwrite: bool = False) -> Path:
-    """Write the adapters in peft's format (``PeftModel.from_pretrained``); arguments as for :func:`export_merged`.
-
-    The folder appears, or replaces the old one, once it is complete.
     """
     import peft
     from safetensors.torch import save_file

@@ -5,21 +5,24 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshpar.checkpoints import CheckpointManager, export_safetensors
+from meshpar.checkpoints import CheckpointManager, export_gguf, export_safetensors
+from meshpar.checkpoints.export import apart
+from meshpar.checkpoints.gguf import KINDS, Kind
 from meshpar.checkpoints.manifest import read_manifest
+from meshpar.checkpoints.quantizing import Quantization
 from meshpar.checkpoints.steps import Steps, checkpoints_in, open_step
 from meshpar.checkpoints.storage import Place, fetched, place
 from meshpar.checkpoints.verify import Verify, verify_files
 from meshpar.errors import CheckpointError
-from meshpar.launchers.export.beside import beside, weight_names
-from meshpar.launchers.export.merging import export_merged
+from meshpar.launchers.export.beside import Beside, beside, config_in, weight_names
+from meshpar.launchers.export.merging import Merged, merged
 from meshpar.launchers.jobs.job import RECIPE
 from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.launchers.recipes.schema import parse_dtype
@@ -39,6 +42,8 @@ def export_run(
     verify: Verify = "size",
     config: Path | None = None,
     layout: str | None = None,
+    quantize: Quantization | Kind | None = None,
+    high: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Place:
     """Export a checkpoint with the tokenizer of its run.
@@ -54,37 +59,40 @@ def export_run(
         verify: see :func:`meshpar.checkpoints.export_safetensors`.
         config: a folder whose ``config.json`` and other files take precedence, see :func:`meshpar.launchers.export.beside.beside`.
         layout: names of the weights, see :func:`meshpar.launchers.export.beside.weight_names`; None: as saved with the step.
+        quantize: format of the linear weights, see :func:`meshpar.checkpoints.export_safetensors` and
+            :func:`meshpar.checkpoints.export_gguf`.
+        high: patterns of modules whose weights stay.
         overwrite: replace an existing file or folder.
 
     Raises:
         CheckpointError: there is no such checkpoint, or an option is invalid.
     """
-    source, dst = checkpoints_in(src), place(dst)
-    folder = open_step(source if best is None else _best(source, best))
+    dst, folder = place(dst), chosen_step(src, best)
     print(f"exporting {folder}", file=sys.stderr)
     adapted = _adapted(folder.parent.parent)
-    if adapted is not None:
-        if config is not None or layout is not None:
-            raise CheckpointError("merged adapters keep the names and the config of the weights below them; drop --config and --layout")
-        verify_files(folder, read_manifest(folder), verify)
+    weights: Place | Merged = folder
+    if adapted is None:
+        found, names = beside(folder, config), weight_names(layout)
+    elif config is not None or layout is not None:
+        raise CheckpointError("merged adapters keep the names and the config of the weights below them; drop --config and --layout")
+    else:
         settings, base = adapted
-        with _progress() as told:
-            return export_merged(folder, dst, settings, base, _dtype(dtype), bytes_of(max_shard_size), told, overwrite=overwrite)
-    found, names = beside(folder, config), weight_names(layout)
+        apart(dst.resolve(), folder, base)
+        verify_files(folder, read_manifest(folder), verify)
+        found, names, weights = Beside(config_in(base), base, ()), None, merged(folder, settings, base)
+    options: dict[str, Any] = {"config": found.config, "weights": names, "verify": verify, "high": high, "overwrite": overwrite}
     with _progress() as told:
-        return export_safetensors(
-            folder,
-            dst,
-            _dtype(dtype),
-            bytes_of(max_shard_size),
-            found.tokenizer,
-            told,
-            config=found.config,
-            beside=found.files,
-            weights=names,
-            verify=verify,
-            overwrite=overwrite,
-        )
+        if quantize in KINDS:
+            if dtype is not None:
+                raise CheckpointError(f"--dtype {dtype} does not fit --quantize {quantize}, which sets each tensor's dtype; drop --dtype")
+            return export_gguf(weights, dst, quantize, None if found.tokenizer is None else fetched(found.tokenizer), told, **options)
+        options |= {"beside": found.files, "quantize": quantize}
+        return export_safetensors(weights, dst, _dtype(dtype), bytes_of(max_shard_size), found.tokenizer, told, **options)
+
+
+def chosen_step(src: str | Place, best: str | None) -> Place:
+    """Return the folder of the step to export; arguments and errors as for :func:`export_run`."""
+    return open_step(checkpoints_in(src) if best is None else _best(checkpoints_in(src), best))
 
 
 def _adapted(run: Place) -> tuple[LoRA, Place] | None:

@@ -90,7 +90,7 @@ class MixingTest:
             if want is None or have is None:
                 log.warning("%s: the model returned no tensor with positions", _UNTRIED)
                 return
-            self._count_alike(forward, *short, want)
+            self._count_alike(forward, short[0], short[1], want)
             mine = want.index_select(1, self._exchange.rows(want.shape[1], want.device))
             size = off(mine, have, 0.0)
             if size > self._tolerance(have):

@@ -104,14 +104,14 @@ def _compute_whole(module: nn.Module, exchange: Exchange) -> None:
         hidden = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point()), None)
         if exchange.alone or hidden is None or hidden.ndim < 2:
             return inner(*args, **kwargs)
-        part = hidden.shape[1]
+        rows, part = hidden.shape[:2]
         length = part * exchange.size
 
         def whole(value: object) -> object:
             if not isinstance(value, Tensor):
                 return value
             if value.ndim == 4 and value.shape[0] == 1:
-                value = value.expand(hidden.shape[0], *value.shape[1:])  # attention of a model's own may insist on a mask for each row
+                value = value.expand(rows, *value.shape[1:])  # attention of a model's own may insist on a mask for each row
             dim = _dim_of_positions(value, part)
             if dim is None:
                 return value
