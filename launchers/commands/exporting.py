@@ -69,5 +69,6 @@ def export(
         watch(local(checkpoints_in(src)), lambda step: one(step, out / step_name(read_manifest(step).step)), best=best, every=every or 1)
         return
     if push_to is not None or held_out_text is not None:
-        local(src), local(dst)
+        for each in (src, dst):
+            local(each)
     one(chosen_step(src, best), place(dst))
