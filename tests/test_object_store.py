@@ -264,11 +264,14 @@ def test_what_a_dead_save_left_goes_and_what_a_live_one_writes_stays(bucket):
     prune_steps(root, keep=3)
     (left,) = [str(path) for path, why in CheckpointManager(root).ignored().items() if "of a save" in why]
     assert "elsewhere-7" in left and value_of(root / "step-00000001") == 1.0
+    living = root / "step-00000001" / "step-00000001.tmp-elsewhere-7-0123456789abcdef" / "__0_0.distcp"
+    living.write(b"half")
     pin_step(root / "step-00000001")
     with pytest.raises(CheckpointError, match="is pinned"):
         remove_step(root / "step-00000001")
     pin_step(root / "step-00000001", pinned=False)
     assert "left: none" in remove_step(root / "step-00000001")
+    assert list((root / "step-00000001").iterdir()) == [living.parent] and living.is_file(), "its writer may commit it"
 
 
 FAULTS = int(os.environ.get("MESHPAR_FAULTS", "15"))
@@ -348,17 +351,30 @@ def test_a_store_that_refuses_is_no_damage_that_is_passed_over(s3_port, bucket, 
     manager = CheckpointManager(f"{bucket}/run")
     for step in (1, 2):
         manager.save(step, Job(Filled(float(step))))
-    get_ranges = obstore.get_ranges
+    get = obstore.get
 
     def expired(store: Any, key: str, **options: Any) -> Any:
         if "step-00000002" in key and key.endswith(".distcp"):
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
             store = obstore.store.from_url(bucket, client_options={"allow_http": True})
-        return get_ranges(store, key, **options)
+        return get(store, key, **options)
 
-    monkeypatch.setattr(obstore, "get_ranges", expired)
+    monkeypatch.setattr(obstore, "get", expired)
     with pytest.raises(StoreError, match=r"__0_\d.distcp failed: the store answered 403 .*check that the store's usual environment"):
         manager.restore(Job(Filled(0.0)), fallback=True)
+
+
+def test_an_object_that_is_replaced_is_not_read_as_a_mixture(bucket):
+    path = place(f"{bucket}/weights")
+    path.write(bytes(40 << 20))
+    file, block = objects.ReadObject(path), memoryview(bytearray(1 << 20))
+    run = file.run(0, file.size)
+    run.fill(block, 0)
+    path.write(b"1" * (40 << 20))
+    with pytest.raises(StoreError, match="/weights was replaced while it was read"):
+        for start in range(0, file.size, len(block)):
+            run.fill(block, start)
+            assert not any(block)
 
 
 def test_data_is_copied_once_with_what_belongs_to_it_and_again_when_it_has_changed(bucket, tmp_path):
