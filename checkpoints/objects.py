@@ -128,12 +128,16 @@ class ObjectPath:
         return None if found is None else found["size"]
 
     def untouched_s(self) -> float:
-        """Return the seconds since the youngest key here was written, by the clocks of the store and of this host; 0 without keys."""
-        return time.time() - max((each["last_modified"].timestamp() for each in self._list()), default=time.time())
+        """Return the seconds since the youngest key here was written, by the store's clock, which a new key tells; 0 without keys."""
+        youngest, clock = max((each["last_modified"] for each in self._list()), default=None), self.with_name(".now")
+        clock.write(b"")
+        now = clock._head()
+        clock.unlink()
+        return 0.0 if youngest is None or now is None else (now["last_modified"] - youngest).total_seconds()
 
     def below(self) -> dict[str, tuple[str | None, int, float]]:
         """Return ETag, size and time of every key below this one, by the rest of its name, and of this key by an empty one."""
-        start, head = len(self.key) + 1, self._head()
+        start, head = len(self._prefix or ""), self._head()
         found = self._list() + ([] if head is None else [head])
         return {each["path"][start:]: (each["e_tag"], each["size"], each["last_modified"].timestamp()) for each in found}
 
