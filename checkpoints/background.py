@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, final
@@ -9,6 +11,8 @@ from typing import Any, final
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshpar.errors import CheckpointError
+
+_log = logging.getLogger("meshpar.checkpoints")
 
 
 @final
@@ -25,7 +29,9 @@ class Background:
         """Run ``stage``, then ``finish``. The next step of any optimizer waits for ``stage``; without one (``trains``) this call waits."""
         self.wait()
         self._staged.clear()
-        self._hook = self._hook or register_optimizer_step_pre_hook(lambda *_: self.before_step())
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_step())
+            atexit.register(self._told_at_exit)
 
         def work() -> None:
             try:
@@ -66,4 +72,10 @@ class Background:
         finally:
             if self._hook is not None:
                 self._hook.remove()
+                atexit.unregister(self._told_at_exit)
             self._hook = None
+
+    def _told_at_exit(self) -> None:
+        """Log the error that nothing raised. Python starts no threads for a save whose program has ended, so that such a save fails."""
+        if self._failure is not None:
+            _log.error("the last save in the background is lost: %s; call close() of the CheckpointManager at the end", self._failure)

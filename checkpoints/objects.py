@@ -43,6 +43,7 @@ RETRY = {
 }
 _PIECE_BYTES = 4 << 20  # of one request
 _WINDOW_BYTES = 16 << 20  # of requests at once; four tensors are read at once
+_REQUESTS = 8  # at once, of one read
 _UPLOAD_BYTES, _UPLOADS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 9_000  # S3 takes 10 000 parts of an upload
 READERS = 4
 """Tensors that a restore reads at once, and runs of one tensor."""
@@ -127,12 +128,16 @@ class ObjectPath:
         return None if found is None else found["size"]
 
     def untouched_s(self) -> float:
-        """Return the seconds since the youngest key here was written, by the clocks of the store and of this host; 0 without keys."""
-        return time.time() - max((each["last_modified"].timestamp() for each in self._list()), default=time.time())
+        """Return the seconds since the youngest key here was written, by the store's clock, which a new key tells; 0 without keys."""
+        youngest, clock = max((each["last_modified"] for each in self._list()), default=None), self.with_name(".now")
+        clock.write(b"")
+        now = clock._head()
+        clock.unlink()
+        return 0.0 if youngest is None or now is None else (now["last_modified"] - youngest).total_seconds()
 
     def below(self) -> dict[str, tuple[str | None, int, float]]:
         """Return ETag, size and time of every key below this one, by the rest of its name, and of this key by an empty one."""
-        start, head = len(self.key) + 1, self._head()
+        start, head = len(self._prefix or ""), self._head()
         found = self._list() + ([] if head is None else [head])
         return {each["path"][start:]: (each["e_tag"], each["size"], each["last_modified"].timestamp()) for each in found}
 
@@ -256,17 +261,16 @@ class ReadObject:
     """An object open for reads of ranges.
 
     Raises:
-        CheckpointError: there is no such key, or the store does not give it.
+        CheckpointError: there is no such key, or the store does not give it. Of reads: the object is no longer the one that was opened.
     """
 
     least_run_bytes, most_waste_bytes = 64 << 10, 64 << 10  # a request costs as much as reading this
 
     def __init__(self, path: ObjectPath) -> None:
         self.path = path
-        size = path.size()
-        if size is None:
+        if (found := path._head()) is None:
             raise CheckpointError(f"cannot open {path}: there is no such key; retention or prune deletes steps that are not pinned")
-        self.size = size
+        self.size, self.tag = int(found["size"]), found["e_tag"]
         self._kept: list[tuple[int, memoryview]] = []
 
     def bytes(self, position: int, count: int) -> bytes:
@@ -326,16 +330,18 @@ class ReadObject:
             return []
         if (end := max(stop for _, stop in spans)) > self.size:
             raise CheckpointError(f"{self.path} is truncated: expected bytes up to {end}, the object has {self.size}")
-        starts, ends = zip(*spans)
 
-        def get(store: Any) -> list[memoryview]:  # noqa: ANN401
-            found = [memoryview(each) for each in _obstore().get_ranges(store, self.path.key, starts=starts, ends=ends, coalesce=0)]
-            if any(len(piece) != stop - start for piece, (start, stop) in zip(found, spans)):
+        def get(store: Any, span: tuple[int, int]) -> memoryview:  # noqa: ANN401
+            found = _obstore().get(store, self.path.key, options={"range": span})
+            if found.meta["e_tag"] != self.tag:  # its bytes fit none that were read before
+                raise StoreError(f"{self.path} was replaced while it was read; read it again when no other job writes it")
+            if len(piece := memoryview(found.bytes())) != span[1] - span[0]:
                 raise _errors().GenericError("the answer is shorter than the range that was asked for")
-            return found
+            return piece
 
         try:
-            return self.path._asked("reading", get)
+            with ThreadPoolExecutor(min(len(spans), _REQUESTS), thread_name_prefix="meshpar-get") as pool:
+                return list(pool.map(lambda span: self.path._asked("reading", partial(get, span=span)), spans))
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.path} is gone: the step was deleted or replaced while it was read") from error
 

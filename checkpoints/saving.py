@@ -131,7 +131,7 @@ class Saving:
         """Write the files to this machine's disk, without what a dead process left there."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         for each in folder.parent.iterdir():
-            if (left := leftover(each)) and step_of(left.of) is not None and left.abandoned():
+            if (left := leftover(each)) and left.kind == "tmp" and step_of(left.of) is not None and left.abandoned():
                 remove(each)
         folder.mkdir()
         if self._ready is not None:

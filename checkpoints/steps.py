@@ -20,7 +20,7 @@ from typing import final
 from meshpar.checkpoints.leftovers import Leftover, leftover, on_the_way, remove, told_only
 from meshpar.checkpoints.manifest import MANIFEST_NAME, Manifest, read_manifest, step_name, step_of
 from meshpar.checkpoints.objects import ObjectPath
-from meshpar.checkpoints.storage import Place, entries, fsync, place, write_durably
+from meshpar.checkpoints.storage import Place, delete, entries, fsync, place, write_durably
 from meshpar.errors import CheckpointError, StoreError
 
 CHECKPOINTS = "checkpoints"
@@ -70,9 +70,7 @@ class Steps:
         final = self.path(step)
         if isinstance(final, ObjectPath):
             attempt = final / on_the_way(final, "tmp").name
-            text, tag = (final / MANIFEST_NAME).read() or (b"", None)
-            named = _PARTS.search(text)
-            self._replaced[attempt] = tag, named[1].decode() if named else ""
+            self._replaced[attempt] = _tag_and_parts(final)
             return attempt
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = on_the_way(final, "tmp")
@@ -159,11 +157,16 @@ class Steps:
         return doomed
 
     def delete(self, step: int) -> None:
-        """Delete a committed step."""
+        """Delete a committed step. In a store, files of other saves of it stay: their writers may live, and commit them."""
         folder = self.path(step)
         if isinstance(folder, Path):
-            folder = folder.rename(on_the_way(folder, "tmp"))
-        remove(folder)
+            remove(folder.rename(on_the_way(folder, "tmp")))
+            return
+        _, parts = _tag_and_parts(folder)
+        with told_only(f"cannot remove {folder}"):
+            for each in sorted(entries(folder), key=lambda each: each.name != MANIFEST_NAME):
+                if each.name == parts or leftover(each) is None:
+                    delete(each)
 
     def _is_readable(self, step: int) -> bool:
         try:
@@ -247,6 +250,13 @@ class Steps:
         fresh.symlink_to(name, target_is_directory=True)
         fresh.replace(link)
         fsync(self.root)
+
+
+def _tag_and_parts(folder: ObjectPath) -> tuple[str | None, str]:
+    """Return the ETag of the manifest in a step's folder of a store, None without one, and the folder that it names."""
+    text, tag = (folder / MANIFEST_NAME).read() or (b"", None)
+    named = _PARTS.search(text)
+    return tag, named[1].decode() if named else ""
 
 
 def _uncommitted(folder: Place) -> list[Place]:

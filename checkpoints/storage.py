@@ -29,14 +29,14 @@ from meshpar.errors import CheckpointError
 
 Place = Path | ObjectPath
 """A path of a file system, or of an object store: both have the members that checkpoints use."""
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+([^/]*)/*(.*?)/*")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/]*)/*(.*?)/*", re.DOTALL)
 
 
 def place(path: str | Place) -> Place:
     """Return the place that a path or a URL names. ``Path`` shortens ``s3://`` to ``s3:/``, which is a URL, too.
 
     Raises:
-        CheckpointError: a URL of a scheme that is not supported, or without a bucket.
+        CheckpointError: a URL of a scheme that is not supported, without a bucket, with credentials, or with a key that stores change.
     """
     if isinstance(path, ObjectPath) or (found := _URL.fullmatch(str(path))) is None:
         return path if isinstance(path, ObjectPath) else Path(path)
@@ -46,6 +46,15 @@ def place(path: str | Place) -> Place:
     if scheme not in SCHEMES or not bucket:
         known = ", ".join(f"{each}://bucket/key" for each in SCHEMES)
         raise CheckpointError(f"{path} is a URL that is not supported; expected a folder, file:///folder, or {known}")
+    if not re.fullmatch(r"[\w.$-]+", bucket) or "?" in key:  # not repeated: it may be a secret
+        raise CheckpointError(
+            f"a URL of {scheme}:// has more than a bucket and a key; expected {scheme}://bucket/key without user, port and query: "
+            "credentials come from the store's usual environment"
+        )
+    if key and (not key.isprintable() or "\\" in key or {"", ".", ".."} & {*key.split("/")}):
+        raise CheckpointError(
+            f"{str(path)!r} is not a key that all stores keep; expected no '//', '.', '..', backslash or control character"
+        )
     return ObjectPath(f"{scheme}://{bucket}", key)
 
 
@@ -117,14 +126,19 @@ def write_durably(path: Place, text: str) -> None:
 
 
 def copy_file(source: Place, target: Place) -> None:
-    """Copy a small file."""
+    """Copy a file; from and to a store block by block."""
     if isinstance(source, Path) and isinstance(target, Path):
         shutil.copyfile(source, target)
         fsync(target)
         return
     file = open_file(source)
+    run, block = file.run(0, file.size), memoryview(bytearray(min(file.size, 4 << 20)))
     with writing(target, file.size) as write:
-        write(file.bytes(0, file.size))
+        for start in range(0, file.size, 4 << 20):
+            piece = block[: min(len(block), file.size - start)]
+            run.fill(piece, start)
+            write(piece)
+    file.close()
 
 
 def carried(sources: Iterable[Path], folder: Place) -> None:
@@ -175,22 +189,12 @@ def fetched(source: Place, cache: Path | None = None, beside: Sequence[str] = ()
                 for each, (_, _, written) in found.items():
                     target = fresh / str(each)[len(str(source.parent)) :].strip("/")
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    _download(each, target)
+                    copy_file(each, target)
                     os.utime(target, (written, written))
                 fresh.rename(folder)
             finally:
                 shutil.rmtree(fresh, ignore_errors=True)
     return folder / source.name
-
-
-def _download(source: ObjectPath, target: Path) -> None:
-    file = ReadObject(source)
-    run, block = file.run(0, file.size), memoryview(bytearray(4 << 20))
-    with writing(target) as write:
-        for start in range(0, file.size, len(block)):
-            piece = block[: min(len(block), file.size - start)]
-            run.fill(piece, start)
-            write(piece)
 
 
 def delete(path: Place) -> None:

@@ -42,6 +42,8 @@ from meshpar.checkpoints.storage import Place, fetched, place
 from meshpar.errors import CheckpointError, StoreError
 from meshpar.launchers import export_run
 from meshpar.launchers.cli import app
+from meshpar.launchers.jobs.job import _take_up
+from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import on_ranks
 from tests import object_store
@@ -124,7 +126,7 @@ def losses(file: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["train/loss"]) for row in map(json.loads, file.read_text().splitlines()) if "train/loss" in row]
 
 
-def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket, tmp_path):
+def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket, tmp_path, monkeypatch):
     (tmp_path / "job.yaml").write_text(RECIPE)
     (tmp_path / "text.txt").write_text("".join(f"def f{n}():\n    return {n * n}\n\n" for n in range(400)))
     (place(bucket) / "data" / "text.txt").write((tmp_path / "text.txt").read_bytes())
@@ -137,6 +139,17 @@ def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket
     local = tmp_path / "runs" / Path(run.replace("://", "/"))
     assert losses(local / "metrics.jsonl") == losses(tmp_path / "disk" / "metrics.jsonl") and len(losses(local / "metrics.jsonl")) == 8
     assert (local / "metrics.jsonl").read_bytes() == place(f"{run}/metrics.jsonl").read()[0], "nothing is on this machine alone"
+    monkeypatch.chdir(tmp_path)
+    whole, recipe = (
+        (local / "metrics.jsonl").read_text(),
+        load_recipe("job.yaml", [f"output={run}", "training.steps=8", "data.paths=[text.txt]"]),
+    )
+    for here, aside in (("first\n" + whole[:300], "first\n" + whole[:300].splitlines()[-1]), (whole + "newer\n", "")):
+        (local / "metrics.jsonl").write_text(here)
+        (local / "metrics.abandoned.jsonl").write_text("")
+        _take_up(recipe)  # of the machine that ran the first steps, or the last ones
+        assert (local / "metrics.jsonl").read_text() == (here if not aside else whole)
+        assert (local / "metrics.abandoned.jsonl").read_text() == aside
     export_run(run, f"{bucket}/hf")
     export_run(tmp_path / "disk", tmp_path / "hf")
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
@@ -238,8 +251,9 @@ def test_a_deposed_writer_commits_nothing(bucket, when, monkeypatch):
 
 
 def test_a_save_that_stages_to_a_disk_uploads_beside_training_and_leaves_nothing(bucket, tmp_path):
-    dead = tmp_path / f"step-00000007.tmp-{host_name()}-1-0123456789abcdef"
+    dead, replaced = (tmp_path / f"step-00000007.{kind}-{host_name()}-4194304-0123456789abcdef" for kind in ("tmp", "old"))
     dead.mkdir()
+    replaced.mkdir()
     with CheckpointManager(f"{bucket}/run", async_=True, staging=tmp_path) as manager:
         module = Filled(1.0)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
@@ -250,25 +264,31 @@ def test_a_save_that_stages_to_a_disk_uploads_beside_training_and_leaves_nothing
                 for parameter in module.parameters():
                     parameter.add_(1.0)  # while the files of the step before are uploaded
     assert [value_of(place(f"{bucket}/run/step-{step:08d}")) for step in (1, 2)] == [1.0, 2.0]
-    assert not list(tmp_path.iterdir()), "neither this job's files nor those of a dead one"
+    assert list(tmp_path.iterdir()) == [replaced], "a step that may be the only one; neither this job's files nor those of a dead one"
     with pytest.raises(CheckpointError, match="staging is for saves in the background"):
         CheckpointManager(tmp_path, staging=tmp_path)
 
 
-def test_what_a_dead_save_left_goes_and_what_a_live_one_writes_stays(bucket):
+def test_what_a_dead_save_left_goes_and_what_a_live_one_writes_stays(bucket, monkeypatch):
     root, job = place(f"{bucket}/run"), Job(Filled(1.0))
     CheckpointManager(root).save(1, job)
     for step, host, process in ((1, host_name(), 1 << 22), (2, host_name(), 1 << 22), (2, "elsewhere", 7)):
         (root / f"step-{step:08d}" / f"step-{step:08d}.tmp-{host}-{process}-0123456789abcdef" / "__0_0.distcp").write(b"half")
     assert list_steps(root).count("of a save or a removal") == 3
-    prune_steps(root, keep=3)
+    with monkeypatch.context() as context:
+        now = time.time() + 7 * 3600
+        context.setattr(time, "time", lambda: now)  # a host whose clock is wrong
+        prune_steps(root, keep=3)
     (left,) = [str(path) for path, why in CheckpointManager(root).ignored().items() if "of a save" in why]
     assert "elsewhere-7" in left and value_of(root / "step-00000001") == 1.0
+    living = root / "step-00000001" / "step-00000001.tmp-elsewhere-7-0123456789abcdef" / "__0_0.distcp"
+    living.write(b"half")
     pin_step(root / "step-00000001")
     with pytest.raises(CheckpointError, match="is pinned"):
         remove_step(root / "step-00000001")
     pin_step(root / "step-00000001", pinned=False)
     assert "left: none" in remove_step(root / "step-00000001")
+    assert list((root / "step-00000001").iterdir()) == [living.parent] and living.is_file(), "its writer may commit it"
 
 
 FAULTS = int(os.environ.get("MESHPAR_FAULTS", "15"))
@@ -348,17 +368,56 @@ def test_a_store_that_refuses_is_no_damage_that_is_passed_over(s3_port, bucket, 
     manager = CheckpointManager(f"{bucket}/run")
     for step in (1, 2):
         manager.save(step, Job(Filled(float(step))))
-    get_ranges = obstore.get_ranges
+    get = obstore.get
 
     def expired(store: Any, key: str, **options: Any) -> Any:
         if "step-00000002" in key and key.endswith(".distcp"):
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
             store = obstore.store.from_url(bucket, client_options={"allow_http": True})
-        return get_ranges(store, key, **options)
+        return get(store, key, **options)
 
-    monkeypatch.setattr(obstore, "get_ranges", expired)
+    monkeypatch.setattr(obstore, "get", expired)
     with pytest.raises(StoreError, match=r"__0_\d.distcp failed: the store answered 403 .*check that the store's usual environment"):
         manager.restore(Job(Filled(0.0)), fallback=True)
+
+
+@pytest.mark.parametrize("url", ["s3://KEY:SECRET@bucket/run", "s3://bucket?SECRET/run", "az://bucket/run?sig=SECRET"])
+def test_a_url_with_credentials_is_refused_and_not_repeated(url):
+    with pytest.raises(CheckpointError, match="credentials come from the store's usual environment") as caught:
+        place(url)
+    assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["../run", "runs/../../run", "./run", "runs//run", "runs\\run", "run\n"])
+def test_a_key_that_stores_or_disks_change_is_refused(key):
+    with pytest.raises(CheckpointError, match="is not a key that all stores keep"):
+        place(f"s3://bucket/{key}")
+    with pytest.raises(CheckpointError, match="not supported"):
+        place("s3:///run")
+
+
+def test_a_save_whose_program_ended_without_close_is_told_as_lost():
+    program = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from meshpar.checkpoints.background import Background
+Background().start(lambda: time.sleep(0.5), lambda: ThreadPoolExecutor(1).submit(print), trains=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "save in the background is lost" in done.stderr and "call close()" in done.stderr
+
+
+def test_an_object_that_is_replaced_is_not_read_as_a_mixture(bucket):
+    path = place(f"{bucket}/weights")
+    path.write(bytes(40 << 20))
+    file, block = objects.ReadObject(path), memoryview(bytearray(1 << 20))
+    run = file.run(0, file.size)
+    run.fill(block, 0)
+    path.write(b"1" * (40 << 20))
+    with pytest.raises(StoreError, match="/weights was replaced while it was read"):
+        for start in range(0, file.size, len(block)):
+            run.fill(block, start)
+            assert not any(block)
 
 
 def test_data_is_copied_once_with_what_belongs_to_it_and_again_when_it_has_changed(bucket, tmp_path):
@@ -372,5 +431,6 @@ def test_data_is_copied_once_with_what_belongs_to_it_and_again_when_it_has_chang
     assert {str(each.relative_to(folder)) for each in folder.rglob("*.txt")} == {"a.txt", "deep/b.txt"}
     (data / "tokens.bin").write(b"others")
     assert fetched(data / "tokens.bin", tmp_path, (".json",)).read_text() == "others" and tokens.read_text() == "tokens.bin"
+    assert (fetched(place(bucket), tmp_path) / "data" / "folder" / "a.txt").read_text() == "folder/a.txt", "a bucket alone"
     with pytest.raises(CheckpointError, match="there is no s3://"):
         fetched(data / "absent", tmp_path)

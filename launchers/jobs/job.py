@@ -293,10 +293,18 @@ def _keep(recipe: Recipe, *names: str) -> None:
 
 
 def _take_up(recipe: Recipe) -> None:
-    """Get the metrics of a run that began on another machine from its store."""
-    if not (recipe.folder / METRICS).exists() and (recipe.kept / METRICS).exists():
-        recipe.folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(fetched(recipe.kept / METRICS), recipe.folder / METRICS)
+    """Get the metrics of a run that another machine began or continued from its store; other lines of this one are set aside."""
+    here = recipe.folder / METRICS
+    if not (recipe.kept / METRICS).exists():
+        return
+    here.parent.mkdir(parents=True, exist_ok=True)
+    ours, stored = here.read_text(encoding="utf-8") if here.exists() else "", fetched(recipe.kept / METRICS)
+    known = stored.read_text(encoding="utf-8")
+    if not ours.startswith(known):
+        same = {*known.splitlines(keepends=True)}
+        with here.with_suffix(".abandoned.jsonl").open("a", encoding="utf-8") as aside:
+            aside.writelines(line for line in ours.splitlines(keepends=True) if line not in same)
+        shutil.copyfile(stored, here)
 
 
 def _note_first_step(optimizer: torch.optim.Optimizer) -> None:
