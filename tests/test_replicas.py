@@ -6,13 +6,16 @@ A sample of faults runs here; ``benchmarks/replicas.py`` draws hundreds, also of
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +25,10 @@ from meshpar.errors import ReplicaError
 from meshpar.launchers.agent.failures import exit_code
 from meshpar.launchers.agent.replicas import divided
 from meshpar.launchers.commands.run import run
+from meshpar.launchers.jobs.elected import Elected
 from meshpar.testing import on_ranks
-from meshpar.training import Batches, LoaderSettings, Replicas
+from meshpar.training import Batches, CausalLM, Lighthouse, LoaderSettings, Replicas, Schedule, Trainer, TrainSettings, elastic
+from meshpar.training.metrics import JsonLines
 from meshpar.training.order import Interleave
 from meshpar.training.quorum import Member, Quorum
 
@@ -149,6 +154,102 @@ def test_a_recipe_that_cannot_lose_replicas_is_refused_before_a_process_starts(t
             run(str(tmp_path / what), words, place, elastic="replicas")
     with pytest.raises(LaunchError, match="expected replicas"):
         run(str(path), [], {}, elastic="nodes")
+
+
+def small(lighthouse, data, *, sparse=False, **options):
+    """Return one replica of one rank."""
+    par = Plan("dp_shard=1", []).apply(torch.nn.Embedding(lab.VOCAB, 4, sparse=sparse))
+    optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
+    return Replicas(par, optimizer, data, lighthouse=f"http://127.0.0.1:{lighthouse.port}", **options)
+
+
+@on_ranks(1)
+def test_what_never_succeeds_ends_with_its_error():
+    """An exchange that fails every time, and a replica that was given another batch, by which samples would count twice."""
+    lighthouse = Lighthouse(patience_s=1.0)
+    with small(lighthouse, batches(), sparse=True, name="0", replicas=1, patience_s=1.0) as replicas:
+        replicas.begin()
+        replicas.par.module(torch.tensor([1])).sum().backward()
+        with pytest.raises(ReplicaError, match=r"failed 12 times in a row .* after step 0.*RuntimeError: .*[Ss]parse"):
+            replicas.reduce(1)
+    lighthouse.close()
+    for options in ({"replicas": 2}, {"same": "lr 2"}):
+        lighthouse = Lighthouse(patience_s=4.0)
+        torch.manual_seed(0)
+        first = small(lighthouse, batches(), name="0", replicas=2, same=options.get("same") and "lr 1", patience_s=4.0)
+        torch.manual_seed(0)
+        data = batches(replicas=2) if "replicas" in options else batches()
+        with first, small(lighthouse, data, name="1", replicas=2, same=options.get("same"), patience_s=4.0) as second:
+            with ThreadPoolExecutor(2) as pool:
+                errors = [each.exception() for each in [pool.submit(each.begin) for each in (first, second)]]
+            assert all("differ in the position in the data, the batch or the settings" in str(each) for each in errors)
+        lighthouse.close()
+
+
+@on_ranks(2)
+def test_all_ranks_wait_for_the_lighthouse():
+    """Its host may start later: also those ranks wait that do not ask it."""
+    elastic._MOST_S, elastic._CONNECT_S = 0.0, 0.2  # so long the other rank waits for the one that asks
+    par = Plan("dp_shard=2", [FullyShard()]).apply(lab.model())
+    with pytest.raises(ReplicaError, match="does not answer"):
+        Replicas(par, torch.optim.SGD(par.module.parameters()), batches(), lighthouse="http://127.0.0.1:9", patience_s=1.5, wait_s=4.0)
+
+
+class Watched:
+    """Notes in validation what another replica would get, and when this one was last alive; it is not heard for a while then."""
+
+    trainer, sent, moved = None, None, ()
+
+    def loss(self, model, batch):
+        if not model.training:
+            membership = self.trainer.replicas._membership
+            self.sent, self.moved, membership.fresh = self.trainer.state_dict()["tokens"], (*self.moved, membership._moved), False
+        return CausalLM().loss(model, batch)
+
+    def tokens(self, batch):
+        return CausalLM().tokens(batch)
+
+
+class Saves:
+    def __init__(self):
+        self.steps = []
+
+    def save(self, step, par, optimizer, extra):
+        self.steps.append(step)
+
+
+@on_ranks(1)
+def test_a_long_validation_costs_no_checkpoint():
+    """The heartbeats go on from batch to batch, and the last checkpoint is written also after a time without them."""
+    lighthouse = Lighthouse()
+    par = lab.parallel(1)
+    data, held = (Batches(lab.Rows(16), micro_batch=2, seed=seed) for seed in (0, None))
+    optimizer, objective, saves = lab.optimizer_of(par.module), Watched(), Saves()
+    settings = TrainSettings(steps=2, log_every=100, validate_every=1, checkpoint_every=1)
+    trainer = Trainer(par, objective, data, optimizer, Schedule(steps=2), settings, validation=held, checkpointer=saves)
+    address, objective.trainer = f"http://127.0.0.1:{lighthouse.port}", trainer
+    with Replicas(par, optimizer, data, state=trainer, lighthouse=address, name="0", replicas=1) as trainer.replicas:
+        trainer.run()
+    assert saves.steps == [2]  # after step 1 the others may have gone on
+    assert len(set(objective.moved)) == len(objective.moved) == 16
+    counted = [objective.tokens(batch) for step in itertools.islice(Batches(lab.Rows(16), micro_batch=2, seed=0), 2) for batch in step]
+    assert objective.sent == trainer.tokens == sum(counted)
+    trainer._meter.add(torch.ones(()), 5, {})
+    trainer.load_state_dict(trainer.state_dict())  # as a replica does that was dropped: the others have told these tokens
+    assert not trainer._meter.used
+
+
+def test_a_replica_that_leads_again_opens_its_files_again(tmp_path):
+    """Another one has written in between, to a new file of that name."""
+    here, there = (SimpleNamespace(leads=True, term=1, step=1, counted=()) for _ in range(2))
+    mine, other = (Elected(each, lambda step: [JsonLines(tmp_path / "m.jsonl", step=step)]) for each in (here, there))
+    mine.report({"step": 1})
+    other.report({"step": 2})  # this one stood still
+    other.close()
+    here.term, here.step = 2, 3
+    mine.report({"step": 4})
+    mine.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 2, 4]
 
 
 @pytest.mark.timeout(300)

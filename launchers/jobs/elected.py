@@ -42,6 +42,7 @@ class Elected:
         """``make``: returns the reporters of a run that has made so many steps."""
         self._replicas, self._make = replicas, make
         self._reporters: Sequence[Reporter] = ()
+        self._term = 0
 
     def report(self, record: Metrics) -> None:
         """Pass a record on if this replica leads."""
@@ -60,8 +61,9 @@ class Elected:
         self._reporters = ()
 
     def _leading(self) -> Sequence[Reporter]:
-        if not self._replicas.leads:
-            self.close()
-        elif not self._reporters:
+        if not self._replicas.leads or self._term != self._replicas.term:
+            self.close()  # what was open before another one wrote is no longer the run's file
+        if self._replicas.leads and not self._reporters:
+            self._term = self._replicas.term
             self._reporters = self._make(self._replicas.step - bool(self._replicas.counted))
         return self._reporters

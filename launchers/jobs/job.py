@@ -98,7 +98,9 @@ def run_job(recipe: Recipe) -> Outcome:
         with manager, contextlib.ExitStack() as stack:
             replicas = None
             if runtime.replica()[1]:
-                replicas = Replicas(par, optimizer, train, state=trainer, patience_s=recipe.patience)
+                replicas = Replicas(
+                    par, optimizer, train, state=trainer, same=(recipe.optimizer, recipe.training), patience_s=recipe.patience
+                )
                 stack.enter_context(replicas)
             else:
                 manager.own()  # of replicas, their launcher

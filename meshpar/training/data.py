@@ -305,8 +305,12 @@ class OrderedBatches:
     def step(self, first: int) -> list[int]:
         """Return this rank's indices of the step that begins with the sample numbered ``first`` of those that are left."""
         mine, places = self._mine(), need("numpy").array(self.places(first, self.global_batch), dtype="int64")
-        places = places[mine[mine < len(places)]]
-        return (places if self.seed is None else permuted(places, self.samples, key_of(self.seed, self.epoch))).tolist()
+        return self.at(places[mine[mine < len(places)]])
+
+    def at(self, places: Sequence[int]) -> list[int]:
+        """Return the indices of the samples at these places in the order of the epoch."""
+        found = need("numpy").array(places, dtype="int64")
+        return (found if self.seed is None else permuted(found, self.samples, key_of(self.seed, self.epoch))).tolist()
 
     def _of_several(self, mix: Interleave) -> Iterator[list[int]]:
         """Yield this rank's indices of each step, until all sources are used up."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 import time
@@ -31,6 +32,7 @@ T = TypeVar("T")
 
 _BUCKET = 1 << 22  # elements
 _MOST_S = 30.0
+_MOST_TRIES = 12
 _CONNECT_S = 5.0  # gloo tries five times
 
 
@@ -91,6 +93,7 @@ class Replicas:
         optimizer: its optimizer.
         data: the batches of this replica. They are read by the training process, without workers.
         state: what a new replica also gets, with the position of ``data`` in it; None: the position alone.
+        same: what all replicas must be given alike, such as settings; its ``repr`` is compared when they meet.
         lighthouse: ``http://host:port``; None: ``TORCHFT_LIGHTHOUSE``, which ``meshpar run --elastic=replicas`` sets.
         name: of this replica in messages; None: as the launcher says.
         replicas: number of replicas to wait for at the start; None: as the launcher says.
@@ -114,6 +117,7 @@ class Replicas:
         data: Batches,
         *,
         state: Stateful | None = None,
+        same: object = None,
         lighthouse: str | None = None,
         name: str | None = None,
         replicas: int | None = None,
@@ -125,13 +129,18 @@ class Replicas:
         known, whole = runtime.replica()
         self.par, self.optimizer, self.data = par, optimizer, data
         self.step, self.changes = 0, list[Change]()
+        self._same = same
         self._state: Stateful = data if state is None else state
         self._expected, self._patience_s, self._wait_s = whole if replicas is None else replicas, patience_s, wait_s
         self._world = None if dist.get_world_size() == 1 else _control_group(patience_s)
         self._membership: Membership | None = None
-        self._name = self._tell(lambda: self._enter(lighthouse or runtime.lighthouse(), name or known))
+        until, entered = time.monotonic() + wait_s, None
+        while entered is None:  # in slices, for each of which the other ranks of the replica wait
+            entered = self._tell(lambda: self._enter(lighthouse or runtime.lighthouse(), name or known, until))
+        self._name: str = entered
         self._sum: Sum = (0, 0)
         self._failures, self._life, self._blank = 0, 0, False
+        self._tries, self._terms, self._error = 0, 0, "another rank of this replica failed"
         self._drawn: Sum = (0, 0)
         self._quorum: Quorum | None = None
         self._group: Peers | None = None
@@ -179,14 +188,36 @@ class Replicas:
         """The group in which the last step was added up; of two replicas' steps of one number, the larger counts."""
         return self._sum
 
-    def writes(self) -> bool:
-        """Return whether this replica is the one that writes checkpoints and reports after this step, and has not been dropped since."""
-        return self._tell(lambda: self.leads and self._membership is not None and self._membership.current())
+    def writes(self, *, last: bool = False) -> bool:
+        """Return whether this replica is the one that writes checkpoints and reports after this step, and has not been dropped since.
+
+        Args:
+            last: this replica trains no further: if it was not heard for a while, it asks whether its state is still the newest, so that
+                the last checkpoint is not left out.
+        """
+        if not self.leads:
+            return False
+        heard = self._tell(lambda: self._membership is not None and self._membership.current())
+        if heard or not last:
+            return heard
+        self._ask(waits=False)
+        assert self._quorum is not None
+        return self._quorum.best == (self.step, self._sum)
 
     @property
     def leads(self) -> bool:
         """Whether this replica had trained longest of those with the newest state when they last met; not collective."""
         return self._first and not self._behind
+
+    @property
+    def term(self) -> int:
+        """How often this replica came to lead: another one may have written in between; not collective."""
+        return self._terms
+
+    def alive(self) -> None:
+        """Note that this replica goes on, as after each batch of a validation: one that is silent for long is dropped; not collective."""
+        if self._membership is not None:
+            self._membership.moved(self._longest_s)
 
     def begin(self) -> list[TensorBatch]:
         """Begin a step: let new replicas in, copy the state if this one is behind, and return the micro-batches of this rank.
@@ -239,7 +270,8 @@ class Replicas:
                     if failed:
                         self._changed(self.step, time.monotonic() - began)
                     self._longest_s = max(self._longest_s, time.monotonic() - self._began)
-                    self._move()
+                    self._tries = 0
+                    self.alive()
                     total, *rest = summed.totals.split([1, *(each.numel() for each in values)])
                     return [total.reshape(()), *(part.view(each.shape) for part, each in zip(rest, values))]
             else:
@@ -260,18 +292,19 @@ class Replicas:
 
     # Membership
 
-    def _enter(self, lighthouse: str, name: str) -> str:
+    def _enter(self, lighthouse: str, name: str, until: float) -> str | None:
         if not lighthouse:
             raise ReplicaError(
                 "there is no lighthouse that puts replicas together; start the job with `meshpar run --elastic=replicas`, or set "
                 "TORCHFT_LIGHTHOUSE=http://HOST:PORT"
             )
-        self._membership = Membership(lighthouse, name, patience_s=self._patience_s, wait_s=self._wait_s)
+        try:
+            self._membership = Membership(lighthouse, name, patience_s=self._patience_s, wait_s=min(_CONNECT_S, until - time.monotonic()))
+        except ReplicaError:
+            if time.monotonic() > until:
+                raise
+            return None
         return self._membership.name
-
-    def _move(self) -> None:
-        if self._membership is not None:
-            self._membership.moved(self._longest_s)
 
     def _tell(self, act: Callable[[], T]) -> T:
         """Run ``act`` on rank 0 of the replica alone and return its result, or raise its error, on every rank."""
@@ -305,7 +338,7 @@ class Replicas:
         except RuntimeError as error:
             if isinstance(error, MeshparError):
                 raise
-            good = False
+            good, self._error = False, f"{type(error).__name__}: {error}"
         return result if self._all(good) else None
 
     def _ask(self, *, waits: bool, done: Sum | None = None) -> None:
@@ -346,7 +379,9 @@ class Replicas:
         while found is None:
             found = self._tell(ask)
         self._quorum, self._failures = found, found.key[1]
-        self._first = found.leader.name == self._name
+        first = found.leader.name == self._name
+        self._terms += first and not self._first
+        self._first = first
 
     def _names(self) -> tuple[str, ...]:
         assert self._quorum is not None
@@ -383,7 +418,8 @@ class Replicas:
                 self.step, self._sum = self._quorum.best
                 if self._compared or self._try(self._compare):
                     self._compared = True
-                    self._move()
+                    self._tries = 0
+                    self.alive()
                     return
             self._fail()
 
@@ -393,6 +429,13 @@ class Replicas:
         return same and self._compared and self._key == (self._quorum.key, self._names())
 
     def _fail(self) -> None:
+        self._tries += 1
+        if self._tries == _MOST_TRIES:
+            raise ReplicaError(
+                f"replica {_plain(self._name)} failed {_MOST_TRIES} times in a row to exchange with the others after step {self.step}, at "
+                f"last with {self._error!r}; check that the hosts of all replicas reach one another (GLOO_SOCKET_IFNAME names the "
+                "interface), then start the replica again"
+            )
         self._failures += 1
         self._quorum = None
         self._drop_group()
@@ -462,8 +505,15 @@ class Replicas:
         for each in leaves(self._held()):
             if isinstance(each, Tensor):
                 total = total * 6364136223846793005 + digest(local_tensor(each)).cpu()
-        both = torch.stack([total, ~total])
+        given = repr((self.data.state_dict(), self.data.global_batch, self._same))
+        plain = int.from_bytes(hashlib.sha256(given.encode()).digest()[:8], signed=True)
+        both = torch.tensor([int(total), ~int(total), plain, ~plain])
         self._group.allreduce([both], dist.ReduceOp.MAX).wait()
+        if int(both[2]) != ~int(both[3]):
+            raise MeshparError(
+                f"replicas differ in the position in the data, the batch or the settings after step {self.step}; this one has {given}; "
+                "start all of them from the same recipe"
+            )
         if int(both[0]) != ~int(both[1]):
             raise MeshparError(
                 f"replicas have different weights or optimizer states after step {self.step}; start all of them from the same seed or the "

@@ -130,7 +130,8 @@ class Trainer:
         self.data.load_state_dict(state["data"])
         self.step, self.tokens, self.skipped = state["step"], state["tokens"], state["skipped"]
         self._values = dict(state["metrics"])
-        self._saved = self.step
+        self._saved, self._reading = self.step, None
+        self._meter.forget()
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
 
@@ -160,7 +161,7 @@ class Trainer:
                 if stop.agreed() and not self._complete():
                     stopped = stop.reason
                     self._note(f"asked to stop ({stopped}) after step {self.step}")
-                    self._save()
+                    self._save(last=True)
                     break
             self._read()
         return Outcome(steps=self.step, stopped=stopped, values=dict(self._values))
@@ -180,6 +181,8 @@ class Trainer:
                 batch = self.par.split(batch)
                 loss_sum, more = self._loss(batch, self.validation)
                 self.validated += 1
+                if self.replicas is not None:
+                    self.replicas.alive()
                 tokens += self.objective.tokens(batch)
                 for name, value in {"loss": loss_sum, **more}.items():
                     totals[name] = totals.get(name, 0) + value.float()
@@ -218,6 +221,7 @@ class Trainer:
             (sum(balance.values(), loss_sum) * scale).backward()
             for name, value in {"loss": loss_sum, **more, **balance}.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+        summed = None
         if replicas is not None:
             summed = replicas.reduce(tokens, *sums.values())
             if summed is None:
@@ -233,6 +237,8 @@ class Trainer:
         if moved:
             optimizer.step()
             self._meter.add(sums.pop("loss"), tokens, sums)
+            if summed is not None:
+                self.tokens += int(summed[0])  # now, as another replica may get this state before the next report
         self._load.step(moved=moved)
         optimizer.zero_grad(set_to_none=True)
         self._norm = norm
@@ -285,7 +291,7 @@ class Trainer:
             self._read()
             self._publish({"step": self.step} | {f"val/{name}": value for name, value in self.validate().items()})
         if last or self._due(settings.checkpoint_every, epoch_ended):
-            self._save()
+            self._save(last=last)
 
     def _tell_changes(self) -> None:
         """Report which replicas were lost and joined."""
@@ -322,15 +328,16 @@ class Trainer:
         record, (norm, first_bad, *load) = reading.read()
         record |= dict(zip(names, load, strict=True))
         self._raise_if_bad(int(first_bad))
-        self.tokens += int(record.pop("tokens"))
+        counted = int(record.pop("tokens"))
+        self.tokens += counted if self.replicas is None else 0
         if not self.tokens and (self._complete() or known["epoch"]):
             raise MeshparError(
                 f"no label of the first {self.step} steps counted (all are -100), so nothing was learned; give data whose labels count"
             )
         self._publish({"lr": known.pop("lr"), "grad_norm": norm, "epoch": known.pop("epoch"), **record, **known, "tokens": self.tokens})
 
-    def _save(self) -> None:
-        if self.checkpointer is None or self._saved == self.step or not (self.replicas is None or self.replicas.writes()):
+    def _save(self, *, last: bool = False) -> None:
+        if self.checkpointer is None or self._saved == self.step or not (self.replicas is None or self.replicas.writes(last=last)):
             return
         self._read()
         self._report()

@@ -110,6 +110,10 @@ class Meter:
             value = value.detach()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
+    def forget(self) -> None:
+        """Drop the values that were added since the last report."""
+        self._tokens, self._sums = 0, {}
+
     @property
     def used(self) -> bool:
         """Whether values were added since the last report."""
