@@ -73,7 +73,7 @@ def served(folder: Path) -> Iterator[int]:
     command += [
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
-        "-volume.max=100",
+        "-volume.max=1000",  # each bucket has seven or more
         "-master.volumeSizeLimitMB=64",
         "-master.volumePreallocate=false",
     ]
