@@ -73,7 +73,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8, pytest.param(16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long), 8, pytest.param(16, marks=pytest.mark.long)])
 def test_divided_experts_equal_one_process(ranks):
     on_ranks(ranks)(divided)(ranks)
 

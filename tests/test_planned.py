@@ -85,7 +85,7 @@ def real_step(case, folder, expected):
         assert want == pytest.approx(got, rel=0.1), f"planned {want}, measured {got}"
 
 
-COVERED = ("experts", "classification")
+COVERED = ("experts", "classification", "reduced each")
 """What other cases hold, too: in the long form."""
 
 

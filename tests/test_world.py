@@ -267,6 +267,7 @@ def real_bytes(passes, expected):
         assert (0 if shards is None else sum(value.nbytes for value in shards.tensors())) == expected[each].shard_bytes
 
 
+@pytest.mark.long
 def test_the_search_proposes_it_where_replicas_cannot_each_have_an_optimizer():
     """In nodes of two ranks, 16 bytes a parameter over 2 shards do not fit, and over all 8 ranks with shards in bfloat16 they do."""
     with torch.device("meta"):
