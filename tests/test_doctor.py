@@ -326,6 +326,7 @@ training: {steps: 3}
 """
 
 
+@pytest.mark.long
 def test_a_measured_profile_is_one_that_the_forecast_takes(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     done = subprocess.run([*MESHPAR, "doctor", "--nproc", "2", "--profile", str(path)], capture_output=True, text=True, check=False)

@@ -77,6 +77,7 @@ def test_gpt2_is_trained_gone_on_with_and_exported(home: Path) -> None:
     assert list((recipe.folder / "checkpoints").glob("step-00000003"))
 
 
+@pytest.mark.long
 def test_t5_summarises_and_its_best_step_is_exported(home: Path) -> None:
     rows = ["data.source=jsonl", f"data.paths=[{home / 'rows.jsonl'}]", "data.field=code", "data.target_field=doc", "data.tokenizer=bytes"]
     small = ["model.config.vocab_size=320", "model.config.d_model=32", "model.config.d_kv=8", "model.config.d_ff=48"]

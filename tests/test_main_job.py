@@ -354,6 +354,7 @@ for number in (1, 2):
 """
 
 
+@pytest.mark.long
 def test_two_jobs_run_one_after_another_in_the_ranks_of_one_torchrun(folder: Path) -> None:
     (folder / "two.py").write_text(TWO)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "two.py"]

@@ -85,7 +85,7 @@ def real_step(case, folder, expected):
         assert want == pytest.approx(got, rel=0.1), f"planned {want}, measured {got}"
 
 
-COVERED = ("experts", "classification", "reduced each")
+COVERED = ("experts", "classification", "reduced each", "bfloat16, whole loss")
 """What other cases hold, too: in the long form."""
 
 
@@ -103,6 +103,7 @@ def test_a_shipped_recipe_is_planned_by_name(name):
     assert forecast_job(load_recipe(name), "h100", 2).cost.seconds > 0
 
 
+@pytest.mark.long
 def test_a_loss_of_whole_logits_is_planned_with_all_of_them():
     large = ["data.vocab_size=50304", "model.vocab_size=50304", "data.micro_batch=16"]
     peaks = [

@@ -198,10 +198,11 @@ BOTH = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "names", "expected"),
     [
-        pytest.param("dp_shard=2,cp=2", ("SplitPositions",), BOTH, marks=pytest.mark.long),
+        ("dp_shard=2,cp=2", ("SplitPositions",), BOTH),
         ("dp_shard=4,tp=2", ("SplitFeedForward", "HostShard"), {"dp_shard=8", "dp_shard=4,tp=2"}),
     ],
 )

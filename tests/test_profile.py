@@ -31,6 +31,7 @@ training: {steps: 9, log_every: 1, tensorboard: false}
 """
 
 
+@pytest.mark.long
 def test_a_job_profiles_itself_and_trains_as_without(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"def add_{a}_{b}():\n    return {a} + {b}\n\n" for a in range(60) for b in range(30)))
     (tmp_path / "job.yaml").write_text(RECIPE)

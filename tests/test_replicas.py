@@ -252,6 +252,7 @@ def test_a_replica_that_leads_again_opens_its_files_again(tmp_path):
     assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 2, 4]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_replica_that_dies_in_backward_costs_a_step(tmp_path):
     """The survivor completes the step alone, within seconds; the other one comes back, and they end bitwise equal."""

@@ -147,6 +147,7 @@ def test_restarts_run_the_ranks_again(tmp_path: Path) -> None:
     assert done.stdout.endswith("done by 2 at 1\n")
 
 
+@pytest.mark.long
 def test_two_groups_of_one_process_meet_apart(tmp_path: Path) -> None:
     script = (
         "import torch, torch.distributed as dist, meshpar\n"

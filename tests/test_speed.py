@@ -131,6 +131,7 @@ def test_the_gpu_benchmark_runs_in_small_on_a_cpu() -> None:
     assert len(rows) == 2 and all("%" in row for row in rows), done.stdout + done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_the_plan_shows_what_recomputation_saves_and_costs() -> None:
     passes = "passes=[{ActivationCheckpoint: {mode: selective}}, FullyShard]"
     command = [

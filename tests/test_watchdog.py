@@ -83,7 +83,7 @@ def ended(mode: str, folder: Path) -> tuple[list[int | None], list[str], float]:
             process.join()
 
 
-@pytest.mark.parametrize("stopped", [1, 0])
+@pytest.mark.parametrize("stopped", [pytest.param(1, marks=pytest.mark.long), 0])
 def test_a_rank_that_is_stopped_is_named_and_the_others_leave(stopped: int, tmp_path: Path) -> None:
     codes, texts, seconds = ended(f"stop {stopped}", tmp_path)
     assert codes == [-signal.SIGKILL if rank == stopped else STALLED for rank in range(RANKS)]
