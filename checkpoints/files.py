@@ -46,8 +46,17 @@ class Readable(Run, Protocol):
     most_waste_bytes: int
     """Runs shorter than the one are read with the bytes between them, if these are fewer than the other."""
 
-    def bytes(self, position: int, count: int) -> bytes: ...
-    def into(self, out: torch.Tensor, position: int) -> None: ...
+    def bytes(self, position: int, count: int) -> bytes:
+        """Return ``count`` bytes from ``position``."""
+        buffer = bytearray(count)
+        self.fill(memoryview(buffer), position)
+        return bytes(buffer)
+
+    def into(self, out: torch.Tensor, position: int) -> None:
+        """Fill a contiguous tensor in host memory."""
+        if out.nbytes:
+            self.fill(memory_of(out), position)
+
     def expect(self, spans: Iterable[tuple[int, int]]) -> None: ...
     def forget(self, start: int, stop: int) -> None: ...
     def run(self, start: int, stop: int) -> Run: ...
@@ -56,7 +65,7 @@ class Readable(Run, Protocol):
 
 
 @final
-class ReadFile:
+class ReadFile(Readable):
     """A regular file open for ranged reads.
 
     Args:
@@ -85,17 +94,6 @@ class ReadFile:
             self.close()
             raise CheckpointError(f"cannot open {path}: it is not a regular file")
         self.size = found.st_size
-
-    def bytes(self, position: int, count: int) -> bytes:
-        """Return ``count`` bytes from ``position``."""
-        buffer = bytearray(count)
-        self.fill(memoryview(buffer), position)
-        return bytes(buffer)
-
-    def into(self, out: torch.Tensor, position: int) -> None:
-        """Fill a contiguous tensor in host memory."""
-        if out.nbytes:
-            self.fill(memory_of(out), position)
 
     def fill(self, view: memoryview, position: int) -> None:
         """Fill a piece of writable memory."""

@@ -20,9 +20,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, TypeVar, final
 
-import torch
-
-from meshpar.checkpoints.files import memory_of
+from meshpar.checkpoints.files import Readable
 from meshpar.errors import CheckpointError, StoreError
 from meshpar.extras import need
 
@@ -257,7 +255,7 @@ class ObjectPath:
 
 
 @final
-class ReadObject:
+class ReadObject(Readable):
     """An object open for reads of ranges.
 
     Raises:
@@ -272,17 +270,6 @@ class ReadObject:
             raise CheckpointError(f"cannot open {path}: there is no such key; retention or prune deletes steps that are not pinned")
         self.size, self.tag = int(found["size"]), found["e_tag"]
         self._kept: list[tuple[int, memoryview]] = []
-
-    def bytes(self, position: int, count: int) -> bytes:
-        """Return ``count`` bytes from ``position``."""
-        buffer = bytearray(count)
-        self.fill(memoryview(buffer), position)
-        return bytes(buffer)
-
-    def into(self, out: torch.Tensor, position: int) -> None:
-        """Fill a contiguous tensor in host memory."""
-        if out.nbytes:
-            self.fill(memory_of(out), position)
 
     def fill(self, view: memoryview, position: int) -> None:
         """Fill a piece of writable memory, by several requests at once."""
