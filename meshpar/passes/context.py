@@ -101,8 +101,8 @@ def _compute_whole(module: nn.Module, exchange: Exchange) -> None:
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        hidden = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point()), None)
-        if exchange.alone or hidden is None or hidden.ndim < 2:
+        hidden = _hidden((*args, *kwargs.values()))
+        if exchange.alone or hidden is None:
             return inner(*args, **kwargs)
         rows, part = hidden.shape[:2]
         length = part * exchange.size
@@ -128,16 +128,22 @@ def _compute_whole(module: nn.Module, exchange: Exchange) -> None:
         args, kwargs = tree_map(whole, (args, kwargs))
         with exchange.unsplit():
             output = inner(*args, **kwargs)
-        hidden = next((each for each in tree_leaves(output) if isinstance(each, Tensor) and each.ndim == 3), None)
-        if hidden is not None and hidden.shape[1] != length:
+        made = _hidden(output)
+        if made is not None and made.shape[1] != length:
             raise MeshparError(
                 f"{type(module).__name__} computes whole sequences of {length} positions under ContextParallel, and returned "
-                f"{tuple(hidden.shape)}: under sequence parallelism its output is split once more; use "
+                f"{tuple(made.shape)}: under sequence parallelism its output is split once more; use "
                 "TensorParallel(sequence_parallel=False), or a mesh without cp"
             )
         return tree_map(own, output)
 
     set_forward(module, forward, stays=True)
+
+
+def _hidden(values: object) -> Tensor | None:
+    """Return the first hidden states (B, L, D) of a module's inputs or outputs."""
+    found = (each for each in tree_leaves(values) if isinstance(each, Tensor) and each.ndim == 3 and each.is_floating_point())
+    return next(found, None)
 
 
 def _dim_of_positions(value: Tensor, part: int) -> int | None:
