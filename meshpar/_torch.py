@@ -29,7 +29,8 @@
   (gloo's in memory since torch 2.13); private without a public form.
 - ``gloo_threads``: a trace names the thread that ran a collective, gloo does not say whose thread it is; private without a public form.
 - ``share_timeout``: a mesh's groups do not take the time-out of the group that they are made in; private without a public form.
-- ``bound``: ``Backend.set_timeout`` is public in newer torch alone.
+- ``bound``: as ``share_timeout``, of a backend; ``set_timeout`` is public since torch 2.14.
+- ``eager``: ``torch.compiler.disable`` loads the compiler where it decorates, torch's own form at the first call.
 - ``stored_at``: the class in which a distributed checkpoint's ``.metadata`` names each part's place, and stock ``dcp.load`` looks for it;
   private without a public form.
 """

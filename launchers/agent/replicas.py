@@ -101,7 +101,7 @@ def launch_replicas(recipe: Recipe, division: Division, head: str, node_rank: in
         running = []
         for number in division.here:
             known = {"TORCHFT_LIGHTHOUSE": address, "MESHPAR_REPLICA": str(number), "MESHPAR_REPLICAS": str(division.count)}
-            known.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS") or str(_threads(division)))
+            known["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(_threads(division))
             words = [*command, "--logs", str(logs / f"replica-{number}"), str(path)]
             running.append(subprocess.Popen(words, env={**os.environ, **known}, start_new_session=True))
         before = {number: signal.signal(number, lambda got, _: _pass_on(running, got)) for number in _SIGNALS}
