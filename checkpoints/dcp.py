@@ -20,7 +20,7 @@ from meshpar.checkpoints.files import Box, Readable, inside
 from meshpar.checkpoints.foreign import remedy
 from meshpar.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from meshpar.checkpoints.pickles import PickledObject, read_metadata
-from meshpar.checkpoints.storage import Place, open_file, place
+from meshpar.checkpoints.storage import Place, open_file, place, read_small
 from meshpar.errors import CheckpointError, StoreError, brief
 from meshpar.patterns import nearest
 from meshpar.weights.views import Spans, spans_of
@@ -77,12 +77,17 @@ class DistributedCheckpoint:
         prefix: str = "",
     ) -> None:
         self.folder, self._checked, self._sums = place(folder), checked, sums
-        if not (self.folder / METADATA_NAME).exists() and (self.folder / MANIFEST_NAME).is_file():
+        data = read_small(self.folder / METADATA_NAME)
+        if data is None and (self.folder / MANIFEST_NAME).is_file():
             self.folder = read_manifest(self.folder).files_in(self.folder)
-        if self.folder.is_dir() and not (self.folder / METADATA_NAME).exists():
-            raise CheckpointError(f"{self.folder} is not a distributed checkpoint: it has no {METADATA_NAME}{remedy(self.folder)}")
-        metadata = open_file(self.folder / METADATA_NAME, links=False)
-        found = _tensors(read_metadata(metadata.bytes(0, metadata.size), metadata.path), metadata.path)
+            data = read_small(self.folder / METADATA_NAME)
+        path = self.folder / METADATA_NAME
+        if data is None:
+            what = f"cannot open {path}: no such file"
+            if self.folder.is_dir():
+                what = f"{self.folder} is not a distributed checkpoint: it has no {METADATA_NAME}"
+            raise CheckpointError(what + remedy(self.folder))
+        found = _tensors(read_metadata(data, path), path)
         self.tensors: Mapping[str, Stored] = {name.removeprefix(prefix): each for name, each in found.items() if name.startswith(prefix)}
         self._files: dict[str, Readable] = {}
         self._boxes: dict[Chunk, Box] = {}

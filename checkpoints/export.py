@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from meshpar.checkpoints.published import PublishedModel, StoredModel
 from meshpar.checkpoints.quantizing import Quantization, Quantized, quantized
 from meshpar.checkpoints.safetensors import INDEX_NAME, write_header
 from meshpar.checkpoints.steps import open_step
-from meshpar.checkpoints.storage import Place, copy_file, delete, entries, fsync, place, write_durably, writing
+from meshpar.checkpoints.storage import Place, carried, copy_file, delete, entries, fsync, place, write_durably, writing
 from meshpar.checkpoints.verify import Verify, open_verified
 from meshpar.errors import CheckpointError
 from meshpar.weights import TypedSource, WeightMap
@@ -297,6 +298,15 @@ def made_whole(target: Place, *, overwrite: bool) -> Iterator[Place]:
             for each in (folder, replaced):
                 if each.exists():
                     remove(each)
+
+
+@contextmanager
+def made_on_disk(target: Place, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a folder as :func:`made_whole`, for those who write files themselves: to a store they are copied from a temporary folder."""
+    with made_whole(target, overwrite=overwrite) as folder, TemporaryDirectory(prefix="meshpar-") as temporary:
+        here = folder if isinstance(folder, Path) else Path(temporary)
+        yield here
+        carried(sorted(here.iterdir()), folder)
 
 
 @contextmanager

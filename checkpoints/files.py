@@ -36,6 +36,13 @@ class Run(Protocol):
     def fill(self, view: memoryview, position: int) -> None:
         """Fill a piece of writable memory from a position of the file."""
 
+    def summed(self, view: memoryview, position: int, before: int = 0) -> int:
+        """Fill as :meth:`fill`, and return the CRC-32 of ``before`` continued by the bytes, while they are in a core's cache."""
+        for start, stop in aligned(len(view), position):
+            self.fill(view[start:stop], position + start)
+            before = crc32(view[start:stop], before)
+        return before
+
 
 class Readable(Run, Protocol):
     """A file or an object open for reads of ranges; ``path`` names it, ``size`` is in bytes."""
@@ -139,16 +146,13 @@ class ReadFile(Readable):
 
 @final
 class _Summing:
-    """Read a file from front to back, and sum the bytes while they are in a core's cache."""
+    """Read a file from front to back, and sum the bytes."""
 
     def __init__(self, file: Run) -> None:
         self._file, self.crc32 = file, 0
 
     def into(self, out: torch.Tensor, position: int) -> None:
-        memory = memory_of(out)
-        for start, stop in aligned(len(memory), position):
-            self._file.fill(memory[start:stop], position + start)
-            self.crc32 = crc32(memory[start:stop], self.crc32)
+        self.crc32 = self._file.summed(memory_of(out), position, self.crc32)
 
 
 @final

@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from meshpar.checkpoints.storage import Place, entries, on_disk
+from meshpar.checkpoints.storage import Place, entries, fetched, place
 from meshpar.errors import CheckpointError, brief
 from meshpar.patterns import nearest
 
@@ -22,6 +22,7 @@ _FORMATS = {  # the files by which a format is known -> the remedy
         "it is a Megatron checkpoint: convert it to Hugging Face's format, such as by Megatron-Bridge"
     ),
     (".metadata",): "it is a distributed checkpoint of torch: read it by DistributedCheckpoint(folder)",
+    ("*.distcp",): "it has parts of a distributed checkpoint of torch: read the folder with .metadata by DistributedCheckpoint(folder)",
     ("*.safetensors",): "it has safetensors: read them by Safetensors(path), or convert them by meshpar import",
     tuple(f"*{each}" for each in PICKLED): "it has files of torch.save: read them by TorchWeights(path), or convert them by meshpar import",
 }
@@ -51,7 +52,8 @@ class TorchWeights:
     >>> par.materialize(weights=TorchWeights("model.pt", prefix="model."))  # doctest: +SKIP
 
     Args:
-        path: a file (``.pt``, ``.pth``, ``.bin``, ``.ckpt``), or a folder of these.
+        path: a file (``.pt``, ``.pth``, ``.bin``, ``.ckpt``), or a folder of these. Those of a store are copied to a temporary folder of
+            this process, because torch maps them.
         prefix: only tensors whose name begins with it, without it. Nested dicts have dotted names.
 
     Raises:
@@ -59,14 +61,11 @@ class TorchWeights:
     """
 
     def __init__(self, path: str | Place, *, prefix: str = "") -> None:
-        self._path, self._tensors = (
-            on_disk(path, why="torch.save's files are read through a map of memory; copy them"),
-            dict[str, torch.Tensor](),
-        )
+        self._path, self._tensors = place(path), dict[str, torch.Tensor]()
         if self._path.is_dir() and (other := remedy(self._path)) and TorchWeights.__name__ not in other:
             raise CheckpointError(f"{self._path} is not a folder of torch.save{other}")
         for file in _files(self._path) if self._path.is_dir() else [self._path]:
-            for name, tensor in _flat(_loaded(file)).items():
+            for name, tensor in _flat(_loaded(fetched(file))).items():
                 if name in self._tensors:
                     raise CheckpointError(f"{name!r} is in {file} and in another file of {self._path}; remove one of them")
                 self._tensors[name] = tensor
@@ -95,8 +94,7 @@ def _files(folder: Place) -> list[Place]:
     return entries(folder, "pytorch_model*.bin") or [each for each in entries(folder) if each.suffix in PICKLED]
 
 
-def _loaded(file: Place) -> object:
-    assert isinstance(file, Path)
+def _loaded(file: Path) -> object:
     if not file.is_file():
         raise CheckpointError(f"there is no file {file}")
     try:

@@ -18,17 +18,16 @@ from typing import Any, Literal, final
 import torch
 
 from meshpar.checkpoints.copying import ByteCount, Progress, StoredSource, check_piece
-from meshpar.checkpoints.export import free_target, made_whole, opened
+from meshpar.checkpoints.export import free_target, made_on_disk, opened
 from meshpar.checkpoints.files import memory_of, tiles, write_all
 from meshpar.checkpoints.quantizing import fitting, is_high
-from meshpar.checkpoints.storage import Place, on_disk
+from meshpar.checkpoints.storage import Place, place
 from meshpar.checkpoints.verify import Verify
 from meshpar.errors import CheckpointError, brief
 from meshpar.extras import need
 from meshpar.weights import Permute, Transpose, TypedSource, Unstack, WeightMap
 from meshpar.weights.rules import Rule
 
-_ON_DISK = "a GGUF file is written on a disk"
 Kind = Literal["f16", "q8_0", "q4_0"]
 KINDS: tuple[Kind, ...] = ("f16", "q8_0", "q4_0")
 _TILE_BYTES = 2 << 20  # of float32 values; a multiple of every block
@@ -114,14 +113,14 @@ def export_gguf(
     verify: Verify = "size",
     high: Sequence[str] = (),
     overwrite: bool = False,
-) -> Path:
+) -> Place:
     """Export the model of a checkpoint to ``dst/model-KIND.gguf`` for llama.cpp, in a few MiB of memory. Requires ``meshpar[gguf]``.
 
     >>> export_gguf("run/checkpoints/latest", "run/gguf", "q8_0", "run/tokenizer")  # doctest: +SKIP
 
     Args:
         src: as for :func:`meshpar.checkpoints.export_safetensors`, as are the arguments that are not listed.
-        dst: the folder to write; it appears once it is complete.
+        dst: the folder to write; it appears once it is complete. A file for a store is written to a temporary folder first.
         kind: ``"f16"``; ``"q8_0"``, ``"q4_0"``: blocks of 32 values. Embeddings and heads are float16 in each, norms and routers float32.
         tokenizer: a folder with a byte-level BPE in ``tokenizer.json``; None: the file has no vocabulary, and runs on token ids alone.
         high: patterns of modules, by transformers' names, whose weights are float16, too.
@@ -137,7 +136,7 @@ def export_gguf(
     library = need("gguf", extra="gguf")
     if kind not in KINDS:
         raise CheckpointError(f"the kind is {kind!r}; expected one of {', '.join(KINDS)}")
-    target = free_target(on_disk(dst, why=_ON_DISK), overwrite=overwrite)
+    target = free_target(dst, overwrite=overwrite)
     source, config = opened(src, weights, verify, config)
     architecture = _architecture(config or {})
     assert config is not None
@@ -151,10 +150,9 @@ def export_gguf(
         for name in source.shapes():
             for piece in source.pieces(name):
                 check_piece(piece)
-    with made_whole(target, overwrite=overwrite) as folder:
-        path = on_disk(folder / f"model-{kind}.gguf", why=_ON_DISK)
-        _write_file(path, library, writer, laid_out, names, kinds, architecture, config, progress)
-    return on_disk(dst, why=_ON_DISK)
+    with made_on_disk(target, overwrite=overwrite) as folder:
+        _write_file(folder / f"model-{kind}.gguf", library, writer, laid_out, names, kinds, architecture, config, progress)
+    return place(dst)
 
 
 def _architecture(config: Mapping[str, Any]) -> Architecture:

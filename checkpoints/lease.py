@@ -45,6 +45,9 @@ class Lease:
         if not made and not self._is_ours(held) and self._lives(held):
             raise CheckpointError(f"{self._path.parent} {_told(held)}; end that job, or train in another folder")
         self._write(0, tag)
+        if not made and isinstance(self._path, Path):
+            time.sleep(self._beat_s / 5)  # of two that replace a dead holder in the same moment, the last one has the file
+            self.check()
         self._thread.start()
 
     def check(self) -> None:

@@ -281,7 +281,7 @@ class CheckpointManager:
             self._lease = lease
 
     def _begin(self, noted: Noted, replace: bool) -> Place:
-        if not isinstance(noted.step, int) or noted.step < 0:
+        if not isinstance(noted.step, int) or isinstance(noted.step, bool) or noted.step < 0:
             raise CheckpointError(f"step is {noted.step!r}; expected a whole number of 0 or more")
         plain(noted.extra, "extra")
         if odd := [name for name, value in noted.metrics.items() if not isinstance(value, (int, float))]:
@@ -317,10 +317,11 @@ class CheckpointManager:
 
     def _find(self, step: int | None) -> list[Place]:
         """Return the folders to try, the first one first."""
-        steps = self.steps()
+        folders = self._steps.folders()
+        steps = sorted(folders)
         if not steps:
             reasons = [f"{path.name}: {reason}" for path, reason in self.ignored().items()]
             raise CheckpointError("\n  ".join([f"{self.root} holds no committed step{remedy(self.root)}", *reasons]))
         if step is not None and step not in steps:
             raise CheckpointError(f"{self.root} holds no committed step {step}; it holds {', '.join(map(str, steps))}")
-        return [self._steps.folder(each) for each in reversed(steps) if step is None or each <= step]
+        return [folders[each] for each in reversed(steps) if step is None or each <= step]

@@ -13,7 +13,7 @@ from typing import Any, final
 from meshpar.checkpoints.checksums import crc32
 from meshpar.checkpoints.files import inside
 from meshpar.checkpoints.foreign import remedy
-from meshpar.checkpoints.storage import Place, open_file
+from meshpar.checkpoints.storage import Place, read_small
 from meshpar.errors import CheckpointError, brief
 
 MANIFEST_NAME = "meshpar.json"
@@ -86,12 +86,10 @@ class Manifest:
 def read_manifest(folder: Place) -> Manifest:
     """Read a checkpoint's manifest; raises CheckpointError if it is missing, damaged, or of a newer version."""
     path = folder / MANIFEST_NAME
-    if not path.exists():
-        reason = "no such folder" if not folder.is_dir() else f"it has no {MANIFEST_NAME}, so it was never committed"
-        raise CheckpointError(f"{folder} is not a checkpoint of a run: {reason}{remedy(folder)}")
-    file = open_file(path, links=False)
     try:
-        text = file.bytes(0, file.size)
+        if (text := read_small(path)) is None:
+            reason = "no such folder" if not folder.is_dir() else f"it has no {MANIFEST_NAME}, so it was never committed"
+            raise CheckpointError(f"{folder} is not a checkpoint of a run: {reason}{remedy(folder)}")
         seal = _SEAL.search(text, max(0, len(text) - 32))
         data = json.loads(text, object_hook=_decoded)
         kind, version = data.pop("format"), data.pop("version")

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from meshpar.checkpoints.checkpointable import Checkpointable
 from meshpar.checkpoints.copying import Progress
 from meshpar.checkpoints.export import export_safetensors, free_target
-from meshpar.checkpoints.leftovers import on_the_way, remove
+from meshpar.checkpoints.leftovers import leftover, on_the_way, remove
+from meshpar.checkpoints.objects import ObjectPath
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.saving import Noted, Saving
 from meshpar.checkpoints.steps import Steps
-from meshpar.checkpoints.storage import on_disk
+from meshpar.checkpoints.storage import Place, place
 
 
 def export_module(
     par: Checkpointable,
-    dst: str | Path,
+    dst: str | Place,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5 << 30,
-    tokenizer: str | Path | None = None,
+    tokenizer: str | Place | None = None,
     progress: Progress | None = None,
     *,
     overwrite: bool = False,
     timeout_s: float = 1800.0,
-) -> Path:
-    """Export a parallel module without gathering it in memory. Temporarily uses twice the model's size on the disk.
+) -> Place:
+    """Export a parallel module without gathering it in memory. Temporarily uses twice the model's size on the disk, or in the store.
 
-    Collective: every rank calls it, with the same ``dst`` on a file system that all share.
+    Collective: every rank calls it, with the same ``dst`` on a file system that all share, or a URL.
 
     Args:
         par: the parallel module.
@@ -48,7 +47,7 @@ def export_module(
         CheckpointError: on every rank, if any rank fails.
     """
     ranks = Ranks(timeout_s)
-    target = on_disk(dst, why="save a step there and export it").resolve()
+    target = place(dst).resolve()
     root = ranks.share("exporting", lambda: _make_beside(target, overwrite=overwrite))
     try:
         steps = Steps(root)
@@ -57,15 +56,22 @@ def export_module(
         saving.plan(par, None)
         step = saving.finish(lambda manifest: steps.commit(folder, manifest))
         ranks.share("exporting", lambda: export_safetensors(step, target, dtype, max_shard_size, tokenizer, progress, overwrite=overwrite))
-        return Path(dst)
+        return place(dst)
     finally:
         if ranks.rank == 0:
             remove(root)
 
 
-def _make_beside(target: Path, *, overwrite: bool) -> Path:
+def _make_beside(target: Place, *, overwrite: bool) -> Place:
     """Create a folder for the temporary checkpoint; a later export deletes leftovers of killed processes."""
     free_target(target, overwrite=overwrite)
-    root = on_the_way(target.with_name(f".{target.name}"), "tmp")
+    hidden = target.with_name(f".{target.name}")
+    if isinstance(hidden, ObjectPath):
+        hidden /= "module"  # in a folder of its own, because listing one asks for all that is below it
+        for each in hidden.parent.iterdir():
+            if (left := leftover(each)) and left.abandoned():
+                remove(each)
+        return on_the_way(hidden, "tmp")
+    root = on_the_way(hidden, "tmp")
     root.mkdir(parents=True)
     return root

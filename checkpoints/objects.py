@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
-from itertools import pairwise
 from typing import Any, TypeVar, final
 
+from meshpar.checkpoints.checksums import crc32, joined
 from meshpar.checkpoints.files import Readable
+from meshpar.checkpoints.files import Run as InOrder
 from meshpar.errors import CheckpointError, StoreError
 from meshpar.extras import need
 
@@ -39,9 +40,10 @@ RETRY = {
     "retry_timeout": timedelta(seconds=90),
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
 }
-_PIECE_BYTES = 4 << 20  # of one request
-_WINDOW_BYTES = 16 << 20  # of requests at once; four tensors are read at once
-_REQUESTS = 8  # at once, of one read
+_PIECE_BYTES = 4 << 20  # of one request, where bytes are fetched ahead
+_WINDOW_BYTES = 16 << 20  # fetched ahead at once; of one request, where bytes go into place
+_CHUNK_BYTES = 1 << 20  # of an answer that are copied at once: then they are in a core's cache
+_REQUESTS = 8  # at once, of one read; four tensors are read at once
 _UPLOAD_BYTES, _UPLOADS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 9_000  # S3 takes 10 000 parts of an upload
 READERS = 4
 """Tensors that a restore reads at once, and runs of one tensor."""
@@ -109,9 +111,12 @@ class ObjectPath:
 
     def iterdir(self) -> Iterator[ObjectPath]:
         """Yield the keys and folders directly below. Asks for all keys: some servers list folders that have none."""
-        start = len(self.key) + 1 if self.key else 0
-        found = {each["path"][start:].partition("/")[:2] for each in self._list()}
+        found = {each.partition("/")[:2] for each in self.names()}
         return (self._below(name, bool(slash)) for name, slash in sorted(found))
+
+    def names(self) -> list[str]:
+        """Return every key below this one, by the rest of its name."""
+        return [each["path"][len(self._prefix or "") :] for each in self._list()]
 
     def _below(self, name: str, listed: bool) -> ObjectPath:
         return dataclasses.replace(self / name, listed=listed)
@@ -275,20 +280,30 @@ class ReadObject(Readable):
         """Fill a piece of writable memory, by several requests at once."""
         if (piece := self.kept(position, position + len(view))) is not None:
             view[:] = piece
-            return
-        for start in range(0, len(view), _WINDOW_BYTES):
-            for at, piece in self.window(position + start, position + min(len(view), start + _WINDOW_BYTES)):
-                view[at - position : at - position + len(piece)] = piece
+        else:
+            self._into(view, position)
 
-    def window(self, start: int, stop: int) -> list[tuple[int, memoryview]]:
-        """Fetch the bytes ``start`` to ``stop`` in pieces, and return each with its position."""
-        cuts = [*range(start, stop, _PIECE_BYTES), stop]
-        return list(zip(cuts, self._ranges(list(pairwise(cuts)))))
+    def summed(self, view: memoryview, position: int, before: int = 0) -> int:
+        """Fill as :meth:`fill`, and return the CRC-32 of ``before`` continued by the bytes."""
+        if (piece := self.kept(position, position + len(view))) is not None:
+            view[:] = piece
+            return crc32(piece, before)
+        for sum_, count in self._into(view, position, sums=True):
+            before = joined(before, sum_, count)
+        return before
 
     def expect(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Fetch small pieces, from start to stop, which are read soon."""
-        wanted = sorted({(start, stop) for start, stop in spans if 0 <= start < stop <= self.size and self.kept(start, stop) is None})
-        self._kept = sorted([*self._kept, *zip((start for start, _ in wanted), self._ranges(wanted))], key=lambda each: each[0])
+        """Fetch small pieces, from start to stop, which are read soon; what lies close together by one request."""
+        wanted: list[tuple[int, int]] = []
+        for start, stop in sorted({span for span in spans if 0 <= span[0] < span[1] <= self.size and self.kept(*span) is None}):
+            begin, end = wanted[-1] if wanted else (0, -self.size)
+            if start - end <= self.most_waste_bytes and stop - begin <= _PIECE_BYTES and wanted:
+                wanted[-1] = (begin, max(stop, end))
+            else:
+                wanted.append((start, stop))
+        rooms = [memoryview(bytearray(stop - start)) for start, stop in wanted]
+        self._fetched([(room, start) for room, (start, _) in zip(rooms, wanted)])
+        self._kept = sorted([*self._kept, *zip((start for start, _ in wanted), rooms)], key=lambda each: each[0])
 
     def kept(self, start: int, stop: int) -> memoryview | None:
         """Return bytes that were fetched before; None if they were not."""
@@ -312,51 +327,75 @@ class ReadObject(Readable):
         """Let go of what was fetched."""
         self._kept = []
 
-    def _ranges(self, spans: list[tuple[int, int]]) -> list[memoryview]:
-        if not spans:
+    def _into(self, view: memoryview, position: int, *, sums: bool = False) -> list[tuple[int, int]]:
+        """Fill a piece of memory by requests of equal size; return CRC-32 (0 without ``sums``) and length of each piece in turn."""
+        count = _PIECE_BYTES if len(view) <= _WINDOW_BYTES else _WINDOW_BYTES
+        return self._fetched([(view[start : start + count], position + start) for start in range(0, len(view), count)], sums=sums)
+
+    def _fetched(self, pieces: list[tuple[memoryview, int]], *, sums: bool = False) -> list[tuple[int, int]]:
+        """Fill each piece of memory from its position, several at once; return CRC-32 (0 without ``sums``) and length of each."""
+        if not pieces:
             return []
-        if (end := max(stop for _, stop in spans)) > self.size:
+        if (end := max(position + len(view) for view, position in pieces)) > self.size:
             raise CheckpointError(f"{self.path} is truncated: expected bytes up to {end}, the object has {self.size}")
 
-        def get(store: Any, span: tuple[int, int]) -> memoryview:  # noqa: ANN401
-            found = _obstore().get(store, self.path.key, options={"range": span})
+        def get(store: Any, view: memoryview, position: int) -> tuple[int, int]:  # noqa: ANN401
+            found = _obstore().get(store, self.path.key, options={"range": (position, position + len(view))})
             if found.meta["e_tag"] != self.tag:  # its bytes fit none that were read before
                 raise StoreError(f"{self.path} was replaced while it was read; read it again when no other job writes it")
-            if len(piece := memoryview(found.bytes())) != span[1] - span[0]:
+            done = checksum = 0
+            for chunk in found.stream(min_chunk_size=_CHUNK_BYTES):
+                data = memoryview(chunk)[: len(view) - done]
+                view[done : done + len(data)] = data
+                done, checksum = done + len(data), crc32(data, checksum) if sums else 0
+            if done != len(view):
                 raise _errors().GenericError("the answer is shorter than the range that was asked for")
-            return piece
+            return checksum, done
+
+        def fetch(piece: tuple[memoryview, int]) -> tuple[int, int]:
+            return self.path._asked("reading", partial(get, view=piece[0], position=piece[1]))
 
         try:
-            with ThreadPoolExecutor(min(len(spans), _REQUESTS), thread_name_prefix="meshpar-get") as pool:
-                return list(pool.map(lambda span: self.path._asked("reading", partial(get, span=span)), spans))
+            if len(pieces) == 1:
+                return [fetch(pieces[0])]
+            with ThreadPoolExecutor(min(len(pieces), _REQUESTS), thread_name_prefix="meshpar-get") as pool:
+                return list(pool.map(fetch, pieces))
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.path} is gone: the step was deleted or replaced while it was read") from error
 
 
 @final
-class Run:
-    """Bytes of an object that are read from front to back, fetched some 16 MiB ahead."""
+class Run(InOrder):
+    """Bytes of an object that are read from front to back, fetched some 16 MiB ahead; larger pieces go into place."""
 
     def __init__(self, file: ReadObject, stop: int) -> None:
         self._file, self._stop = file, stop
-        self._ahead: list[tuple[int, memoryview]] = []
+        self._room, self._ahead, self._start = memoryview(b""), memoryview(b""), 0
 
     def fill(self, view: memoryview, position: int) -> None:
         """Fill a piece of writable memory."""
         done, end = 0, position + len(view)
         while done < len(view):
             at = position + done
-            kept = self._file.kept(at, end)
-            start, data = (
-                (at, kept) if kept is not None else next((each for each in self._ahead if 0 <= at - each[0] < len(each[1])), (0, None))
-            )
-            if data is None:
-                stop = min(at + _WINDOW_BYTES, max(self._stop, end))
-                self._ahead = self._file.window(at, stop)
+            if (kept := self._file.kept(at, end)) is not None:
+                piece = kept
+            elif 0 <= at - self._start < len(self._ahead):
+                piece = self._ahead[at - self._start : end - self._start]
+            else:
+                count = min(_WINDOW_BYTES, max(self._stop, end) - at)
+                if len(self._room) < count:
+                    self._room = memoryview(bytearray(count))
+                self._ahead = memoryview(b"")  # until it is filled
+                self._file.fill(self._room[:count], at)
+                self._ahead, self._start = self._room[:count], at
                 continue
-            piece = data[at - start : end - start]
             view[done : done + len(piece)] = piece
             done += len(piece)
+
+    def summed(self, view: memoryview, position: int, before: int = 0) -> int:
+        """Fill as :meth:`fill`, and return the CRC-32 of ``before`` continued by the bytes."""
+        whole = len(view) >= min(_WINDOW_BYTES, self._stop - position)
+        return self._file.summed(view, position, before) if whole else super().summed(view, position, before)
 
 
 def _obstore() -> Any:  # noqa: ANN401 - a package that may not be installed

@@ -247,7 +247,7 @@ def _room(stored: Stored, trained: torch.dtype, key: str, parameter: Tensor, gro
     An entry in the dtype that the parameter had when it was saved (``trained``) is cast with the parameter.
     """
     like = stored.shape == tuple(parameter.shape) and (stored.shape != () or key != "step")  # a count is a scalar whatever the parameter is
-    dtype = parameter.dtype if like and stored.dtype == trained else stored.dtype
+    dtype = parameter.dtype if (like or stored.shape != ()) and stored.dtype == trained else stored.dtype  # Adafactor's have other shapes
     if isinstance(now, Tensor) and tuple(now.shape) == stored.shape and now.dtype == dtype:
         return now
     if like:

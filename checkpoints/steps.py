@@ -44,15 +44,15 @@ class Steps:
 
     def folder(self, step: int) -> Place:
         """Return the folder of a committed step: its path, or its ``.old-`` folder if a replacement did not finish."""
-        return self._found().get(step, self.path(step))
+        return self.folders().get(step, self.path(step))
 
     def committed(self) -> list[int]:
         """Return the committed steps, oldest first."""
-        return sorted(self._found())
+        return sorted(self.folders())
 
     def ignored(self) -> dict[Place, str]:
         """Return the folders that look like steps but are not committed, and why."""
-        found = set(self._found().values())
+        found = set(self.folders().values())
         reasons = {
             each.path: "of a save or a removal that is running or did not finish" for _, each in self._leftovers() if each.path not in found
         }
@@ -136,7 +136,7 @@ class Steps:
 
     def pinned(self) -> set[int]:
         """Return the steps that are protected from deletion."""
-        return {step for step, folder in self._found().items() if (folder / PIN_FILE).is_file()}
+        return set(self.folders()) & set(self.folders(PIN_FILE))
 
     def retain(self, keep: int | None, protected: Collection[int] = (), *, saved: int | None = None) -> list[int]:
         """Delete all committed steps except the newest ``keep``, the pinned and the protected ones; return the deleted steps.
@@ -219,8 +219,11 @@ class Steps:
             return []
         return [each for each in entries(self.root) if each.is_dir() and not each.is_symlink()]
 
-    def _found(self) -> dict[int, Place]:
-        """Return the committed steps and the folder of each."""
+    def folders(self, having: str = MANIFEST_NAME) -> dict[int, Place]:
+        """Return the steps whose folder has a file, and the folder: with a manifest, the committed ones."""
+        if isinstance(self.root, ObjectPath):  # one listing, and no question for each step
+            found = ((step_of(folder), folder) for folder, _, name in (key.partition("/") for key in self.root.names()) if name == having)
+            return {step: self.root / folder for step, folder in found if step is not None}
         folders = self._folders()
         aside = {
             step: left.path
@@ -228,13 +231,23 @@ class Steps:
             if (left := leftover(each)) and left.kind == "old" and (step := step_of(left.of)) is not None
         }
         placed = {step: each for each in folders if (step := step_of(each.name)) is not None}
-        return {step: each for step, each in {**aside, **placed}.items() if (each / MANIFEST_NAME).is_file()}
+        return {step: each for step, each in {**aside, **placed}.items() if (each / having).is_file()}
 
     def _leftovers(self) -> list[tuple[int, Leftover]]:
         """Return temporary and replaced folders, with the number of their step."""
-        folders: Iterable[Place] = self._folders()
-        if isinstance(self.root, ObjectPath):
-            folders = [each for folder in folders if step_of(folder.name) is not None for each in _uncommitted(folder)]
+        folders: Iterable[Place]
+        if not isinstance(self.root, ObjectPath):
+            folders = self._folders()
+        else:
+            inside: dict[str, set[str]] = {}
+            for folder, _, rest in (key.partition("/") for key in self.root.names()):
+                inside.setdefault(folder, set()).add(rest.partition("/")[0])
+            folders = [
+                each
+                for name, names in sorted(inside.items())
+                if step_of(name) is not None
+                for each in _uncommitted(self.root / name, names)
+            ]
         found = [each for folder in folders if (each := leftover(folder))]
         return [(step, each) for each in found if (step := step_of(each.of)) is not None]
 
@@ -259,11 +272,10 @@ def _tag_and_parts(folder: ObjectPath) -> tuple[str | None, str]:
     return tag, named[1].decode() if named else ""
 
 
-def _uncommitted(folder: Place) -> list[Place]:
-    """Return the folders of saves in a step's folder of a store, but for the one that its manifest names."""
-    inside = entries(folder)
-    saves = [each for each in inside if each.is_dir()]
-    committed = any(each.name == MANIFEST_NAME for each in inside)
+def _uncommitted(folder: Place, names: Collection[str]) -> list[Place]:
+    """Return the folders of saves in a step's folder of a store, in which there are ``names``, but for the one that its manifest names."""
+    saves = [folder / each for each in sorted(names) if leftover(folder / each)]
+    committed = MANIFEST_NAME in names
     if committed and len(saves) < 2:
         return []
     try:

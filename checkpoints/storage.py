@@ -94,6 +94,17 @@ def size_of(path: Place) -> int:
     return found.st_size
 
 
+def read_small(path: Place) -> bytes | None:
+    """Return all bytes of a small file that is no link, or of an object; None: there is none. Raises OSError as reads do."""
+    if isinstance(path, ObjectPath):
+        found = path.read()
+        return None if found is None else found[0]
+    if not path.exists():
+        return None
+    file = ReadFile(path, links=False)
+    return file.bytes(0, file.size)
+
+
 def free_bytes(folder: Place) -> float:
     """Return the free space; stores have no bound."""
     return float("inf") if isinstance(folder, ObjectPath) else shutil.disk_usage(folder).free
@@ -200,8 +211,10 @@ def fetched(source: Place, cache: Path | None = None, beside: Sequence[str] = ()
 def delete(path: Place) -> None:
     """Delete a file, or a folder with all that is in it."""
     if isinstance(path, ObjectPath):
-        path.remove_all()
-        path.unlink()
+        if path.listed is not False:
+            path.remove_all()
+        if not path.listed:
+            path.unlink()
     elif path.is_dir():
         shutil.rmtree(path)
     else:

@@ -394,18 +394,19 @@ def test_cast_and_partial_are_explicit(tmp_path):
 
 
 @pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize(("make", "moment"), [(torch.optim.AdamW, "exp_avg"), (torch.optim.Adafactor, "row_var")])
 @pytest.mark.parametrize(("saved", "here"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
-def test_a_cast_converts_the_moments_with_their_parameters(tmp_path, saved, here, foreach):
+def test_a_cast_converts_the_moments_with_their_parameters(tmp_path, saved, here, make, moment, foreach):
     job = linear(1, dtype=saved)
-    optimizer = torch.optim.AdamW(job.module.parameters(), foreach=foreach)
+    optimizer = make(job.module.parameters(), foreach=foreach)
     job.module(torch.ones(1, 3, dtype=saved)).sum().backward()
     optimizer.step()
     CheckpointManager(tmp_path).save(1, job, optimizer)
     other = linear(2, dtype=here)
-    restored = torch.optim.AdamW(other.module.parameters(), foreach=foreach)
+    restored = make(other.module.parameters(), foreach=foreach)
     CheckpointManager(tmp_path).restore(other, restored, cast=True)
     was, now = optimizer.state[job.module.weight], restored.state[other.module.weight]
-    assert torch.equal(now["exp_avg"], was["exp_avg"].to(here)) and now["step"].dtype == torch.float32
+    assert torch.equal(now[moment], was[moment].to(here)) and now["step"].dtype == torch.float32
     other.module(torch.ones(1, 3, dtype=here)).sum().backward()
     restored.step()
 

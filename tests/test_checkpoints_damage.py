@@ -29,24 +29,48 @@ from meshpar.checkpoints import (
     verify_step,
 )
 from meshpar.checkpoints.manifest import MANIFEST_NAME
+from meshpar.checkpoints.storage import Place, entries, open_file, place, size_of
 from meshpar.errors import CheckpointError
 from meshpar.testing import on_ranks
 from tests.test_checkpoints_commit import Job, linear, stepped
 
+on_both = pytest.mark.parametrize("home", ["disk", "store"], indirect=True)
+
 
 @pytest.fixture
-def step(tmp_path, monkeypatch) -> Path:
+def home(request, tmp_path) -> Place:
+    """Where steps are: on a disk, or, where a test asks for it, in a store."""
+    return place(request.getfixturevalue("bucket")) if getattr(request, "param", "disk") == "store" else tmp_path
+
+
+@pytest.fixture
+def step(home, monkeypatch) -> Place:
     """A small step: random state would be most of it."""
     monkeypatch.setattr("meshpar.checkpoints.saving.random_state", lambda *_: {})
     job = linear(1)
-    return CheckpointManager(tmp_path / "run").save(1, job, stepped(job))
+    return CheckpointManager(home / "run").save(1, job, stepped(job))
 
 
-def verify(folder: Path) -> None:
+def files_of(folder: Place, pattern: str = "*") -> list[Place]:
+    """The files that a step's manifest names, which are in a folder of their own in a store, and the manifest."""
+    inside = read_manifest(folder).files_in(folder)
+    return [each for each in entries(inside, pattern) if each.is_file()] + [folder / MANIFEST_NAME] * (inside != folder and pattern == "*")
+
+
+def read(path: Place) -> bytes:
+    file = open_file(path)
+    return file.bytes(0, file.size)
+
+
+def write(path: Place, data: bytes | bytearray) -> None:
+    path.write_bytes(data) if isinstance(path, Path) else path.write(bytes(data))
+
+
+def verify(folder: Place) -> None:
     verify_files(folder, read_manifest(folder), "full")
 
 
-def owner_of(folder: Path, file: str, position: int) -> str | None:
+def owner_of(folder: Place, file: str, position: int) -> str | None:
     for name, entry in read_manifest(folder).tensors.items():
         for _, _, where, start, length, _ in entry["chunks"]:
             if where == file and start <= position < start + length:
@@ -54,25 +78,27 @@ def owner_of(folder: Path, file: str, position: int) -> str | None:
     return None
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("home", ["disk", pytest.param("store", marks=pytest.mark.long)], indirect=True)
 def test_a_flipped_bit_at_any_byte_of_any_file_is_found_and_named_with_its_tensor(step):
     verify(step)
-    looked = 0
-    for file in sorted(step.iterdir()):
-        data = file.read_bytes()
+    looked, manifest = 0, read_manifest(step)
+    for file in files_of(step):
+        data, wrong = read(file), bytearray(read(file))
         owners = [owner_of(step, file.name, position) for position in range(len(data))] if file.suffix == ".distcp" else [None] * len(data)
-        manifest = read_manifest(step)
-        with file.open("r+b", buffering=0) as stream:
-            for position, byte in enumerate(data):
-                os.pwrite(stream.fileno(), bytes([byte ^ (1 << position % 8)]), position)
-                with pytest.raises(CheckpointError) as raised:
-                    verify_files(step, read_manifest(step) if file.name == MANIFEST_NAME else manifest, "full", [file.name])
-                assert file.name in str(raised.value) and (owners[position] or "") in str(raised.value), (file.name, position)
-                os.pwrite(stream.fileno(), bytes([byte]), position)
-                looked += 1
+        for position in range(len(data)):
+            wrong[position] ^= 1 << position % 8
+            write(file, wrong)
+            with pytest.raises(CheckpointError) as raised:
+                verify_files(step, read_manifest(step) if file.name == MANIFEST_NAME else manifest, "full", [file.name])
+            assert file.name in str(raised.value) and (owners[position] or "") in str(raised.value), (file.name, position)
+            wrong[position] = data[position]
+            looked += 1
+        write(file, data)
         if file.suffix == ".distcp":
             assert None not in owners, "every byte of a rank's file belongs to a tensor"
     verify(step)
-    assert looked == sum(file.stat().st_size for file in step.iterdir()) > 5000
+    assert looked == sum(map(size_of, files_of(step))) > 5000
 
 
 @pytest.mark.parametrize("damage", [b"\xff", b'"x', b"[]"], ids=["no-text", "quote", "list"])
@@ -96,25 +122,26 @@ def test_the_message_about_a_damaged_index_is_short(tmp_path):
     assert len(str(raised.value)) < len(str(index)) + 300
 
 
+@on_both
 def test_truncation_deletion_swapping_and_growth_are_found(step):
-    files = sorted(step.glob("*.distcp"))
+    files = files_of(step, "*.distcp")
     assert len(files) == 2
-    for file in (*files, step / ".metadata"):
-        data = file.read_bytes()
+    for file in (*files, files[0].with_name(".metadata")):
+        data = read(file)
         for cut in (0, 1, len(data) // 2, len(data) - 1):
-            file.write_bytes(data[:cut])
+            write(file, data[:cut])
             with pytest.raises(CheckpointError, match=rf"{file.name}: expected {len(data)} bytes, found {cut}"):
                 verify(step)
-        file.write_bytes(data + b"\0")
+        write(file, data + b"\0")
         with pytest.raises(CheckpointError, match=rf"{file.name}: expected {len(data)} bytes, found {len(data) + 1}"):
             verify(step)
         file.unlink()
         with pytest.raises(CheckpointError, match=rf"{file.name}: No such file"):
             verify(step)
-        file.write_bytes(data)
-    texts = [file.read_bytes() for file in files]
-    files[0].write_bytes(texts[1])
-    files[1].write_bytes(texts[0])
+        write(file, data)
+    texts = list(map(read, files))
+    write(files[0], texts[1])
+    write(files[1], texts[0])
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp"):
         verify(step)
     (step / MANIFEST_NAME).unlink()
@@ -122,26 +149,28 @@ def test_truncation_deletion_swapping_and_growth_are_found(step):
         verify(step)
 
 
-def test_swapped_files_of_one_size_are_found(tmp_path):
+@on_both
+def test_swapped_files_of_one_size_are_found(home):
     module = nn.Module()
     for name in "ab":
         module.register_buffer(name, torch.full((4, 4), float(ord(name))))
-    folder = CheckpointManager(tmp_path, threads=2).save(1, Job(module))
+    folder = CheckpointManager(home, threads=2).save(1, Job(module))
     chunks = {name: read_manifest(folder).tensors[f"model.{name}"]["chunks"][0] for name in "ab"}
-    texts = {name: (folder / chunk[2]).read_bytes()[chunk[3] : chunk[3] + chunk[4]] for name, chunk in chunks.items()}
+    inside = read_manifest(folder).files_in(folder)
+    texts = {name: read(inside / chunk[2])[chunk[3] : chunk[3] + chunk[4]] for name, chunk in chunks.items()}
     for name, other in ("ab", "ba"):
-        with (folder / chunks[name][2]).open("r+b") as file:
-            file.seek(chunks[name][3])
-            file.write(texts[other])
+        _, _, file, start, length, _ = chunks[name]
+        data = read(inside / file)
+        write(inside / file, data[:start] + texts[other] + data[start + length :])
     with pytest.raises(CheckpointError, match=r"model\.a.* is damaged: expected the CRC-32 \w+ of the manifest"):
-        CheckpointManager(tmp_path).restore(Job(module), verify="size")
+        CheckpointManager(home).restore(Job(module), verify="size")
     assert module.a[0, 0] == ord("a"), "refused before anything changed"
-    CheckpointManager(tmp_path).restore(Job(module), verify="none")
+    CheckpointManager(home).restore(Job(module), verify="none")
     assert module.a[0, 0] == ord("b"), "nothing is checked"
     with pytest.raises(CheckpointError, match=r"(?s)model\.a at \(0, 0\).*model\.b at \(0, 0\)|model\.b at \(0, 0\).*model\.a at \(0, 0\)"):
         verify(folder)
     with pytest.raises(CheckpointError, match=r"model\.a"):
-        export_safetensors(folder, tmp_path / "hf", verify="full")
+        export_safetensors(folder, home / "hf", verify="full")
 
 
 def holes(metadata) -> list:
@@ -163,51 +192,54 @@ def holes(metadata) -> list:
     return [chunk_gone, tensor_gone, place_gone, place_moved]
 
 
+@on_both
 @pytest.mark.parametrize("number", range(4))
 def test_a_hole_in_the_metadata_is_found_even_where_its_checksum_fits(step, number):
-    path = step / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
+    path = read_manifest(step).files_in(step) / ".metadata"
+    metadata = pickle.loads(read(path))
     holes(metadata)[number]()
-    path.write_bytes(pickle.dumps(metadata))
+    write(path, pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         verify(step)
     manifest = read_manifest(step)
-    files = {**manifest.files, ".metadata": {"size": path.stat().st_size, "crc32": __import__("zlib").crc32(path.read_bytes())}}
+    files = {**manifest.files, ".metadata": {"size": size_of(path), "crc32": __import__("zlib").crc32(read(path))}}
     with pytest.raises(CheckpointError, match=r"model\.weight"):
         verify_files(step, type(manifest)(**{**{name: getattr(manifest, name) for name in manifest.__slots__}, "files": files}), "full")
 
 
-def test_a_damaged_step_is_refused_and_the_one_before_taken_only_when_asked(tmp_path, caplog):
-    manager = CheckpointManager(tmp_path)
+@on_both
+def test_a_damaged_step_is_refused_and_the_one_before_taken_only_when_asked(home, caplog):
+    manager = CheckpointManager(home)
     for number in (1, 2, 3):
         manager.save(number, linear(number))
     for number in (2, 3):
-        next(iter((tmp_path / f"step-{number:08d}").glob("*.distcp"))).write_bytes(b"")
+        write(files_of(home / f"step-{number:08d}", "*.distcp")[0], b"")
     with pytest.raises(CheckpointError, match="step-00000003 is damaged"):
         manager.restore(linear())
     job = linear()
     found = manager.restore(job, fallback=True)
     assert found.step == 1 and len(found.passed_over) == 2 and "step-00000003 is damaged" in caplog.text
     assert torch.equal(job.module.weight, linear(1).module.weight)
-    next(iter((tmp_path / "step-00000001").glob("*.distcp"))).unlink()
+    files_of(home / "step-00000001", "*.distcp")[0].unlink()
     with pytest.raises(CheckpointError, match=r"every step in .* is damaged"):
         manager.restore(linear(), fallback=True)
 
 
-def flip(folder: Path, name: str) -> None:
+def flip(folder: Place, name: str) -> None:
     """Change one bit of a tensor's values."""
     source = DistributedCheckpoint(folder)
     box = source.box(name, source.tensors[name].chunks[0])
-    data = bytearray(box.file.path.read_bytes())
+    data = bytearray(read(box.file.path))
     data[box.position + 1] ^= 1
-    box.file.path.write_bytes(data)
+    write(box.file.path, bytes(data))
 
 
-def test_a_flipped_bit_is_found_by_default_and_the_step_before_taken_when_asked(tmp_path):
-    manager = CheckpointManager(tmp_path)
+@on_both
+def test_a_flipped_bit_is_found_by_default_and_the_step_before_taken_when_asked(home):
+    manager = CheckpointManager(home)
     for number in (1, 2):
         manager.save(number, linear(number))
-    flip(tmp_path / "step-00000002", "model.weight")
+    flip(home / "step-00000002", "model.weight")
     with pytest.raises(CheckpointError, match=r"__0_\d\.distcp is damaged: model\.weight, bytes \d+ to \d+: expected the CRC-32"):
         manager.restore(linear())
     job = linear()
@@ -217,12 +249,13 @@ def test_a_flipped_bit_is_found_by_default_and_the_step_before_taken_when_asked(
     manager.restore(job, verify="none")
 
 
-def test_the_files_of_another_step_are_found_by_default(tmp_path):
-    manager = CheckpointManager(tmp_path)
+@on_both
+def test_the_files_of_another_step_are_found_by_default(home):
+    manager = CheckpointManager(home)
     for number in (1, 2):
         manager.save(number, linear(number))
-    for file in (tmp_path / "step-00000001").glob("*.distcp"):
-        (tmp_path / "step-00000002" / file.name).write_bytes(file.read_bytes())
+    for one, other in zip(*(files_of(home / f"step-{number:08d}", "*.distcp") for number in (1, 2))):
+        write(other, read(one))
     job = linear()
     with pytest.raises(CheckpointError, match="it is of another step, or changed"):
         manager.restore(job)
@@ -245,16 +278,17 @@ def test_a_foreign_checkpoint_without_sums_is_read_and_one_with_sums_is_checked(
         DistributedCheckpoint(tmp_path / "with").read("a", (), out)
 
 
-def test_damage_inside_an_archive_is_found_before_anything_is_changed(tmp_path):
-    folder = CheckpointManager(tmp_path).save(1, linear(1))
+@on_both
+def test_damage_inside_an_archive_is_found_before_anything_is_changed(home):
+    folder = CheckpointManager(home).save(1, linear(1))
     _, _, name, start, length, _ = read_manifest(folder).tensors["model.weight"]["chunks"][0]
-    with (folder / name).open("r+b") as file:
-        file.seek(start + length - 22)
-        file.write(b"\0" * 4)
+    file = read_manifest(folder).files_in(folder) / name
+    data, at = read(file), start + length - 22
+    write(file, data[:at] + b"\0" * 4 + data[at + 4 :])
     job = linear(2)
     before = {key: value.clone() for key, value in job.module.state_dict().items()}
     with pytest.raises(CheckpointError, match=rf"{name}: the part of 'model\.weight'.* is damaged"):
-        CheckpointManager(tmp_path).restore(job)
+        CheckpointManager(home).restore(job)
     assert all(torch.equal(before[key], value) for key, value in job.module.state_dict().items())
 
 
@@ -299,9 +333,9 @@ def test_a_plain_object_in_a_foreign_checkpoint_is_not_unpickled(tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
-def reseal(folder: Path, **changes) -> None:
+def reseal(folder: Place, **changes) -> None:
     """Write a manifest whose checksum fits, as somebody does who means to deceive."""
-    (folder / MANIFEST_NAME).write_text(replace(read_manifest(folder), **changes).to_json())
+    write(folder / MANIFEST_NAME, replace(read_manifest(folder), **changes).to_json().encode())
 
 
 @pytest.mark.parametrize(

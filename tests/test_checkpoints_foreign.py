@@ -104,6 +104,8 @@ def test_a_reader_of_another_format_names_the_right_one(tmp_path: Path) -> None:
     torch.save(VALUES, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=r"read it by DistributedCheckpoint\(folder\)"):
         Safetensors(tmp_path / "dcp")
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is not .*read the folder with \.metadata by DistributedCheckpoint"):
+        Safetensors(tmp_path / "dcp" / "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"read them by TorchWeights\(path\)"):
         Safetensors(tmp_path / "model.pt")
 

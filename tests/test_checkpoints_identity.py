@@ -15,8 +15,6 @@ from meshpar import CheckpointError, MeshparError, Plan, Replicate
 from meshpar.checkpoints import (
     CheckpointManager,
     DistributedCheckpoint,
-    TorchWeights,
-    export_module,
     export_safetensors,
     import_safetensors,
     list_steps,
@@ -60,9 +58,7 @@ def test_a_url_that_names_no_store_is_refused(run: Path, monkeypatch: pytest.Mon
         with pytest.raises(CheckpointError, match=r"is a URL that is not supported; expected a folder, file:///folder, or s3://bucket/key"):
             made()
     with pytest.raises(CheckpointError, match="is a URL; expected a path of a file system"):
-        export_module(linear(), "s3://bucket/hf")
-    with pytest.raises(CheckpointError, match="is a URL; expected a path of a file system"):
-        TorchWeights("s3://bucket/model.pt")
+        CheckpointManager("s3://bucket/run", async_=True, staging="s3://bucket/staging")
     assert open_step(f"file://{run}/checkpoints") == open_step(run / "checkpoints")
     for name in ("obstore", "obstore.store"):  # also where other tests have loaded it
         monkeypatch.setitem(sys.modules, name, None)
@@ -87,7 +83,7 @@ def test_a_step_that_was_exchanged_is_not_taken_for_another(run: Path) -> None:
         export_safetensors(steps, run / "hf")
 
 
-@pytest.mark.parametrize("step", [-1, 1.5])
+@pytest.mark.parametrize("step", [-1, 1.5, True])
 def test_a_number_that_is_no_step_is_refused(tmp_path: Path, step: float) -> None:
     with pytest.raises(CheckpointError, match="expected a whole number of 0 or more"):
         CheckpointManager(tmp_path).save(step, linear())  # type: ignore[arg-type]

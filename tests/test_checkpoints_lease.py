@@ -58,6 +58,7 @@ def test_a_holder_on_another_host_lives_while_its_count_rises(tmp_path: Path, mo
     monkeypatch.setattr("meshpar.checkpoints.lease.time.sleep", lambda _: elsewhere(tmp_path, next(counts)))
     with pytest.raises(CheckpointError, match="process 1 on elsewhere since then"):
         Lease(tmp_path).take()
+    monkeypatch.undo()
     lease = Lease(tmp_path, dead_s=0.0)
     lease.take()
     lease.check()
@@ -66,6 +67,13 @@ def test_a_holder_on_another_host_lives_while_its_count_rises(tmp_path: Path, mo
         lease.check()
     lease.release()
     assert json.loads((tmp_path / LEASE_NAME).read_text())["host"] == "elsewhere", "only its own is removed"
+
+
+def test_of_two_that_replace_a_dead_holder_in_one_moment_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / LEASE_NAME).write_text(json.dumps({"host": host_name(), "process": 2**22 + 1, "id": "dead", "since": "then", "count": 0}))
+    monkeypatch.setattr("meshpar.checkpoints.lease.time.sleep", lambda _: elsewhere(tmp_path))
+    with pytest.raises(CheckpointError, match="process 1 on elsewhere since then, which took it"):
+        Lease(tmp_path).take()
 
 
 def test_a_pod_of_the_same_name_is_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from meshpar.checkpoints.leftovers import LEASE_S, on_the_way
 from meshpar.checkpoints.manifest import MANIFEST_NAME
 from meshpar.errors import CheckpointError
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
+from meshpar.models.huggingface import from_config
 from meshpar.testing import on_ranks
 from meshpar.weights import Fuse, Permute, Rename, Split, Transpose, WeightMap
 
@@ -102,6 +103,20 @@ def test_a_live_module_exports_as_its_checkpoint_does(runs, tmp_path):
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (runs / "live" / name).read_bytes()
     assert not list(runs.glob(".*"))
+
+
+@pytest.mark.parametrize("published", [None, True, False])
+def test_an_export_keeps_the_published_use_cache(tmp_path, one_process, published):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    written = {"model_type": "llama", **sizes, **({} if published is None else {"use_cache": published})}
+    model = from_config(written)
+    assert model.config.use_cache is False, "a cache has no use in training"
+    export_module(meshpar.Plan("dp_shard=1", [meshpar.FullyShard()]).apply(model).materialize(seed=0), tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert theirs.config.use_cache is (published is not False)
+    made = theirs.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+    assert (made.past_key_values is not None) == theirs.config.use_cache
 
 
 def test_a_live_module_does_not_replace_what_is_there_and_removes_what_a_killed_export_left(tmp_path, one_process):
@@ -460,6 +475,19 @@ def test_a_run_of_published_weights_exports_their_generation_config(runs, tmp_pa
     assert export_command(run, tmp_path / "hf").exit_code == 0
     assert (tmp_path / "hf" / "generation_config.json").read_text() == "generation_config.json"
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 32
+
+
+def test_a_run_is_exported_where_the_weights_it_started_from_are_not(runs, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(runs / "llama", run / "checkpoints", symlinks=True)
+    recipe = {"name": "x", "model": {"kind": "huggingface", "weights": "gone"}, "data": {"tokenizer": "bytes"}, "training": {"steps": 1}}
+    (run / "recipe.yaml").write_text(json.dumps(recipe))
+    done = export_command(run, tmp_path / "hf")
+    assert done.exit_code == 0, done.stderr
+    assert {each.name for each in (tmp_path / "hf").iterdir()} == {"config.json", "model.safetensors"}
+    (run / "recipe.yaml").write_text(json.dumps({**recipe, "lora": {"rank": 2}}))
+    done = export_command(run, tmp_path / "merged")
+    assert done.exit_code == 1 and "holds adapters of the weights in gone, and that folder does not exist here; an export" in done.stderr
 
 
 def test_a_checked_export_names_the_damage_that_sizes_do_not_show(runs, tmp_path):

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from meshpar.checkpoints import (
     CheckpointManager,
     DistributedCheckpoint,
     Safetensors,
+    TorchWeights,
+    export_gguf,
+    export_module,
     export_safetensors,
     import_safetensors,
     list_steps,
@@ -38,7 +42,7 @@ from meshpar.checkpoints import (
     verify_step,
 )
 from meshpar.checkpoints.leftovers import host_name
-from meshpar.checkpoints.storage import Place, fetched, place
+from meshpar.checkpoints.storage import Place, copy_file, fetched, place
 from meshpar.errors import CheckpointError, StoreError
 from meshpar.launchers import export_run
 from meshpar.launchers.cli import app
@@ -172,6 +176,34 @@ def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket
         assert torch.equal(left, right), name
 
 
+def test_what_other_libraries_read_and_write_is_read_and_written_at_urls_as_on_a_disk(bucket, tmp_path):
+    torch.save({"model": {"a": torch.arange(6.0).view(2, 3)}}, tmp_path / "weights.pt")
+    copy_file(tmp_path / "weights.pt", place(f"{bucket}/weights/weights.pt"))
+    for url in (f"{bucket}/weights", f"{bucket}/weights/weights.pt"):
+        TorchWeights(url, prefix="model.").read("a", (slice(0, 2), slice(1, 3)), out := torch.empty(2, 2))
+        assert out.tolist() == [[1, 2], [4, 5]]
+    with pytest.raises(CheckpointError, match=r"there is no s3://.*/absent\.pt"):
+        TorchWeights(f"{bucket}/absent.pt")
+    with meshpar.distributed("cpu"):
+        par = parallel("dp_shard=1", seed=0)
+        dead, living = (
+            place(f"{bucket}/.hf/module.tmp-{host}-4194304-0123456789abcdef/step-00000000") for host in (host_name(), "elsewhere")
+        )
+        for each in (dead, living):
+            (each / "x").write(b"")
+        for home in (tmp_path, place(bucket)):
+            export_module(par, home / "hf")
+            config = {**json.loads((tmp_path / "hf" / "config.json").read_text()), "vocab_size": 96}
+            export_gguf(Safetensors(home / "hf"), home / "gguf", "f16", config=config)
+        for name in ("hf/model.safetensors", "hf/config.json", "gguf/model-f16.gguf"):
+            stored = functools.reduce(lambda folder, part: folder / part, name.split("/"), place(bucket))
+            assert stored.read()[0] == (tmp_path / name).read_bytes(), name
+        assert {each.name for each in place(f"{bucket}/hf").iterdir()} == {each.name for each in (tmp_path / "hf").iterdir()}
+        assert [each.name for each in place(f"{bucket}/.hf").iterdir()] == [living.parent.name]
+        with pytest.raises(CheckpointError, match="already exists and is not empty"):
+            export_module(par, f"{bucket}/hf")
+
+
 class Filled(torch.nn.Module):
     """Every element is one number, so that a mixture of two saves shows."""
 
@@ -291,50 +323,98 @@ def test_what_a_dead_save_left_goes_and_what_a_live_one_writes_stays(bucket, mon
     assert list((root / "step-00000001").iterdir()) == [living.parent] and living.is_file(), "its writer may commit it"
 
 
-FAULTS = int(os.environ.get("MESHPAR_FAULTS", "15"))
+FAULTS = int(os.environ.get("MESHPAR_FAULTS", "10"))
+LANES, BOUND_S = max(1, min(8, FAULTS // 15)), 360.0  # of one operation: three attempts of 90 s, and 30 s of silence each
 
 
-@pytest.mark.timeout(120 + 10 * FAULTS)
-def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s3_port, bucket, tmp_path, monkeypatch):
-    stall_s = 60.0 if FAULTS > 100 else 1.5
-    monkeypatch.setattr(objects, "CLIENT", {**objects.CLIENT, "read_timeout": timedelta(seconds=stall_s / 3)})
-    monkeypatch.setattr(objects, "RETRY", {**objects.RETRY, "max_retries": 3, "retry_timeout": timedelta(seconds=2 * stall_s)})
-    proxy = object_store.FaultyProxy(s3_port, seed=int(os.environ.get("MESHPAR_FAULTS_SEED", "0")), stall_s=stall_s)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-    objects._store.cache_clear()
-    root, committed, outcomes, longest = place(f"{bucket}/run"), 0, Counter[str](), 0.0
+class Drawn(torch.nn.Module):
+    """Weights that tell the step, in files of several pieces."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(step)
+        self.w = torch.nn.ParameterList(torch.rand(1200, 1200, generator=draw) for _ in range(2))
+
+
+def last_good(root: Place, committed: int) -> int:
+    """Assert that the newest step restores bit for bit, and that it is none before ``committed``; return it."""
+    job = Job(Drawn(0))
+    step = CheckpointManager(root).restore(job, random=False).step
+    right = Drawn(step).state_dict()
+    assert step >= committed and all(torch.equal(each, right[name]) for name, each in job.module.state_dict().items()), (step, committed)
+    return step
+
+
+def under_failures(root: Place, proxy: object_store.FaultyProxy, rate: float, faults: int) -> list[tuple[str, bool, Counter[str], float]]:
+    """Save, restore and export until so many requests have failed; return each operation, how it ended, its failures and its seconds."""
+    committed, exported, found, hf = 0, 0, [], root.parent / "hf"
     for step in itertools.count(1):
-        if sum(proxy.injected.values()) >= FAULTS:
-            break
-        proxy.rate, proxy.faults = 0.06, (*object_store.FAULTS[:-1] * 2, object_store.FAULTS[-1])
         for name, act in (
-            ("save", lambda step=step: CheckpointManager(root, keep=2).save(step, Job(Filled(float(step))))),
-            ("restore", lambda: CheckpointManager(root).restore(Job(Filled(0.0)))),
-            ("export", lambda: export_safetensors(root, root.parent / "hf", weights=WeightMap(), config={"a": 1}, overwrite=True)),
+            ("save", lambda step=step: CheckpointManager(root, keep=2).save(step, Job(Drawn(step)))),
+            ("restore", lambda: CheckpointManager(root).restore(Job(Drawn(0)), random=False)),
+            ("export", lambda: export_safetensors(root, hf, weights=WeightMap(), config={"a": 1}, overwrite=True)),
         ):
-            began, before = time.monotonic(), proxy.injected.total()
+            if proxy.injected.total() >= faults:
+                return found
+            if not committed and name != "save":
+                continue  # the first save failed
+            began, before, ended, proxy.rate = time.monotonic(), proxy.injected.copy(), True, rate
             try:
                 act()
-                outcomes[f"{name} done"] += 1
-                committed = step if name == "save" else committed
             except CheckpointError as error:
-                assert str(root.parent) in str(error) and len(str(error)) < 2000 and proxy.injected.total() > before, error
-                outcomes[f"{name} failed"] += 1
-            longest = max(longest, time.monotonic() - began)
-        proxy.rate = 0.0
-        steps = CheckpointManager(root).steps()
-        assert not committed or steps[-1] >= committed, (steps, committed)
-        for each in steps[-2:]:
-            assert value_of(root / f"step-{each:08d}") == each
-        if (root.parent / "hf" / "config.json").is_file():
-            assert len(Safetensors(root.parent / "hf").shapes()) == 4
-    proxy.close()
+                ended = False
+                assert str(root.parent) in str(error) and len(str(error)) < 2000 and proxy.injected != before, error
+            proxy.rate = 0.0
+            found.append((name, ended, proxy.injected - before, time.monotonic() - began))
+            if committed or ended:
+                newest = last_good(root, step if name == "save" and ended else committed)
+                committed = max(committed, newest)
+            if name == "export" and (hf / "config.json").is_file():  # this export, or the one before that could not be replaced
+                source = Safetensors(hf)
+                whole = {key: torch.empty(shape) for key, shape in source.shapes().items()}
+                for key, out in whole.items():
+                    source.read(key, (), out)
+                fits = [
+                    each for each in {newest, exported} if all(torch.equal(whole[key], w) for key, w in Drawn(each).state_dict().items())
+                ]
+                assert fits == [newest] if ended else fits, (fits, newest, exported)
+                exported = fits[0]
+    raise AssertionError
+
+
+@pytest.mark.timeout(180 + 3 * FAULTS)
+def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s3_port, bucket, monkeypatch):
+    faults, long = object_store.FAULTS, FAULTS > 100
+    if not long:
+        monkeypatch.setattr(objects, "CLIENT", {**objects.CLIENT, "read_timeout": timedelta(seconds=3)})
+        monkeypatch.setattr(objects, "RETRY", {**objects.RETRY, "max_retries": 3, "retry_timeout": timedelta(seconds=20)})
+    monkeypatch.setattr(objects, "_UPLOAD_BYTES", 5 << 20)  # the least that S3 takes: two pieces of a file
+    monkeypatch.setattr(objects, "_PIECE_BYTES", 1 << 20)
+    seed, lanes = int(os.environ.get("MESHPAR_FAULTS_SEED", "0")), []
+    for number in range(LANES):  # side by side, each with a bucket and a proxy of its own
+        proxy = object_store.FaultyProxy(s3_port, seed=LANES * seed + number, stall_s=60.0 if long else 4.0)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_port}")
+        root = place(f"{object_store.bucket(f'{bucket[5:]}-{number}')}/run")
+        proxy.faults = (*faults[:-2] * 5, faults[-2], *faults[-1:] * 2)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        objects._store(root.root, os.getpid())  # opened with this environment
+        lanes.append((root, proxy))
+    with ThreadPoolExecutor(LANES) as pool:
+        found = list(itertools.chain(*pool.map(lambda lane: under_failures(*lane, 0.12 if long else 0.06, -(-FAULTS // LANES)), lanes)))
+    for _, proxy in lanes:
+        proxy.close()
     objects._store.cache_clear()
-    print(f"{sum(proxy.injected.values())} failures ({dict(proxy.injected)}): {dict(outcomes)}, the longest {longest:.1f} s")  # noqa: T201
-    assert sum(count for name, count in outcomes.items() if "done" in name) > 1
+    told = [f"{'failure':12} injected  in operations that ended well  in an error"]
+    for each in faults:
+        good, bad = (sum(injected[each] for _, ended, injected, _ in found if ended is well) for well in (True, False))
+        told.append(f"{each:12} {good + bad:8}  {good:29}  {bad:11}")
+    counts, longest = Counter((name, ended) for name, ended, _, _ in found), max(seconds for *_, seconds in found)
+    ends = ", ".join(f"{name} {counts[name, True]} well and {counts[name, False]} in an error" for name in ("save", "restore", "export"))
+    print("\n".join([*told, f"{sum(each.total() for _, _, each, _ in found)} failures: {ends}; the longest {longest:.1f} s"]))  # noqa: T201
+    assert longest < BOUND_S and sum(count for (_, ended), count in counts.items() if ended) > 1
 
 
-@pytest.mark.parametrize("damage", ["a bit flipped", "cut short", "deleted", "manifest cut"])
+@pytest.mark.parametrize("damage", ["cut short", "manifest cut"])
 def test_damage_in_a_store_is_found_named_and_passed_over(bucket, damage):
     root = place(f"{bucket}/run")
     manager = CheckpointManager(root)
@@ -342,14 +422,8 @@ def test_damage_in_a_store_is_found_named_and_passed_over(bucket, damage):
         manager.save(step, Job(Filled(float(step))))
     newer = root / "step-00000002"
     part = read_manifest(newer).files_in(newer) / "__0_0.distcp"
-    data = bytearray(part.read()[0])
-    if damage == "a bit flipped":
-        data[len(data) // 2] ^= 1
-        part.write(bytes(data))
-    elif damage == "cut short":
-        part.write(bytes(data[:-1000]))
-    elif damage == "deleted":
-        part.unlink()
+    if damage == "cut short":
+        part.write(part.read()[0][:-1000])
     else:
         (newer / "meshpar.json").write((newer / "meshpar.json").read()[0][:-100])
     named = "meshpar.json" if damage == "manifest cut" else "__0_0.distcp"
