@@ -228,7 +228,7 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Complete a text with an exported model."""
-    from meshpar.launchers.commands.generating import Completer, VllmCompleter
+    from meshpar.launchers.commands.generating import Completer, Sampling, VllmCompleter
 
     if engine not in ("transformers", "vllm"):
         raise typer.BadParameter(f"--engine must be transformers or vllm, got {engine!r}")
@@ -236,9 +236,8 @@ def generate(
         raise typer.BadParameter("--top-p must be above 0 and at most 1, and --stop a text")
     if temperature == 0.0 and (top_p < 1.0 or seed is not None):
         raise typer.BadParameter("--top-p and --seed are for sampling: also pass --temperature, such as 0.8")
-    text = (Completer if engine == "transformers" else VllmCompleter)(model).complete(
-        prompt, tokens=tokens, temperature=temperature, top_p=top_p, stop=stop or (), seed=seed, chat=chat
-    )  # fmt: skip
+    how = Sampling(tokens=tokens, temperature=temperature, top_p=top_p, stop=stop or (), seed=seed)
+    text = (Completer if engine == "transformers" else VllmCompleter)(model).complete(prompt, how, chat=chat)
     print(text if chat else prompt + text)
 
 

@@ -122,6 +122,7 @@ def test_there_are_a_hundred_broken_recipes() -> None:
     [
         ("hidden_size: many", "transformers cannot use these values: StrictDataclassFieldValidationError"),
         ("num_attention_heads: 0", "transformers cannot use these values: "),
+        ("attn_implementation: flesh", "transformers cannot use these values: "),
         ("num_layerz: 3", "transformers has no such field of llama: num_layerz (nearest: num_hidden_layers"),
     ],
 )
@@ -129,7 +130,7 @@ def test_values_that_transformers_cannot_use_are_refused(folder: Path, monkeypat
     pytest.importorskip("transformers")
     monkeypatch.chdir(folder)
     Path("job.yaml").write_text(BASE)
-    check_recipe("job.yaml", [f"model={{kind: huggingface, config: {{{LLAMA}}}}}"])
+    check_recipe("job.yaml", [f"model={{kind: huggingface, config: {{{LLAMA}, attn_implementation: flex_attention}}}}"])
     name = change.partition(":")[0]
     kept = ", ".join(each for each in LLAMA.split(", ") if not each.startswith(name))
     with pytest.raises(PlanError, match=re.escape(told)):

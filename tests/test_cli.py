@@ -248,6 +248,11 @@ def test_the_version_and_a_shells_completion() -> None:
 def test_the_page_of_keys_is_current() -> None:
     page = Path(__file__).parent.parent / "docs" / "recipe_keys.md"
     assert page.read_text() == invoke("check", "--keys").output, "write it again: meshpar check --keys > docs/recipe_keys.md"
+    lines = page.read_text().splitlines()
+    (nonfinite,) = (line for line in lines if line.startswith("| `nonfinite`"))
+    assert nonfinite.endswith("what came of such a step. |"), "a line of a meaning may have a colon"
+    steps = lines[lines.index("## schedule") :][5]
+    assert steps.startswith("| `steps` | a whole number or nothing |  |"), "the section's default, not that of its dataclass"
 
 
 def test_generate_stops_samples_by_seed_and_chats(tmp_path: Path) -> None:

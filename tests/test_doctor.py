@@ -23,6 +23,7 @@ from meshpar.launchers.agent.failures import exit_code
 from meshpar.launchers.doctor import examine as examine_module
 from meshpar.launchers.doctor import measure as measure_module
 from meshpar.launchers.doctor import meeting as meeting_module
+from meshpar.launchers.doctor import rank as rank_module
 from meshpar.launchers.doctor.checks import all_findings
 from meshpar.launchers.doctor.examine import Folder, Report, _folder_findings, _leave_token, _looked
 from meshpar.launchers.doctor.facts import collect
@@ -200,6 +201,23 @@ def test_a_slow_link_is_found_in_either_direction(forth: tuple[float, ...], back
     pairs += [PairSpeed(axis="dp_shard", first=0, second=1, rate=5e10)]  # inside a host
     findings = list(_link_findings(Report(facts=tuple(healthy()), findings=(), pairs=tuple(pairs))))
     assert [each.where for each in findings] == ([] if where is None else [where])
+
+
+@pytest.mark.parametrize(("slow", "taken"), [(0, 1), (2, 3), (9, 3)])
+def test_a_speed_is_a_finding_when_it_is_slow_in_each_of_three_measurements(monkeypatch: pytest.MonkeyPatch, slow: int, taken: int) -> None:
+    """``slow`` measurements find the link and the axis slow, as other work makes them; a fault does so each time."""
+    made: list[float] = []
+
+    def measure(*_: object) -> tuple[list[AxisSpeed], list[PairSpeed]]:
+        made.append(1e6 if len(made) < slow else 1e9)
+        axes = (("dp_replicate", 1e9), ("dp_shard", made[-1]))
+        speeds = [AxisSpeed(axis=axis, operation="all_gather", ranks=2, bytes=1 << 24, seconds=1.0, bus=bus) for axis, bus in axes]
+        return speeds, [PairSpeed(axis="dp_replicate", first=0, second=2, rate=made[-1])]
+
+    monkeypatch.setattr(rank_module, "measure", measure)
+    monkeypatch.setattr(MeshSpec, "build", lambda *_: None)
+    report = rank_module.measured(Report(facts=tuple(healthy()), findings=()), MeshSpec("dp_replicate=2,dp_shard=2"), torch.device("cpu"))
+    assert len(made) == taken and len(report.findings) == (2 if slow == 9 else 0)
 
 
 def test_a_slow_file_system_is_no_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -173,8 +173,18 @@ def test_steps_of_a_strategy_and_passes_of_flags() -> None:
     assert (recipe.training.validate_every, recipe.checkpoint.every) == (20, None)
     for text, expected in PASSES.items():
         assert make_passes(read(text + "\n").passes) == expected
-    covered = {*VALUES, "eval_steps", *(text.partition(":")[0] for text in PASSES)}
+    covered = {*VALUES, "eval_steps", "model_name_or_path", *(text.partition(":")[0] for text in PASSES)}
     assert sorted(set(TRAINER.handlers) - covered) == []
+
+
+def test_the_model_of_a_trainers_script_is_a_folder_of_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    text = f"model_name_or_path: {tmp_path}\nmax_steps: 2\ndata: {{source: stdlib, tokenizer: bytes}}\n"
+    recipe = resolve(parse_document(text, "run.yaml"))
+    assert (recipe.model.kind, recipe.model.weights, recipe.model.config) == ("huggingface", tmp_path, str(tmp_path))
+    assert f"model_name_or_path: {tmp_path} became model: {{kind: huggingface, weights: {tmp_path}}}" in recipe.notes
+    with pytest.raises(RecipeError, match=r"weights: some/name does not exist; expected a folder \(nothing is downloaded"):
+        resolve(parse_document(text.replace(str(tmp_path), "some/name"), "run.yaml"))
 
 
 def test_a_whole_trainer_file_is_read_as_it_is() -> None:

@@ -164,7 +164,7 @@ def test_a_time_limit_leaves_time_before_the_signal(folder: Path) -> None:
         refused = limit != "360:00"
         with pytest.raises(LaunchError, match="it must be above 360 s") if refused else contextlib.nullcontext():
             make_target("slurm", Slurm, [f"time={limit}"])
-    for limit in ("7", "6:01", "0:6:1", "0-1", "UNLIMITED"):
+    for limit in ("7", "6:01", "0:6:1", "0-1", "UNLIMITED", "0"):
         make_target("slurm", Slurm, [f"time={limit}"])
     done = run_batch(folder, render("slurm") / "job.sbatch", 1, SLURM_JOB_END_TIME=str(int(time.time()) + 300))
     assert done.returncode == 78 and "the time limit must be above 360 s" in done.stderr and not requeues(folder)
@@ -383,6 +383,7 @@ def test_further_options_of_sbatch_are_passed_on_and_those_that_meshpar_writes_a
     told = {
         "-x n7": "'-x' is not a long option", "--mem 0": "'0' is not a long option", "--time=5:00": "write -o time=5:00",
         "--nodes=3": "meshpar writes --nodes", "--array=0-9": "would train in one folder; write --array=0-9%1",
+        "--array=1,2%2": "write --array=1,2%1 to", '--comment="a': "No closing quotation in '--comment=\"a'; close the quotes",
     }  # fmt: skip
     for given, expected in told.items():
         with pytest.raises(LaunchError, match=re.escape(expected)):
@@ -434,14 +435,25 @@ def test_files_of_the_cluster_are_checked_there_and_the_launch_says_so(folder: P
     assert "note: the plan is checked when the job starts" in launch_job("kubernetes", "job.yaml", [*there[::2], *model], **shape)
 
 
+def test_a_job_whose_checkpoints_would_be_lost_with_its_pods_says_so(folder: Path) -> None:
+    def told(*arguments: str, options: tuple[str, ...] = ()) -> str:
+        return launch_job("kubernetes", "job.yaml", arguments, nodes=2, gpus_per_node=0, nproc=1, mesh="auto", options=options)
+
+    assert "note: without -o claim=NAME, /workspace is a folder that each pod has for itself" in told()
+    assert "claim" not in told(options=("claim=runs",))
+    assert "claim" not in told("output=/volume/run")
+
+
 def test_two_runs_have_folders_of_their_own_in_a_bucket(folder: Path) -> None:
     mounts = []
-    for name in "ab":
-        launch_job(
-            "skypilot", "job.yaml", [f"output=runs/{name}"], nodes=2, gpus_per_node=0, nproc=1, mesh="auto", options=["bucket=s3://b"]
-        )
-        mounts.append(yaml.safe_load((latest(Path("runs") / name) / "job.yaml").read_text())["file_mounts"])
-    assert mounts == [{f"~/sky_workdir/runs/{name}": {"source": f"s3://b/runs/{name}", "mode": "MOUNT"}} for name in "ab"]
+    elsewhere = folder.with_name(f"{folder.name}-2")
+    for output in ("runs/a", "runs/b", elsewhere / "a", elsewhere / "b"):
+        launch_job("skypilot", "job.yaml", [f"output={output}"], nodes=2, gpus_per_node=0, nproc=1, mesh="auto", options=["bucket=s3://b"])
+        mounts.append(yaml.safe_load((latest(Path(output)) / "job.yaml").read_text())["file_mounts"])
+    places = {f"~/sky_workdir/runs/{name}": f"s3://b/runs/{name}" for name in "ab"} | {
+        f"{elsewhere}/{name}": f"s3://b{elsewhere}/{name}" for name in "ab"
+    }
+    assert mounts == [{place: {"source": source, "mode": "MOUNT"}} for place, source in places.items()]
 
 
 def test_options_of_a_target_are_checked_all_at_once() -> None:
@@ -508,6 +520,19 @@ def test_setup_runs_as_scripts_of_conda_expect(folder: Path) -> None:
     failing = render("slurm", "setup=false") / "job.sbatch"
     done = subprocess.run(["bash", failing], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("path", "word"), [("/my env/meshpar", "/my env/meshpar"), ("~/$E/meshpar", "/home/me/env/meshpar"), ('/"`\\x', '/"`\\x')]
+)
+def test_the_command_on_the_nodes_is_one_word(folder: Path, path: str, word: str) -> None:
+    (line,) = [
+        line for line in (render("slurm", f"meshpar={path}") / "job.sbatch").read_text().splitlines() if line.startswith("export MESHPAR=")
+    ]
+    done = subprocess.run(
+        ["bash", "-c", f'{line}; printf %s "$MESHPAR"'], env={"HOME": "/home/me", "E": "env"}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == word
 
 
 def test_submission_without_the_engine_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,8 +163,17 @@ def test_weights_bring_their_config_and_tokenizer(tmp_path: Path) -> None:
     folder = tmp_path / "published"
     folder.mkdir()
     text = f"model: {{kind: huggingface, weights: {folder}}}\ntraining: {{steps: 1}}\n"
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "tune.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=r"config: no config.json in .*published"):
+        load_recipe(tmp_path / "tune.yaml", ["data.tokenizer=bytes"])
+    with pytest.raises(
+        RecipeError, match=r"weights: a/name does not exist; expected a folder \(nothing is downloaded: `hf download"
+    ) as error:
+        load_recipe(tmp_path / "tune.yaml", ["model.weights=a/name"])
+    assert str(error.value).startswith("1 problem ")
+    there = load_recipe(tmp_path / "tune.yaml", ["model.weights=/models/name"], disks=False)
+    assert there.model.config == "/models/name", "on another machine"
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(RecipeError, match=r"data.tokenizer: missing: .*published has no tokenizer.json; name the folder"):
         load_recipe(tmp_path / "tune.yaml")
     assert load_recipe(tmp_path / "tune.yaml", ["data.tokenizer=bytes"]).data.tokenizer == "bytes"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import json
 import os
 import signal
 import socket
@@ -12,20 +14,23 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing import PContext
 
-from meshpar import LaunchError
+from meshpar import LaunchError, ParallelError
 from meshpar.launchers.agent import check_in, starts, waiting
 from meshpar.launchers.agent.check_in import checked_in
-from meshpar.launchers.agent.failures import NO_USE
+from meshpar.launchers.agent.failures import NO_USE, Failure, error_file, first_error, forget_left, recorded
 from meshpar.launchers.agent.local import Placement, _config, _identified, _patient
 from meshpar.launchers.agent.nodes_here import free_port
 from meshpar.launchers.agent.rank_logs import Shown
 from meshpar.launchers.commands.run import from_kubeflow, placed
+from meshpar.launchers.jobs.job import _new_steps_noted
 
 RUN = [sys.executable, "-m", "meshpar.launchers", "run"]
 
@@ -89,6 +94,8 @@ def test_the_first_failing_rank_is_shown_and_no_other(tmp_path: Path) -> None:
         pytest.param("sys.exit(3)", "meshpar: rank 1 failed with SystemExit: 3\n", marks=pytest.mark.long),
         pytest.param("os._exit(4)", "meshpar: rank 1 ended itself with os._exit(4)\n", marks=pytest.mark.long),
         pytest.param("os._exit(0)", "meshpar: rank 1 ended itself with os._exit(0)\n", marks=pytest.mark.long),
+        ("sys.exit()", "meshpar: rank 1 ended itself with sys.exit(0)\n"),
+        pytest.param("raise BaseException('x')", "meshpar: rank 1 failed with BaseException: x\n", marks=pytest.mark.long),
         ("ctypes.CDLL(None)._exit(5)", "meshpar: rank 1 ended with exit code 5 and without a Python error"),
     ],
 )
@@ -101,10 +108,16 @@ def test_a_rank_that_ends_without_an_exception_is_named_and_not_its_victim(tmp_p
     )
     done = run(tmp_path, script, "--nproc", "2")
     assert done.returncode == 1 and done.stderr.startswith(told)
-    if end == "os._exit(0)":
+    if end in ("os._exit(0)", "sys.exit()"):
         assert "\nThen rank 0 failed with" in done.stderr, "alone it is no failure"
     if "CDLL" not in end:
         assert 'File "job.py", line 3' in done.stderr
+
+
+def test_a_full_memory_of_the_device_comes_with_what_to_do(tmp_path: Path) -> None:
+    done = run(tmp_path, "import torch\nraise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')\n", "--nproc", "1")
+    assert done.returncode == 1 and "rank 0 failed with OutOfMemoryError: CUDA out of memory." in done.stderr
+    assert "the device's memory is full; use a smaller data.micro_batch" in done.stderr.splitlines()[-1]
 
 
 def test_a_full_disk_of_logs_ends_no_job_and_hides_no_error(tmp_path: Path) -> None:
@@ -121,6 +134,15 @@ def test_a_full_disk_of_logs_ends_no_job_and_hides_no_error(tmp_path: Path) -> N
     options = ("--nproc", "2", "--logs", "logs", "--run-id", "x")
     assert run(tmp_path, script, *options).returncode == 0
     assert run(tmp_path, script, *options, arguments=("fail",)).stderr.startswith("meshpar: rank 1 failed with ValueError: the cause\n")
+
+
+def test_output_that_nobody_takes_ends_no_job(tmp_path: Path) -> None:
+    path, taken = tmp_path / "log", ["", OSError(errno.ENOSPC, "full"), BrokenPipeError()]
+    path.touch()
+    show = Shown(path, Mock(write=Mock(side_effect=taken)))
+    for _ in taken:
+        path.write_text(path.read_text() + "a line\n")
+        show._copy()
 
 
 def test_a_character_that_is_written_in_two_parts_is_shown_whole(tmp_path: Path) -> None:
@@ -194,6 +216,18 @@ def test_control_c_ends_all_ranks(tmp_path: Path) -> None:
     assert not [pid for pid in ((tmp_path / name).read_text() for name in "01") if Path(f"/proc/{pid}").exists()]
 
 
+def test_ranks_that_leave_without_an_error_fail_nothing_by_themselves(tmp_path: Path) -> None:
+    left, failed = (Failure(rank=rank, host=socket.gethostname(), kind=kind, message="0", trace="x", seconds=at)
+                    for rank, kind, at in ((1, "sys.exit", 5.0), (0, "ValueError", 4.0)))  # fmt: skip
+    for each in (left, failed):
+        error_file(tmp_path, each.rank).write_text(json.dumps(asdict(each)))
+    assert str(first_error(tmp_path, {0: 1})).startswith("rank 0 failed with ValueError"), "the other one left later"
+    error_file(tmp_path, 0).unlink()
+    assert recorded(tmp_path) == [] and error_file(tmp_path, 1).exists(), "after a signal: no failure"
+    forget_left(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
 def test_ranks_that_stop_as_asked_end_with_the_signals_code_also_when_one_is_ended_on_its_way_out(tmp_path: Path) -> None:
     done = run(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '0':\n    sys.exit(138)\ntime.sleep(120)\n", "--nproc", "2")
     assert done.returncode == 128 + signal.SIGUSR1, done.stderr
@@ -227,8 +261,8 @@ training: {steps: 3, log_every: 1, tensorboard: false}
 """
 
 
-def run_recipe(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    (folder / "job.yaml").write_text(RECIPE)
+def run_recipe(folder: Path, *options: str, more: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    (folder / "job.yaml").write_text(RECIPE + more)
     (folder / "text.md").write_text((Path(__file__).parent.parent / "README.md").read_text())
     environment = os.environ | {"OMP_NUM_THREADS": "1", **variables}
     return subprocess.run([*RUN, *options, "job.yaml"], cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -239,7 +273,7 @@ def test_a_job_without_a_step_is_not_started_a_third_time(tmp_path: Path, monkey
     restarted = run_recipe(tmp_path, "--restarts", "5")
     (log,) = (tmp_path / "runs" / "job" / "logs").glob("*/rank-0.log")
     assert restarted.returncode == NO_USE, log.read_text()
-    assert "the job's last 2 starts ended before their first step, so it is not started again" in restarted.stderr
+    assert "the job's last 2 starts made no new step, so it is not started again" in restarted.stderr
 
     monkeypatch.setenv("MESHPAR_JOB_ID", "7")  # as a batch script sets it
     logs = tmp_path / "runs" / "job" / "logs"
@@ -247,6 +281,24 @@ def test_a_job_without_a_step_is_not_started_a_third_time(tmp_path: Path, monkey
     second = run_recipe(tmp_path, "--run-id", "7-1")
     assert second.returncode == NO_USE and (logs / "7-1" / "no-restart").exists()
     assert "IsADirectoryError" in second.stderr and "not started again" in second.stderr
+
+
+def test_a_failure_that_repeats_at_one_step_is_not_retried_to_the_end(tmp_path: Path) -> None:
+    """The second step's gradient is not finite, in each start; the first step is new in the first start alone."""
+    done = run_recipe(tmp_path, "--restarts", "9", more="optimizer: {lr: 1e30}\nschedule: {warmup_steps: 0}\n")
+    (log,) = (tmp_path / "runs" / "job" / "logs").glob("*/rank-0.log")
+    assert done.returncode == NO_USE and "made no new step" in done.stderr, done.stderr
+    assert (log.read_text().count("step 1/3"), starts.MOST) == (3, 2)
+
+
+@pytest.mark.parametrize(("below", "noted"), [(None, 7), (RuntimeError("Connection closed by peer"), -1)])
+def test_a_lost_peer_is_no_failure_that_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: Exception | None, noted: int
+) -> None:
+    monkeypatch.setenv("MESHPAR_LOGS", str(tmp_path))
+    with pytest.raises(ParallelError), _new_steps_noted(Mock(), Mock(step=7)):
+        raise ParallelError("failed") from below
+    assert starts.last_failed_at(tmp_path) == noted
 
 
 def test_a_step_gives_a_job_new_starts(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, final
@@ -47,7 +47,11 @@ SCRATCH = "MESHPAR_SCRATCH"
 OTHERS_S = 1.0
 """What a rank or node gives the others to write their errors, to name the first."""
 
-_OS_EXIT = "os._exit"
+_EXITS = ("os._exit", "sys.exit")
+_FULL_MEMORY = (
+    "the device's memory is full; use a smaller data.micro_batch with more data.accumulate (meshpar train RECIPE --find-batch-size tries "
+    "them), ActivationCheckpoint, or more shards; meshpar plan RECIPE lists what holds the memory"
+)
 
 
 @final
@@ -135,12 +139,19 @@ def note_os_exit(logs: Path, rank: int) -> None:
     def noted(status: int) -> NoReturn:
         if os.getpid() == own and status not in STOPPED and not error_file(logs, rank).exists():
             trace = "".join(traceback.format_stack()[:-1])
-            # A status of 0 is no failure by itself; where others fail, it is the likely cause.
-            failure = Failure(rank=rank, host=socket.gethostname(), kind=_OS_EXIT, message=str(status), trace=trace)
-            _write(logs, replace(failure, seconds=time.time() if status else -0.5))
+            _note_exit(logs, rank, "os._exit", status, trace)
         end(status)
 
     os._exit = noted
+
+
+def note_sys_exit(logs: Path, rank: int, error: SystemExit) -> None:
+    """Write who called ``sys.exit`` without an error, which is no failure by itself; where others then fail, it is the likely cause."""
+    _note_exit(logs, rank, "sys.exit", 0, "".join(traceback.format_tb(error.__traceback__)))
+
+
+def _note_exit(logs: Path, rank: int, kind: str, status: int, trace: str) -> None:
+    _write(logs, Failure(rank=rank, host=socket.gethostname(), kind=kind, message=str(status), trace=trace, seconds=time.time()))
 
 
 def forget(logs: Path, rank: int) -> None:
@@ -184,6 +195,20 @@ def error_file(logs: Path, rank: int) -> Path:
 
 def recorded(logs: Path) -> list[Failure]:
     """Return the recorded failures, the earliest first."""
+    return [each for each in _recorded(logs) if not _is_left(each)]
+
+
+def forget_left(logs: Path) -> None:
+    """Delete what ranks wrote that left without an error, after a job that is complete."""
+    for each in filter(_is_left, _recorded(logs)):
+        error_file(logs, each.rank).unlink(missing_ok=True)
+
+
+def _is_left(each: Failure) -> bool:
+    return each.kind in _EXITS and each.message == "0"
+
+
+def _recorded(logs: Path) -> list[Failure]:
     found = [json.loads(path.read_text(encoding="utf-8")) for each in _folders(logs) for path in each.glob("rank-*.error.json")]
     return sorted(
         (Failure(**{**each, "problems": tuple(each["problems"])}) for each in found), key=lambda failure: (failure.seconds, failure.rank)
@@ -199,12 +224,13 @@ def first_error(logs: Path, exit_codes: Mapping[int, int]) -> MeshparError:
         logs: the folder of the ranks' logs, which hosts may share.
         exit_codes: exit codes of this host's failed ranks.
     """
-    found = recorded(logs)
+    found = _recorded(logs)
     if not found:
         return LaunchError(f"ranks ended without an error message, exit codes {dict(exit_codes)}; see their logs in {logs}")
-    first, *others = found
-    if first.kind == _OS_EXIT and first.message == "0" and others:
-        return LaunchError(f"{_as_raised(first)}\nThen {_as_raised(others[0])}")
+    first, *_ = recorded(logs) or found
+    left = [each for each in found if _is_left(each) and (each.seconds < first.seconds or each.host != first.host)]
+    if left and first.trace:  # its peers wait for a rank that left
+        return LaunchError(f"{_as_raised(left[0])}\nThen {_as_raised(first)}")
     if first.host != socket.gethostname() and exit_codes:
         there = error_file(logs, first.rank)
         return LaunchError(f"rank {first.rank} on {first.host} failed first; see its error there, or in {there}")
@@ -224,6 +250,7 @@ def _as_raised(failure: Failure) -> MeshparError:
         return PlanError(failure.problems)
     if isinstance(kind, type) and issubclass(kind, MeshparError):
         return kind(failure.message)
-    if failure.kind == _OS_EXIT:
-        return LaunchError(f"rank {failure.rank} ended itself with os._exit({failure.message})\n{failure.trace}".rstrip())
-    return LaunchError(f"rank {failure.rank} failed with {failure.kind}: {failure.message}\n{failure.trace}".rstrip())
+    if failure.kind in _EXITS:
+        return LaunchError(f"rank {failure.rank} ended itself with {failure.kind}({failure.message})\n{failure.trace}".rstrip())
+    text = f"rank {failure.rank} failed with {failure.kind}: {failure.message}\n{failure.trace}".rstrip()
+    return LaunchError(f"{text}\n{_FULL_MEMORY}" if failure.kind == "OutOfMemoryError" else text)

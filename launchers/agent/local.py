@@ -22,7 +22,18 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from meshpar.errors import LaunchError, MeshparError, RepeatedFailureError
 from meshpar.launchers.agent.check_in import checked_in, children, reach_head, told_while_joining
-from meshpar.launchers.agent.failures import NO_USE, OTHERS_S, SCRATCH, SIGNALS, STOPPED, exit_code, first_error, record_kills, recorded
+from meshpar.launchers.agent.failures import (
+    NO_USE,
+    OTHERS_S,
+    SCRATCH,
+    SIGNALS,
+    STOPPED,
+    exit_code,
+    first_error,
+    forget_left,
+    record_kills,
+    recorded,
+)
 from meshpar.launchers.agent.rank_logs import Shown, log_file, start_id
 from meshpar.launchers.agent.starts import IN_VAIN, in_vain
 from meshpar.launchers.recipes.recipe import Recipe
@@ -169,6 +180,7 @@ def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextI
             if recorded(logs):
                 raise _noted(first_error(logs, {}), logs) from None
             return 128 + int(stop.sigval)
+    forget_left(logs)
     (logs / COMPLETE).touch()
     return 0
 

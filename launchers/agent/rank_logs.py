@@ -120,7 +120,7 @@ class Shown:
             text = file.read()
         self._position += len(text)
         if text:
-            with suppress(BrokenPipeError):  # `meshpar run ... | head`: the log has every line
+            with suppress(OSError):  # `meshpar run ... | head`, or a full disk: the log has every line
                 self._to.write(self._decoder.decode(text))
                 self._to.flush()
 

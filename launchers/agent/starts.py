@@ -1,4 +1,4 @@
-"""Starts of a job that made no step: a job whose last two starts made none is not started again."""
+"""Starts of a job that made no new step: a job whose last two starts made none is not started again."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from meshpar.errors import RepeatedFailureError
 
 MOST = 2
-"""Number of starts in a row without a step after which a job ends."""
+"""Number of starts in a row without a new step after which a job ends."""
 
 
 def begin(logs: Path) -> None:
     """Note a start of a recipe; rank 0 calls this before anything else.
 
     Raises:
-        RepeatedFailureError: the last two starts made no step.
+        RepeatedFailureError: the last two starts made no new step.
     """
     if in_vain(logs):
         raise RepeatedFailureError(IN_VAIN)
@@ -26,17 +26,28 @@ def begin(logs: Path) -> None:
 
 
 def made_step(logs: Path) -> None:
-    """Note that this start has made a step."""
+    """Note that this start has made a new step."""
     _file(logs).unlink(missing_ok=True)
 
 
+def failed_at(logs: Path, step: int) -> None:
+    """Note how many steps were complete when this start failed; the next start makes a new step after these."""
+    _file(logs).with_suffix(".failed-at").write_text(str(step), encoding="utf-8")
+
+
+def last_failed_at(logs: Path) -> int:
+    """Return how many steps were complete when a start of the job failed last; -1: none did."""
+    file = _file(logs).with_suffix(".failed-at")
+    return int(file.read_text(encoding="utf-8")) if file.exists() else -1
+
+
 def in_vain(logs: Path) -> bool:
-    """Return whether the last two starts made no step."""
+    """Return whether the last two starts made no new step."""
     return len(_starts(logs)) >= MOST
 
 
 IN_VAIN = (
-    f"the job's last {MOST} starts ended before their first step, so it is not started again; "
+    f"the job's last {MOST} starts made no new step, so it is not started again; "
     "correct the first error in their logs, then submit the job anew"
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -16,6 +17,26 @@ def need_transformers() -> None:
     """Raise MeshparError if transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise MeshparError("transformers is not installed; this command needs it: pip install 'meshpar[transformers]'")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next tokens are chosen.
+
+    Attributes:
+        tokens: largest number of new tokens.
+        temperature: 0: always the most likely token.
+        top_p: sample from the fewest tokens whose probabilities reach this sum.
+        stop: texts before which the answer ends.
+        seed: of the sampling; None: another answer each time.
+    """
+
+    tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    stop: Sequence[str] = ()
+    seed: int | None = None
 
 
 @final
@@ -42,26 +63,12 @@ class Completer:
         except Exception as error:  # each class of transformers has its own
             raise MeshparError(f"transformers cannot load a causal language model from {folder}: {brief(error)}") from error
 
-    def complete(
-        self,
-        prompt: str,
-        *,
-        tokens: int = 64,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        stop: Sequence[str] = (),
-        seed: int | None = None,
-        chat: bool = False,
-    ) -> str:
+    def complete(self, prompt: str, how: Sampling = Sampling(), *, chat: bool = False) -> str:
         """Return the text after ``prompt``. An empty prompt begins a new text.
 
         Args:
             prompt: the beginning of the text; with ``chat``, what the user says.
-            tokens: largest number of new tokens.
-            temperature: 0: always the most likely token.
-            top_p: sample from the fewest tokens whose probabilities reach this sum.
-            stop: texts before which the answer ends.
-            seed: of the sampling; None: another answer each time.
+            how: the choice of tokens.
             chat: put the prompt into the tokenizer's chat template.
 
         Raises:
@@ -69,16 +76,16 @@ class Completer:
         """
         ids = _ids(self.tokenizer, prompt, chat=chat)
         choice: dict[str, Any] = {"do_sample": False}
-        if temperature > 0:
-            choice = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-        if stop:
-            choice |= {"stop_strings": list(stop), "tokenizer": self.tokenizer}
-        if seed is not None:
-            torch.manual_seed(seed)
+        if how.temperature > 0:
+            choice = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
+        if how.stop:
+            choice |= {"stop_strings": list(how.stop), "tokenizer": self.tokenizer}
+        if how.seed is not None:
+            torch.manual_seed(how.seed)
         with torch.no_grad():
-            made = self.model.generate(**ids, max_new_tokens=tokens, pad_token_id=self.tokenizer.eos_token_id, **choice)
+            made = self.model.generate(**ids, max_new_tokens=how.tokens, pad_token_id=self.tokenizer.eos_token_id, **choice)
         text = str(self.tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
-        return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
+        return text[: min((place for place in map(text.find, how.stop) if place >= 0), default=len(text))]
 
 
 @final
@@ -101,21 +108,11 @@ class VllmCompleter:
         except Exception as error:  # each part of vLLM has its own
             raise MeshparError(f"vLLM does not run {folder}: {brief(error)}") from error
 
-    def complete(
-        self,
-        prompt: str,
-        *,
-        tokens: int = 64,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        stop: Sequence[str] = (),
-        seed: int | None = None,
-        chat: bool = False,
-    ) -> str:
+    def complete(self, prompt: str, how: Sampling = Sampling(), *, chat: bool = False) -> str:
         """Return the text after ``prompt``; arguments and errors as for :meth:`Completer.complete`."""
         ids = _ids(self.engine.get_tokenizer(), prompt, chat=chat)["input_ids"][0].tolist()
         choice = importlib.import_module("vllm").SamplingParams(
-            max_tokens=tokens, temperature=temperature, top_p=top_p, stop=list(stop), seed=seed
+            max_tokens=how.tokens, temperature=how.temperature, top_p=how.top_p, stop=list(how.stop), seed=how.seed
         )
         return str(self.engine.generate([{"prompt_token_ids": ids}], choice, use_tqdm=False)[0].outputs[0].text)
 

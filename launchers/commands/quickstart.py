@@ -14,7 +14,7 @@ from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.steps import CHECKPOINTS
 from meshpar.errors import LaunchError, RecipeError
-from meshpar.launchers.commands.generating import Completer, need_transformers
+from meshpar.launchers.commands.generating import Completer, Sampling, need_transformers
 from meshpar.launchers.commands.train import launch
 from meshpar.launchers.export.run import export_run
 from meshpar.launchers.jobs import build
@@ -72,7 +72,7 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
     _tell_difference(recipe, completer.model)
     _title("4  Complete lines of Python")
     for prompt in _PROMPTS:
-        rest = (completer.complete(prompt, tokens=24).splitlines() or [""])[0]
+        rest = (completer.complete(prompt, Sampling(tokens=24)).splitlines() or [""])[0]
         print(f"  {prompt.splitlines()[-1]} »{rest}")
     _title(f"Done in {(time.monotonic() - start) / 60:.1f} minutes")
     print(_farewell(out))

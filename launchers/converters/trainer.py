@@ -28,6 +28,7 @@ _EVAL = "validation sums the loss and the objective's numbers on the device, and
 
 TRAINER = Keys(
     handlers={
+        "model_name_or_path": values.model_name,
         "max_steps": values.max_steps,
         "num_train_epochs": values.epochs,
         "output_dir": to("output", str),

@@ -19,6 +19,13 @@ _SCHEDULES = {
 _OPTIMIZERS = {"adamw_torch": False, "adamw_torch_fused": True, "adamw_hf": False}
 
 
+def model_name(value: Any, result: Translated) -> str:
+    """Take ``model_name_or_path``, which Trainer's scripts read beside their TrainingArguments."""
+    result.put("model.kind", "huggingface")
+    result.put("model.weights", str(value))
+    return f"{value} became model: {{kind: huggingface, weights: {value}}}"
+
+
 def epochs(value: Any, result: Translated) -> str:
     """Take ``num_train_epochs``: whole passes, unless ``max_steps`` counts."""
     if (result.known.get("max_steps") or -1) > 0:

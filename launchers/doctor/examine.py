@@ -174,4 +174,4 @@ def _folder_findings(
 def summary(facts: Sequence[Facts]) -> str:
     """Return one line that lists ranks and hosts."""
     hosts = hosts_of(facts)
-    return f"{len(facts)} ranks on {len(hosts)} host{'s' if len(hosts) > 1 else ''}: {ranks_text(facts)}"
+    return f"{len(facts)} rank{'s' if len(facts) > 1 else ''} on {len(hosts)} host{'s' if len(hosts) > 1 else ''}: {ranks_text(facts)}"

@@ -100,6 +100,6 @@ def _generation_config(run: Place) -> tuple[Place, ...]:
     """Return the generation config of the weights or of the config that a run's model started from."""
     if not (run / RECIPE).is_file():
         return ()
-    model = load_recipe(fetched(run / RECIPE)).model
+    model = load_recipe(fetched(run / RECIPE), disks=False).model
     folders = [place(each).expanduser() for each in (model.weights, getattr(model, "config", None)) if isinstance(each, (str, Path))]
     return tuple(each / _GENERATION for each in folders if (each / _GENERATION).is_file())[:1]

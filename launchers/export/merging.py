@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import final
 
 import torch
 
 from meshpar.checkpoints import DistributedCheckpoint, Safetensors, open_step
 from meshpar.checkpoints.checkpointable import MODEL
-from meshpar.checkpoints.export import apart, free_target, made_whole
+from meshpar.checkpoints.export import apart, free_target, made_on_disk
 from meshpar.checkpoints.storage import Place, fsync, on_disk
 from meshpar.errors import CheckpointError
-from meshpar.training.lora import NAME, LoRA
-from meshpar.weights import TypedSource
+from meshpar.models.huggingface import from_config
+from meshpar.registry import layout_for
+from meshpar.training.lora import NAME, LoRA, PackedAdapter, adapted_layers, add_adapters, base_name, config_of
+from meshpar.weights import TypedSource, WeightMap
 from meshpar.weights.views import spans_of
 
 _ADAPTERS = "adapter_model.safetensors"
@@ -22,51 +23,60 @@ _ADAPTERS = "adapter_model.safetensors"
 
 @final
 class Merged:
-    """The weights of a model with its adapters added, read slice by slice: ``W + alpha / rank * B @ A``.
+    """The weights of a model with its adapters added, read slice by slice: ``W + scale * left @ right``.
 
     Args:
         base: the frozen weights.
-        adapters: ``layer.lora_A.weight`` and ``layer.lora_B.weight`` of every adapted layer.
+        factors: name of a weight (..., rows, columns) -> left (..., rows, rank) and right (..., rank, columns).
         scale: ``alpha / rank``.
     """
 
-    def __init__(self, base: TypedSource, adapters: Mapping[str, torch.Tensor], scale: float) -> None:
-        self.shapes, self.dtypes, self._base, self._scale = base.shapes, base.dtypes, base, scale
-        layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
-        if lost := [layer for layer in layers if f"{layer}.weight" not in base.shapes()]:
-            raise CheckpointError(
-                f"the weights have no {lost[0]}.weight, and an adapter belongs to it; give the folder of weights that was adapted"
-            )
-        self._pairs = {f"{each}.weight": (adapters[f"{each}.lora_A.weight"], adapters[f"{each}.lora_B.weight"]) for each in layers}
+    def __init__(self, base: TypedSource, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]], scale: float) -> None:
+        self.shapes, self.dtypes, self._base, self._factors, self._scale = base.shapes, base.dtypes, base, factors, scale
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         """Copy ``tensor[index]`` into ``out``."""
-        if name not in self._pairs:
+        if name not in self._factors:
             self._base.read(name, index, out)
             return
-        shape = self.shapes()[name]
-        (top, bottom), (left, right) = spans_of(index, shape)
-        a, b = (each.float() for each in self._pairs[name])
-        transposed = (b.shape[0], a.shape[1]) != shape
-        rows, columns = (slice(left, right), slice(top, bottom)) if transposed else (slice(top, bottom), slice(left, right))
-        delta = b[rows] @ a[:, columns] * self._scale
+        *outer, rows, columns = (slice(*span) for span in spans_of(index, self.shapes()[name]))
+        left, right = (each[tuple(outer)].float() for each in self._factors[name])
         whole = torch.empty(out.shape, dtype=torch.float32)
         self._base.read(name, index, whole)
-        out.copy_(whole + (delta.T if transposed else delta))
+        out.copy_(whole + left[..., rows, :] @ right[..., columns] * self._scale)
 
 
-def merged(src: Place, settings: LoRA, base: Place) -> Merged:
+def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
     """Return the weights of the adapted model, to be exported tile by tile, with the result of peft's ``merge_and_unload``.
 
     Args:
         src: a step of adapters, or the folder of all steps (its newest).
         settings: settings of the adapters.
         base: the folder of the adapted weights.
+
+    Raises:
+        CheckpointError: the folder has other weights than those that were adapted.
     """
-    return Merged(Safetensors(base), stored_adapters(src), settings.alpha / settings.rank)
+    adapters, packed, names = stored_adapters(src), dict[str, PackedAdapter](), WeightMap()
+    if settings.parameters:  # files may store what the model packs one by one, and the model alone knows how
+        model = from_config(on_disk(base, why="its config.json is read by transformers"))
+        names = layout_for(model).weights
+        add_adapters(model, settings)
+        packed = {name: each for name, each in adapted_layers(model).items() if isinstance(each, PackedAdapter)}
+    ours, factors = names.view(Safetensors(base)), {}
+    for layer in sorted({name.rpartition(".lora_")[0] for name in adapters}):
+        a, b, on = adapters[f"{layer}.lora_A.weight"], adapters[f"{layer}.lora_B.weight"], packed.get(layer)
+        weight = f"{base_name(layer)}.{'weight' if on is None else on.leaf}"
+        if weight not in ours.shapes():
+            raise CheckpointError(f"the weights have no {weight}, which an adapter belongs to; give the folder of weights that was adapted")
+        if on is not None:
+            factors[weight] = on.factors(a, b, ours.shapes()[weight][0])
+        else:
+            factors[weight] = (a.T, b.T) if _shape(adapters, layer) != ours.shapes()[weight] else (b, a)
+    return names.publish(Merged(ours, factors, settings.alpha / settings.rank))
 
 
-def export_adapters(src: Place, dst: Path, settings: LoRA, base: Place, *, overwrite: bool = False) -> Path:
+def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, overwrite: bool = False) -> Place:
     """Write the adapters in peft's format (``PeftModel.from_pretrained``).
 
     The folder appears, or replaces the old one, once it is complete.
@@ -78,24 +88,17 @@ def export_adapters(src: Place, dst: Path, settings: LoRA, base: Place, *, overw
         base: the folder of the adapted weights.
         overwrite: replace an existing folder.
     """
-    import peft
     from safetensors.torch import save_file
 
-    target = free_target(on_disk(dst, why="peft writes its files itself"), overwrite=overwrite)
+    target = free_target(dst, overwrite=overwrite)
     apart(target, src)
     adapters = stored_adapters(src)
+    source = Safetensors(base)
     layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
-    config = peft.LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType] - peft takes any number
-        lora_dropout=settings.dropout,
-        target_modules=layers,
-        base_model_name_or_path=str(base),
-        fan_in_fan_out=_transposed(adapters, Safetensors(base)),
-        inference_mode=True,
-    )
-    with made_whole(target, overwrite=overwrite) as folder:
-        assert isinstance(folder, Path)
+    linear = [each for each in layers if f"{each}.weight" in source.shapes()]
+    turned = any(tuple(source.shapes()[f"{each}.weight"]) != _shape(adapters, each) for each in linear[:1])
+    config = config_of(settings, linear, base_model_name_or_path=str(base), fan_in_fan_out=turned, inference_mode=True)
+    with made_on_disk(target, overwrite=overwrite) as folder:
         save_file({f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}, folder / _ADAPTERS)
         fsync(folder / _ADAPTERS)
         config.save_pretrained(str(folder))
@@ -116,9 +119,6 @@ def stored_adapters(src: Place) -> dict[str, torch.Tensor]:
     return found
 
 
-def _transposed(adapters: Mapping[str, torch.Tensor], base: TypedSource) -> bool:
-    """Return whether the adapted layers store their weights transposed, as GPT-2's Conv1D does."""
-    name, a = next((name, value) for name, value in adapters.items() if ".lora_A." in name)
-    layer = name.rpartition(".lora_")[0]
-    b = adapters[f"{layer}.lora_B.weight"]
-    return tuple(base.shapes()[f"{layer}.weight"]) != (b.shape[0], a.shape[1])
+def _shape(adapters: Mapping[str, torch.Tensor], layer: str) -> tuple[int, int]:
+    """Return the shape of a linear layer's weight; GPT-2's Conv1D stores it transposed."""
+    return adapters[f"{layer}.lora_B.weight"].shape[0], adapters[f"{layer}.lora_A.weight"].shape[1]

@@ -22,11 +22,12 @@ from meshpar.checkpoints.storage import Place, fetched, place
 from meshpar.checkpoints.verify import Verify, verify_files
 from meshpar.errors import CheckpointError
 from meshpar.launchers.export.beside import Beside, beside, config_in, weight_names
-from meshpar.launchers.export.merging import Merged, merged
+from meshpar.launchers.export.merging import merged
 from meshpar.launchers.jobs.job import RECIPE
 from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.launchers.recipes.schema import parse_dtype
 from meshpar.training.lora import LoRA
+from meshpar.weights import TypedSource
 
 _LINE_S = 10.0
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
@@ -70,7 +71,7 @@ def export_run(
     dst, folder = place(dst), chosen_step(src, best)
     print(f"exporting {folder}", file=sys.stderr)
     adapted = _adapted(folder.parent.parent)
-    weights: Place | Merged = folder
+    weights: Place | TypedSource = folder
     if adapted is None:
         found, names = beside(folder, config), weight_names(layout)
     elif config is not None or layout is not None:
@@ -99,9 +100,17 @@ def _adapted(run: Place) -> tuple[LoRA, Place] | None:
     """Return the adapters' settings and the weights below them if a run trained adapters; None otherwise."""
     if not (run / RECIPE).is_file():
         return None
-    recipe = load_recipe(fetched(run / RECIPE))
+    recipe = load_recipe(fetched(run / RECIPE), disks=False)
     settings = recipe.adapters()
-    return None if settings is None or recipe.model.weights is None else (settings, place(recipe.model.weights).expanduser())
+    if settings is None or recipe.model.weights is None:
+        return None
+    base = place(recipe.model.weights).expanduser()
+    if not base.exists():
+        raise CheckpointError(
+            f"{run} holds adapters of the weights in {recipe.model.weights}, and that folder does not exist here; an export merges "
+            "both, so run it where the folder is (a relative path starts in the working directory)"
+        )
+    return settings, base
 
 
 def _dtype(text: str | None) -> torch.dtype | None:

@@ -41,7 +41,7 @@ from meshpar.mesh import MeshSpec, default_device_type, is_auto
 from meshpar.models import GPT2, Transformer
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.passes.base import Role, axes_of
-from meshpar.patterns import find_modules, nearest
+from meshpar.patterns import find_modules, suggestion
 from meshpar.plan import Plan
 from meshpar.registry import layout_for
 from meshpar.training.data import Batches
@@ -277,8 +277,7 @@ def _uneven(recipe: Recipe, plan: Plan, world_size: int) -> Iterator[str]:
 def _objective_problems(recipe: Recipe) -> Iterator[str]:
     name = recipe.training.objective
     if "." not in name and name not in registry.names(OBJECTIVES):
-        near = nearest(name, registry.names(OBJECTIVES)) or registry.names(OBJECTIVES)
-        yield f"{recipe.where('training.objective')}: no objective {name!r} is installed; nearest: {', '.join(near)}"
+        yield f"{recipe.where('training.objective')}: no objective {name!r} is installed; {suggestion(name, registry.names(OBJECTIVES))}"
     elif recipe.teacher is None:
         try:
             objective_of(recipe)

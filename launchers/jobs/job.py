@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -24,8 +24,8 @@ from meshpar.checkpoints.manifest import step_name, step_of
 from meshpar.checkpoints.published import stored_model
 from meshpar.checkpoints.steps import CHECKPOINTS, checkpoints_in
 from meshpar.checkpoints.storage import Place, carried, fetched, place
-from meshpar.errors import CheckpointError, RecipeError, StoreError
-from meshpar.launchers.agent.starts import made_step
+from meshpar.errors import CheckpointError, MeshparError, RecipeError, StoreError
+from meshpar.launchers.agent.starts import failed_at, last_failed_at, made_step
 from meshpar.launchers.agent.watching import watched
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.elected import Elected
@@ -120,7 +120,7 @@ def run_job(recipe: Recipe) -> Outcome:
                 if recipe.kept != recipe.folder:
                     _take_up(recipe)
                     stack.callback(_keep, recipe, METRICS, TENSORBOARD)
-                _note_first_step(optimizer)
+                stack.enter_context(_new_steps_noted(optimizer, trainer))
                 reporting = functools.partial(_reporters, recipe, settings.total_steps(train.steps_per_epoch))
                 reporters: tuple[Reporter, ...] = (Elected(replicas, reporting),) if replicas is not None else reporting(trainer.step)
                 trainer.reporters = reporters
@@ -309,11 +309,21 @@ def _take_up(recipe: Recipe) -> None:
         shutil.copyfile(stored, here)
 
 
-def _note_first_step(optimizer: torch.optim.Optimizer) -> None:
-    """Note the first step of this start for the launcher, which does not start a job without steps again and again."""
-    logs, once = os.environ.get("MESHPAR_LOGS"), functools.cache(made_step)
-    if logs is not None:
-        optimizer.register_step_post_hook(lambda *_: once(Path(logs)))
+@contextlib.contextmanager
+def _new_steps_noted(optimizer: torch.optim.Optimizer, trainer: Trainer) -> Iterator[None]:
+    """Note the first new step of this start for the launcher, which does not start a job without new steps again and again."""
+    if "MESHPAR_LOGS" not in os.environ:
+        yield
+        return
+    logs, once = Path(os.environ["MESHPAR_LOGS"]), functools.cache(made_step)
+    last = last_failed_at(logs)
+    optimizer.register_step_post_hook(lambda *_: once(logs) if trainer.step > last else None)
+    try:
+        yield
+    except MeshparError as error:
+        if error.__cause__ is None:  # of training itself, such as a loss that is not finite; a lost peer or a store has an error below it
+            failed_at(logs, trainer.step)
+        raise
 
 
 def _reporters(recipe: Recipe, steps: int, step: int) -> tuple[Reporter, ...]:
@@ -331,11 +341,13 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
     """Print a summary of the run."""
     data, schedule = trainer.data, trainer.schedule
     parameters = sum(parameter.numel() for parameter in par.module.parameters())
+    trained = sum(parameter.numel() for parameter in par.module.parameters() if parameter.requires_grad)
+    part = f", {trained:,} of them trained," if trained < parameters else ""
     batch = data.global_batch
     ranks = par.data_size * (runtime.replica()[1] or 1)
     passes = "".join(f", {each.name}" for each in par.plan.passes)
     lines = [
-        f"{parameters:,} parameters on {str(par.spec) or 'one process'} ({par.device.type}){passes}",
+        f"{parameters:,} parameters{part} on {str(par.spec) or 'one process'} ({par.device.type}){passes}",
         f"{data.samples}, {data.steps_per_epoch:,} steps an epoch; a step: {batch:,} {_sequences(recipe, batch)} "
         f"({recipe.data.micro_batch} x {recipe.data.accumulate} micro-batches x {ranks} data ranks)",
         f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over {schedule.steps:,} steps",

@@ -83,7 +83,7 @@ def _refuse_unknown(fields: Mapping[str, Any], known: Any, model: Any) -> None: 
     module = inspect.getmodule(model[0] if isinstance(model, tuple) else model)
     # Some models read fields that their config does not declare.
     words = set(re.findall(r"\w+", "" if module is None else inspect.getsource(module)))
-    unknown = [name for name in fields if not name.startswith("_") and not hasattr(known, name) and name not in words]
+    unknown = [name for name in fields if not (name.startswith("_") or hasattr(known, name) or hasattr(known, f"_{name}") or name in words)]
     if unknown:
         near = {name: ", ".join(nearest(name, known.to_dict())) or "none" for name in unknown}
         told = "; ".join(f"{name} (nearest: {text})" for name, text in near.items())

@@ -18,7 +18,7 @@ from types import FrameType, ModuleType
 from typing import NoReturn
 
 from meshpar.errors import LaunchError, MeshparError
-from meshpar.launchers.agent.failures import NO_USE, STOPPED, exit_code, forget, note_os_exit, record
+from meshpar.launchers.agent.failures import NO_USE, STOPPED, exit_code, forget, note_os_exit, note_sys_exit, record
 from meshpar.launchers.agent.local import SHUTDOWN_S
 from meshpar.launchers.agent.rank_logs import copy_output, redirect
 from meshpar.launchers.agent.starts import begin
@@ -39,7 +39,11 @@ def main() -> int:
     end_with_parent()
     try:
         return run_recipe(what) if kind == "recipe" else run_code(kind, what, arguments)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            note_sys_exit(folder, rank, error)
         if isinstance(error, SystemExit) and error.code in (None, 0, *STOPPED):
             raise
         record(folder, rank, error, hide=__file__)

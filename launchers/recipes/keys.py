@@ -59,7 +59,8 @@ def keys_text() -> str:
 
 def _lines() -> Iterator[str]:
     yield "# Keys of a recipe\n"
-    yield "`meshpar check --keys` prints this page. Every key can be set on the command line: `training.steps=500`.\n"
+    yield "`meshpar check --keys` prints this page. Every key can be set on the command line: `training.steps=500`."
+    yield "Relative paths start in the working directory of the command.\n"
     for title, section, sources in _SECTIONS:
         yield f"## {title or 'The recipe'}\n"
         yield "| key | takes | default | meaning |"
@@ -70,7 +71,9 @@ def _lines() -> Iterator[str]:
             if field.default == "own":
                 continue
             takes = "fields" if name in _NAMED else describe_type(field.annotation)
-            default = "required" if field.is_required() else _default(own.get(name, field.get_default(call_default_factory=True)))
+            written = name in inspect.get_annotations(section)  # the section's own field, in place of its dataclass's
+            value = field.get_default(call_default_factory=True)
+            default = (field.description or "required") if field.is_required() else _default(value if written else own.get(name, value))
             yield f"| `{field.alias or name}` | {_cell(takes)} | {_cell(default)} | {_cell(meanings.get(name, ''))} |"
         yield ""
 
@@ -83,7 +86,7 @@ def attributes(cls: type) -> dict[str, str]:
     for line in text.splitlines():
         if not line.startswith("    "):
             break
-        if entry := re.match(r"    ([\w, ]+): (.*)", line):
+        if entry := re.match(r"    (\w[\w, ]*): (.*)", line):
             names = entry[1].split(", ")
             found |= dict.fromkeys(names, entry[2])
         else:

@@ -34,11 +34,13 @@ from meshpar.launchers.recipes.yamlfile import Document, Place, apply_overrides,
 from meshpar.mesh import MeshSpec, is_auto
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import RopeScaling, TransformerConfig
-from meshpar.patterns import nearest
+from meshpar.patterns import suggestion
 from meshpar.training.bounds import Bound
 from meshpar.training.lora import LoRA
 from meshpar.training.order import weights_problem
 from meshpar.training.text import SUFFIXES, kind_of
+
+_DOWNLOAD = "expected a folder (nothing is downloaded: `hf download NAME --local-dir FOLDER`)"
 
 
 class UnknownRecipeError(RecipeError):
@@ -57,7 +59,8 @@ class Recipe(Section):
         watchdog: seconds without any progress after which ranks say where they are, and the job ends; None: never.
         patience: seconds that replicas (``--elastic=replicas``) wait for one that does not answer, before they go on without it.
         profile: write a profile of a few early steps into the run's folder (:mod:`meshpar.training.profile`).
-        output: the run's folder, or a URL in an object store (``s3://bucket/run``); logs are then in ``runs/s3/bucket/run``.
+        output: the run's folder, or a URL in an object store (``s3://bucket/run``), whose logs are in ``runs/s3/bucket/run``; without it
+            ``runs/NAME``.
         code: the folder from which classes of your own are imported; None: the recipe's.
         mesh: axes and sizes; empty: one process.
         passes: name -> options, in their order; without them those that the mesh's axes call for.
@@ -287,8 +290,7 @@ def _find(source: str | Path) -> Document:
     if str(source) in known and not Path(source).is_file():
         return read_document(known[str(source)])
     if not Path(source).is_file():
-        near = nearest(str(source), known) or sorted(known)
-        raise UnknownRecipeError(f"no recipe file {source}, and none of that name comes with meshpar; nearest: {', '.join(near)}")
+        raise UnknownRecipeError(f"no recipe file {source}, and none of that name comes with meshpar; {suggestion(str(source), known)}")
     return read_document(Path(source))
 
 
@@ -309,7 +311,7 @@ def _take_from_weights(data: dict[str, Any]) -> None:
     if not isinstance(model, Mapping) or not isinstance(section, Mapping) or not isinstance(model.get("weights"), str):
         return
     folder = Path(model["weights"]).expanduser()
-    if model["kind"] == "huggingface" and (folder / "config.json").is_file():
+    if model["kind"] == "huggingface":
         data["model"] = {"config": model["weights"], **model}
     if (
         section.get("tokenizer") is None
@@ -398,7 +400,8 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
             yield ("lora",), str(error)
     # The folders of a teacher may be made by a run before; whether they are there is seen when the job is checked.
     for name, section in (("model", recipe.model), *([] if recipe.teacher is None else [("teacher.model", recipe.teacher.model)])):
-        files = folder_problems(section) if disks and name == "model" else ()
+        files = [*folder_problems(section)] if disks and name == "model" else []
+        files = [f"{text}; {_DOWNLOAD}" if text.startswith("weights: ") else text for text in files]
         yield from ((tuple(name.split(".")), text) for text in (*files, *_model_problems(section)))
 
 
@@ -475,6 +478,7 @@ def folder_problems(section: Any) -> Iterator[str]:
     """Yield the folders of a model's section that are not there."""
     if section.weights is not None and not storage.place(section.weights).expanduser().exists():
         yield f"weights: {section.weights} does not exist"
+        return
     folder = section.config if section.kind == "huggingface" and isinstance(section.config, str) else None
     if folder is not None and not (Path(folder).expanduser() / "config.json").is_file():
         yield f"config: no config.json in {folder}"

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from torch import nn
 
 from meshpar.launchers.recipes.yamlfile import Document, Place
-from meshpar.patterns import nearest
+from meshpar.patterns import suggestion
 
 _TYPES: Mapping[Any, str] = {
     bool: "true or false",
@@ -137,6 +137,9 @@ def validate(model: type[Section], data: object, document: Document, place: Plac
 
 def describe_type(hint: object) -> str:
     """Return what a field takes, in words: ``a whole number, 'epoch' or nothing``."""
+    tags = [_tag(each) for each in get_args(hint) if isinstance(each, type) and issubclass(each, BaseModel)]
+    if "own" in tags:
+        return f"fields (kind: {', '.join(str(each) for each in tags if each != 'own')}; or class: package.module.Name)"
     parts = list(dict.fromkeys(_words(hint)))
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
 
@@ -155,9 +158,14 @@ def _words(hint: object) -> Iterator[str]:
     elif origin is not None or hint in (dict, list, tuple):
         yield "a mapping" if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)) else "a list"
     elif isinstance(hint, type) and issubclass(hint, BaseModel):
-        yield f"fields ({', '.join(hint.model_fields)})"
+        yield f"fields ({', '.join(_keys(hint))})"
     else:
         yield _TYPES.get(hint, str(hint))
+
+
+def _keys(section: type[BaseModel]) -> list[str]:
+    """Return the keys of a section as a recipe writes them."""
+    return [field.alias or name for name, field in section.model_fields.items()]
 
 
 def _takes_functions(hint: object) -> bool:
@@ -192,8 +200,7 @@ def _message(place: Place, errors: list[ErrorDetails], data: object, model: type
     value, context = _value(data, place), error.get("ctx", {})
     match error["type"]:
         case "extra_forbidden":
-            near = nearest(str(place[-1]), owner.model_fields)
-            return f"unknown key; nearest: {', '.join(near)}" if near else f"unknown key; there are: {', '.join(owner.model_fields)}"
+            return f"unknown key; {suggestion(str(place[-1]), _keys(owner))}"
         case "missing" if isinstance(place[-1], str) and place[-1] == error["loc"][-1]:
             return f"missing; expected {describe_type(hint)}"
         case "value_error":

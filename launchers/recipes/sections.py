@@ -52,7 +52,7 @@ class HuggingFaceSection(Section):
     """A model of transformers.
 
     Attributes:
-        config: the contents of a ``config.json``, or the folder that holds one; nothing is downloaded.
+        config: the contents of a ``config.json``, or the folder that holds one; None: that of ``weights``. Nothing is downloaded.
         head: what stands on the model; None: what the objective needs (for packed text ``causal_lm``).
         weights: a folder of safetensors to start from; None: drawn from the seed.
         new: patterns of parameters that are drawn from the seed although there are weights: ``classifier.*`` on a pretrained encoder.
@@ -60,7 +60,7 @@ class HuggingFaceSection(Section):
     """
 
     kind: Literal["huggingface"] = "huggingface"
-    config: dict[str, Any] | str
+    config: dict[str, Any] | str = Field(description="required without `weights`")
     head: Literal["causal_lm", "seq2seq_lm", "sequence_classification"] | None = None
     weights: Path | None = None
     new: tuple[str, ...] = ()

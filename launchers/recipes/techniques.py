@@ -13,7 +13,7 @@ from meshpar.launchers.recipes.schema import Section, build, section_of, validat
 from meshpar.launchers.recipes.yamlfile import Document, Place
 from meshpar.mesh import MeshSpec, is_auto
 from meshpar.passes import Pass
-from meshpar.patterns import nearest
+from meshpar.patterns import suggestion
 
 GROUP = "meshpar.passes"
 SHARDING = ("FullyShard", "HybridShard", "Replicate")
@@ -103,9 +103,7 @@ def _checked(written: Written, document: Document, place: Place, problems: list[
 
 def _made(name: str, options: Mapping[str, Any], document: Document, place: Place, problems: list[str]) -> Iterator[Pass]:
     if "." not in name and name not in registry.names(GROUP):
-        near = nearest(name, registry.names(GROUP))
-        listed = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(sorted(registry.names(GROUP)))}"
-        problems.append(f"{document.where(place)}: no pass {name!r} is installed; {listed}")
+        problems.append(f"{document.where(place)}: no pass {name!r} is installed; {suggestion(name, registry.names(GROUP))}")
         return
     try:
         factory: Any = registry.plugin(GROUP, name)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, NewType, Protocol, final
 
 from meshpar.errors import LaunchError
 from meshpar.mesh import MeshSpec
-from meshpar.patterns import nearest
+from meshpar.patterns import suggestion
 from meshpar.training.bounds import Bound, bound_problems
 
 Port = Annotated[int, Bound(ge=1, le=65535)]
@@ -136,6 +136,10 @@ class Target(Protocol):
         """Return what is wrong with the options together, one line each."""
         return ()
 
+    def notes(self, job: Job) -> Iterable[str]:
+        """Return what the launch should say about the job, one line each."""
+        return ()
+
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the files to write, name -> text; the first is the job file."""
         ...
@@ -205,8 +209,7 @@ def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
         key, equals, value = text.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or key not in fields:
-            near = nearest(key, fields)
-            listed = f"nearest: {', '.join(near)}" if near else f"there are {', '.join(sorted(fields))}"
+            listed = suggestion(key, fields)
             problems.append(f"{text!r}: {name} has no such option, written as KEY=VALUE; {listed}{_passed_on(fields, text)}")
             continue
         try:

@@ -57,6 +57,15 @@ class Kubernetes(OnKubernetes):
         if self.kueue and self.volcano:
             yield "kueue and volcano: each starts the job by itself; give one of them"
 
+    def notes(self, job: Job) -> Iterator[str]:
+        """Yield a note where checkpoints would be lost with the pods."""
+        output = str(yaml.safe_load(job.recipe)["output"]) if job.recipe else ""
+        if not self.claim and "://" not in output and not output.startswith("/"):
+            yield (
+                f"without -o claim=NAME, {self.workdir} is a folder that each pod has for itself and loses at its end, with the run's "
+                "checkpoints and logs"
+            )
+
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the file for kubectl and the files beside it."""
         name = job.label

@@ -83,7 +83,7 @@ def launch_job(
     job, files = _written(plugin, run, {**work, **place, "command": ("meshpar", *sys.argv[1:])})
     path = job.folder / next(iter(files))
     told = [f"{job.name}: {nodes * ranks} ranks, {job.shape} on {nodes} x {ranks}", *(f"  {job.folder / name}" for name in files)]
-    told += [f"note: {note}" for note in notes]
+    told += [f"note: {note}" for note in (*notes, *plugin.notes(job))]
     command = plugin.submit(path)
     note: Mapping[str, object] = {"target": target, "options": list(options), "file": path.name, "label": job.label}
     (job.folder / LAUNCH).write_text(json.dumps(note) + "\n", encoding="utf-8")

@@ -47,7 +47,6 @@ class SkyPilot(Target):
         """
         if job.gpus_per_node and not self.accelerators:
             raise LaunchError("skypilot requires the name of the GPUs; add -o accelerators=H100, or another name")
-        folder = _relative(job)
         values = {
             "name": job.label,
             "shape": job.shape,
@@ -57,14 +56,18 @@ class SkyPilot(Target):
             "accelerators": f"{self.accelerators}:{job.gpus_per_node}" if job.gpus_per_node else "",
             "restarts": self.restarts,
             "setup": self.setup,
-            "mounts": {f"~/sky_workdir/{folder}": {"source": f"{self.bucket.rstrip('/')}/{folder}", "mode": "MOUNT"}}
-            if self.bucket
-            else {},
+            "mounts": self._mounts(job.run) if self.bucket else {},
             "port": self.port,
             "recipe": f'recipe=$(mktemp -d)/recipe.yaml\nprintf %s {shlex.quote(job.recipe)} > "$recipe"' if job.recipe else "",
             "work": shlex.join(job.script) or '"$recipe"',
         }
         return {"job.yaml": fill_yaml("skypilot.yaml", values, self.patch), **job.files()}
+
+    def _mounts(self, run: Path) -> Mapping[str, object]:
+        """Return the bucket's folder of a run, mounted where the job writes: below the working directory, or at its absolute path."""
+        inside = run.is_relative_to(Path.cwd())
+        folder = run.relative_to(Path.cwd() if inside else "/")
+        return {f"~/sky_workdir/{folder}" if inside else str(run): {"source": f"{self.bucket.rstrip('/')}/{folder}", "mode": "MOUNT"}}
 
     def submit(self, path: Path) -> Sequence[str]:
         """Return the SkyPilot command that submits a managed job, which SkyPilot recovers when its machines are lost."""
@@ -87,7 +90,3 @@ class SkyPilot(Target):
     def cancel(self, job: Launched) -> str:
         """End the job by ``sky jobs cancel``."""
         return ask(["sky", "jobs", "cancel", "--yes", f"--name={job.label}"])
-
-
-def _relative(job: Job) -> str:
-    return str(job.run.relative_to(Path.cwd())) if job.run.is_relative_to(Path.cwd()) else f"runs/{job.name}"

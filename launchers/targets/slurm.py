@@ -34,6 +34,12 @@ def _command(setup: str) -> str:
     return f'"$(command -v meshpar || echo {own})"' if setup else own
 
 
+def _path(path: str) -> str:
+    """Return the shell's word for a path on the nodes, whose ``~`` and variables are those of the nodes."""
+    word = re.sub(r'(["`\\])', r"\\\1", path)
+    return f'"{re.sub("^~(?=/)", "$HOME", word)}"'
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slurm(Target):
@@ -79,7 +85,12 @@ class Slurm(Target):
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the options together."""
-        for word in self._further():
+        try:
+            words = self._further()
+        except ValueError as error:
+            yield f"sbatch: {error} in {' '.join(self.sbatch)!r}; close the quotes"
+            words = []
+        for word in words:
             name, _, value = word.removeprefix("--").partition("=")
             if not re.fullmatch(r"--[a-z][a-z-]*(=.*)?", word):
                 yield f"sbatch: {word!r} is not a long option; write --NAME or --NAME=VALUE, such as --mem=0"
@@ -88,7 +99,8 @@ class Slurm(Target):
             elif name in _WRITTEN:
                 yield f"sbatch: meshpar writes --{name}, which its batch script depends on; leave it out"
             elif name == "array" and not value.endswith("%1"):
-                yield f"sbatch: the tasks of --array={value} would train in one folder; write --array={value}%1 to run them in turn"
+                tasks = value.partition("%")[0]
+                yield f"sbatch: the tasks of --array={value} would train in one folder; write --array={tasks}%1 to run them in turn"
         if self.container not in ("pyxis", "apptainer"):
             yield f"container={self.container}: expected pyxis or apptainer"
         limit = _seconds(self.time) if self.time else math.inf
@@ -129,7 +141,7 @@ class Slurm(Target):
             "container": self._container(job),
             "placement": self._placement(job),
             "work": shlex.join(job.work(str(job.folder / RECIPE))),
-            "meshpar": self.meshpar or ("meshpar" if self.image else _command(self.setup)),
+            "meshpar": _path(self.meshpar) if self.meshpar else "meshpar" if self.image else _command(self.setup),
             "no_use": NO_USE,
             "no_restart": NO_RESTART,
             "complete": COMPLETE,
@@ -214,7 +226,7 @@ def _left(job: Launched, number: str) -> str:
 
 def _seconds(limit: str) -> float | None:
     """Return a time limit of SLURM in seconds; None if SLURM would refuse it."""
-    if limit.upper() in ("UNLIMITED", "INFINITE", "-1"):
+    if limit.upper() in ("UNLIMITED", "INFINITE", "-1", "0"):
         return math.inf
     days = re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if days:
