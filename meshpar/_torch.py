@@ -28,6 +28,7 @@
 - ``collective_counts``, ``last_collectives``: which process groups there are, their numbers of collectives, and the flight recorder
   (gloo's in memory since torch 2.13); private without a public form.
 - ``gloo_threads``: a trace names the thread that ran a collective, gloo does not say whose thread it is; private without a public form.
+- ``quiet_gathers``: torch advises about a gather over two axes of one dim by a logger of a private module, and has no switch for it.
 - ``share_timeout``: a mesh's groups do not take the time-out of the group that they are made in; private without a public form.
 - ``bound``: as ``share_timeout``, of a backend; ``set_timeout`` is public since torch 2.14.
 - ``eager``: ``torch.compiler.disable`` loads the compiler where it decorates, torch's own form at the first call.
@@ -40,8 +41,9 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import MethodType
@@ -50,8 +52,8 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, cast, final
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from torch import Tensor, nn
 from torch import _assert_async as assert_async
-from torch import nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable import checkpoint_activation
@@ -63,7 +65,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 P = ParamSpec("P")
@@ -117,8 +119,11 @@ class Units:
     def watch(self, run: Callable[[], None]) -> None:
         """Call ``run`` in every backward that reaches a unit, and let ranks reduce alike: what other ranks may have used counts as zero.
 
-        Weights are gathered out of the sight of selective recomputation, which wants to see the same operators each time.
+        Weights are gathered out of the sight of selective recomputation, which wants to see the same operators each time. What a unit
+        returns may be changed in place behind it, and its weights are gathered in backward all the same.
         """
+        for child in self.modules:
+            child.register_forward_hook(_returned, prepend=True, with_kwargs=True)  # FSDP2's own hook comes next
         for group in self._groups:
             group.post_backward = functools.partial(self._after_backward, group, group.post_backward, run)
             group.unshard, group.wait_for_unshard = _unseen(group.unshard), _unseen(group.wait_for_unshard)
@@ -218,6 +223,35 @@ def make_ready(module: nn.Module) -> None:
     state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
     if state is not None and state._is_root is None:
         state._lazy_init()
+
+
+class _Apart(torch.autograd.Function):
+    """The same values in the same memory, as a tensor that is no view to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+@eager  # FSDP2's hooks stand beside the compiled block, where this one would be a graph of its own
+def _returned(module: nn.Module, args: object, kwargs: object, output: Any) -> Any:
+    """Return a unit's output without views of what it computed: a change in place of a view drops the hook that FSDP2 puts on it.
+
+    A view of its input stays one: whoever holds the input sees a change of it.
+    """
+    if not torch.is_grad_enabled():
+        return output
+    given = {id(base) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) for base in (each, each._base)}
+
+    def apart(value: Any) -> Any:
+        view = isinstance(value, Tensor) and value._is_view() and value.requires_grad and id(value._base) not in given
+        return _Apart.apply(value) if view else value
+
+    return tree_map(apart, output)
 
 
 def _unseen(inner: Callable[..., None]) -> Callable[..., None]:
@@ -437,6 +471,17 @@ def forget_meshes() -> None:
     forget = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if forget is not None:
         forget()
+
+
+@contextmanager
+def quiet_gathers() -> Iterator[None]:
+    """Keep DTensor's advice on slow gathers out of the log: what FSDP2 shards over tensor parallelism cannot be gathered in another way."""
+    log = logging.getLogger("torch.distributed.tensor._redistribute")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
 
 
 def share_timeout(groups: Iterable[Any]) -> None:

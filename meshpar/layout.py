@@ -48,6 +48,9 @@ class ModelLayout:
         experts: patterns of modules with stacked experts, for :class:`meshpar.ExpertParallel`: parameters whose first dim counts experts,
             and a forward of (hidden states (N, D), chosen experts (N, K), their weights (N, K)) that returns (N, D). A number of experts
             that the module stores is one attribute ``num_experts``, ``n_experts`` or ``num_local_experts`` (also ``routed``, ``total``).
+        experts_in_order: those of ``experts`` whose forward takes rows (R, D) in the order of experts instead, with a list of how many
+            rows each expert has; or alone, equally many for each expert, of which rows of zeros give zeros and zero gradients, and do
+            not travel.
         routers: patterns of the modules whose output, or its first part, is the routers' logits (N, E), in the order of ``experts``.
         router_bias: patterns of the buffers or frozen parameters (E,) that routers add to choose experts and not to weigh them, in the
             order of ``experts``: what ``training.balance_rate`` moves.
@@ -76,6 +79,7 @@ class ModelLayout:
     attention: tuple[str, ...] = ()
     mixers: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
+    experts_in_order: tuple[str, ...] = ()
     routers: tuple[str, ...] = ()
     router_bias: tuple[str, ...] = ()
     exchange: Callable[[nn.Module, Any], None] | None = None

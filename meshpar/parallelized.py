@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from meshpar import norms
 from meshpar.description import Description, describe
@@ -28,7 +27,7 @@ from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, axes_of, find_blocks, held_mesh
 from meshpar.passes.installed import installed
 from meshpar.patterns import class_name
-from meshpar.placements import local_tensor, sharded_axes
+from meshpar.placements import local_tensor, sharded_axes, whole_tensor
 from meshpar.replicas import check_equal
 from meshpar.state import initialize
 from meshpar.state.averaging import Averaged, Decay
@@ -321,8 +320,7 @@ class Parallelized:
             return None
 
         def whole(name: str) -> Tensor:
-            parameter = self.module.get_parameter(name).detach()
-            return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).to(self.device)
+            return whole_tensor(self.module.get_parameter(name)).to(self.device)
 
         return SplitTest(self.module, split, [name for name, _ in find_blocks(self.module, self.layout)], whole)
 

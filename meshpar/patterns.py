@@ -66,6 +66,13 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     return difflib.get_close_matches(wanted, collapsed, n=count, cutoff=0.5)
 
 
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return what to say of a name that is none of ``known``: the nearest of them, or all where none is near."""
+    known = list(known)
+    near = nearest(name, known)
+    return f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(sorted(known))}"
+
+
 def class_name(module: nn.Module) -> str:
     """Return the name of the module's class as its author wrote it; FSDP2 puts a class of its own before it."""
     kind = type(module)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from meshpar._torch import StridedShard
+from meshpar._torch import StridedShard, quiet_gathers
 
 
 def shard_dim(placement: Placement) -> int | None:
@@ -59,6 +59,15 @@ def held_by_this_rank(tensor: Tensor) -> tuple[slice, ...]:
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of ``tensor``, detached, sharing its memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole of ``tensor``, detached. Collective where ``tensor`` is a DTensor."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with quiet_gathers():
+        return tensor.full_tensor()
 
 
 def unevenly_split(tensor: Tensor) -> bool:

@@ -375,7 +375,8 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
             yield f"layout.tied names {absent[0]!r}, which the model does not have"
         elif len({id(parameters[name]) for name in group}) > 1:
             yield f"layout.tied says that {' and '.join(group)} are one tensor, but the model holds them apart; tie them or drop the entry"
-    yield from _unsharded_problems(ready, module, layout, mesh, parameters)
+    with suppress(MeshError):
+        yield from _unsharded_problems(ready, module, layout, mesh, parameters)
     yield from _divided_problems(ready, module, layout, mesh)
 
 
@@ -385,9 +386,6 @@ def _divided_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
     sharded = {name for each in data for name in each.shards(module, layout)}
     for each in passes:
         axes = [] if each in data else [axis for axis in axes_of([each], mesh, Role.SAMPLES) if mesh.axes[axis] > 1]
-        if axes and (whole := [one.name for one in data if not one.shards_divided]):
-            told = ", ".join(axes)
-            yield f"{whole[0]}, as it is set, does not shard what {each.name} divides over {told}; use its defaults, or drop {told}"
         missing = sorted(each.shards(module, layout) - sharded) if axes and data else []
         if missing:
             yield (
@@ -399,7 +397,7 @@ def _divided_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
 def _unsharded_problems(
     passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec, parameters: Mapping[str, torch.Tensor]
 ) -> Iterator[str]:
-    sharders = [each for each in passes if any(mesh.axes[axis] > 1 for axis in each.axes)]
+    sharders = [each for each in passes if any(seen_mesh(each, passes, mesh).axes[axis] > 1 for axis in each.axes)]
     split = {name for each in sharders for name in each.shards(module, layout)}
     if not split:
         return

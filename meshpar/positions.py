@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,11 @@ from torch import Tensor, nn
 from meshpar.errors import MeshparError
 from meshpar.passes.exchange import BLOCK, Exchange, run_by_run
 from meshpar.passes.installed import installed
+
+_FLEX = ("cuda",)
+"""Devices that train through torch's flex attention, which reads a mask of blocks and skips those that no query sees."""
+_LEAST_CHANNELS = 16  # of a head, for flex attention's kernels
+_TILE = 128
 
 
 @final
@@ -23,11 +30,13 @@ class Mask:
         documents: (B or 1, L) int64, the number of each position's document.
         window: number of positions that a query sees; None: all of its document.
         dtype: of a mask that is added to the scores; None: bool.
+        blocks: the same as torch's BlockMask of this rank's queries, where flex attention serves the device; None: elsewhere.
     """
 
     documents: Tensor
     window: int | None = None
     dtype: torch.dtype | None = None
+    blocks: Any = None
 
     def __call__(self, queries: range, keys: int) -> Tensor:
         """Return the mask of consecutive queries and the first ``keys`` keys: (B or 1, 1, queries, keys)."""
@@ -59,7 +68,8 @@ def attention_mask(
 
     Returns:
         (B or 1, 1, queries, keys): bool, True where a query sees a key, or 0 and -inf in ``dtype``. None for plain causal attention. For
-        more than 1,024 queries, what makes such a mask piece by piece while :func:`attention` goes through them.
+        more than 1,024 queries, what makes such a mask piece by piece while :func:`attention` goes through them; on CUDA with the mask of
+        blocks that flex attention reads.
 
     Raises:
         MeshparError: no ``position_ids``, and this rank has a part of the positions, or there is a ``window``.
@@ -77,7 +87,9 @@ def attention_mask(
         return None
     found = documents(position_ids if exchange is None else exchange.values(position_ids, 1))
     if found.shape[1] // (exchange.size if exchange is not None and exchange.transport == "gather" else 1) > BLOCK:
-        return Mask(found, window, dtype)
+        whole = torch.arange(found.shape[1], device=found.device)
+        queries = whole if exchange is None or exchange.transport == "heads" else exchange.rows(len(whole), found.device)
+        return Mask(found, window, dtype, block_mask(found, queries, window) if found.device.type in _FLEX else None)
     sees = causal_mask(found, exchange, window=window)
     return sees if dtype is None else added(sees, dtype)
 
@@ -101,15 +113,70 @@ def _sees(documents: Tensor, queries: Tensor, keys: int, window: int | None, *, 
     each = torch.arange(keys, device=documents.device)
     sees = documents[:, queries, None] == documents[:, None, :keys]
     if causal:
-        sees = sees & (queries[:, None] >= each[None])
+        sees &= queries[:, None] >= each[None]
     if window is not None:
-        sees = sees & (queries[:, None] - each[None] < window)
+        sees &= queries[:, None] - each[None] < window
     return sees[:, None]
 
 
 def added(sees: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a bool mask as numbers that are added to the scores."""
-    return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, float("-inf"))
+    return torch.full(sees.shape, float("-inf"), dtype=dtype, device=sees.device).masked_fill_(sees, 0.0)
+
+
+def block_mask(documents: Tensor, queries: Tensor, window: int | None) -> Any:  # noqa: ANN401 - torch's, loaded where it is used
+    """Return the mask of these queries as torch's BlockMask, from the first and the last position of each block of 128 x 128.
+
+    torch's ``create_block_mask`` would make the whole matrix of the sequence's length squared to find the blocks. Here a block that no
+    query sees is skipped; one that may have an edge of the mask is looked at pair by pair in the kernel; the others are seen whole.
+
+    Args:
+        documents: (B or 1, L) int64, the number of each position's document, which grows along a row.
+        queries: (M,) int64, this rank's positions, in order.
+        window: number of positions that a query sees; None: all of its document.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    length = documents.shape[1]
+
+    def edges(places: Tensor) -> tuple[Tensor, Tensor]:
+        first = torch.arange(0, len(places), _TILE, device=places.device)
+        return places[first], places[(first + _TILE - 1).clamp(max=len(places) - 1)]
+
+    first_query, last_query = edges(queries)
+    first_key, last_key = edges(torch.arange(length, device=documents.device))
+    some = (first_key <= last_query[:, None]) & (documents[:, None, last_key] >= documents[:, first_query, None])
+    whole = (last_key <= first_query[:, None]) & (documents[:, None, first_key] == documents[:, last_query, None])
+    if window is not None:
+        some &= first_query[:, None] - last_key < window
+        whole &= last_query[:, None] - first_key < window
+    whole[:, :, -1] &= length % _TILE == 0  # a block that is not full is looked at pair by pair
+    whole[:, -1] &= len(queries) % _TILE == 0
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = blocks[:, None]
+        return chosen.sum(-1).int(), chosen.int().argsort(stable=True, dim=-1, descending=True).int()
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        place = queries[query]
+        row = row if len(documents) > 1 else torch.zeros_like(row)
+        seen = (documents[row, place] == documents[row, key]) & (place >= key)
+        return seen if window is None else seen & (place - key < window)
+
+    return BlockMask.from_kv_blocks(
+        *listed(some & ~whole), *listed(whole), BLOCK_SIZE=_TILE, mask_mod=sees, seq_lengths=(len(queries), length)
+    )
+
+
+def _flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(_flex())
 
 
 def attention(
@@ -142,14 +209,19 @@ def attention(
     Collective where a plan splits positions: every rank calls it.
     """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:  # noqa: ANN401 - a Tensor, torch's BlockMask or None
         grouped = q.shape[1] != k.shape[1]
+        if mask is not None and not isinstance(mask, Tensor):
+            flex = _flex() if torch.compiler.is_compiling() else _compiled_flex()
+            return flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped)
 
     exchange = exchange_of(module)
     length = q.shape[2] * (1 if exchange is None else exchange.size)
     if isinstance(mask, Mask) and mask.documents.shape[1] != length:
         raise MeshparError(f"attention over {length} positions got the mask of {mask.documents.shape[1]}; make one for this sequence")
+    if isinstance(mask, Mask) and mask.blocks is not None and not dropout and min(q.shape[-1], v.shape[-1]) >= _LEAST_CHANNELS:
+        return attend(q, k, v, mask.blocks) if exchange is None else exchange.attend(attend, q, k, v, mask.blocks)
     if exchange is not None:
         return exchange.attend(attend, q, k, v, mask)
     return run_by_run(attend, q, k, v, mask, [range(length)]) if isinstance(mask, Mask) else attend(q, k, v, mask)

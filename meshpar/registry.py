@@ -13,7 +13,7 @@ from torch import nn
 
 from meshpar.errors import LayoutError, MeshparError, brief
 from meshpar.layout import ModelLayout
-from meshpar.patterns import is_called, nearest, shortest_patterns
+from meshpar.patterns import is_called, nearest, shortest_patterns, suggestion
 
 GROUPS = ("meshpar.passes", "meshpar.layouts", "meshpar.objectives", "meshpar.launchers", "meshpar.converters")
 
@@ -50,8 +50,7 @@ def plugin(group: str, name: str) -> Any:  # noqa: ANN401 - what the package off
         return imported(name)
     found = _found(group)
     if name not in found:
-        near = nearest(name, found) or sorted(found)
-        raise MeshparError(f"no plugin {name!r} in {group}; nearest: {near}; installed: {sorted(found)}")
+        raise MeshparError(f"no plugin {name!r} in {group}; {suggestion(name, found)}")
     try:
         return found[name].load()
     except (ImportError, AttributeError) as error:

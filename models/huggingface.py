@@ -50,6 +50,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
     model: Any = module
     table = tensor_table(model)
     heads = head_counts(model, table)
+    experts, in_order = expert_modules(model)
     return ModelLayout(
         blocks=_blocks(model),
         tensor=table,
@@ -66,7 +67,8 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         weights=weight_map(model),
         config=_published_config(model),
         mixers=mixers(model),
-        experts=expert_modules(model),
+        experts=experts,
+        experts_in_order=in_order,
         routers=routers(model),
         router_bias=router_biases(model),
         exchange=exchange_positions,

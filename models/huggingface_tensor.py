@@ -67,22 +67,46 @@ def tensor_table(model: Any) -> dict[str, Any]:
     return table | _between_regions(model, table)
 
 
-def expert_modules(model: nn.Module) -> tuple[str, ...]:
-    """Return the patterns of modules with stacked experts that compute by transformers' interface of (hidden states, chosen, weights)."""
-    return tuple(dict.fromkeys(generic(name) for name, module in model.named_modules() if _has_stacked_experts(module)))
+# Verified to take rows in the order of experts.
+_IN_ORDER = ("Llama4TextExperts", "JetMoeParallelExperts")
+
+
+def expert_modules(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the patterns of modules with stacked experts, and of those among them that take rows in the order of experts.
+
+    The others compute by transformers' interface of (hidden states, chosen experts, weights).
+    """
+    found = {name: module for name, module in model.named_modules() if _has_stacked_experts(module)}
+    in_order = (generic(name) for name, module in found.items() if type(module).__name__ in _IN_ORDER)
+    return tuple(dict.fromkeys(map(generic, found))), tuple(dict.fromkeys(in_order))
 
 
 def expert_refusal(model: nn.Module) -> str | None:
     """Return why a model's experts cannot be divided; None where some can."""
-    if any(_has_stacked_experts(each) for each in model.modules()):
+    stacked = [name for name, each in model.named_modules() if _has_stacked_experts(each)]
+    if adapted := next((name for name in stacked if name.endswith(".base_layer")), None):
+        return (
+            f"{adapted} is below peft's own adapters, which add to whole weights; add adapters that ranks can divide by "
+            "meshpar.training.add_adapters(model, LoRA(parameters=...)), or use a mesh without ep"
+        )
+    if stacked:
         return None
-    kinds = sorted({type(each).__name__ for each in model.modules() if "Expert" in type(each).__name__})
-    if not kinds:
-        return f"{type(model).__name__} has no experts to divide; drop ExpertParallel and ep from the mesh"
-    return (
-        f"{type(model).__name__} computes its experts in {', '.join(kinds)}, and ExpertParallel divides stacked parameters behind a "
-        "forward of (hidden states, chosen experts, weights) alone; use a mesh without ep"
-    )
+    name, kind = type(model).__name__, "Expert"
+    held = next((each for each in model.modules() if kind in type(each).__name__ and any(True for _ in each.parameters(False))), None)
+    if held is not None:
+        shapes = ", ".join(f"{leaf} {tuple(each.shape)}" for leaf, each in held.named_parameters(recurse=False))
+        return (
+            f"{name} holds its experts as {shapes} in {type(held).__name__}, and ExpertParallel divides parameters whose first dim counts "
+            "experts, of the module that is called with (hidden states, chosen experts, weights); use a mesh without ep"
+        )
+    if listed := next(
+        (at for at, each in model.named_modules() if at.endswith("experts") and isinstance(each, nn.ModuleList | nn.ModuleDict)), None
+    ):
+        return (
+            f"{listed} is a list of modules, and each of their parameters is one expert's, of which a rank would hold all or nothing; "
+            "stack them in one module that is called with (hidden states, chosen experts, weights), or use a mesh without ep"
+        )
+    return f"{name} has no experts to divide; drop ExpertParallel and ep from the mesh"
 
 
 def routers(model: Any) -> tuple[str, ...]:
@@ -103,7 +127,8 @@ def router_biases(model: nn.Module) -> tuple[str, ...]:
 
 def _has_stacked_experts(module: nn.Module) -> bool:
     counts = {len(each) if each.ndim > 1 else 0 for each in module.parameters(recurse=False)}
-    return counts == {vars(module).get("num_experts")} and len(inspect.signature(module.forward).parameters) == 3
+    known = type(module).__name__ in _IN_ORDER or len(inspect.signature(module.forward).parameters) == 3
+    return known and counts == {vars(module).get("num_experts")}
 
 
 def head_counts(model: Any, table: Mapping[str, Any]) -> dict[str, int]:

@@ -136,6 +136,22 @@ PRESETS: dict[str, TransformerConfig] = {
     "llama-405b": replace(
         _LLAMA3, dim=16_384, layers=126, heads=128, hidden=53_248, max_positions=131_072, rope_scaling=RopeScaling(factor=8.0)
     ),
+    "qwen3-30b-a3b": TransformerConfig(
+        vocab_size=151_936,
+        dim=2048,
+        layers=48,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        hidden=6144,
+        experts=128,
+        experts_per_token=8,
+        expert_hidden=768,
+        max_positions=40_960,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        qk_norm=True,
+    ),
 }
 """Name of a shape -> its configuration; `meshpar describe NAME` prints what each rank would hold."""
 

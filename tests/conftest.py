@@ -38,6 +38,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: WAITING.index(item.path.name) if item.path.name in WAITING else len(WAITING))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session")
 def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """The port of a real object store, which runs as long as the tests of this worker."""

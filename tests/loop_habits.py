@@ -222,6 +222,50 @@ def block_alone(side):
     train(side, net, sgd(net))
 
 
+class Viewed(Block):
+    def forward(self, x):
+        return super().forward(x)[:]
+
+
+class Added(Net):
+    """Changes in place what a block returned, which is a view of what it computed."""
+
+    def make_block(self):
+        return Viewed()
+
+    def encode(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            y, x = x, block(x)
+            x += y
+        return x
+
+
+class InPlace(Block):
+    def forward(self, x):
+        x.mul_(2)
+        return super().forward(x)
+
+
+class Overwritten(Net):
+    """Changes the input of a block in place."""
+
+    def make_block(self):
+        return InPlace()
+
+
+@habit(FORWARD, "`x += y` on what a block returned")
+def changed_output(side):
+    net = side.apply(side.net(Added))
+    train(side, net, sgd(net))
+
+
+@habit(FORWARD, "`x.mul_(2)` on the input of a block, inside of it")
+def changed_input(side):
+    net = side.apply(side.net(Overwritten))
+    train(side, net, sgd(net))
+
+
 @habit(FORWARD, "a block called twice in a forward (shared layers)")
 def shared_blocks(side):
     class Shared(Net):

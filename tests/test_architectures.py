@@ -27,7 +27,7 @@ EVERYWHERE = (
     ("qwen3_moe", "causal"),  # whole experts, norms of heads
     ("deepseek_v3", "causal"),  # latent attention, shared experts, a dense first layer
     ("gpt_oss", "causal"),  # experts with biases and interleaved gates
-    ("llama4_text", "causal"),  # experts split inside
+    ("llama4_text", "causal"),  # experts that take rows in their order, and are split inside
     ("apertus", "causal"),  # an activation with parameters
     ("qwen3_next", "causal"),  # linear attention beside gated attention
     ("gpt2", "causal"),  # a fused projection, tied ends
@@ -45,7 +45,7 @@ UNSPLIT = {
     "qwen3_next": DOCUMENTS,
     "t5": (*POSITIONS, *EXPERTS, *DOCUMENTS),
     "gpt_oss": ("CP 2 by heads", *DOCUMENTS),
-    **dict.fromkeys(("llama4_text", "apertus", "gpt2"), EXPERTS),
+    **dict.fromkeys(("apertus", "gpt2"), EXPERTS),
     **dict.fromkeys(("bert", "roberta", "bart"), (*EXPERTS, *DOCUMENTS)),
 }
 """Positions that cannot be split: two sequences, sinks of a head's own. Experts: none, or not by a chosen number.

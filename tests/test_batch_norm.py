@@ -12,7 +12,7 @@ from torch import nn
 
 from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, ModelLayout, Plan, PlanError, Replicate, TensorParallel
 from meshpar.passes.batch_norm import synchronize_batch_norm
-from meshpar.testing import on_ranks, whole
+from meshpar.testing import assert_parity, on_ranks, whole
 
 LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
 PLANS = {
@@ -136,6 +136,17 @@ def test_uneven_batches_equal_one_process(plan):
 @on_ranks(4)
 def uneven(plan):
     assert_equals_one_process(*PLANS[plan], [2, 5, 3, 4])
+
+
+@on_ranks(4)
+def test_assert_parity_holds_batch_norm_against_the_concatenated_batch():
+    steps = [[step[:4], step[4:]] for step in batches([2] * 8)]  # two micro-batches of four parts
+    assert_parity(Net, "dp_shard=2,tp=2", [TensorParallel(), FullyShard()], steps, layout=LAYOUT, loss_sum=loss_sum)
+
+
+def loss_sum(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="sum"), len(y)
 
 
 @on_ranks(4)

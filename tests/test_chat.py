@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -112,6 +114,42 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
         ChatTemplate(text=MISTRAL, variables={"bos_token": "", "eos_token": ""}).conversation(messages([("system", "x")]))
 
 
+LLAMA32 = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "26 Jul 2024" %}
+    {%- endif %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- "Cutting Knowledge Date: December 2023\\n" }}
+{{- "Today Date: " + date_string + "\\n\\n<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}"""
+"""Llama 3.2's, without its tools."""
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_data(tmp_path):
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": messages()}) + "\n")
+    source = ChatSource(inputs=(str(file),), template=ChatTemplate(text=LLAMA32, variables={"bos_token": "<|begin_of_text|>"}))
+    found = {}
+    for day in ("2024-07-26", "2025-01-02"):
+        seconds = datetime.fromisoformat(f"{day}T12:00+00:00").timestamp()
+        os.utime(file, (seconds, seconds))
+        found[source.fingerprint()] = next(iter(source.conversations()))
+    for (text, spans), date in zip(found.values(), ("26 Jul 2024", "02 Jan 2025"), strict=True):
+        assert f"Today Date: {date}\n\n<|eot_id|>" in text
+        assert [text[begin:end] for begin, end in spans] == ["4<|eot_id|>", "A <b>letter</b>.<|eot_id|>"]
+    with pytest.raises(RecipeError, match=r"calls strftime_now with something else than a text, .*; write the format into the call"):
+        list(ChatSource(inputs=(str(file),), template=ChatTemplate(text="{{ strftime_now(f) }}" + PLAIN)).conversations())
+
+
 def test_the_first_word_counts_behind_a_prompt_that_ends_in_a_space():
     said = messages([("user", "Is 2 even?"), ("assistant", "Yes")])
     turns = "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}ASSISTANT: "
@@ -185,6 +223,15 @@ def test_forms_of_conversations_and_tools_pass_through():
             template.check("<|endoftext|>", byte_tokenizer().fast.token_to_id)
     with pytest.raises(RecipeError, match="llama3 has no tool calls"):
         TEMPLATES["llama3"].conversation(said)
+    for tools in ([{"name": "add"}], '[{"name": "add"}]'):
+        with pytest.raises(RecipeError, match="leaves out the tools; use a template that writes them"):
+            ChatTemplate(text=PLAIN).conversation(*messages_of({"messages": messages(), "tools": tools}))
+    for tools, told in (
+        ("add", "tools is a text that is not JSON"),
+        ({"name": "add"}, "tools is {'name': 'add'}; expected a list of objects"),
+    ):
+        with pytest.raises(RecipeError, match=told):
+            messages_of({"messages": messages(), "tools": tools})
     with pytest.raises(RecipeError, match="leaves out the tool_calls of turn 3; use a template that writes them"):
         ChatTemplate(text=PLAIN).conversation(said)
 

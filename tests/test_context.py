@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 from unittest import mock
@@ -10,6 +11,8 @@ import pytest
 import torch
 from models_for_parity import VOCAB, gpt2, huggingface, huggingface_gpt2, transformer
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshpar import (
     ActivationCheckpoint,
@@ -30,6 +33,8 @@ from meshpar import (
     token_loss,
 )
 from meshpar.models.huggingface import layout_for
+from meshpar.passes.exchange import runs
+from meshpar.positions import block_mask, causal_mask
 from meshpar.testing import assert_parity, on_ranks, token_steps
 
 
@@ -112,6 +117,105 @@ def test_one_process_attends_in_pieces_as_it_does_at_once():
     torch.testing.assert_close(pieces[1:], whole[1:])
 
 
+def test_flex_attention_reads_the_mask_that_attention_reads_in_pieces():
+    flexed()
+
+
+@on_ranks(2)
+def flexed():
+    from torch.nn.attention import flex_attention
+
+    steps = with_documents(token_steps(VOCAB, parts=2))
+    called = mock.Mock(side_effect=lambda: flex_attention.flex_attention)
+    with (
+        mock.patch.multiple("meshpar.positions", BLOCK=3, _FLEX=("cpu",), _LEAST_CHANNELS=1, _compiled_flex=called),
+        mock.patch("meshpar.passes.exchange.BLOCK", 3),
+        # On a CPU torch refuses gradients, though what it checks its kernels against has them, and runs without the compiler.
+        mock.patch.multiple(flex_attention, _validate_device=lambda *_: None, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True),
+    ):
+        for transport in ("gather", "heads"):
+            assert_parity(Strange, "dp_shard=1,cp=2", [ContextParallel(transport=transport), FullyShard()], steps)
+            assert called.call_count >= 12, "two layers, three steps, on ranks and in one process"
+            called.reset_mock()
+
+
+def test_blocks_of_the_mask_hold_what_the_mask_holds():
+    chance = torch.Generator().manual_seed(0)
+    for length, window in ((512, None), (700, None), (700, 90), (1024, 300)):
+        begins = torch.rand(2, length, generator=chance) < 4 / length
+        numbers = begins.long().cumsum(1)
+        for rank in range(2):
+            rows = torch.cat([torch.arange(each.start, each.stop) for each in runs(length, 2, rank, balance=True)])
+            blocks = block_mask(numbers, rows, window)
+            sees = causal_mask(numbers, None, window=window)[:, :, rows]
+            tiles = torch.nn.functional.pad(sees, (0, -length % 128, 0, -len(rows) % 128)).unflatten(-1, (-1, 128)).unflatten(2, (-1, 128))
+            kept, whole = (
+                type(blocks).from_kv_blocks(count, which, seq_lengths=(len(rows), length)).to_dense().bool()
+                for count, which in (
+                    (blocks.kv_num_blocks, blocks.kv_indices),
+                    (blocks.full_kv_num_blocks, blocks.full_kv_indices),
+                )
+            )
+            some, every = tiles.any(5).any(3), tiles.all(5).all(3)
+            assert (kept | whole)[some].all(), "a block with something to see is skipped"
+            assert every[whole].all(), "a block that is seen in part is seen whole"
+            assert not (kept & whole).any()
+            if length % 512 == 0:
+                assert (kept | whole).equal(some) and whole.equal(every), "a block more than the mask needs is looked at"
+
+
+def test_the_blocks_of_32768_tokens_are_made_without_their_matrix():
+    positions = torch.cat([torch.arange(each) for each in (9000, 13000, 10768)])[None]
+    largest = Largest()
+    with mock.patch("meshpar.positions._FLEX", ("cpu",)), largest:
+        mask = attention_mask(Bare(), positions)
+    assert mask.blocks.shape == (1, 1, 32768, 32768) and largest.bytes < 1 << 20, "32,768 x 32,768 bytes are a GiB"
+
+
+@pytest.mark.long
+def test_the_compiled_kernel_attends_by_these_blocks():
+    drawn = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 1500, 16, generator=drawn) for heads in (4, 2, 2))
+    with mock.patch("meshpar.positions._FLEX", ("cpu",)), torch.no_grad():
+        mask = attention_mask(Bare(), torch.cat([torch.arange(500), torch.arange(1000)])[None], window=300)
+        found, want = (attention(Bare(), q, k, v, each) for each in (mask, dataclasses.replace(mask, blocks=None)))
+    assert mask.blocks.sparsity() > 60
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operator made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            self.bytes = max(self.bytes, each.numel() * each.element_size() if isinstance(each, torch.Tensor) else 0)
+        return made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 700])
+def test_flex_attention_on_a_gpu_gives_the_gradients_of_a_mask(window):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        q, k, v = (torch.randn(1, heads, 3000, 32, requires_grad=True) for heads in (4, 2, 2))
+        positions = torch.cat([torch.arange(1100), torch.arange(1900)])[None]
+    mask = attention_mask(Bare(), positions, window=window)
+    assert mask.blocks is not None
+    found, want = (
+        (out, *torch.autograd.grad(out.square().sum(), (q, k, v)))
+        for out in (attention(Bare(), q, k, v, each) for each in (mask, dataclasses.replace(mask, blocks=None)))
+    )
+    for have, each in zip(found, want, strict=True):
+        torch.testing.assert_close(have, each, rtol=1e-5, atol=1e-5 * float(each.abs().max()))
+    torch.cuda.reset_peak_memory_stats()
+    long = torch.randn(1, 1, 32768, 32, device="cuda", requires_grad=True)
+    attention(Bare(), long, long, long, attention_mask(Bare(), torch.arange(32768, device="cuda")[None])).sum().backward()
+    assert torch.cuda.max_memory_allocated() < 1 << 29, "a mask of 32,768 x 32,768 takes a GiB"
+
+
 def test_a_mask_that_lets_a_query_see_later_keys_is_not_cut():
     prefix()
 
@@ -153,14 +257,14 @@ class Convolved(nn.Module):
 
 
 class Strange(nn.Module):
-    def __init__(self, reaches=(1, 1), rolled=False, dim=32):
+    def __init__(self, reaches=(1, 1), shifted=False, dim=32):
         super().__init__()
-        self.embed, self.head, self.rolled = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB), rolled
+        self.embed, self.head, self.shifted = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB), shifted
         self.layers = nn.ModuleList(Convolved(dim, reach) for reach in reaches)
 
     def forward(self, input_ids, position_ids=None):
         mask, x = attention_mask(self, position_ids, window=5), self.embed(input_ids)
-        x = x + x.roll(1, 1) if self.rolled else x
+        x = x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1] if self.shifted else x
         for layer in self.layers:
             x = layer(x, mask)
         return SimpleNamespace(logits=self.head(x))
@@ -193,13 +297,14 @@ def test_a_strangers_model_that_calls_attention_is_exact_and_what_else_mixes_pos
 def strange():
     plan = [ContextParallel(), FullyShard()]
     assert_parity(Strange, "dp_shard=1,cp=2", plan, with_documents(token_steps(VOCAB, parts=2)))
-    for model, told in (
-        (Strange(reaches=(3, 3)), r"layers.0.near \(Conv1d\) mixes positions"),
-        (Strange(reaches=(1, 3)), r"layers.1.near \(Conv1d\) mixes positions"),
-        (Strange(rolled=True), "Strange mixes positions, or counts them itself"),
-        (Counted(), "Counted computes something else where it gets no position_ids than from the 0, 1, 2, ... of par.split"),
+    for model, balance, told in (
+        (Strange(reaches=(3, 3)), True, r"layers.0.near \(Conv1d\) mixes positions"),
+        (Strange(reaches=(1, 3)), True, r"layers.1.near \(Conv1d\) mixes positions"),
+        (Strange(shifted=True), True, "Strange mixes positions, or counts them itself"),
+        (Strange(shifted=True), False, "Strange mixes positions, or counts them itself"),  # rank 0 alone would see nothing
+        (Counted(), True, "Counted computes something else where it gets no position_ids than from the 0, 1, 2, ... of par.split"),
     ):
-        par = Plan("dp_shard=1,cp=2", plan).apply(model)
+        par = Plan("dp_shard=1,cp=2", [ContextParallel(balance=balance), FullyShard()]).apply(model)
         with pytest.raises(MeshparError, match=told), torch.no_grad():
             par.module(**par.split({"input_ids": torch.arange(16)[None]}))
 

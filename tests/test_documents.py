@@ -91,6 +91,13 @@ def test_every_token_but_the_first_of_a_document_is_a_label_once(tmp_path):
     assert separate.fingerprint != joined.fingerprint and "position_ids" not in whole
 
 
+def test_looking_for_documents_maps_no_file(tmp_path, monkeypatch):
+    file = write_tokens(tmp_path / "tokens.bin", documents(9, 1, 14, 8), vocab_size=VOCAB, eos_id=END)
+    monkeypatch.setattr(np, "memmap", None)  # whose pages, once they are read, count as memory of this process
+    monkeypatch.setattr("meshpar.training.tokens._SCANNED", 5)
+    assert file.document_ends().tolist() == [9, 10, 24, 32] and PackedTokens(file, 16, packing="best_fit").separates
+
+
 class Carried(nn.Module):
     """A model that takes position_ids and does with them what ``kind`` says."""
 

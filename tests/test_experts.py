@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ from meshpar import (
 from meshpar.checkpoints import CheckpointManager, export_module, export_safetensors
 from meshpar.passes.experts import by_experts
 from meshpar.testing import assert_parity, launch, on_ranks, token_steps, train_steps, whole
+from meshpar.training import ExpertLoad
 
 
 def mixture(name="Qwen3Moe", **options):
@@ -68,7 +70,7 @@ MESHES = {
     8: [("dp_replicate=2,dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()])],
     16: [
         ("dp_replicate=2,dp_shard=2,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()]),
-        ("dp_shard=2,cp=2,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ContextParallel(), FullyShard()]),
+        ("dp_shard=2,cp=2,ep=2,tp=2", [ExpertParallel(), ContextParallel(), TensorParallel(), FullyShard()]),
     ],
 }
 
@@ -284,6 +286,57 @@ def test_experts_of_ones_own_that_ranks_cannot_repeat_are_refused_in_the_first_f
     run_own(OwnMixture(Residual), verify=False)
 
 
+class Sized(Own):
+    """Takes rows in the order of experts, and how many each has; returns wider ones."""
+
+    def forward(self, rows, sizes):
+        return torch.cat([self.each(part, number).repeat(1, 2) for number, part in enumerate(rows.split(sizes))])
+
+
+class Even(Own):
+    """Takes as many rows for each expert, in their order."""
+
+    def forward(self, rows):
+        return torch.cat([self.each(part, number) for number, part in enumerate(rows.chunk(len(self.up)))])
+
+    def each(self, x, number):
+        return super().each(x, number) * x
+
+
+class Biased(Even):
+    def each(self, x, number):
+        return super().each(x, number) + 1
+
+
+def in_order(experts, x, chosen, weights):
+    order = chosen.flatten().argsort(stable=True)
+    rows = experts(x[order // 2], chosen.flatten().bincount(minlength=8).tolist()) * weights.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, order // 2, rows[:, :32] - 2 * rows[:, 32:])
+
+
+def evenly(experts, x, chosen, weights):
+    scores = torch.zeros(len(x), 8).scatter(1, chosen, weights)
+    return experts(x.repeat(8, 1) * scores.T.reshape(-1, 1)).view(8, *x.shape).sum(0)
+
+
+@on_ranks(2)
+def test_experts_that_take_rows_in_their_order_equal_one_process_and_are_counted():
+    layout, passes = replace(OWN, experts_in_order=OWN.experts), [ExpertParallel(), FullyShard()]
+    counted = []
+    for kind, call in [(Sized, in_order), (Even, evenly)]:
+        assert_parity(lambda kind=kind, call=call: OwnMixture(kind, call), "dp_shard=1,ep=2", passes, token_steps(VOCAB), layout=layout)
+        torch.manual_seed(0)
+        par = Plan("dp_shard=1,ep=2", passes).apply(OwnMixture(kind, call), layout)
+        load = ExpertLoad(par)
+        par.module(torch.arange(8)[None])
+        load.step()
+        counted.append({name: round(float(value), 6) for name, value in load.take().items()})
+    assert counted[0] == counted[1] and counted[0]["experts/dropped"] == 0 and counted[0]["experts/most"] > 4, counted
+    with pytest.raises(ParallelError, match=r"layers.0.experts \(Biased\) computes something else"):
+        Plan("dp_shard=1,ep=2", passes).apply(OwnMixture(Biased, evenly), layout).module(torch.arange(8)[None])
+    assert "forward(x, chosen, weights), expected (rows (R, D) in the order" in problems_of("dp_shard=1,ep=2", passes, OwnMixture(), layout)
+
+
 def dropped(experts, x, chosen, weights):
     return experts(x, chosen.masked_fill(torch.arange(2) < dist.get_rank(), -1), weights)
 
@@ -401,8 +454,12 @@ def problems_of(mesh, passes, module, layout=None):
 
 
 def test_what_cannot_be_divided_is_refused_before_anything_runs():
+    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+
     with torch.device("meta"):
         model, dense = mixture(num_experts=6), transformer()
+        sizes = dict(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_heads=4, num_layers=2, num_sparse_encoder_layers=2)
+        switch = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**sizes))
     sharded = [ExpertParallel(), FullyShard()]
     assert "model.layers.0.mlp.experts has 6 experts, which ep=4 does not divide; use ep=2, 3 or 6" in problems_of(
         "dp_shard=1,ep=4", sharded, model
@@ -415,6 +472,9 @@ def test_what_cannot_be_divided_is_refused_before_anything_runs():
     )
     assert "names no experts" in problems_of("dp_shard=1,ep=2", sharded, dense)
     assert "has no experts to divide" in problems_of("dp_shard=1,ep=2", sharded, huggingface("Llama"))
+    assert "encoder.block.0.layer.1.mlp.experts is a list of modules, and each of their parameters is one expert's" in problems_of(
+        "dp_shard=1,ep=2", sharded, switch
+    )
     assert "add ExpertParallel() or drop ep" in problems_of("dp_shard=1,ep=2", [FullyShard()], model)
     assert "write ExpertParallel -> TensorParallel" in problems_of("dp_shard=1,ep=2,tp=2", [TensorParallel(), *sharded], model)
     assert "skew=3.0) is expected to be from 1, equal routing, to ep=2" in problems_of(

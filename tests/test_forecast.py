@@ -110,6 +110,7 @@ def test_a_batch_of_tensors_forecasts_like_its_shape():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed (the extra float8)")
+@pytest.mark.long
 def test_float8_products_count_at_their_own_speed():
     eight, sixteen = traces()["eight"], traces()["sixteen"]
     assert eight.flops() == sixteen.flops()

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, Plan, Replicate, TensorParallel
 from meshpar.forecasting.simulate import Simulation, simulate
-from meshpar.forecasting.step import Batch, record_step
+from meshpar.forecasting.step import Batch, record_step, summed_token_loss
 from meshpar.forecasting.trace import Trace
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.testing import launch
@@ -118,11 +118,15 @@ def simulated():
 
 
 def real_step(case, expected):
-    """On every rank: steps of a real job after the first; the ranks of which a simulation is known hold theirs against it."""
+    """On every rank: steps of a real job after the first two; the ranks of which a simulation is known hold theirs against it."""
     par = Plan(*CASES[case]).apply(on_meta(case)).materialize(seed=0)
     optimizer = build_adamw(par.module, AdamWSettings(fused=True))
     batches = [{name: each.zero_() for name, each in BATCH.tensors(par.device).items()} for _ in range(BATCH.accumulate)]
-    record_step(par, optimizer, batches)
+    for _ in range(2):
+        for batch in par.accumulate(map(par.split, batches)):
+            summed_token_loss(par.module, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     # Gloo's threads let go of a collective's input some time after its result is there, now and then at the peak: the least of a few steps.
     steps = [record_step(par, optimizer, batches) for _ in range(4)]
     if dist.get_rank() in expected:

@@ -109,7 +109,15 @@ def test_gpt2_has_the_124m_models_parameters_and_names() -> None:
 
 @pytest.mark.parametrize(
     ("preset", "billions"),
-    [("tiny", 0.00098), ("124m", 0.1236), ("llama-1b", 1.2358), ("llama-8b", 8.0303), ("llama-70b", 70.5537), ("llama-405b", 405.8534)],
+    [
+        ("tiny", 0.00098),
+        ("124m", 0.1236),
+        ("llama-1b", 1.2358),
+        ("llama-8b", 8.0303),
+        ("llama-70b", 70.5537),
+        ("llama-405b", 405.8534),
+        ("qwen3-30b-a3b", 30.5321),
+    ],
 )
 def test_presets_have_the_published_parameter_counts(preset: str, billions: float) -> None:
     with torch.device("meta"):
@@ -118,7 +126,7 @@ def test_presets_have_the_published_parameter_counts(preset: str, billions: floa
 
 
 def test_presets_take_changes_and_refuse_unknown_names() -> None:
-    assert set(PRESETS) == {"tiny", "124m", "llama-1b", "llama-8b", "llama-70b", "llama-405b"}
+    assert set(PRESETS) == {"tiny", "124m", "llama-1b", "llama-8b", "llama-70b", "llama-405b", "qwen3-30b-a3b"}
     assert TransformerConfig.preset("tiny", dropout=0.1).dropout == 0.1
     with pytest.raises(ValueError, match="no Transformer shape is called 'llama-9b'; there are tiny, 124m"):
         TransformerConfig.preset("llama-9b")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-from models_for_parity import VOCAB, gpt2, huggingface, huggingface_gpt2, transformer
+from types import SimpleNamespace
 
-from meshpar import ActivationCheckpoint, FullyShard, HybridShard, Replicate, TensorParallel
+import pytest
+import torch
+from models_for_parity import VOCAB, gpt2, huggingface, huggingface_gpt2, transformer
+from torch import nn
+
+from meshpar import ActivationCheckpoint, FullyShard, HybridShard, ModelLayout, Replicate, TensorParallel
+from meshpar.passes.tensor.parts import Parts
 from meshpar.testing import assert_parity, on_ranks, one_process, token_steps
 
 MODELS = {
@@ -88,3 +93,70 @@ def test_four_ranks(model, plan):
 @pytest.mark.parametrize(("model", "plan"), cases(8))
 def test_eight_ranks(model, plan):
     check_8(model, plan)
+
+
+class EveryStyle(nn.Module):
+    """Attention in the styles that the models above do without: lookups by features, copied heads with biases, parameters by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.attn, self.own = Heads(), Own()
+
+    def forward(self, input_ids, position_ids=None):
+        x = self.embed(input_ids)
+        x = x + self.attn(x)
+        return SimpleNamespace(logits=self.head(x + self.own(x)))
+
+    def meshpar_layout(self):
+        split = {"attn.q": "colwise", "attn.k": "colwise", "attn.v": "colwise", "attn.out": "rowwise"}
+        own = {
+            "attn.scale": "grad_sum",
+            "attn.sinks": "per_head",
+            "own": Parts(dims={"up": (0, 1), "down": (1, 1)}, added=("bias",), sums=True),
+        }
+        return ModelLayout(
+            tensor={"embed": "features", "attn": "region", **split, **own, "head": "head"},
+            heads={"attn.q": 4, "attn.k": 1, "attn.v": 1},
+            copied_heads=("attn.k", "attn.v"),
+        )
+
+
+class Own(nn.Module):
+    """A feed-forward layer of parameters of its own, and a bias that is added to the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.bias = (nn.Parameter(torch.empty(shape)) for shape in ((48, 32), (32, 48), (32,)))
+
+    def reset_parameters(self):
+        for each in (self.up, self.down, self.bias):
+            nn.init.normal_(each, std=0.3)
+
+    def forward(self, x):
+        return torch.tanh(x @ self.up.T) @ self.down.T + self.bias
+
+
+class Heads(nn.Module):
+    """Four heads of queries to one of keys and values; each has a sink, all share a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = nn.Linear(32, 32), nn.Linear(32, 8), nn.Linear(32, 8), nn.Linear(32, 32)
+        self.scale, self.sinks = nn.Parameter(torch.empty(8)), nn.Parameter(torch.empty(4))
+
+    def reset_parameters(self):
+        nn.init.normal_(self.scale)
+        nn.init.normal_(self.sinks)
+
+    def forward(self, x):
+        q, k, v = (each(x).unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        scores = torch.cat([q * self.scale @ k.transpose(2, 3), self.sinks[:, None, None].expand(*q.shape[:3], 1)], -1)
+        return self.out((scores.softmax(-1)[..., :-1] @ v).transpose(1, 2).flatten(2))
+
+
+@on_ranks(2)
+def test_styles_that_no_shipped_model_needs_equal_one_process():
+    steps = token_steps(VOCAB, parts=1, micro_batches=2)
+    assert_parity(EveryStyle, "tp=2", [TensorParallel()], steps)
+    assert_parity(lambda: huggingface("GptOss"), "tp=2", [TensorParallel()], steps)

@@ -12,6 +12,7 @@ from torch import nn
 from meshpar import (
     ActivationCheckpoint,
     Compile,
+    ContextParallel,
     FullyShard,
     HybridShard,
     LayoutError,
@@ -169,6 +170,7 @@ def test_a_large_parameter_that_nothing_splits():
     module = model(vocab_size=1 << 20)
     text = only("tp=2", [TensorParallel(styles={"embed": None})], module, world_size=2)
     assert "embed.weight (1048576 x 32, 128 MiB) is split by no pass" in text
+    Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).check(module, world_size=2)  # cp is a part of dp_shard
 
 
 def test_an_override_replaces_what_the_table_says_of_its_modules():

@@ -239,7 +239,7 @@ def test_a_search_refuses_axes_that_do_not_divide_its_ranks(stranger, mesh):
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(fresh_registry):
-    with pytest.raises(MeshparError, match=r"no plugin 'FullShard' in meshpar.passes; nearest: \['FullyShard'"):
+    with pytest.raises(MeshparError, match=r"no plugin 'FullShard' in meshpar.passes; nearest: FullyShard"):
         registry.plugin("meshpar.passes", "FullShard")
 
 

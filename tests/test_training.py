@@ -140,7 +140,7 @@ def test_a_schedule_sets_every_group_also_a_tensor_rate() -> None:
 
 
 def test_wrong_schedules_are_named() -> None:
-    with pytest.raises(RecipeError, match=r"no schedule 'cosin'; nearest: \['cosine'.*; lr must be above 0, got -1"):
+    with pytest.raises(RecipeError, match=r"no schedule 'cosin'; nearest: cosine.*; lr must be above 0, got -1"):
         Schedule(name="cosin", lr=-1)
     with pytest.raises(RecipeError, match="warmup_steps must lie in 0 to steps, got 9 of 5"):
         Schedule(steps=5, warmup_steps=9)
@@ -570,11 +570,12 @@ def test_json_lines_drop_what_a_lost_run_wrote(tmp_path: Path) -> None:
 
 def test_json_lines_that_cannot_be_rewritten_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1}\nnot a record\n{"step": 2}\n')
+    torn = b'{"step": 1}\nnot a record \xff\n' + b"[" * 100_000 + b'\n{"step": 2}\n'
+    file.write_bytes(torn)
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
         JsonLines(file, step=1)
-    assert file.read_text() == '{"step": 1}\nnot a record\n{"step": 2}\n'
+    assert file.read_bytes() == torn
     monkeypatch.undo()
     JsonLines(file, step=1).close()
     assert file.read_text() == '{"step": 1}\n'

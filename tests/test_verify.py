@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,9 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import meshpar.passes.tensor.styles
-from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError, Plan, TensorParallel
+from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError, Plan, PlanError, TensorParallel
 from meshpar.exact.agreement import leaves
-from meshpar.testing import on_ranks
+from meshpar.testing import assert_parity, on_ranks, token_steps
 
 LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"embed": "vocab", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "head"})
 
@@ -140,6 +142,67 @@ def test_a_right_split_is_verified_and_leaves_nothing_behind():
         assert all(torch.equal(value.to_local(), before[name].to_local()) for name, value in par.module.state_dict().items())
         par.module(input_ids=torch.arange(16)[None] % VOCAB).logits.sum().backward()
         assert all(each.grad is not None for each in par.module.parameters())
+
+
+class Gained(Block):
+    """A block with one number a feature, a parameter of its own, for what its split layers return."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def reset_parameters(self):
+        nn.init.ones_(self.gain)
+
+    def forward(self, x):
+        return x + self.gain * self.down(self.between(self.up(self.norm(x))))
+
+
+class Scaled(Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Gained() for _ in range(2))
+
+
+WITH_GAIN = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor, "blocks.*.gain": None})
+
+
+def loss_sum(model, batch):
+    return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum"), int(
+        (batch["labels"] >= 0).sum()
+    )
+
+
+@pytest.mark.parametrize(("styles", "layout"), [({}, WITH_GAIN), ({"blocks.*.gain": None}, LAYOUT)], ids=["in the layout", "in the pass"])
+def test_a_parameter_beside_split_layers_that_meets_whole_features_stays_whole(styles, layout):
+    stays_whole(styles, layout)
+
+
+@on_ranks(4)
+def stays_whole(styles, layout):
+    assert_parity(
+        Scaled, "dp_shard=2,tp=2", [TensorParallel(styles=styles), FullyShard()], token_steps(12), layout=layout, loss_sum=loss_sum
+    )
+
+
+def test_a_parameter_beside_split_layers_needs_a_word_about_it():
+    with pytest.raises(PlanError, match=r"blocks\.0\.gain \(8,\) stands without a style.*None where it meets whole features") as raised:
+        Plan("tp=2", [TensorParallel()]).check(Scaled(), LAYOUT, 2)
+    assert "1 problem" in str(raised.value)
+    wrong = TensorParallel(styles={"blocks.*.gain": "grad_sum"})
+    with pytest.raises(ParallelError, match=r"gradient of gain.*\n.*sees the whole needs None"):
+        Plan("tp=2", [wrong]).prove(Scaled(), IDS, LAYOUT)
+
+
+@on_ranks(4)
+def test_the_first_forward_logs_no_advice_of_torch():
+    said, handler = [], logging.Handler()
+    handler.emit = said.append
+    logging.getLogger("torch.distributed.tensor._redistribute").addHandler(handler)
+    par = Plan("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]).apply(transformer())
+    par.module(input_ids=torch.arange(16)[None] % VOCAB).logits.sum().backward()
+    par.state_dict(full=True)
+    assert [record.getMessage() for record in said] == []
 
 
 @pytest.mark.parametrize("passes", [[TensorParallel()], [TensorParallel(sequence_parallel=True, loss_parallel=True)]])

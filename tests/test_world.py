@@ -81,6 +81,31 @@ def test_eight_ranks_equal_one_process_with_and_without_tensor_parallelism():
         assert held == total if "tp" not in mesh else held < 1.1 * total, "an element is trained by one rank, but for what tp keeps whole"
 
 
+MIXTURE = functools.partial(transformer, experts=8, expert_hidden=16, qk_norm=True)
+
+
+@on_ranks(4)
+def test_divided_experts_equal_one_process_and_resume_on_replicas_that_each_have_an_optimizer_and_back():
+    steps = token_steps(VOCAB, parts=4, micro_batches=2)
+    meshes = [("dp_replicate=2,dp_shard=1,ep=2", [ExpertParallel(), each]) for each in (WORLD, HybridShard(), WORLD)]
+    assert_parity(MIXTURE, *meshes[0], steps)
+    root = [tempfile.mkdtemp(prefix="meshpar-world-")]
+    dist.broadcast_object_list(root)
+    manager, seen = CheckpointManager(root[0]), []
+    for number, (mesh, passes) in enumerate(meshes):
+        par = sharded(passes, mesh, MIXTURE)
+        optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+        train_steps(par, steps[:1], optimizer=optimizer)
+        if number:
+            manager.restore(par, optimizer)
+        manager.save(number, par, optimizer)
+        seen.append(weights(par) | moments(par, optimizer))
+    same_bits(seen[0], seen[1])
+    same_bits(seen[1], seen[2])
+    dist.barrier()
+    shutil.rmtree(root[0], ignore_errors=True)
+
+
 @on_ranks(4)
 def test_it_has_the_bits_of_plain_hybrid_sharding():
     """Momentum and masters are float32 whatever the dtype of the shards that a replica keeps."""
@@ -297,9 +322,6 @@ def test_what_cannot_be_is_refused():
     ):
         with pytest.raises(PlanError, match=message):
             Plan("dp_replicate=2,dp_shard=4", [HybridShard(**options)]).check(module, world_size=8)
-    experts = Plan("dp_replicate=2,dp_shard=2,ep=2", [ExpertParallel(), WORLD])
-    with pytest.raises(PlanError, match="HybridShard, as it is set, does not shard what ExpertParallel divides over ep; use its defaults"):
-        experts.check(transformer(experts=8, expert_hidden=16, qk_norm=True), world_size=8)
 
 
 @on_ranks(4)

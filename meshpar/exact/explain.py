@@ -55,6 +55,11 @@ _COMPILED: _Cause = (
 )
 
 
+_IN_PLACE: _Cause = (
+    r"is a view and is being modified inplace",
+    "it changes its input in place, and the plan hands that input to it as a view, whose gradient torch could not follow",
+    "write x = x + y instead of x += y, and F.relu(x) instead of F.relu(x, inplace=True), where x is the input of a block",
+)
 _GONE: _Cause = (
     r"[Cc]onnection (?:closed|reset)|[Tt]imed out|timeout",
     "another rank left its loop, or its job, or runs another number of forwards and backwards",
@@ -84,7 +89,8 @@ class Explanation:
     def __init__(self, module: nn.Module, plan_text: str, *, splits_features: bool, unit_pass: str | None) -> None:
         self._module, self._plan_text, self._unit_pass = module, plan_text, unit_pass
         self._splits_features = splits_features
-        self._causes = (_OUTSIDE, _SHAPES, _DTYPES, _COMPILED, _GONE) if splits_features else (_OUTSIDE_BLOCK, _DTYPES, _COMPILED, _GONE)
+        shares = (_OUTSIDE, _SHAPES) if splits_features else (_OUTSIDE_BLOCK,)
+        self._causes = (*shares, _IN_PLACE, _DTYPES, _COMPILED, _GONE)
 
     def told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return ``run(*args, **kwargs)``. Costs nothing while nothing is raised: the inner module is found in the traceback.

@@ -86,6 +86,7 @@ class MixingTest:
                 raise
             except _ERRORS as error:
                 _unless_out_of_memory(error)
+                self._agree(True)
                 raise ParallelError(f"the model does not run on a part of the positions ({_first_line(error)}); {_REMEDY}") from error
             if want is None or have is None:
                 log.warning("%s: the model returned no tensor with positions", _UNTRIED)

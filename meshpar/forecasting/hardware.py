@@ -11,7 +11,7 @@ from typing import final
 from meshpar.errors import MeshparError
 from meshpar.extras import need
 from meshpar.forecasting.operators import FLOAT8
-from meshpar.patterns import nearest
+from meshpar.patterns import suggestion
 from meshpar.training.peaks import PEAK_FLOPS
 
 
@@ -79,8 +79,9 @@ class Hardware:
         known = profiles()
         path = known.get(str(source), Path(source))
         if not path.is_file():
-            near = nearest(str(source), known) or sorted(known)
-            raise MeshparError(f"no hardware profile {source}; nearest: {', '.join(near)}; or give a YAML file with the fields of Hardware")
+            raise MeshparError(
+                f"no hardware profile {source}; {suggestion(str(source), known)}; or give a YAML file with the fields of Hardware"
+            )
         data = need("yaml").safe_load(path.read_text())
         return cls.of(data, str(source))
 

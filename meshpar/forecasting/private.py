@@ -70,7 +70,7 @@ def settle(par: Parallelized, device_type: str) -> None:
     if (split := applied(par.module).split) is not None and split.arrivals is not None:
         split.arrivals.sends = device_type == "cpu"
     if (shards := applied(par.module).replica_shards) is not None:
-        shards.reduce.exchanges = device_type == "cpu"
+        shards.exchange(device_type == "cpu")
 
 
 @final
@@ -97,7 +97,9 @@ class Settled:
             self._par.data_sum(torch.empty(4, dtype=torch.int64, device=self._par.device))
 
     def micro_batches(self, left: int) -> None:
-        """Sent between hosts' processors, where there are any others."""
+        """Send how far a rank is, where it is looked at; beside an accelerator the hosts send it."""
+        if self._on_cpu and dist.get_world_size() > 1:
+            dist.all_reduce(torch.empty(2, dtype=torch.int64, device=self._par.device))
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
         """Send which parameters have a gradient; simulated ranks all use the same."""

@@ -21,7 +21,6 @@ from meshpar.forecasting.trace import Collective, Event, Phase, Trace
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
 from meshpar.passes import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, Pass, Replicate, TensorParallel
-from meshpar.passes.base import Role
 from meshpar.plan import Plan
 
 RECOMPUTE = ("none", "selective", "full")
@@ -317,8 +316,7 @@ def _estimates(asked: _Asked, pair: tuple[Trace, Trace], depth: int, family: tup
         settings = asked.settings(*family, replicas=replicas, shards=shards, micro_batch=size)
         state = {name: memory.held.get(name, 0) * shards_then for name in ("parameters", "gradients", "optimizer")}
         others, held = memory.peak - sum(state.values()) // shards_then, sum(state.values()) // shards
-        divides = any(Role.SAMPLES in each.roles.values() for each in asked.beside)  # what a shared optimizer does not shard
-        if others + held > room and replicas > 1 and not divides:
+        if others + held > room and replicas > 1:
             # Replicas that cannot have an optimizer each share one, and keep shards of the parameters in bfloat16.
             settings, width = replace(settings, world=True), next(asked.model.parameters()).itemsize
             held = sum(state.values()) // (shards * replicas) + state["parameters"] * torch.bfloat16.itemsize // (width * shards)

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from meshpar.errors import MeshparError
-from meshpar.forecasting.private import settle
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.trace import HELD, Trace
 from meshpar.loss import token_loss
@@ -125,8 +124,8 @@ def record_step(
 ) -> Trace:
     """Run one training step on ``par`` and return its trace.
 
-    Take the second step or a later one of a real job: the first also allocates the optimizer's state. From here on the ranks compare
-    what they compare after the first steps.
+    Take the third step or a later one of a real job: the first also allocates the optimizer's state, and the first two compare more
+    between ranks.
 
     Args:
         par: the model, materialized.
@@ -142,7 +141,6 @@ def record_step(
     Collective: every rank calls it.
     """
     recorder = recorder or Recorder(axis_groups(par))
-    settle(par, par.device.type)
     gc.collect()
     held, exact = _hold_state(recorder, par, optimizer, batches, beside)
     with _collector_off(), _scopes(recorder, par), recorder:

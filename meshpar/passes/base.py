@@ -67,7 +67,6 @@ class Pass:
             claim it.
         splits_sequence: activations between layers are split along the sequence over the pass's axis. The axis's ranks then draw
             different random numbers everywhere, and a block cannot be called alone.
-        shards_divided: a data pass also shards what another pass divides over samples (experts).
         replicas_are_whole: each replica over ``dp_replicate`` has all parameters and optimizer state, so that the others need not go on
             without a part when one is lost.
         keeps_on_host: parameters, gradients and optimizer state live in host memory.
@@ -82,7 +81,6 @@ class Pass:
     stage: int
     roles: Mapping[str, Role] = MappingProxyType({})
     splits_sequence: bool = False
-    shards_divided: bool = True
     replicas_are_whole: bool = True
     keeps_on_host: bool = False
     compiles: bool = False

@@ -61,6 +61,11 @@ def synchronize_batch_norm(module: nn.Module, mesh: DeviceMesh, axes: Sequence[s
             _set_forward(child, groups)
 
 
+def has_batch_norm(module: nn.Module) -> bool:
+    """Tell whether a part of ``module`` computes statistics of all samples of a forward."""
+    return any(True for _ in _batch_norms(module))
+
+
 def _batch_norms(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, child) for name, child in module.named_modules() if isinstance(child, _BatchNorm))
 

@@ -31,7 +31,7 @@ from meshpar.passes.installed import in_eval, set_forward
 from meshpar.passes.local import local, part_of
 from meshpar.passes.tensor.collectives import _all_to_all, gather_values
 from meshpar.passes.tensor.parts import with_own
-from meshpar.patterns import class_name, find_modules
+from meshpar.patterns import class_name, find_modules, matches
 
 Inner = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -40,6 +40,7 @@ TOLERANCE, HALF_TOLERANCE = 1e-3, 0.1
 LARGEST = 1 << 27
 """Parameters of all ranks' experts that the first forward gathers at most, of one module at a time: 512 MiB in float32."""
 _COUNTS = re.compile(r"_?(moe_)?(n|num)_(local_|routed_|total_)?experts")
+_IN_ORDER = "(rows (R, D) in the order of experts) or (such rows, the number of each expert's)"
 _INTERFACE = "(hidden states (N, D), chosen experts (N, K) of an integer dtype, their weights (N, K))"
 
 
@@ -92,9 +93,7 @@ class ExpertParallel(Pass):
                 yield unmatched(f"layout experts {pattern!r}", pattern, module)
             for name, child in found:
                 counts = {leaf: len(each) if each.ndim else 0 for leaf, each in child.named_parameters(recurse=False)}
-                if name.endswith(".base_layer"):
-                    yield f"{name.rpartition('.')[0]} puts adapters on experts, which ExpertParallel does not divide; use a mesh without ep"
-                elif isinstance(child, nn.ModuleList):
+                if isinstance(child, nn.ModuleList):
                     yield (
                         f"{name} is a list of {len(child)} modules, expected one module with their parameters stacked, and {_INTERFACE} "
                         "into its forward; stack them, or use a mesh without ep"
@@ -106,7 +105,7 @@ class ExpertParallel(Pass):
                     count = next(iter(counts.values()))
                     if count % size:
                         yield f"{name} has {count} experts, which ep={size} does not divide; {sizes_text('ep', count)}"
-                    yield from _undivided_problems(name, child, count)
+                    yield from _undivided_problems(name, child, count, _is_in_order(name, layout))
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         if mesh.spans_nodes("ep"):
@@ -134,11 +133,17 @@ class ExpertParallel(Pass):
                     mine = parameter.detach().chunk(axis.size())[axis.get_local_rank()]
                     placed[id(parameter)] = part_of(parameter, mine.clone(), inside, placements)
                 child._parameters[leaf] = placed[id(parameter)]
-            _install(name, child, axis.get_group(), tried=child not in untried.values(), skew=self.skew)
+            kind = _InOrder if _is_in_order(name, layout) else _Chosen
+            call = kind(name, child, simulated=dist.get_backend(axis.get_group()) == "fake")
+            _install(call, axis.get_group(), tried=child not in untried.values(), skew=self.skew)
             applied(module).divided[child] = mesh
 
 
-def _undivided_problems(name: str, module: nn.Module, count: int) -> Iterator[str]:
+def _is_in_order(name: str, layout: ModelLayout) -> bool:
+    return any(matches(pattern, name) for pattern in layout.experts_in_order)
+
+
+def _undivided_problems(name: str, module: nn.Module, count: int, in_order: bool) -> Iterator[str]:
     """Yield what a module of ``count`` experts has beside its own parameters that a rank would have to divide, too."""
     remedy = "make it a parameter of the module's own, or use a mesh without ep"
     kept = [*module.named_buffers(), *((leaf, each) for leaf, each in module.named_parameters() if "." in leaf)]
@@ -149,9 +154,9 @@ def _undivided_problems(name: str, module: nn.Module, count: int) -> Iterator[st
     if len(numbers := _numbers(module, count)) > 1:
         yield f"{name} stores its number of experts as {' and as '.join(numbers)}, expected one attribute, such as num_experts; keep one"
     given = list(inspect.signature(module.forward).parameters.values())
-    if len(given) < 3 or any(each.kind == each.VAR_POSITIONAL for each in given):
-        got = ", ".join(map(str, given))
-        yield f"{name} has forward({got}), expected {_INTERFACE}; take it out of ModelLayout.experts, or use a mesh without ep"
+    if (len(given) not in (1, 2) if in_order else len(given) < 3) or any(each.kind == each.VAR_POSITIONAL for each in given):
+        got, want = ", ".join(map(str, given)), _IN_ORDER if in_order else _INTERFACE
+        yield f"{name} has forward({got}), expected {want}; take it out of ModelLayout.experts, or use a mesh without ep"
 
 
 def _numbers(module: nn.Module, count: int) -> list[str]:
@@ -167,42 +172,112 @@ def _kind(module: nn.Module, place: int) -> Any:
     return type(module), getattr(module.forward, "__func__", module.forward), shapes, same
 
 
-def _install(name: str, module: nn.Module, group: Any, *, tried: bool, skew: float) -> None:
+class _Chosen:
+    """How a module of experts is called: with hidden states, chosen experts and weights."""
+
+    dense = False
+
+    def __init__(self, name: str, module: nn.Module, *, simulated: bool) -> None:
+        self.name, self.module, self.inner, self.simulated = name, module, module.forward, simulated
+        self.count = len(next(module.parameters(recurse=False)))
+        self.names, self._signature = _numbers(module, self.count), inspect.signature(module.forward)
+
+    def read(self, *args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, Tensor, Tensor, Tensor]:
+        """Return the call with its hidden states, chosen experts and weights."""
+        bound = self._signature.bind(*args, **kwargs)
+        hidden, chosen, weights = (bound.arguments[key] for key in _inputs(self.name, self.module, bound.arguments))
+        return bound, hidden, chosen, weights
+
+    def compute(self, bound: inspect.BoundArguments, own: Mapping[str, Tensor], *inputs: Tensor) -> Tensor:
+        """Return what experts with the parameters ``own`` make of such inputs, chosen from theirs."""
+        bound.arguments.update(zip(_inputs(self.name, self.module, bound.arguments), inputs))
+        return self.called(bound, own, inputs[0])
+
+    def called(self, bound: inspect.BoundArguments, own: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        """Call the module with other parameters; see that it returns a row for each of ``hidden``."""
+        held = dict.fromkeys(self.names, len(next(iter(own.values()))))
+        output = with_own(self.module, own, lambda: self.inner(*bound.args, **bound.kwargs), held)
+        if isinstance(output, Tensor) and output.shape[:-1] == hidden.shape[:-1]:
+            return output
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ParallelError(
+            f"{self.name} ({class_name(self.module)}) returned {got}, expected one tensor (N, D) for hidden states "
+            f"{tuple(hidden.shape)}; return what else it computes from the module around it, or use a mesh without ep"
+        )
+
+
+@final
+class _InOrder(_Chosen):
+    """How experts are called with rows in their order: the number of each expert's, or equally many, most of them zeros."""
+
+    def __init__(self, name: str, module: nn.Module, *, simulated: bool) -> None:
+        super().__init__(name, module, simulated=simulated)
+        self.dense = len(self._signature.parameters) == 1
+
+    def read(self, *args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, Tensor, Tensor, Tensor]:
+        bound = self._signature.bind(*args, **kwargs)
+        rows, chosen = rows_in_order(bound.arguments, self.count)
+        return bound, rows, chosen[:, None], rows.new_ones(len(rows), 1)
+
+    def compute(self, bound: inspect.BoundArguments, own: Mapping[str, Tensor], *inputs: Tensor) -> Tensor:
+        rows, chosen, weights = inputs
+        held, order = len(next(iter(own.values()))), chosen[:, 0].argsort(stable=True)
+        if self.simulated:
+            sizes = [len(rows) * (each + 1) // held - len(rows) * each // held for each in range(held)]
+        else:
+            sizes = torch.bincount(chosen[:, 0], minlength=held).tolist()
+        given, places = rows[order], torch.arange(len(rows), device=rows.device)
+        if self.dense:  # as many rows for each as for the one with most
+            places = torch.cat([places[:size] + each * max(sizes) for each, size in enumerate(sizes)])
+            given = rows.new_zeros(held * max(sizes), rows.shape[-1]).index_copy(0, places, given)
+        bound.arguments.update(zip(list(bound.arguments), (given, sizes)))
+        output = self.called(bound, own, given)[places]
+        return output[torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))] * weights
+
+
+def rows_in_order(arguments: Mapping[Any, Any], count: int) -> tuple[Tensor, Tensor]:
+    """Return the rows (R, D) of a call of ``count`` experts with rows in their order, and each row's expert (R,)."""
+    rows, *sizes = arguments.values()
+    numbers = torch.arange(count, device=rows.device)
+    if not sizes:
+        return rows, numbers.repeat_interleave(len(rows) // count, output_size=len(rows))
+    return rows, numbers.repeat_interleave(torch.as_tensor(sizes[0], device=rows.device), output_size=len(rows))
+
+
+def _passing_zeros(compute: Inner, simulated: int = 0) -> Inner:
+    """Return ``compute`` for rows of which those of zeros are not sent, and give zeros; of simulated ranks' the first of ``simulated``."""
+
+    def passing(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        some = torch.arange(len(rows) // simulated, device=rows.device) if simulated else rows.ne(0).any(1).nonzero()[:, 0]
+        computed = compute(rows[some], chosen[some], weights[some])
+        return computed.new_zeros(len(rows), computed.shape[-1]).index_copy(0, some, computed)
+
+    return passing
+
+
+def _install(call: _Chosen, group: Any, *, tried: bool, skew: float) -> None:
     """Let a module of experts compute with those of this rank, on the rows of all ranks that chose them."""
-    inner = module.forward
-    signature, count = inspect.signature(inner), len(next(module.parameters(recurse=False)))
-    names, waiting = _numbers(module, count), not tried
+    module, waiting = call.module, not tried
+    simulated = call.count if call.simulated else 0
 
     @eager
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal waiting
         own = {leaf: local(each) if isinstance(each, DTensor) else each for leaf, each in module._parameters.items() if each is not None}
-        if len(next(iter(own.values()))) == count:  # all of them, in a test against the unsplit module
-            return with_own(module, own, lambda: inner(*args, **kwargs))
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments
-        keys = _inputs(name, module, given)
-
-        def run(own: Mapping[str, Tensor], *inputs: Tensor) -> Tensor:
-            given.update(zip(keys, inputs))
-            held = dict.fromkeys(names, len(next(iter(own.values()))))
-            output = with_own(module, own, lambda: inner(*bound.args, **bound.kwargs), held)
-            if isinstance(output, Tensor) and output.shape[:-1] == inputs[0].shape[:-1]:
-                return output
-            got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise ParallelError(
-                f"{name} ({class_name(module)}) returned {got}, expected one tensor (N, D) for hidden states "
-                f"{tuple(inputs[0].shape)}; return what else it computes from the module around it, or use a mesh without ep"
-            )
-
-        hidden, chosen, weights = (given[key] for key in keys)
+        if len(next(iter(own.values()))) == call.count:  # all of them, in a test against the unsplit module
+            return with_own(module, own, lambda: call.inner(*args, **kwargs))
+        bound, hidden, chosen, weights = call.read(*args, **kwargs)
         if waiting:
             waiting = False
             # Hooks of its own keep what is saved here out of a recomputation's.
             with in_eval(module), without_modes(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
-                _try(f"{name} ({class_name(module)})", run, own, count, hidden, chosen.shape[-1], weights.dtype, group)
+                _try(call, bound, own, hidden, chosen.shape[-1], weights.dtype, group)
         own = {leaf: _Mean.apply(each, group.size()) for leaf, each in own.items()}
-        return by_experts(partial(run, own), hidden, chosen, weights, count, group, skew)
+
+        def divided(x: Tensor, who: Tensor, scale: Tensor) -> Tensor:
+            return by_experts(partial(call.compute, bound, own), x, who, scale, call.count, group, skew)
+
+        return (_passing_zeros(divided, simulated) if call.dense else divided)(hidden, chosen, weights)
 
     set_forward(module, forward, reads_parameters=True)
 
@@ -225,9 +300,7 @@ def _inputs(name: str, module: nn.Module, given: Mapping[str, Any]) -> tuple[str
     )
 
 
-def _try(
-    what: str, run: Callable[..., Tensor], own: Mapping[str, Tensor], count: int, like: Tensor, slots: int, dtype: Any, group: Any
-) -> None:
+def _try(call: _Chosen, bound: inspect.BoundArguments, own: Mapping[str, Tensor], like: Tensor, slots: int, dtype: Any, group: Any) -> None:
     """Compare what a module computes by all experts with what the ranks compute by theirs, on noise; of very large ones, by some of them.
 
     Outputs are compared, and the gradients of hidden states and weights.
@@ -239,19 +312,24 @@ def _try(
     """
     size, rank = group.size(), group.rank()
     each = sum(value[:1].numel() for value in own.values())
-    held = max(1, min(count // size, LARGEST // (each * size)))
+    held = max(1, min(call.count // size, LARGEST // (each * size)))
     mine = {leaf: value.detach()[:held].contiguous() for leaf, value in own.items()}
     every = {leaf: gather_values(value, group) for leaf, value in mine.items()}
     draw, tokens = torch.Generator().manual_seed(rank), 64
     hidden = torch.randn(tokens, like.shape[-1], generator=draw).to(like)
+    if call.dense:
+        hidden[::4] = 0
     weights = torch.rand(tokens, slots, generator=draw).to(like.device, dtype)
     chosen = torch.rand(tokens, held * size, generator=draw).argsort(1)
     chosen[: tokens // 2] = chosen[0]  # some experts get far more tokens than others
     chosen = chosen.repeat(1, -(-slots // chosen.shape[1]))[:, :slots].contiguous().to(like.device)
-    up = torch.randn(hidden.shape, generator=draw).to(like)
-    want = _with_gradients(partial(run, every), hidden, chosen, weights, up)
-    parts = partial(run, mine)
-    have = _with_gradients(lambda x, who, scale: by_experts(parts, x, who, scale, held * size, group), hidden, chosen, weights, up)
+    run, parts = partial(call.compute, bound), partial(call.compute, bound, mine)
+
+    def divided(x: Tensor, who: Tensor, scale: Tensor) -> Tensor:
+        return by_experts(parts, x, who, scale, held * size, group)
+
+    want = _with_gradients(partial(run, every), hidden, chosen, weights)
+    have = _with_gradients(_passing_zeros(divided) if call.dense else divided, hidden, chosen, weights)
     off = torch.stack([(one - other).abs().max() / one.abs().max().clamp(min=1e-30) for one, other in zip(want, have, strict=True)])
     worst = float(gather_values(off.max().nan_to_num(torch.inf, torch.inf)[None], group).max())
     narrow = [like.dtype, dtype, *(value.dtype for value in own.values())]
@@ -259,9 +337,10 @@ def _try(
         narrow.append(torch.get_autocast_dtype(like.device.type))
     if worst > (HALF_TOLERANCE if any(torch.finfo(each).bits < 32 for each in narrow) else TOLERANCE):
         raise ParallelError(
-            f"{what} computes something else by its experts of each rank of ep than by all of them (off by {worst:.1e}), expected "
-            "for each token the sum over its chosen experts, each by its own row, weight and parameters alone; move what is for all "
-            "experts of a token (a normalisation of weights, a residual, a capacity) to the module around it, or use a mesh without ep; "
+            f"{call.name} ({class_name(call.module)}) computes something else by its experts of each rank of ep than by all of them "
+            f"(off by {worst:.1e}), expected for each token the sum over its chosen experts, each by its own row, weight and parameters "
+            "alone; move what is for all experts of a token (a normalisation of weights, a residual, a capacity) to the module around "
+            "it, or use a mesh without ep; "
             "Plan(..., verify=False) skips this test"
         )
 
@@ -270,11 +349,12 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _with_gradients(compute: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, up: Tensor) -> list[Tensor]:
-    """Return what is computed, and its gradients where ``up`` comes from above, in float64; a gradient that there is not is zero."""
+def _with_gradients(compute: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor) -> list[Tensor]:
+    """Return what is computed, and its gradients where noise comes from above, in float64; a gradient that there is not is zero."""
     leaves = [each.detach().clone().requires_grad_() for each in (hidden, weights)]
     output = compute(leaves[0], chosen, leaves[1])
-    grads = torch.autograd.grad(output, leaves, up.to(output), allow_unused=True) if output.requires_grad else (None, None)
+    up = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+    grads = torch.autograd.grad(output, leaves, up, allow_unused=True) if output.requires_grad else (None, None)
     return [output.detach().double(), *((torch.zeros_like(each) if grad is None else grad).double() for each, grad in zip(leaves, grads))]
 
 

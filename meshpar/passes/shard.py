@@ -143,7 +143,8 @@ class _Sharding(Precision):
             for child in unit.children():
                 if any(True for _ in child.parameters()):
                     fully_shard(child, reshard_after_forward=keep, mp_policy=self.inner(), **common)
-            fully_shard(unit, reshard_after_forward=keep, mp_policy=self.inner(), **{**common, "mesh": mesh[axes]})
+            held_on = mesh[axes] if common["mesh"].ndim == len(axes) else _torch.flattened(mesh[axes])
+            fully_shard(unit, reshard_after_forward=keep, mp_policy=self.inner(), **{**common, "mesh": held_on})
 
     def _offload_policy(self, mesh: DeviceMesh) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if self.offload == "cpu" else OffloadPolicy()
@@ -245,11 +246,6 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
     roles = MappingProxyType({"dp_replicate": Role.SAMPLES, "dp_shard": Role.SAMPLES})
 
     @property
-    def shards_divided(self) -> bool:  # type: ignore[override]
-        """What another pass divides over samples is sharded, too."""
-        return self.optimizer == "replica"
-
-    @property
     def replicas_are_whole(self) -> bool:  # type: ignore[override]
         """Each replica has all parameters and optimizer state."""
         return self.optimizer == "replica"
@@ -276,7 +272,7 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         splits = self.optimizer == "world" and mesh[replicas].size() > 1
         self.shard(module, layout, mesh, self.axes, _torch.flattened(mesh[self.axes]) if splits else mesh[self.axes])
         if splits:
-            applied(module).replica_shards = ReplicaShards(module, mesh, replicas, shards)
+            applied(module).replica_shards = ReplicaShards(module, mesh, applied(module).divided, replicas, shards)
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:

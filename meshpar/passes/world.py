@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -133,24 +133,30 @@ class ReplicaShards:
     Args:
         module: the outermost module, whose units are sharded over the flattened (replicas, shards).
         mesh: has both axes.
+        divided: modules that another axis divides -> a mesh of their own, which has both axes, too.
         replicas: the axis over which a shard is gathered once a step.
         shards: the axis inside a replica.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, replicas: str, shards: str) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, divided: Mapping[nn.Module, DeviceMesh], replicas: str, shards: str) -> None:
         self._module = module
         self._replicas = mesh[replicas].size()
-        groups = mesh.get_group(replicas), mesh.get_group(shards)
-        self.reduce = _Reduce(*groups, exchanges=mesh.device_type == "cpu")
         unit: Any  # FSDP2 names the classes of its collectives in private modules alone
-        self._gathers = []
+        self._gathers, self._reduces = list[_Gather](), list[_Reduce]()
         for unit in _torch.units_with_parameters(module):
-            gather = _Gather(unit, *groups)
-            unit.set_custom_all_gather(gather)
-            unit.set_custom_reduce_scatter(self.reduce)
-            self._gathers.append(gather)
+            held_on = divided.get(unit, mesh)
+            groups = held_on.get_group(replicas), held_on.get_group(shards)
+            self._gathers.append(_Gather(unit, *groups))
+            self._reduces.append(_Reduce(*groups, exchanges=mesh.device_type == "cpu"))
+            unit.set_custom_all_gather(self._gathers[-1])
+            unit.set_custom_reduce_scatter(self._reduces[-1])
         for each, following in zip(self._gathers, self._gathers[_AHEAD:]):
             each.following = following
+
+    def exchange(self, exchanges: bool) -> None:
+        """Let every reduction exchange and sum, as on a CPU, or reduce and scatter."""
+        for each in self._reduces:
+            each.exchanges = exchanges
 
     def changed(self) -> None:
         """Forget the shards: slices may have other values."""

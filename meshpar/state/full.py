@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.errors import MeshparError
-from meshpar.placements import held_by_this_rank, local_tensor
+from meshpar.placements import held_by_this_rank, local_tensor, whole_tensor
 
 
 @final
@@ -81,8 +81,7 @@ def gather_state(module: nn.Module, *, everywhere: bool) -> dict[str, Any]:
             state[name] = value
             continue
         if id(value) not in known:
-            held = value.detach()
-            whole = held.full_tensor() if isinstance(held, DTensor) else held
+            whole = whole_tensor(value)
             known[id(value)] = whole.cpu().clone() if keep else torch.empty(0)
             del whole
         state[name] = known[id(value)]
@@ -116,8 +115,7 @@ def scatter_state(module: nn.Module, state: Mapping[str, Any], device: torch.dev
             dist.broadcast(whole, src=0)
         else:
             whole = state[name]
-        part = whole.full_tensor() if isinstance(whole, DTensor) else whole
-        local_tensor(target).copy_(part[held_by_this_rank(target)])
+        local_tensor(target).copy_(whole_tensor(whole)[held_by_this_rank(target)])
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshpar.errors import MeshparError
 from meshpar.layout import ModelLayout
@@ -17,6 +16,8 @@ from meshpar.loss import IGNORE_INDEX, token_loss
 from meshpar.mesh import MeshSpec
 from meshpar.parallelized import Parallelized
 from meshpar.passes.base import Pass
+from meshpar.passes.batch_norm import has_batch_norm
+from meshpar.placements import whole_tensor
 from meshpar.plan import Plan
 from meshpar.registry import layout_for
 
@@ -65,7 +66,9 @@ def train_steps(
     Args:
         par: the parallel module.
         steps: for each step a sequence of micro-batches, each a sequence of ``n`` x data-size batches: data rank r takes every
-            ``data_size``-th from r. Parts may count different numbers of tokens.
+            ``data_size``-th from r. Parts may count different numbers of tokens: the ``labels`` of a mapping that are not -100; a part
+            without ``labels`` counts one. A model with batch norm computes the parts of a rank in one forward, joined along dim 0
+            (tensors, or mappings, lists and tuples of tensors): its statistics are those of all samples of a micro-batch on every mesh.
         loss_sum: the loss, summed over what it counts.
         max_norm: gradients are clipped to this norm.
         lr: AdamW's learning rate.
@@ -82,6 +85,8 @@ def train_steps(
         places = range(par.data_rank, max(map(len, micro_batches)), par.data_size)
         mine = [[par.split(micro[place]) for place in places if place < len(micro)] for micro in micro_batches]
         scale = par.token_scale(sum(_count(batch) for micro in mine for batch in micro))
+        if has_batch_norm(par.module):
+            mine = [[_joined(micro)] if micro else [] for micro in mine]
         total = torch.zeros((), device=par.device)
         for micro in par.accumulate(mine):
             # One forward and one backward a micro-batch: FSDP2 reduces once for each backward.
@@ -98,16 +103,22 @@ def train_steps(
     return record
 
 
+def _joined(parts: Sequence[Any]) -> object:
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {name: _joined([part[name] for part in parts]) for name in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_joined(each) for each in zip(*parts, strict=True))
+    return torch.cat(list(parts))
+
+
 def _count(batch: object) -> int:
     return int((batch["labels"] != IGNORE_INDEX).sum()) if isinstance(batch, Mapping) and "labels" in batch else 1
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor on the CPU, whatever its placements. Collective."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.cpu().clone()
+    return whole_tensor(tensor).cpu().clone()
 
 
 def assert_parity(

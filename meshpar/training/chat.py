@@ -6,7 +6,8 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
@@ -30,6 +31,7 @@ Spans = list[tuple[int, int]]
 _FORMAT, _BATCH = 2, 256
 _COLUMNS = ("messages", "conversations", "prompt", "completion", "system", "tools")
 _GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")
+_DATE = re.compile(r"strftime_now\(\s*(?:(['\"])(.*?)\1\s*\))?")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 """Stand where a block begins and ends: code points that no text has (Unicode's noncharacters)."""
@@ -64,6 +66,23 @@ class ChatTemplate:
     end: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
 
+    def on(self, day: datetime) -> ChatTemplate:
+        """Return the template that writes ``day`` where it calls ``strftime_now``, so that each run on the data has the same text.
+
+        Raises:
+            RecipeError: it calls ``strftime_now`` with something else than a text.
+        """
+
+        def written(call: re.Match[str]) -> str:
+            if call[1] is None:
+                raise RecipeError(
+                    "the chat template calls strftime_now with something else than a text, so its date would change from run to run; write "
+                    "the format into the call, strftime_now('%d %b %Y')"
+                )
+            return repr(day.strftime(call[2]))
+
+        return replace(self, text=_DATE.sub(written, self.text))
+
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, text: str | None = None, **options: bool) -> str:
         """Return the text of a conversation; ``text``: of this template in place of its own."""
         library = need("transformers.utils.chat_template_utils", extra="transformers")
@@ -76,14 +95,19 @@ class ChatTemplate:
         """Return the text of a conversation, and what of it the assistant wrote: from behind the generation prompt to the end of the turn.
 
         Raises:
-            RecipeError: the template refuses the conversation, leaves out its tool calls, writes nothing of the assistant's, or has no
-                ``{% generation %}`` and renders an earlier turn otherwise once a later one is there, so that no part of the text is known
-                to be the assistant's.
+            RecipeError: the template refuses the conversation, leaves out its tools or tool calls, writes nothing of the assistant's, or
+                has no ``{% generation %}`` and renders an earlier turn otherwise once a later one is there, so that no part of the text
+                is known to be the assistant's.
         """
         try:
             whole = self.render(messages, tools)
+            if tools and self._writes(whole, messages, None):
+                raise RecipeError(
+                    "the chat template leaves out the tools; use a template that writes them (data.template: chatml), or remove tools"
+                )
             for place, message in enumerate(messages):
-                if message.get("tool_calls") and self._leaves_out_calls(whole, messages, tools, place):
+                bare = {name: value for name, value in message.items() if name != "tool_calls"}
+                if message.get("tool_calls") and self._writes(whole, [*messages[:place], bare, *messages[place + 1 :]], tools):
                     raise RecipeError(
                         f"the chat template leaves out the tool_calls of turn {place + 1}; use a template that writes them (data.template: "
                         "chatml), or remove them"
@@ -135,11 +159,10 @@ class ChatTemplate:
                 "to stop; set data.eos to the token that ends a turn, or write {{ eos_token }} behind it in a template of your own"
             )
 
-    def _leaves_out_calls(self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None, place: int) -> bool:
-        bare = {name: value for name, value in messages[place].items() if name != "tool_calls"}
+    def _writes(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
         try:
-            return self.render([*messages[:place], bare, *messages[place + 1 :]], tools) == whole
-        except Exception:  # noqa: BLE001 - a template's own: it looks at the calls
+            return self.render(messages, tools) == text
+        except Exception:  # noqa: BLE001 - a template's own: it looks at what is not there
             return False
 
     def _generated(self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Spans:
@@ -279,12 +302,19 @@ class ChatSource:
         """Return a hash of the files' names, sizes and times and of the template."""
         parts = (
             _FORMAT,
-            self.template.text,
+            self._template().text,
             sorted(self.template.variables.items()),
             QUESTION,
             TextSource(inputs=self.inputs, suffixes=TABLES).fingerprint(),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def _template(self) -> ChatTemplate:
+        """Return the template; a date that it writes is the day on which the newest file was written, in UTC."""
+        if _DATE.search(self.template.text) is None:
+            return self.template
+        newest = max((path.stat().st_mtime for path in self.files()), default=0.0)
+        return self.template.on(datetime.fromtimestamp(newest, UTC))
 
     def conversations(self) -> Iterator[tuple[str, Spans]]:
         """Yield the text of each conversation, and the spans of the assistant's turns.
@@ -292,17 +322,18 @@ class ChatSource:
         Raises:
             RecipeError: a record is no conversation, or the template refuses it: names the file, the line and the remedy.
         """
+        template = self._template()
         if self.inputs == (STDLIB,):
             for code, sentence in RecordSource(inputs=(STDLIB,), kind="pairs").records():
                 said = [{"role": "user", "content": QUESTION.format(code=code)}, {"role": "assistant", "content": sentence}]
-                yield self.template.conversation(said)
+                yield template.conversation(said)
             return
         for path in self.files():
             for number, record in records_of(path, _COLUMNS):
                 if kind_of(path) in UNPLAIN:  # an empty row: other columns were not read, and are named in the error
                     record = _without_nulls(record) or dict.fromkeys(next(records_of(path))[1])
                 try:
-                    yield self.template.conversation(*messages_of(record))
+                    yield template.conversation(*messages_of(record))
                 except RecipeError as error:
                     raise RecipeError(f"{path}:{number}: {error}") from error
 
@@ -370,7 +401,19 @@ def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # n
             f"no turn is the assistant's (roles: {', '.join(str(each['role']) for each in messages)}), so nothing is learned from it; "
             "remove the line, or name the assistant's turns role: assistant"
         )
-    return messages, record.get("tools") or None
+    return messages, _tools(record.get("tools"))
+
+
+def _tools(value: Any) -> Sequence[Any] | None:  # noqa: ANN401 - of JSON
+    """Return the tools of a record, which some data sets write as a text of JSON."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RecipeError(f"tools is a text that is not JSON ({error}); expected a list of objects") from error
+    if value and not (isinstance(value, list) and all(isinstance(each, Mapping) for each in value)):
+        raise RecipeError(f"tools is {value!r:.80}; expected a list of objects, one for each tool")
+    return value or None
 
 
 def _listed(value: Any) -> list[Any]:  # noqa: ANN401 - of JSON

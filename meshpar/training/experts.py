@@ -14,6 +14,7 @@ from meshpar._torch import eager, in_backward
 from meshpar.errors import MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.parallelized import Parallelized
+from meshpar.passes.experts import rows_in_order
 from meshpar.patterns import class_name, find_modules, matches
 
 
@@ -57,10 +58,15 @@ class ExpertLoad:
         if not module.training or in_backward():
             return
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        chosen = next(each for each in given if not each.is_floating_point())
-        weights = next((each for each in given if each.is_floating_point() and each.shape == chosen.shape), torch.ones_like(chosen))
+        chosen = next((each for each in given if not each.is_floating_point()), None)
+        if chosen is None:  # rows in the order of experts
+            rows, chosen = rows_in_order(dict(enumerate((*args, *kwargs.values()))), len(counts))
+            weights = rows.ne(0).any(1)
+            self._choices += weights.sum()
+        else:
+            weights = next((each for each in given if each.is_floating_point() and each.shape == chosen.shape), torch.ones_like(chosen))
+            self._choices += chosen.numel()
         counts.index_add_(0, chosen.flatten(), (weights != 0).flatten().to(counts.dtype))
-        self._choices += chosen.numel()
 
     @eager
     def _route(self, place: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401 - whatever a router returns

@@ -274,7 +274,7 @@ class Trainer:
         if step >= 0:
             raise MeshparError(
                 f"the gradient norm of step {step + 1} is not finite, and the weights after it are worthless; resume from the last "
-                "checkpoint with a lower learning rate or a longer warm-up, or set nonfinite='skip' to skip such steps"
+                "checkpoint with a lower learning rate or a longer warm-up, or set training.nonfinite=skip to skip such steps"
             )
 
     def _after_step(self, *, epoch_ended: bool) -> None:

@@ -7,6 +7,7 @@ are trained and saved in checkpoints.
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,16 +16,19 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
+from meshpar._torch import eager
 from meshpar.errors import MeshparError, RecipeError
 from meshpar.layout import ModelLayout
 from meshpar.parallelized import Parallelized
 from meshpar.passes import random
-from meshpar.passes.local import sum_gradients
+from meshpar.passes.local import local, sum_gradients
+from meshpar.passes.tensor.collectives import copy_weight
 from meshpar.passes.tensor.context import Context, Style
-from meshpar.patterns import find_modules
+from meshpar.patterns import find_modules, matches
 from meshpar.registry import layout_for
-from meshpar.weights import WeightSource, dtypes_of
+from meshpar.weights import Rename, WeightMap, WeightSource, dtypes_of
 
 NAME = "default"
 """The adapter's name in peft, which is part of the names of its parameters."""
@@ -37,19 +41,27 @@ class LoRA:
 
     Attributes:
         targets: endings of the names of linear layers (``q_proj``), or ``all-linear``: all except the head.
+        parameters: endings of the names of packed weights (experts, rows, columns), peft's ``target_parameters``:
+            ``experts.gate_up_proj``. Each expert gets adapters of its own.
         rank: rank of the product that is added to a weight.
         alpha: the product is scaled by ``alpha / rank``.
         dropout: probability of dropout on the adapters' input in training.
     """
 
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    parameters: tuple[str, ...] = ()
     rank: int = 8
     alpha: float = 16.0
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or not self.alpha > 0 or not 0 <= self.dropout < 1 or not self.targets:
+        if self.rank < 1 or not self.alpha > 0 or not 0 <= self.dropout < 1 or not (self.targets or self.parameters):
             raise RecipeError(f"expected at least one target, rank of at least 1, alpha above 0 and dropout in 0 to 1; got {self}")
+        if self.parameters and self.dropout:
+            raise RecipeError(
+                f"adapters on packed weights are added to the weights and see no input, got dropout {self.dropout} beside parameters "
+                f"{', '.join(self.parameters)}; set dropout to 0, or parameters to ()"
+            )
 
 
 def add_adapters(model: nn.Module, settings: LoRA) -> ModelLayout:
@@ -63,17 +75,17 @@ def add_adapters(model: nn.Module, settings: LoRA) -> ModelLayout:
 
     Raises:
         MeshparError: peft is not installed.
-        RecipeError: the targets match no linear layer.
+        RecipeError: the targets match no linear layer, or the parameters no packed weight.
     """
     peft = _peft()
     layout = layout_for(model)
     targets = settings.targets if isinstance(settings.targets, str) else list(settings.targets)
-    config = peft.LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=targets, lora_dropout=settings.dropout)
+    _check_packed(model, settings.parameters)
     try:
-        peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+        peft.inject_adapter_in_model(config_of(settings, targets), model, low_cpu_mem_usage=True)
     except ValueError as error:
         raise RecipeError(f"lora: {error}") from error
-    adapted = adapted_layers(model)
+    adapted = _with_packed(model, settings)
     if odd := [name for name, layer in adapted.items() if NAME not in layer.lora_A or not hasattr(layer.lora_A[NAME], "weight")]:
         raise RecipeError(f"lora.targets name {odd[0]}, a {type(adapted[odd[0]].base_layer).__name__}; adapters require linear layers")
     if not adapted:
@@ -83,9 +95,83 @@ def add_adapters(model: nn.Module, settings: LoRA) -> ModelLayout:
     return _adapted(layout, model, adapted)
 
 
+def config_of(settings: LoRA, targets: str | list[str], **others: Any) -> Any:  # noqa: ANN401 - peft's own arguments
+    """Return peft's config of adapters on the linear layers ``targets`` and on the packed weights of the settings."""
+    return _peft().LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=targets,
+        target_parameters=list(settings.parameters) or None,
+        **others,
+    )
+
+
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return peft's layers by name."""
+    """Return the layers with adapters by name."""
     return {name: child for name, child in model.named_modules() if hasattr(child, "base_layer") and hasattr(child, "lora_A")}
+
+
+@final
+class PackedAdapter(nn.Module):
+    """Adapters on one packed weight of the module below, with the names and shapes of peft's ``ParamWrapper``.
+
+    That module computes with ``W + alpha / rank * B @ A`` of what a rank holds of W: gathered, divided by expert, split by feature.
+    The adapters of all experts are parameters like others, sharded over all data ranks, and each rank uses a part of them.
+
+    Args:
+        built: peft's layer.
+    """
+
+    def __init__(self, built: nn.Module) -> None:
+        super().__init__()
+        known: Any = built
+        self.base_layer, self.lora_A, self.lora_B = known.base_layer, known.lora_A, known.lora_B
+        self.leaf, self.scale, self._swaps = str(known.parameter_name), float(known.scaling[NAME]), not known._did_swap_in_out_features
+        self._whole: list[Any] = []  # in a list, for it is no parameter of this module
+        inner = self.inner()
+        inner.register_forward_pre_hook(self._begin)  # FSDP2's own, which gathers, comes before
+        inner.register_forward_hook(self._end, always_call=True)
+
+    def inner(self) -> nn.Module:
+        """Return the module that holds the weight: several adapters of one module stand around each other."""
+        below: Any = self.base_layer
+        return below.inner() if isinstance(below, PackedAdapter) else below
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module below takes and returns
+        return self.base_layer(*args, **kwargs)
+
+    def factors(self, a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+        """Return the factors (experts, rows, rank) and (experts, rank, columns) of A (experts x rank, in) and B (out, rank x experts)."""
+        a_EDR, b_ERF = a.unflatten(0, (experts, -1)).mT, b.unflatten(1, (-1, experts)).permute(2, 1, 0)
+        return (a_EDR, b_ERF) if self._swaps else (b_ERF.mT, a_EDR.mT)
+
+    @eager
+    def _begin(self, module: nn.Module, args: object) -> None:
+        whole: Any = module._parameters[self.leaf]
+        own = local(whole) if isinstance(whole, DTensor) else whole
+        pair = [getattr(self, part)[NAME].weight for part in ("lora_A", "lora_B")]
+        pair = [each.to_local() if isinstance(each, DTensor) else each for each in pair]
+        parts = [(place, how.dim) for place, how in enumerate(whole.placements) if isinstance(how, Shard)] if own is not whole else []
+        for place, _ in parts:  # a rank's part of W gives a part of the gradient of A and B
+            pair = [copy_weight(each, whole.device_mesh.get_group(place)) for each in pair]
+        factors = list(self.factors(pair[0], pair[1], len(whole)))
+        for place, dim in parts:
+            for at, side in enumerate(factors):
+                if dim in (0, at + 1):
+                    factors[at] = side.chunk(whole.device_mesh.size(place), dim)[whole.device_mesh.get_local_rank(place)]
+        value = torch.baddbmm(own, *(each.to(own.dtype) for each in factors), alpha=self.scale)
+        if own is not whole:
+            value = DTensor.from_local(
+                value, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+        self._whole.append(whole)
+        module._parameters[self.leaf] = value  # type: ignore[assignment]
+
+    @eager
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
+        if self._whole:
+            module._parameters[self.leaf] = self._whole.pop()
 
 
 @final
@@ -104,25 +190,21 @@ class WithAdapters:
         self._source, self._seed = source, seed
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(remove_duplicate=False)}
         self._adapters = {name: shape for name, shape in shapes.items() if _is_adapter(name)}
-        self._renamed = {name: base_name(name) for name in shapes if ".base_layer." in name}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return every tensor's name and shape."""
-        offered = dict(self._source.shapes())
-        moved = {name: offered.pop(base) for name, base in self._renamed.items() if base in offered}
-        return offered | moved | self._adapters
+        return dict(self._source.shapes()) | self._adapters
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Return the dtypes of the published weights, if the source has dtypes."""
-        known = dict(dtypes_of(self._source))
-        return known | {name: known.pop(base) for name, base in self._renamed.items() if base in known}
+        return dtypes_of(self._source)
 
     def read(self, name: str, index: tuple[slice, ...], out: Tensor) -> None:
         """Copy ``tensor[index]`` into ``out``."""
         if name in self._adapters:
             out.copy_(drawn(name, self._adapters[name], self._seed)[index])
         else:
-            self._source.read(self._renamed.get(name, name), index, out)
+            self._source.read(name, index, out)
 
 
 @final
@@ -151,7 +233,7 @@ class _TrainedOnly(nn.Module):
 
 def base_name(name: str) -> str:
     """Return a parameter's name in the model without adapters."""
-    return name.replace(".base_layer.", ".")
+    return name.replace(".base_layer", "")
 
 
 def drawn(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -167,10 +249,46 @@ def _is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
+def _check_packed(model: nn.Module, endings: tuple[str, ...]) -> None:
+    """See that each ending names a packed weight.
+
+    Raises:
+        RecipeError: naming what it names instead.
+    """
+    for ending in endings:
+        found = {name: each for name, each in model.named_parameters() if f".{name}".endswith(f".{ending}")}
+        wrong = next((f"{name} {tuple(each.shape)}" for name, each in found.items() if each.ndim != 3), None if found else "nothing")
+        if wrong is not None:
+            packed = sorted({".".join(name.split(".")[-2:]) for name, each in model.named_parameters() if each.ndim == 3})
+            raise RecipeError(
+                f"lora.parameters {ending!r} names {wrong}, expected a packed weight (experts, rows, columns); this model has "
+                f"{', '.join(packed) or 'none, so drop lora.parameters'}"
+            )
+
+
+def _with_packed(model: nn.Module, settings: LoRA) -> dict[str, Any]:
+    """Put :class:`PackedAdapter` in the place of peft's layers on packed weights, and return the layers with adapters by name.
+
+    Raises:
+        RecipeError: peft chose a packed weight that the settings do not name.
+    """
+    for name, built in reversed(adapted_layers(model).items()):  # innermost first
+        if hasattr(built, "parameter_name"):
+            full = f"{base_name(name)}.{built.parameter_name}"
+            if not any(f".{full}".endswith(f".{ending}") for ending in settings.parameters):
+                raise RecipeError(
+                    f"lora.targets {settings.targets} reach {full}, expected linear layers: this model has no layer of its own for it; "
+                    "give lora.targets a list of names without it, and name packed weights in lora.parameters"
+                )
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, PackedAdapter(built))
+    return adapted_layers(model)
+
+
 def _fill_adapters(model: nn.Module, adapted: Mapping[str, Any]) -> None:
     """Allocate and initialise the adapters of a model that already has weights."""
     for name, layer in adapted.items():
-        device = layer.base_layer.weight.device
+        device = next(each.device for each_name, each in layer.named_parameters() if not _is_adapter(f".{each_name}"))
         for part in ("lora_A", "lora_B"):
             inner = getattr(layer, part)[NAME]
             shape = tuple(inner.weight.shape)
@@ -187,21 +305,57 @@ def _adapted(layout: ModelLayout, model: nn.Module, adapted: Mapping[str, Any]) 
             table[pattern] = style
             continue
         for name in names:
-            table.update(_styles(name, style) if name in adapted else {name: style})
-            if name in adapted and not (isinstance(style, str) and style.partition(":")[0] in ("colwise", "packed_colwise", "rowwise")):
+            packed = isinstance(adapted.get(name), PackedAdapter)
+            table.update(_styles(name, style) if name in adapted and not packed else {_inside(name, adapted): style})
+            splits = isinstance(style, str) and style.partition(":")[0] in ("colwise", "packed_colwise", "rowwise")
+            if name in adapted and not packed and not splits:
                 refusals["tp"] = f"adapters on {name}, whose style is {style}, cannot be split; leave it out of lora.targets"
     heads: dict[str, int] = {}
     for pattern, count in layout.heads.items():
         for name, _ in find_modules(model, pattern):
             heads |= dict.fromkeys([f"{name}.base_layer", f"{name}.lora_B.{NAME}"] if name in adapted else [name], count)
-    init = _Initialiser(layout, adapted)
     tied = tuple(tuple(_moved(name, adapted) for name in group) for group in layout.tied)
-    return replace(layout, tensor=table, heads=heads, refusals=refusals, init=init, tied=tied, copied_heads=())
+    return replace(
+        layout,
+        tensor=table,
+        heads=heads,
+        refusals=refusals,
+        init=_Initialiser(layout, adapted),
+        tied=tied,
+        copied_heads=(),
+        experts=_around(model, layout.experts, adapted),
+        experts_in_order=_around(model, layout.experts_in_order, adapted),
+        weights=WeightMap((*_renames(model), *layout.weights.rules)),
+    )
+
+
+def _inside(name: str, adapted: Mapping[str, Any]) -> str:
+    """Return the name of the module that adapters were put around; of another its own."""
+    while name in adapted:
+        name += ".base_layer"
+    return name
+
+
+def _around(model: nn.Module, patterns: tuple[str, ...], adapted: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(_inside(name, adapted) for pattern in patterns for name, _ in find_modules(model, pattern))
 
 
 def _moved(name: str, adapted: Mapping[str, Any]) -> str:
     owner, _, leaf = name.rpartition(".")
-    return f"{owner}.base_layer.{leaf}" if owner in adapted else name
+    return f"{_inside(owner, adapted)}.{leaf}"
+
+
+def _renames(model: nn.Module) -> Iterator[Rename]:
+    """Yield the rules from the names of weights below adapters to those without; one for all layers where all of them have adapters."""
+    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    names = [name for name, _ in every if not _is_adapter(name)]
+    below: dict[str, list[str]] = {}
+    for name in names:
+        if base_name(name) != name:
+            below.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
+    for pattern, found in below.items():
+        alone = any(matches(base_name(pattern), name) for name in names)
+        yield from (Rename(each, base_name(each)) for each in (found if alone else [pattern]))
 
 
 def _styles(name: str, style: object) -> dict[str, Any]:

@@ -199,6 +199,9 @@ class Reporter(Protocol):
         """Flush and close."""
 
 
+_AS_READ = "surrogateescape"  # bytes that are no text are written as they were read
+
+
 @final
 class JsonLines:
     """Write ``metrics.jsonl``: one record per line, with the time."""
@@ -214,12 +217,12 @@ class JsonLines:
         lines = _lines(path)
         kept = [line for line in lines if _step_of(line) <= step]
         if len(kept) < len(lines):
-            with path.with_suffix(".abandoned.jsonl").open("a", encoding="utf-8") as aside:
+            with path.with_suffix(".abandoned.jsonl").open("a", encoding="utf-8", errors=_AS_READ) as aside:
                 aside.writelines(line for line in lines if _step_of(line) > step)
                 os.fsync(aside.fileno())
         if path.is_file():
             fresh = path.with_suffix(".tmp")
-            with fresh.open("w", encoding="utf-8") as file:
+            with fresh.open("w", encoding="utf-8", errors=_AS_READ) as file:
                 file.writelines(kept)
                 os.fsync(file.fileno())
             fresh.replace(path)
@@ -243,13 +246,14 @@ def _step_of(line: str) -> float:
     """Return the step of a line; infinity if the line has none."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
 
 
 def _lines(path: Path) -> list[str]:
     # a line without its end was cut off by a crash
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")] if path.is_file() else []
+    text = path.read_text(encoding="utf-8", errors=_AS_READ) if path.is_file() else ""
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 @final

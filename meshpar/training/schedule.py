@@ -10,7 +10,7 @@ from typing import Annotated, Literal, final
 import torch
 
 from meshpar.errors import RecipeError
-from meshpar.patterns import nearest
+from meshpar.patterns import suggestion
 from meshpar.training.bounds import Bound, Count, bound_problems
 
 Name = Literal["constant", "linear", "cosine", "step", "wsd"]
@@ -46,7 +46,7 @@ class Schedule:
     decay_fraction: Annotated[float, Bound(gt=0, le=1)] = 0.2
 
     def __post_init__(self) -> None:
-        problems = [] if self.name in _SHAPES else [f"no schedule {self.name!r}; nearest: {nearest(self.name, _SHAPES) or sorted(_SHAPES)}"]
+        problems = [] if self.name in _SHAPES else [f"no schedule {self.name!r}; {suggestion(self.name, _SHAPES)}"]
         problems += bound_problems(self)
         if self.warmup_steps > self.steps:
             problems.append(f"warmup_steps must lie in 0 to steps, got {self.warmup_steps} of {self.steps} steps")

@@ -118,8 +118,7 @@ class TokenFile:
 
     def check_labels(self) -> None:
         """Raise RecipeError if no id of this file counts as a label."""
-        marks = self.marks()
-        if marks is not None and not any((marks[at : at + _SCANNED] & COUNTS).any() for at in range(0, self.tokens, _SCANNED)):
+        if self.marked and self.tokens and not any((part & COUNTS).any() for part in self._scan()):
             raise RecipeError(
                 f"no token of {self.path} counts as a label, so nothing would be learned from it; the chat template marks nothing as the "
                 "assistant's, or too few conversations are left for it: use another template, or give more data"
@@ -137,13 +136,18 @@ class TokenFile:
         return ends if ends.size and ends[-1] == self.tokens else numpy.append(ends, self.tokens)
 
     def _ends(self) -> Iterator[np.ndarray]:
-        numpy, ids, marks = need("numpy"), self.ids(), self.marks()
-        for start in range(0, self.tokens, _SCANNED):
-            part = slice(start, start + _SCANNED)
-            if marks is None:
-                yield numpy.flatnonzero(ids[part] == self.eos_id) + (start + 1)
-            else:
-                yield numpy.flatnonzero(marks[part] & BEGINS) + start
+        numpy, start = need("numpy"), 0
+        for part in self._scan():
+            yield numpy.flatnonzero(part & BEGINS) + start if self.marked else numpy.flatnonzero(part == self.eos_id) + (start + 1)
+            start += part.size
+
+    def _scan(self) -> Iterator[np.ndarray]:
+        """Yield the marks, or without marks the ids, in parts that are read: pages of a whole mapped file would count as this process's."""
+        numpy = need("numpy")
+        path, dtype = (self.path.with_suffix(".marks"), "uint8") if self.marked else (self.path, self.dtype)
+        with path.open("rb") as file:
+            while (part := numpy.fromfile(file, numpy.dtype(dtype).newbyteorder("<"), _SCANNED)).size:
+                yield part
 
     def save(self) -> None:
         """Write the description beside the ids."""

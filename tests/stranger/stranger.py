@@ -65,7 +65,7 @@ class HostShard(Pass):
 class SplitPositions(Pass):
     """Give each rank a part of the sequence, and gather the whole sequence around attention."""
 
-    name, stage, roles = "SplitPositions", Stage.TENSOR, {"cp": Role.POSITIONS}
+    name, stage, roles = "SplitPositions", Stage.POSITIONS, {"cp": Role.POSITIONS}
 
     def problems(self, module, layout, mesh):
         if not any(name.endswith(".attn") for name, _ in module.named_modules()):

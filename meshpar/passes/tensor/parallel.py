@@ -30,7 +30,7 @@ _WHOLE_SHARE = 0.25
 @final
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A layout's table, parsed: module pattern -> style, parameter pattern -> text, and the problems of entries that cannot be parsed."""
+    """A layout's table, parsed: module pattern -> style, parameter pattern -> text (None: whole), and entries that cannot be parsed."""
 
     modules: dict[str, Style] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class TensorParallel(Pass):
         styles: module pattern -> style, which replaces the entry of the layout's table. None removes the entry. The styles are
             ``region``, ``colwise``, ``packed_colwise:N``, ``colwise_gather``, ``rowwise``, ``rowwise_split``, ``vocab``, ``features``,
             ``head``, ``sequence`` and ``grad_sum``. A pattern that names a parameter (``blocks.*.attn.sinks``) supports ``per_head``,
-            which splits the first dim, and ``grad_sum``.
+            which splits the first dim, ``grad_sum``, and None: whole, used with whole features.
     """
 
     sequence_parallel: bool = False
@@ -86,7 +86,7 @@ class TensorParallel(Pass):
             return
         table = self._table(module, layout)
         yield from table.problems
-        if not (table.modules or table.parameters or table.problems):
+        if not (table.modules or any(table.parameters.values()) or table.problems):
             yield "TensorParallel has nothing to do: the layout has no table; give ModelLayout(tensor={'layers.*.up': 'colwise', ...})"
         for pattern, style in table.modules.items():
             found = list(find_modules(module, pattern))
@@ -124,7 +124,7 @@ class TensorParallel(Pass):
         if mesh.axes["tp"] > 1 and share > _WHOLE_SHARE:
             yield (
                 f"tensor parallelism leaves {share:.0%} of the parameters whole on every rank of tp, the largest {whole[0]}, because the "
-                "layout's table does not name them; give them a style, or shard them over data (FullyShard) alone"
+                "layout's table does not name them; give linear layers and embeddings among them a style, or use data axes instead of tp"
             )
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
@@ -179,6 +179,8 @@ class TensorParallel(Pass):
             replaced = _take_out(module, entries, pattern)
             if text is not None:
                 entries[pattern] = text
+            elif any(matches(pattern, name) for name in names):
+                entries[pattern] = None
             elif not replaced:
                 near = nearest(pattern, entries)
                 table.problems.append(
@@ -186,13 +188,13 @@ class TensorParallel(Pass):
                     + (f"; nearest: {', '.join(near)}" if near else "")
                 )
         for pattern, text in entries.items():
-            if text is None:
-                continue
             if any(matches(pattern, name) for name in names):
                 table.parameters[pattern] = text
-                if text not in PARAMETER_STYLES:
+                if text not in (*PARAMETER_STYLES, None):
                     known = ", ".join(PARAMETER_STYLES)
-                    table.problems.append(f"{pattern!r} names a parameter, which takes one of the styles {known}; got {text!r}")
+                    table.problems.append(f"{pattern!r} names a parameter, which takes one of the styles {known}, or None; got {text!r}")
+                continue
+            if text is None:
                 continue
             try:
                 table.modules[pattern] = parse(text)
@@ -291,8 +293,9 @@ def _own_problems(module: nn.Module, table: _Table) -> Iterator[str]:
                 inside = ", ".join(sorted(f"{each!r}: None" for each in table.patterns if matches(each.rpartition(".")[0], owner)))
                 yield (
                     f"{owner}.{name} {tuple(parameter.shape)} stands without a style among projections split by heads or features; "
-                    f"give '{owner}.{name}' 'per_head' where its first dim counts them, 'grad_sum' where ranks use it whole, or "
-                    f"leave its projections whole: TensorParallel(styles={{{inside}}})"
+                    f"give '{owner}.{name}' 'per_head' where its first dim counts them, 'grad_sum' where each rank uses the whole of it "
+                    "with its heads or features, None where it meets whole features (a scale of the output), or leave its "
+                    f"projections whole: TensorParallel(styles={{{inside}}})"
                 )
 
 
@@ -325,5 +328,6 @@ def _region_problems(module: nn.Module, table: _Table) -> Iterator[str]:
             shape = tuple(module.get_parameter(name).shape)
             yield (
                 f"{name} {shape} stands in region {outer} without a style, so its gradient would be a part's; give {name!r} 'grad_sum' "
-                "where each rank's heads use it whole, 'per_head' where its first dim counts heads or features"
+                "where each rank's heads use it whole, 'per_head' where its first dim counts heads or features, None where it meets "
+                "whole features"
             )

@@ -63,8 +63,6 @@ class Parts(Style):
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Let the forward see local tensors; prepare inputs and reduce the output where it sums."""
         inner, group = module.forward, context.group
-        if self.sums:
-            context.join_after(name)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self.sums:
@@ -73,8 +71,10 @@ class Parts(Style):
             kwargs = {key: _enter(value, context) for key, value in kwargs.items()}
             first = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
             context.part(module, first)
-            output = with_own(module, self._held(module, group), lambda: inner(*args, **kwargs))
-            context.join()
+            try:
+                output = with_own(module, self._held(module, group), lambda: inner(*args, **kwargs))
+            finally:  # a recomputation may stop inside
+                context.join()
             return context.leave(output)
 
         set_forward(module, forward, reads_parameters=True)
@@ -138,7 +138,6 @@ class Experts(Style):
         group = context.group
         held, inner = _expert_count(module) // group.size(), module.forward
         bind = inspect.signature(inner).bind
-        context.join_after(name)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             bound = bind(*args, **kwargs)
@@ -152,8 +151,10 @@ class Experts(Style):
             own = {key: local(value) for key, value in module._parameters.items() if value is not None}
             counted = {"num_experts": held, "_is_expert_parallel": True}
             context.part(module, weights)
-            output = with_own(module, own, lambda: inner(*bound.args, **bound.kwargs), counted)
-            context.join()
+            try:
+                output = with_own(module, own, lambda: inner(*bound.args, **bound.kwargs), counted)
+            finally:  # a recomputation may stop inside
+                context.join()
             return context.leave(output)
 
         set_forward(module, forward, reads_parameters=True)
@@ -241,13 +242,11 @@ class CopiedHeads(Style):
         prepare = context.enter if context.region_of(name) is None else None
 
         def forward(x: Tensor) -> Tensor:
-            context.part(module, x)
             weight, bias = local(module._parameters["weight"]), local(module._parameters.get("bias"))
             held = copy_weight(weight, group).narrow(dim, start, width)
             added = None if bias is None else copy_weight(bias, group).narrow(0, start, width)
             return linear(module, x if prepare is None else prepare(x), held, added)
 
-        context.join_after(name)
         set_forward(module, forward, reads_parameters=True)
 
 
