@@ -3,8 +3,9 @@
     python benchmarks/context.py [--length 8192] [--sizes 2,4] [--rounds 3]
 
 A small Transformer (kept in float32, two documents a row) trains on one long sequence: on one process, then on ``cp`` ranks by each
-transport. Activations are the growth of a process's resident memory from the start of a step to its peak, the median of the rounds. All
-ranks share this machine's cores, so their seconds are those of all the work, not of one device.
+transport. Activations are the growth of a process's resident memory from the start of a step to its peak, the median of the rounds.
+glibc gives freed tensors back to the system at once: by default it keeps hundreds of MiB of the step before, which would not count as
+growth. All ranks share this machine's cores, so their seconds are those of all the work, not of one device.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def rank(length: int, transport: str, rounds: int) -> None:
 def measured(ranks: int, options: argparse.Namespace, transport: str) -> tuple[float, float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__, "--rank", transport]
     command += ["--length", str(options.length), "--rounds", str(options.rounds)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    settings = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | settings)
     mebibytes, seconds = done.stdout.split()
     return float(mebibytes), float(seconds)
 

@@ -1,11 +1,12 @@
 """Hundreds of kill -9 over whole jobs: is any number lost or doubled, any export wrong, any file of the user's gone?
 
-    python benchmarks/kills.py [--kills 300] [--seed 0] [--storage disk]
+    python benchmarks/kills.py [--kills 300] [--seed 0] [--storage disk] [--folder DIR] [--seconds S]
 
 One job trains undisturbed. Then the same job is started again and again, and each time killed at a random moment: a rank, the launcher,
 or all at once. It writes metrics and TensorBoard's events, validates, saves often and keeps two steps and the best; beside it a loop
 exports the newest step over and over, and is killed as well. A job that comes to its end is compared with the undisturbed one, and the
-next begins. Exits with 1 where anything differs.
+next begins. Exits with 1 where anything differs. With --folder and --seconds a call kills for that time, and the next goes on with the same
+jobs, as after one more kill.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -26,6 +28,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from reliability import leftovers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -40,7 +43,7 @@ device: cpu
 model: {dim: 32, layers: 2, heads: 2, hidden: 64, max_positions: 64, dropout: 0.1}
 data: {source: files, paths: [text.txt], sequence_length: 64, micro_batch: 4, accumulate: 2, validation_fraction: 0.1, cache: cache}
 optimizer: {lr: 1e-3}
-training: {steps: 300, log_every: 1, validate_every: 10, validate_steps: 2}
+training: {steps: 120, log_every: 1, validate_every: 10, validate_steps: 2}
 checkpoint: {every: 5, keep: 2, best: val/loss}
 """
 MESHPAR = [sys.executable, "-m", "meshpar.launchers"]
@@ -118,6 +121,7 @@ def life(output: str, draw: random.Random, told: list[str]) -> bool:
 
 
 KILLS: Counter[str] = Counter()
+NOTES = Path("kills.json")
 
 
 class Exporter(threading.Thread):
@@ -191,51 +195,86 @@ def mine(path: Path) -> bool:
     return path.exists() and path.read_text() == str(path)
 
 
+def prepare() -> dict[str, str]:
+    """Train undisturbed, and return the step of each of its exports, by digest."""
+    draw = random.Random(0)
+    pairs = [(draw.randrange(50), draw.randrange(50)) for _ in range(4000)]
+    Path("text.txt").write_text("".join(f"def add_{a}_{b}():\n    return {a} + {b}\n\n" for a, b in pairs))
+    Path("job.yaml").write_text(RECIPE)
+    undisturbed = train("output=undisturbed", "checkpoint.keep=null", "checkpoint.every=1")  # a launcher's death saves at any step
+    told, _ = undisturbed.communicate()
+    if undisturbed.returncode:
+        raise RuntimeError(told)
+    right = {}
+    for step in sorted(Path("undisturbed/checkpoints").glob("step-*")):
+        target = Path("exports", step.name if step.name != "step-00000120" else "undisturbed")
+        export_run(step, target)
+        right[digest(target)] = step.name
+    return right
+
+
+def killing(notes: dict[str, Any], kills: int, seed: int, until: float) -> None:
+    """Kill jobs until there were ``kills``, or time is over; ``notes`` is where the last call stopped, and where this one does."""
+    began, before = time.monotonic(), notes["seconds"]
+    while notes["kills"] < kills or notes["lines"]:  # the last job comes to its end
+        output, lines = f"job{notes['jobs']}", notes["lines"]
+        draw = random.Random(f"{seed} {notes['jobs']} {notes['kills']}")
+        for name in MINE if not lines else ():
+            Path(here(output), name).parent.mkdir(parents=True, exist_ok=True)
+            Path(here(output), name).write_text(str(Path(here(output), name)))
+        exporter = Exporter(output, notes["right"], draw.randrange(1 << 30))
+        exporter.start()
+        ended = False
+        while not ended and time.monotonic() < until:
+            ended = life(output, draw, lines)
+            notes |= {"kinds": dict(KILLS), "kills": KILLS.total(), "seconds": before + time.monotonic() - began}
+            NOTES.write_text(json.dumps(notes))
+            print(f"\r{KILLS.total()} kills, {len(notes['wrong'])} wrong, {notes['seconds']:.0f} s ", end="", flush=True)
+        exporter.over.set()
+        exporter.join()
+        notes["exports"] += exporter.done
+        notes["wrong"] += exporter.wrong
+        if ended:
+            found = compare(output, lines)
+            print(f"\n{output}: {notes['exports']} exports ended so far, {len(exporter.wrong + found)} wrong", flush=True)
+            notes |= {"wrong": notes["wrong"] + found, "jobs": notes["jobs"] + 1, "lines": []}
+        NOTES.write_text(json.dumps(notes))
+        if not ended:
+            return
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--storage", choices=("disk", "s3"), default="disk", help="of the jobs; the undisturbed one is on the disk")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=None, help="where to keep what was done; default: a temporary one")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no life of a job after so long")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of each restart that it hides
-    draw, wrong, began = random.Random(options.seed), list[str](), time.monotonic()
-    with TemporaryDirectory(prefix="meshpar-kills-") as folder, contextlib.chdir(folder), contextlib.ExitStack() as stack:
+    until = time.monotonic() + options.seconds
+    with contextlib.ExitStack() as stack:
+        folder = options.folder or Path(stack.enter_context(TemporaryDirectory(prefix="meshpar-kills-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(contextlib.chdir(folder))
+        if not NOTES.exists():
+            right = prepare()
+            NOTES.write_text(json.dumps(dict(right=right, kinds={}, kills=0, jobs=0, exports=0, wrong=[], lines=[], seconds=0.0)))
+            print(f"undisturbed: {len(right)} steps", flush=True)
+        notes = json.loads(NOTES.read_text())
+        KILLS.update(notes["kinds"])
         if options.storage == "s3":
-            object_store.use(stack.enter_context(object_store.served(Path(folder, "seaweedfs"))))
+            object_store.use(stack.enter_context(object_store.served(Path("seaweedfs").absolute())))
             STORE[0] = f"{object_store.bucket('kills')}/"
-        pairs = [(draw.randrange(50), draw.randrange(50)) for _ in range(4000)]
-        Path("text.txt").write_text("".join(f"def add_{a}_{b}():\n    return {a} + {b}\n\n" for a, b in pairs))
-        Path("job.yaml").write_text(RECIPE)
-        undisturbed = train("output=undisturbed", "checkpoint.keep=null", "checkpoint.every=1")
-        told, _ = undisturbed.communicate()
-        if undisturbed.returncode:
-            raise RuntimeError(told)
-        right = {}
-        for step in sorted(Path("undisturbed/checkpoints").glob("step-*")):
-            target = Path("exports", step.name if step.name != "step-00000300" else "undisturbed")
-            export_run(step, target)
-            right[digest(target)] = step.name
-        print(f"undisturbed: {len(right)} steps, {time.monotonic() - began:.0f} s", flush=True)
-        jobs = 0
-        while sum(KILLS.values()) < options.kills:
-            output, lines = f"job{jobs}", list[str]()
-            for name in MINE:
-                Path(here(output), name).parent.mkdir(parents=True, exist_ok=True)
-                Path(here(output), name).write_text(str(Path(here(output), name)))
-            exporter = Exporter(output, right, draw.randrange(1 << 30))
-            exporter.start()
-            while not life(output, draw, lines):
-                print(f"\r{sum(KILLS.values())} kills, {len(wrong)} wrong, {time.monotonic() - began:.0f} s ", end="", flush=True)
-            exporter.over.set()
-            exporter.join()
-            found = exporter.wrong + compare(output, lines)
-            print(f"\n{output}: {exporter.done} exports ended, {len(found)} wrong", *found, sep="\n", flush=True)
-            wrong += found
-            jobs += 1
+        killing(notes, options.kills, options.seed, until)
     kinds = ", ".join(f"{count} of {whom}" for whom, count in sorted(KILLS.items()))
-    print(f"{sum(KILLS.values())} kills ({kinds}) of {jobs} jobs in {time.monotonic() - began:.0f} s: {len(wrong)} wrong")
-    return 1 if wrong else 0
+    print(*notes["wrong"], sep="\n", end="\n" * bool(notes["wrong"]))
+    print(
+        f"\n{KILLS.total()} kills ({kinds}) of {notes['jobs']} jobs that ended, {notes['exports']} exports, in {notes['seconds']:.0f} s: "
+        f"{len(notes['wrong'])} wrong"
+    )
+    return 1 if notes["wrong"] else 0
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Does the suite notice when a collective, a sum of gradients or a reshard is gone? Each is taken out in turn, and tests must fail.
 
-    python benchmarks/mutations.py                      every mutation, resumed from its JSON; about a minute each
+    python benchmarks/mutations.py                      every mutation, resumed from its JSON; seconds to minutes each
     python benchmarks/mutations.py --list               what would be taken out
     python benchmarks/mutations.py --only collectives   those in files whose name contains a word
 
 A mutation replaces one call by its first argument (``reduce_from(x, group)`` by ``x``), or leaves out a call that stands alone
-(``context.join()``), in a copy of the checkout. A mutation that no test notices is printed as SURVIVED: a line that was not needed, or a
-test that is missing. Exits with 1 where one survived.
+(``context.join()``), in a copy of the checkout. The tests run once with every call marked, which tells the tests that come by each call;
+then each mutation is tried by its own, the quickest first. A mutation that no test notices is printed as SURVIVED: a line that was not
+needed, or a test that is missing. Exits with 1 where one survived.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FILES = ("meshpar/passes/**/*.py", "meshpar/exact/*.py", "meshpar/parallelized.py")
@@ -42,9 +44,34 @@ TESTS = (
     "tests/test_context.py",
     "tests/test_experts.py",
     "tests/test_world.py",
+    "tests/test_forecast_replay.py",
 )
-OWN_TESTS = {"exchange": "context"}
-"""File -> word in the name of its tests, where that is another."""
+MARKS = """
+import os, time
+_last = {}
+
+def hit(name):
+    now = time.time()
+    if now - _last.get(name, 0.0) > 0.2:
+        _last[name] = now
+        with open(os.environ["HITS"] + ".calls", "a") as file:
+            file.write(f"{now} {name}\\n")
+"""
+"""A module that notes when a call is reached, for each worker of the tests in a file of its own."""
+CONFTEST = """
+import os, pathlib, sys, time
+import pytest
+sys.path.insert(0, os.path.dirname(__file__))
+os.environ["HITS"] = str(pathlib.Path(__file__).with_name(os.environ.get("PYTEST_XDIST_WORKER", "gw")))
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    began = time.time()
+    yield
+    with open(os.environ["HITS"] + ".tests", "a") as file:
+        file.write(f"{began} {time.time()} {item.nodeid}\\n")
+"""
+"""Makes tests import the copy, and notes when each one ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,28 +123,72 @@ class _Without(ast.NodeTransformer):
         return node
 
 
-def survives(mutation: Mutation, copy: Path) -> bool:
-    """Run the tests with one call gone; tell whether all of them pass."""
+class _Marked(ast.NodeTransformer):
+    """The source with a mark before each call that is taken out later."""
+
+    def __init__(self, mutations: Mapping[tuple[int, int], Mutation]) -> None:
+        self.mutations = mutations
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if (node.lineno, node.col_offset) not in self.mutations or _name(node) not in NAMES:
+            return node
+        mark = ast.parse(f"__import__('marks').hit({str(self.mutations[node.lineno, node.col_offset])!r})", mode="eval").body
+        return ast.Subscript(ast.Tuple([mark, node], ast.Load()), ast.Constant(1), ast.Load())
+
+
+def reached(chosen: Sequence[Mutation], copy: Path) -> dict[str, list[str]]:
+    """Run the tests once with every call marked; return the tests that come by each call, the quickest first."""
+    for path in {each.path for each in chosen}:
+        here = {(each.line, each.column): each for each in chosen if each.path == path}
+        (copy / path).write_text(ast.unparse(ast.fix_missing_locations(_Marked(here).visit(ast.parse((ROOT / path).read_text())))))
+    (copy / "marks.py").write_text(MARKS)
+    _pytest(copy, "-n", "2", *TESTS)
+    for path in {each.path for each in chosen}:
+        (copy / path).write_text((ROOT / path).read_text())
+    found: dict[str, set[tuple[float, str]]] = {str(each): set() for each in chosen}
+    for log in copy.glob("*.tests"):
+        tests = [(float(began), float(ended), name) for began, ended, name in (line.split(" ", 2) for line in log.read_text().splitlines())]
+        calls = log.with_suffix(".calls")
+        for line in calls.read_text().splitlines() if calls.exists() else ():
+            when, call = line.split(" ", 1)
+            found[call] |= {(ended - began, name) for began, ended, name in tests if began <= float(when) <= ended}
+    return {call: [name for _, name in sorted(tests)] for call, tests in found.items()}
+
+
+def survives(mutation: Mutation, tests: Sequence[str], copy: Path) -> bool:
+    """Run ``tests`` with one call gone; tell whether all pass. What fails must pass with the call in place: a busy machine fails, too."""
     source = (ROOT / mutation.path).read_text()
     target = copy / mutation.path
-    target.write_text(ast.unparse(_Without(mutation).visit(ast.parse(source))))
-    try:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        stem = OWN_TESTS.get(Path(mutation.path).stem, Path(mutation.path).stem)
-        for test in sorted(TESTS, key=lambda each: stem not in each):  # the file's own tests first
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "--timeout", "60", "-p", "no:cacheprovider", test]
-            if subprocess.run(command, cwd=copy, env=environment, capture_output=True).returncode in (1, 2):  # failed; stopped at a failure
-                return False
-        return True
-    finally:
+    left = list(tests)
+    while left:
+        target.write_text(ast.unparse(_Without(mutation).visit(ast.parse(source))))
+        failed = _pytest(copy, "-x", *left)
         target.write_text(source)
+        if not failed:
+            return True
+        if not _pytest(copy, failed):  # it passes with the call in place
+            return False
+        left = left[left.index(failed) + 1 :] if failed in left else []
+    return True
+
+
+def _pytest(copy: Path, *tests: str) -> str:
+    """Return the name of the first test that fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "--timeout", "120", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    named = [line.split(" ", 1)[1].split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if not named and done.returncode not in (0, 5):  # neither passed, nor all in the long form
+        raise RuntimeError(f"pytest ended with {done.returncode} on {' '.join(tests)}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return named[0] if named else ""
 
 
 def checkout(folder: Path) -> Path:
     """Return a copy of this checkout in ``folder`` whose tests import the copy."""
     copy = folder / "checkout"
     shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", "runs"))
-    (copy / "conftest.py").write_text("import sys\nsys.path.insert(0, __file__.rpartition('/')[0])\n")
+    (copy / "conftest.py").write_text(CONFTEST)
     return copy
 
 
@@ -131,15 +202,18 @@ def main() -> int:
     if args.list:
         print(*chosen, sep="\n")
         return 0
-    known: dict[str, str] = json.loads(args.json.read_text()) if args.json.exists() else {}
+    told: dict[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {"tests": {}, "known": {}}
+    known: dict[str, str] = told["known"]
     args.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         copy = checkout(Path(folder))
+        if not all(str(each) in told["tests"] for each in chosen):
+            told["tests"] |= reached(chosen, copy)
         for mutation in chosen:
             if str(mutation) not in known:
-                known[str(mutation)] = "SURVIVED" if survives(mutation, copy) else "noticed"
-                args.json.write_text(json.dumps(known, indent=1))
-            print(f"{known[str(mutation)]:8} {mutation}", flush=True)
+                known[str(mutation)] = "SURVIVED" if survives(mutation, told["tests"][str(mutation)], copy) else "noticed"
+            args.json.write_text(json.dumps(told, indent=1))
+            print(f"{known[str(mutation)]:8} {len(told['tests'][str(mutation)]):3} tests  {mutation}", flush=True)
     return int("SURVIVED" in {known[str(each)] for each in chosen})
 
 

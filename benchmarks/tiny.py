@@ -95,6 +95,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"global_head_dim": 16},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "global_head_dim": 16}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mobilebert": {"embedding_size": 16, "intra_bottleneck_size": 16},
     "longcat_flash": {"head_dim": 4},
