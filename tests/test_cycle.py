@@ -100,6 +100,27 @@ def test_weights_of_a_block_are_not_used_outside_of_it():
             par.module(x_of())
 
 
+class UsesPart(Net):
+    """A part of its first block is called again behind the blocks, as diffusers' DiT does."""
+
+    def forward(self, x):
+        return x + self.blocks[0].ff(super().forward(x))
+
+
+@on_ranks(2)
+def test_a_part_that_is_called_from_outside_of_its_block_is_named_and_exact_as_a_block_of_its_own():
+    net = UsesPart()
+    net(x_of()).square().mean().backward()
+    for unit in (FullyShard, Replicate):
+        mesh = f"{unit().axes[0]}=2"
+        with pytest.raises(ParallelError, match=rf"blocks\.0\.ff is called from outside of blocks\.0.*\n.*{unit.__name__}.*'blocks\.0\.ff'"):
+            applied(net, mesh, [unit()]).module(x_of())
+        par = applied(net, mesh, [unit(blocks=("blocks.*", "blocks.0.ff"))])
+        par.module(x_of()[par.data_rank :: 2]).square().mean().backward()
+        for name, parameter in par.module.named_parameters():
+            torch.testing.assert_close(whole(parameter.grad), net.get_parameter(name).grad, msg=name)
+
+
 @on_ranks(2)
 def test_weights_that_were_gathered_ahead_of_a_change_are_not_used_after_it():
     net = Net()

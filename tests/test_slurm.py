@@ -212,5 +212,55 @@ def test_preflight_stops_a_job_before_it_trains(slurm: Slurm, folder: Path) -> N
     assert step_of(folder, "refused") == 0 and not list((folder / "refused").glob("checkpoints/step-*"))
 
 
+@pytest.mark.long
+def test_a_script_trains_on_two_nodes_as_in_one_process(slurm: Slurm, folder: Path) -> None:
+    script = Path(__file__).parent.parent / "examples" / "own_loop.py"
+    alone = subprocess.run([sys.executable, script, "", "alone_script"], cwd=folder, check=True, capture_output=True, text=True).stdout
+    options = ["--nodes", "2", "--gpus-per-node", "0", "--nproc", "1", "-o", "cpus_per_task=2", "--submit"]
+    command = [*MESHPAR, "launch", "slurm", str(script), *options, "--", "tp=2", str(folder / "script")]
+    done = subprocess.run(command, cwd=folder, env=slurm.environment, capture_output=True, text=True, check=True)
+    slurm.wait(re.findall(r"Submitted batch job (\d+)", done.stdout)[0])
+    output = "".join(path.read_text() for path in folder.glob("runs/own_loop/launches/*/slurm-*.out"))
+    numbers = [[float(each) for each in re.findall(r"loss ([\d.]+), gradient norm", text)] for text in (alone, output)]
+    assert len(numbers[0]) == 3 and numbers[0] == pytest.approx(numbers[1], abs=2e-5), output
+
+
+@pytest.mark.long
+def test_the_second_task_of_an_array_goes_on_where_the_first_one_was_stopped(slurm: Slurm, folder: Path, expected: list[float]) -> None:
+    array = submit(slurm, folder, "array", "-o", "sbatch=--array=1-2%1")
+    until(lambda: step_of(folder, "array") >= 7)
+    slurm.call("scancel", "--batch", "--signal=USR1", f"{array}_1")
+    for task in (2, 1):
+        slurm.wait(f"{array}_{task}")
+    text = told(folder, "array")
+    assert re.search(r"going on after step \d+ from", text) and "is complete" in text
+    assert_losses(folder, "array", expected)
+
+
+@pytest.mark.long
+def test_failures_are_counted_up_to_the_budget(slurm: Slurm, folder: Path, expected: list[float]) -> None:
+    job = submit(slurm, folder, "budget", "-o", "max_requeues=1")
+    for steps in (7, 30):
+        until(lambda steps=steps: step_of(folder, "budget") >= steps and slurm.job(job)["JobState"] == "RUNNING")
+        until(lambda: bool(rank_processes(folder, "budget")))
+        os.kill(max(rank_processes(folder, "budget")), signal.SIGKILL)
+        until(lambda: not rank_processes(folder, "budget"))
+        if steps == 7:
+            slurm.wait(job, ("RUNNING",))
+    assert slurm.wait(job, ("FAILED",))["Restarts"] == "1"
+    assert "after 1 requeues for failures; no more" in told(folder, "budget")
+    slurm.wait(submit(slurm, folder, "budget", "-o", "max_requeues=1"))
+    assert_losses(folder, "budget", expected)
+
+
+@pytest.mark.long
+def test_of_two_submissions_of_one_run_the_second_is_told_who_writes(slurm: Slurm, folder: Path, expected: list[float]) -> None:
+    first, second = (submit(slurm, folder, "twice", "-o", f"partition={partition}") for partition in ("lab", "spare"))
+    until(lambda: bool(re.search(r"is written by|is being written", told(folder, "twice"))))
+    slurm.call("scancel", second)
+    slurm.wait(first)
+    assert_losses(folder, "twice", expected)
+
+
 def test_nothing_is_left_running(slurm: Slurm, folder: Path, disturbed: dict[str, str]) -> None:
     assert not [pid for output in ("whole", *disturbed) for pid in rank_processes(folder, output)]

@@ -142,9 +142,10 @@ class Explanation:
             if isinstance(unit, FSDPModule):
                 if id(unit) in running:
                     return None
+                called = next(each for each, child in unit.named_modules(prefix=around) if id(child) in running)
                 return (
-                    f"{name} is called from outside of {around}, and its weights are gathered with that block alone",
-                    f"make it a block of its own too, {self._unit_pass}(blocks=(..., '{name}')), beside the layout's blocks; or "
+                    f"{called} is called from outside of {around}, and its weights are gathered with that block alone",
+                    f"make it a block of its own too, {self._unit_pass}(blocks=(..., '{called}')), beside the layout's blocks; or "
                     f"{self._unit_pass}(blocks=()), which gathers the whole model at once",
                 )
         return None

@@ -34,18 +34,19 @@ SECONDS = 120.0
 """For a case, its model alone in one process included."""
 SAMPLES = 8
 
-MESHES: dict[str, tuple[int, str, Callable[[], list[meshpar.Pass]]]] = {
-    "FSDP": (2, "dp_shard=2", lambda: [FullyShard()]),
-    "Replicate": (2, "dp_replicate=2", lambda: [Replicate()]),
-    "HSDP": (4, "dp_replicate=2,dp_shard=2", lambda: [HybridShard()]),
-    "TP": (2, "tp=2", lambda: [TensorParallel()]),
-    "FSDP x TP": (4, "dp_shard=2,tp=2", lambda: [TensorParallel(), FullyShard()]),
+Blocks = tuple[str, ...] | None
+MESHES: dict[str, tuple[int, str, Callable[[Blocks], list[meshpar.Pass]]]] = {
+    "FSDP": (2, "dp_shard=2", lambda blocks: [FullyShard(blocks=blocks)]),
+    "Replicate": (2, "dp_replicate=2", lambda blocks: [Replicate(blocks=blocks)]),
+    "HSDP": (4, "dp_replicate=2,dp_shard=2", lambda blocks: [HybridShard(blocks=blocks)]),
+    "TP": (2, "tp=2", lambda blocks: [TensorParallel()]),
+    "FSDP x TP": (4, "dp_shard=2,tp=2", lambda blocks: [TensorParallel(), FullyShard(blocks=blocks)]),
 }
-"""name -> ranks, mesh, passes."""
+"""name -> ranks, mesh, passes by a stranger's blocks."""
 
 ELSEWHERE = {"FSDP": "Replicate", "Replicate": "FSDP", "TP": "FSDP", "HSDP": "FSDP over 4", "FSDP x TP": "FSDP over 4"}
 """The mesh that goes on with what another one saved; it needs no layout."""
-MESHES["FSDP over 4"] = (4, "dp_shard=4", lambda: [FullyShard()])
+MESHES["FSDP over 4"] = (4, "dp_shard=4", lambda blocks: [FullyShard(blocks=blocks)])
 
 
 @dataclass(slots=True)
@@ -102,7 +103,7 @@ def applied(stranger: Stranger, mesh: str, seed: int = 0) -> meshpar.Parallelize
     """Return the model on a mesh in the two lines of the README, with a layout for tensor parallelism alone."""
     _, text, passes = MESHES[mesh]
     model = stranger.made(seed)
-    return Plan(text, passes()).apply(model, stranger.layout if "tp" in text else None)
+    return Plan(text, passes(stranger.blocks)).apply(model, stranger.layout if "tp" in text else None)
 
 
 def part(par: meshpar.Parallelized, batch: Batch) -> Batch:

@@ -31,6 +31,7 @@ class Stranger:
         infer: as ``run``, for evaluation, where users enter the model in another way then; None: ``run``.
         loss: ``(model, batch) -> loss``, a mean over samples; None: the distance of ``run``'s outputs from fixed numbers.
         needs: the import name of the package that it comes from; "" where it is written here.
+        blocks: what is gathered as one, where parts of blocks are called from outside; None: the blocks that are found.
         layout: its tensor-parallel table, where the guide's way of writing one suffices.
         dtype: of its parameters and floating inputs.
         tolerance: of every comparison, relative to the tensor's largest value.
@@ -43,6 +44,7 @@ class Stranger:
     infer: Callable[[nn.Module, Batch], Tensor] | None = None
     loss: Callable[[nn.Module, Batch], Tensor] | None = None
     needs: str = ""
+    blocks: tuple[str, ...] | None = None
     layout: ModelLayout | None = None
     dtype: torch.dtype = torch.float64
     tolerance: float = 1e-9
@@ -540,7 +542,7 @@ STRANGERS: dict[str, Stranger] = {
     ),
     "diffusers DiT": Stranger(
         needs="diffusers", build=diffusers_dit, batch=joined(x=images(8, 4), steps=integers(1000), labels=integers(10)),
-        run=noised_with_labels,
+        run=noised_with_labels, blocks=("transformer_blocks.*", "transformer_blocks.0.norm1.emb"),  # which the output layer calls, too
     ),
     "diffusers VAE by forward": Stranger(
         needs="diffusers", build=diffusers_vae, batch=images(16), run=lambda model, batch: model(batch["x"]).sample,
