@@ -16,7 +16,7 @@
   asked.
 - ``in_backward``, ``at_end_of_backward``: where autograd is; FSDP2 and DDP read the same, with no public form.
 - ``without_modes``: a try inside of a forward must not be recorded by selective recomputation; private without a public form.
-- ``drop_unreduced_gradients``: torch 2.13 has ``reset_iter_state`` for it, 2.11 nothing.
+- ``drop_unreduced_gradients``, ``Units.unwind``: torch 2.13 has ``reset_iter_state`` for them, 2.11 nothing.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
 - ``forget_meshes``: DTensor keeps what it planned for a mesh, whose groups may be closed, in caches by equal meshes.
@@ -61,6 +61,7 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -157,6 +158,23 @@ class Units:
         self._used.clear()
         self._ran.clear()
         return filled
+
+    def unwind(self) -> None:
+        """Bring units back from a backward that an error ended; without it FSDP2 never sees the end of a later one, nor reduces in it."""
+        self.take_filled()
+        for unit in self.modules:
+            state: Any = unit._get_fsdp_state()
+            state._training_state = TrainingState.IDLE
+            state._state_ctx.iter_forward_root = None
+            state._state_ctx.post_backward_final_callback_queued = False
+            getattr(state, "_modules_to_run_forward", set[nn.Module]()).clear()
+        for group in self._groups:
+            group._training_state = TrainingState.IDLE
+            group.finalize_backward()
+            group.comm_ctx.post_forward_order.clear()
+        for unit in self.modules:
+            drop_unreduced_gradients(unit)
+        self.reshard()
 
     def runs(self, unit: nn.Module) -> None:
         """Remember that a unit runs a forward whose gradients are wanted."""
@@ -394,7 +412,12 @@ def _check_tensors(owner: Any, name: str, argument: str, check: Callable[[Iterab
 
 def in_backward() -> bool:
     """Tell whether autograd runs a backward in this thread; a forward that runs there is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return backward() != -1
+
+
+def backward() -> int:
+    """Return the number of the backward that runs in this thread, -1 where none does."""
+    return torch._C._current_graph_task_id()
 
 
 def at_end_of_backward(run: Callable[[], None]) -> None:

@@ -465,6 +465,49 @@ def breaking_without_zero(side):
     leave(side, zero=False)
 
 
+class OutOfMemory(torch.autograd.Function):
+    """Values as they are; no backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError("in a backward")
+
+
+class Tight(Block):
+    full = False
+
+    def forward(self, x):
+        return super().forward(OutOfMemory.apply(x) if self.full else x)
+
+
+class OfTight(Net):
+    """Runs out of memory in the backward of a block where ``Tight.full``."""
+
+    def make_block(self):
+        return Tight()
+
+
+@habit(GRADIENTS, "`except` an error of a backward, `zero_grad()`, and on to the next batch")
+def going_on_after_an_error(side):
+    net = side.apply(side.net(OfTight))
+    optimizer = sgd(net)
+    for number, (x, y) in enumerate(side.batches()):
+        Tight.full = number == 1
+        try:
+            mse_loss(net(x), y).backward()
+            optimizer.step()
+        except MemoryError:
+            pass
+        finally:
+            Tight.full = False
+        optimizer.zero_grad()
+    side.weights(net)
+
+
 @habit(GRADIENTS, "`zero_grad()` before backward")
 def zero_before_backward(side):
     net = side.apply(side.net())

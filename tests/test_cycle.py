@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from models_for_parity import VOCAB, transformer
+from models_for_parity import VOCAB, Given, transformer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -22,9 +22,11 @@ from meshpar import (
     PlanError,
     Replicate,
     TensorParallel,
+    _torch,
     token_loss,
 )
 from meshpar.errors import ParallelError
+from meshpar.exact.verify import SplitTest
 from meshpar.testing import on_ranks, whole
 
 LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.ff.0": "colwise", "blocks.*.ff.2": "rowwise"})
@@ -113,12 +115,140 @@ def test_a_part_that_is_called_from_outside_of_its_block_is_named_and_exact_as_a
     net(x_of()).square().mean().backward()
     for unit in (FullyShard, Replicate):
         mesh = f"{unit().axes[0]}=2"
-        with pytest.raises(ParallelError, match=rf"blocks\.0\.ff is called from outside of blocks\.0.*\n.*{unit.__name__}.*'blocks\.0\.ff'"):
+        with pytest.raises(
+            ParallelError, match=rf"blocks\.0\.ff is called from outside of blocks\.0.*\n.*{unit.__name__}.*'blocks\.0\.ff'"
+        ):
             applied(net, mesh, [unit()]).module(x_of())
         par = applied(net, mesh, [unit(blocks=("blocks.*", "blocks.0.ff"))])
         par.module(x_of()[par.data_rank :: 2]).square().mean().backward()
         for name, parameter in par.module.named_parameters():
             torch.testing.assert_close(whole(parameter.grad), net.get_parameter(name).grad, msg=name)
+
+
+class FailsIn(torch.autograd.Function):
+    """Values as they are; no backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError("in a backward")
+
+
+class Fails(nn.Identity):
+    fails = False
+
+    def forward(self, x):
+        return FailsIn.apply(x) if self.fails else x
+
+
+def failing():
+    """Its second block fails in backward by wish, where the block's weights are gathered."""
+    net = Net()
+    net.blocks[1].norm = Fails()
+    return net
+
+
+def fail_in_backward(*modules):
+    for module in modules:
+        (net,) = (each for each in module.modules() if hasattr(each, "fails"))
+        net.fails = True
+        with pytest.raises(ZeroDivisionError):
+            module(x_of()).square().mean().backward()
+        net.fails = False
+
+
+def after_a_failed_backward(mesh="dp_shard=2", passes=None):
+    """Return a module in one process and on a mesh after a backward and one that failed, and an optimizer of each."""
+    plain, par = failing(), applied(failing(), mesh, passes or [FullyShard()])
+    modules = plain, par.module
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in modules]
+    for each in modules:
+        each(x_of()).square().mean().backward()
+    fail_in_backward(*modules)
+    return plain, par, *optimizers
+
+
+RECOVERING = [
+    ("dp_shard=2", (FullyShard(),)),
+    ("dp_shard=2", (FullyShard(reshard_after_forward=False, prefetch_backward=2),)),
+    ("dp_shard=2", (ActivationCheckpoint(), FullyShard())),
+    ("dp_replicate=2", (Replicate(),)),
+    ("tp=2", (TensorParallel(),)),
+]
+
+
+@on_ranks(2)
+def test_a_loop_that_catches_an_error_of_a_backward_and_goes_on_is_exact():
+    for mesh, passes in RECOVERING:
+        for clears_by_zeros in (False, True):
+            plain, par, *optimizers = after_a_failed_backward(mesh, passes)
+            for module, optimizer in zip((plain, par.module), optimizers):
+                optimizer.zero_grad(set_to_none=not clears_by_zeros)
+                for _ in range(2):
+                    module(x_of()).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for name, parameter in par.module.named_parameters():
+                torch.testing.assert_close(whole(parameter), plain.get_parameter(name).detach(), msg=f"{mesh}: {name}")
+
+
+@on_ranks(2)
+def test_gradients_of_a_part_of_a_backward_are_refused():
+    for mesh, passes in RECOVERING:
+        _, par, _, optimizer = after_a_failed_backward(mesh, passes)
+        for use in (optimizer.step, lambda module=par.module: module(x_of()), optimizer.step):
+            with pytest.raises(MeshparError, match="an error ended a backward"):
+                use()
+        with torch.no_grad():
+            par.module(x_of())
+        optimizer.zero_grad()
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_forward_from_before_an_error_has_no_backward_after_it():
+    par = applied(failing(), "dp_shard=2", [FullyShard()])
+    earlier = par.module(x_of()).sum()
+    fail_in_backward(par.module)
+    with pytest.raises(MeshparError, match="the forward of this one came before it"):
+        earlier.backward()
+
+
+@on_ranks(2)
+def test_after_a_backward_that_failed_everything_works_on_the_shards():
+    plain, par, *_ = after_a_failed_backward()
+    table = str(par.describe())
+    assert table == str(applied(failing(), "dp_shard=2", [FullyShard()]).describe())
+
+    _, par, *_ = after_a_failed_backward()
+    assert par.clip_grad_norm_(float("inf")) > 0
+    assert all(isinstance(each, DTensor) for each in par.module.parameters())
+
+    plain, par, *_ = after_a_failed_backward()
+    changed = {name: 0.5 * each for name, each in plain.state_dict().items()}
+    par.load_state_dict(changed)
+    state = par.state_dict(full=True, everywhere=True)
+    assert all(torch.equal(state[name], each) for name, each in changed.items())
+
+    _, par, _, optimizer = after_a_failed_backward()
+    with torch.no_grad():
+        for each in optimizer.param_groups[0]["params"]:
+            each.zero_()
+    assert not any(each.any() for each in par.state_dict(full=True, everywhere=True).values())
+
+    _, par, *_ = after_a_failed_backward()
+    par.materialize(weights=Given(changed))
+    assert all(torch.equal(whole(each), changed[name]) for name, each in par.module.named_parameters())
+
+    _, par, _, optimizer = after_a_failed_backward("dp_replicate=2", [Replicate()])
+    if par.data_rank:
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].mul_(1.5)
+    with pytest.raises(MeshparError, match="differ between ranks"):
+        par.check_replicas()
 
 
 @on_ranks(2)
@@ -130,6 +260,32 @@ def test_weights_that_were_gathered_ahead_of_a_change_are_not_used_after_it():
         for each in (net, par.module):
             each.load_state_dict({name: 0.5 * value for name, value in Net().state_dict().items()})
         torch.testing.assert_close(par.module(x_of()), net(x_of()))
+
+
+@on_ranks(2)
+def test_a_block_called_alone_has_the_weights_of_now():
+    net = Net()
+    par = applied(net, "dp_shard=2", [FullyShard(reshard_after_forward=False)])
+    with torch.no_grad():
+        par.module(x_of())
+        for each in (net, par.module):
+            each.load_state_dict({name: 0.5 * value for name, value in Net().state_dict().items()})
+        torch.testing.assert_close(par.module.blocks[0](x_of()), net.blocks[0](x_of()))
+
+
+@on_ranks(4)
+def test_the_split_is_tried_with_nothing_gathered():
+    held = []
+
+    def run(self):
+        held.extend(map(_torch.is_gathered, _torch.units_with_parameters(par.module)))
+        return tried(self)
+
+    tried, SplitTest.run = SplitTest.run, run
+    par = applied(Net(), "dp_shard=2,tp=2", [TensorParallel(), FullyShard(reshard_after_forward=False)])
+    par.module(x_of())
+    par.verify(x_of())
+    assert len(held) >= 4 and not any(held)
 
 
 @on_ranks(4)

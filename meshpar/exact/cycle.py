@@ -89,7 +89,8 @@ class Cycle:
         self._ready = False
         self._steps = 0
         self._begun: set[_Forward] = set()
-        self._ending = False
+        self._backward = -1  # the number of the one that runs
+        self._cut_short = False
         self._left: list[tuple[Tensor, Tensor, int]] = []
         self._had_gradient: set[int] = set()
         self._outside: dict[nn.Module, ExitStack] = {}
@@ -229,7 +230,6 @@ class Cycle:
         if self.mixing_test is not None:
             self.mixing_test.run(inner, args, kwargs)
             self.mixing_test = None
-            self._units.reshard()
         if not torch.is_grad_enabled() or self.split_test is None:
             return self._explanation.told(inner, args, kwargs)
         test, self.split_test = self.split_test, None
@@ -243,7 +243,7 @@ class Cycle:
 
     @_torch.eager
     def _before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._ending = False  # an earlier backward may have been left by an error
+        self._unwind()
         if not self._ready:
             name = next((name for name, parameter in self.module.named_parameters() if parameter.is_meta), None)
             if name is not None:
@@ -370,6 +370,11 @@ class Cycle:
                 "a second backward runs through one forward (retain_graph=True), whose kept results selective recomputation has freed; add "
                 "the losses and run one backward, or use ActivationCheckpoint(mode='full')"
             )
+        if self._backward not in (-1, _torch.backward()):
+            raise MeshparError(
+                "an error ended an earlier backward, and the forward of this one came before it; clear the gradients by "
+                "optimizer.zero_grad() and run the forward again"
+            )
         if not self._begun:
             self._units.show()
         self.expect_end()
@@ -377,17 +382,28 @@ class Cycle:
 
     def expect_end(self) -> None:
         """See that :meth:`_end_backward` runs when the backward that runs now is through."""
-        if not self._ending:
-            self._ending = True
+        if self._backward == -1:
+            self._backward = _torch.backward()
             self._had_gradient = {id(each) for each in self._units.hooked() if each.grad is not None}
             _torch.at_end_of_backward(self._end_backward)
 
-    def _end_backward(self) -> None:
-        self._ending = False
+    def _unwind(self) -> None:
+        """Wind up a backward that an error ended; the gradients that it left are refused until somebody clears them."""
+        if self._backward == -1 or _torch.in_backward():
+            return
+        self._close_backward()
+        self._units.unwind()
+        self._cut_short = True
+
+    def _close_backward(self) -> None:
+        self._backward = -1
         self._eager.close()
         for forward in self._begun:
             forward.done = True
         self._begun.clear()
+
+    def _end_backward(self) -> None:
+        self._close_backward()
         if self._units.modules and not (self.reducing and self._units.reduces()):
             if self._units.hooked() or self._units.hooked_after():
                 self._refuse_hooks()
@@ -423,6 +439,7 @@ class Cycle:
     # Step
 
     def _before_step(self, optimizer: Optimizer) -> None:
+        self._unwind()
         held = [each for group in optimizer.param_groups for each in group["params"]]
         old = sum(1 for each in held if (known := self._replaced.get(id(each))) is not None and known() is each)
         if old:
@@ -460,7 +477,14 @@ class Cycle:
                 self._left.append((each, grad, local_tensor(grad)._version))
 
     def _refuse_left(self) -> None:
-        """Refuse to go on with the gradients of a step that was left; forget those that somebody cleared."""
+        """Refuse to go on with the gradients of a step or a backward that was left; forget those that somebody cleared."""
+        grads = (local_tensor(each.grad) for each in self.module.parameters() if self._cut_short and each.grad is not None)
+        self._cut_short = any(bool(grad.count_nonzero()) for grad in grads)
+        if self._cut_short:
+            raise MeshparError(
+                "an error ended a backward, and the gradients that are left are those of a part of it; call optimizer.zero_grad() after "
+                "such an error"
+            )
         if any(each.grad is grad and local_tensor(grad)._version == version for each, grad, version in self._left):
             raise MeshparError(
                 "par.accumulate was left before its last micro-batch, so that the gradients of this step were never reduced; call "
@@ -472,6 +496,7 @@ class Cycle:
 
     def reshard(self) -> None:
         """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained and saved."""
+        self._unwind()
         if not self._depth and not _torch.in_backward():
             self._units.reshard()
 

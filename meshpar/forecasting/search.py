@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from meshpar.forecasting.extrapolate import deepened, widened
 from meshpar.forecasting.hardware import Hardware
 from meshpar.forecasting.simulate import Simulation, like_blocks, simulate
 from meshpar.forecasting.step import Batch
-from meshpar.forecasting.trace import Collective, Event, Phase, Trace
+from meshpar.forecasting.trace import Collective, Event, Memory, Phase, Trace
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
 from meshpar.passes import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, Pass, Replicate, TensorParallel
@@ -29,6 +30,8 @@ LONG = 16384
 """Tokens of a sample from which the search also splits sequences over ``cp``."""
 VARIED = (TensorParallel, ActivationCheckpoint, FullyShard, HybridShard, Replicate)
 """The passes that a search chooses itself, with their options."""
+_Family = tuple[int, str, bool]
+"""The degree of tensor parallelism, the way of recomputation, and whether parameters are resharded."""
 
 
 @final
@@ -207,21 +210,34 @@ def _candidates(
 ) -> Iterator[Candidate]:
     """Yield every setting of some legal degrees of tensor parallelism, with what it is estimated to do."""
     layout, first = asked.layout, (1, 2) if max(micro_batches) > 1 else (1,)
-    families = [(tp, way, reshard) for tp in degrees for way in recompute for reshard in reshards]
-    pairs = [probes(_typical(asked, family, size), layout) for family in families for size in first]
-    if any(len(pair) != 2 for pair in pairs):
-        raise MeshparError(f"a model of {depth} blocks has none to spare for probes; forecast its plans one by one")
-    traces = iter(simulate([job for pair in pairs for job in pair], workers=workers))
-    for family in families:
-        known = {size: (next(traces), next(traces)) for size in first}
-        for size in micro_batches:
-            if size not in known:
-                try:
-                    few, more = (widened(*pair, size) for pair in zip(known[1], known[2]))
-                except MeshparError:  # a pass does other things with one sample than with two
-                    few, more = simulate(probes(_typical(asked, family, size), layout), workers=workers)
-                known[size] = few, more
-            yield from _estimates(asked, known[size], depth, family, size)
+
+    def simulated(wanted: Sequence[tuple[_Family, int]]) -> dict[tuple[_Family, int], tuple[Trace, Trace]]:
+        pairs = [probes(_typical(asked, *each), layout) for each in wanted]
+        if any(len(pair) != 2 for pair in pairs):
+            raise MeshparError(f"a model of {depth} blocks has none to spare for probes; forecast its plans one by one")
+        traces = iter(simulate([job for pair in pairs for job in pair], workers=workers))
+        return {each: (next(traces), next(traces)) for each in wanted}
+
+    families: list[_Family] = [(tp, way, reshard) for tp in degrees for way in recompute for reshard in reshards]
+    known, others = simulated([(family, size) for family in families for size in first]), list[tuple[_Family, int]]()
+    for family, size in itertools.product(families, micro_batches):
+        if size not in first:
+            try:
+                few, more = (widened(*pair, size) for pair in zip(known[family, 1], known[family, 2]))
+                known[family, size] = few, more
+            except MeshparError:  # a pass does other things with one sample than with two
+                others.append((family, size))
+    known |= simulated(others)
+    whole, uneven = {}, list[tuple[_Family, int]]()
+    for each in itertools.product(families, micro_batches):
+        try:
+            whole[each] = deepened(*known[each], depth)
+        except MeshparError:  # what the blocks add stands in several places of the step
+            uneven.append(each)
+    for each, trace in zip(uneven, simulate([_typical(asked, *each) for each in uneven], workers=workers)):
+        known[each], whole[each] = (trace, trace), trace
+    for family, size in whole:
+        yield from _estimates(asked, known[family, size], whole[family, size].memory(), depth, family, size)
 
 
 @final
@@ -287,7 +303,7 @@ def _simulation(asked: _Asked, settings: Settings, *, ranks_per_node: int | None
     )
 
 
-def _typical(asked: _Asked, family: tuple[int, str, bool], size: int) -> Simulation:
+def _typical(asked: _Asked, family: _Family, size: int) -> Simulation:
     """Return the job that stands for a family: with replicas where there can be any, so that their reductions are in the trace."""
     ranks = asked.world_size // family[0]
     replicas = 2 if asked.replicates and ranks % 2 == 0 and ranks > 2 else 1
@@ -304,12 +320,7 @@ def _splits(asked: _Asked, tp: int) -> Iterator[tuple[int, int]]:
         shards *= 2
 
 
-def _estimates(asked: _Asked, pair: tuple[Trace, Trace], depth: int, family: tuple[int, str, bool], size: int) -> Iterator[Candidate]:
-    try:
-        memory = deepened(*pair, depth).memory()
-    except MeshparError:  # what the blocks add stands in several places of the step
-        (whole,) = simulate([_typical(asked, family, size)], workers=1)
-        pair, memory = (whole, whole), whole.memory()
+def _estimates(asked: _Asked, pair: tuple[Trace, Trace], memory: Memory, depth: int, family: _Family, size: int) -> Iterator[Candidate]:
     shards_then = pair[0].axes["dp_shard"]
     room = int(asked.hardware.memory - asked.hardware.reserved)
     for replicas, shards in _splits(asked, family[0]):

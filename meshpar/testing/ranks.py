@@ -23,6 +23,7 @@ P = ParamSpec("P")
 
 PRELOAD = [
     "torch",
+    "torch._dynamo",  # FSDP2 loads it in the first forward
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint",
