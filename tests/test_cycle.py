@@ -263,14 +263,48 @@ def test_weights_that_were_gathered_ahead_of_a_change_are_not_used_after_it():
 
 
 @on_ranks(2)
-def test_a_block_called_alone_has_the_weights_of_now():
+def test_no_call_sees_the_weights_of_an_earlier_one():
     net = Net()
     par = applied(net, "dp_shard=2", [FullyShard(reshard_after_forward=False)])
     with torch.no_grad():
-        par.module(x_of())
-        for each in (net, par.module):
-            each.load_state_dict({name: 0.5 * value for name, value in Net().state_dict().items()})
-        torch.testing.assert_close(par.module.blocks[0](x_of()), net.blocks[0](x_of()))
+        for factor, part in ((0.5, lambda module: module.blocks[0]), (0.25, lambda module: module)):
+            par.module(x_of())
+            for each in (net, par.module):
+                each.load_state_dict({name: factor * value for name, value in Net().state_dict().items()})
+            torch.testing.assert_close(part(par.module)(x_of()), part(net)(x_of()))
+
+
+@on_ranks(2)
+def test_gradients_are_reduced_with_the_last_micro_batch_alone_also_after_a_step_that_was_left():
+    net = Net()
+    par = applied(net, "dp_shard=2", [FullyShard()])
+    x = x_of()[par.data_rank :: 2]
+    for _ in par.accumulate([x, x]):
+        break
+    par.module.zero_grad()
+    par.module(x).sum().backward()
+    assert all(each.grad is not None for each in par.module.parameters())
+    par.module.zero_grad()
+    for number, micro in enumerate(par.accumulate([x, x])):
+        assert all(each.grad is None for each in par.module.parameters()), number
+        par.module(micro).square().mean().backward()
+        net(x_of()).square().mean().backward()
+    for name, parameter in par.module.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), net.get_parameter(name).grad)
+
+
+@on_ranks(2)
+def test_tokens_and_sums_are_of_all_data_ranks():
+    par = applied(Net(), "dp_shard=2", [FullyShard()])
+    assert par.token_scale(3 + 2 * par.data_rank) == 2 / 8
+    assert par.data_sum(torch.tensor(1.0 + par.data_rank)) == 3
+
+
+@on_ranks(2)
+def test_ranks_with_different_numbers_of_micro_batches_are_told():
+    par = applied(Net(), "dp_shard=2", [FullyShard()])
+    with pytest.raises(MeshparError, match="different numbers of micro-batches"):
+        list(par.accumulate([x_of()] * (2 + par.data_rank)))
 
 
 @on_ranks(4)
