@@ -241,6 +241,7 @@ def test_after_a_backward_that_failed_everything_works_on_the_shards():
 
     _, par, *_ = after_a_failed_backward()
     par.materialize(weights=Given(changed))
+    par.reshard()
     assert all(torch.equal(whole(each), changed[name]) for name, each in par.module.named_parameters())
 
     _, par, _, optimizer = after_a_failed_backward("dp_replicate=2", [Replicate()])
