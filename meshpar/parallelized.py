@@ -384,7 +384,6 @@ class Parallelized:
         """
         if not full:
             return dict(self.module.state_dict())
-        self.reshard()
         return gather_state(self.module, everywhere=everywhere)
 
     def load_state_dict(self, state: Mapping[str, Any], *, from_rank_0: bool = False, strict: bool = True) -> None:
@@ -400,7 +399,6 @@ class Parallelized:
 
         Collective where ``from_rank_0``: every rank calls it.
         """
-        self.reshard()
         scatter_state(self.module, state, self.device, from_rank_0=from_rank_0, strict=strict)
 
     def averaged(self, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False) -> Averaged:
