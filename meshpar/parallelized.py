@@ -181,7 +181,6 @@ class Parallelized:
             raise MeshparError(f"materialize takes either seed= or weights=, got seed={seed} and weights={weights}")
         if seed is not None and (ignore or cast):
             raise MeshparError(f"ignore and cast are of weights=, and a seed was given; got ignore={list(ignore)} and cast={cast}")
-        self.reshard()
         missing = initialize.without_memory(self.module)
         if seed is not None and not missing:
             raise MeshparError("the module has its weights already, and a seed would replace them; build it on meta to draw new ones")
