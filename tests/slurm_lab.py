@@ -39,6 +39,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
 ReturnToService=2
+MinJobAge=86400
 MailProg=/bin/true
 SlurmdTimeout=20
 KillWait=5

@@ -134,7 +134,7 @@ def test_the_reference_mixture_on_any_mesh_equals_one_process():
 def test_experts_without_tokens_and_all_tokens_on_one_rank_equal_one_process():
     assert_parity(on_two_experts, "dp_shard=1,ep=4", [ExpertParallel(), FullyShard()], token_steps(VOCAB))
     assert_parity(
-        lambda: mixture(num_experts=6), "dp_shard=2,ep=2", [ExpertParallel(), FullyShard()], token_steps(VOCAB, batch=1, length=1)
+        lambda: mixture(num_experts=6), "dp_shard=2,ep=2", [ExpertParallel(), FullyShard()], token_steps(VOCAB, batch=1, length=2)
     )
 
 
