@@ -16,7 +16,7 @@
   asked.
 - ``in_backward``, ``at_end_of_backward``: where autograd is; FSDP2 and DDP read the same, with no public form.
 - ``without_modes``: a try inside of a forward must not be recorded by selective recomputation; private without a public form.
-- ``drop_unreduced_gradients``, ``Units.unwind``: torch 2.13 has ``reset_iter_state`` for them, 2.11 nothing.
+- ``Units.drop_unreduced_gradients``, ``Units.unwind``: torch 2.13 has ``reset_iter_state`` for them, 2.11 nothing.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
 - ``forget_meshes``: DTensor keeps what it planned for a mesh, whose groups may be closed, in caches by equal meshes.
@@ -172,9 +172,17 @@ class Units:
             group._training_state = TrainingState.IDLE
             group.finalize_backward()
             group.comm_ctx.post_forward_order.clear()
-        for unit in self.modules:
-            drop_unreduced_gradients(unit)
+        self.drop_unreduced_gradients()
         self.reshard()
+
+    def drop_unreduced_gradients(self) -> None:
+        """Forget the gradients that FSDP2 has accumulated without reducing them."""
+        for group in self._groups:
+            group._partial_reduce_output = None  # of hybrid sharding, which reduces in two steps
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
 
     def runs(self, unit: nn.Module) -> None:
         """Remember that a unit runs a forward whose gradients are wanted."""
@@ -426,16 +434,6 @@ def at_end_of_backward(run: Callable[[], None]) -> None:
     engine.queue_callback(run)
 
 
-def drop_unreduced_gradients(module: nn.Module) -> None:
-    """Forget the gradients that FSDP2 has accumulated without reducing them."""
-    for group in (group for unit in module.modules() if isinstance(unit, FSDPModule) for group in _groups(unit)):
-        group._partial_reduce_output = None  # of hybrid sharding, which reduces in two steps
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
-
-
 def output_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the dtype to which FSDP2 casts the module's output, None where it does not."""
     state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
@@ -451,7 +449,6 @@ __all__ = [
     "assert_async",
     "checkpoint",
     "collective_ops",
-    "drop_unreduced_gradients",
     "ignore_profiler_marks",
     "replicate",
     "without_modes",

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from loop_habits import OutOfMemory
 from models_for_parity import VOCAB, Given, transformer
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -125,23 +126,11 @@ def test_a_part_that_is_called_from_outside_of_its_block_is_named_and_exact_as_a
             torch.testing.assert_close(whole(parameter.grad), net.get_parameter(name).grad, msg=name)
 
 
-class FailsIn(torch.autograd.Function):
-    """Values as they are; no backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ZeroDivisionError("in a backward")
-
-
 class Fails(nn.Identity):
     fails = False
 
     def forward(self, x):
-        return FailsIn.apply(x) if self.fails else x
+        return OutOfMemory.apply(x) if self.fails else x
 
 
 def failing():
@@ -155,7 +144,7 @@ def fail_in_backward(*modules):
     for module in modules:
         (net,) = (each for each in module.modules() if hasattr(each, "fails"))
         net.fails = True
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(MemoryError):
             module(x_of()).square().mean().backward()
         net.fails = False
 

@@ -478,8 +478,9 @@ class Cycle:
 
     def _refuse_left(self) -> None:
         """Refuse to go on with the gradients of a step or a backward that was left; forget those that somebody cleared."""
-        grads = (local_tensor(each.grad) for each in self.module.parameters() if self._cut_short and each.grad is not None)
-        self._cut_short = any(bool(grad.count_nonzero()) for grad in grads)
+        if self._cut_short:
+            grads = (local_tensor(each.grad) for each in self.module.parameters() if each.grad is not None)
+            self._cut_short = any(bool(grad.count_nonzero()) for grad in grads)
         if self._cut_short:
             raise MeshparError(
                 "an error ended a backward, and the gradients that are left are those of a part of it; call optimizer.zero_grad() after "
@@ -491,7 +492,7 @@ class Cycle:
                 "optimizer.zero_grad() after leaving it, or run all micro-batches"
             )
         if self._left:
-            _torch.drop_unreduced_gradients(self.module)
+            self._units.drop_unreduced_gradients()
             self._left.clear()
 
     def reshard(self) -> None:
