@@ -183,6 +183,27 @@ HABITS: dict[str, Habit] = {
         },
         fits=lambda spec: spec["loop"]["micro"] > 1,
     ),
+    "caught_in_backward": Habit(
+        at={
+            "applied": (
+                "class Fails(torch.autograd.Function):",
+                "    @staticmethod",
+                "    def forward(ctx, x):",
+                "        return x.clone()",
+                "    @staticmethod",
+                "    def backward(ctx, grad):",
+                "        raise MemoryError",
+                "fails = []",
+                "module.blocks[0].register_forward_hook(lambda block, args, out: Fails.apply(out) if fails else out)",
+            ),
+            "step": ("fails[:] = [step] if step == 0 else []",),
+            "backward": ("try:", "    loss.backward()", "except MemoryError:", "    break"),
+            "left": ("if fails:", "    module.zero_grad()", "    continue"),
+        },
+        fits=_plain_blocks,
+        weight=2,
+        alone=True,
+    ),
     "module_zero_grad": Habit(at={"stepped": ("module.zero_grad()",)}),
     "grad_of_weights": Habit(
         at={"between": ("for parameter in module.parameters():", "    if parameter.grad is not None:", "        parameter.grad.mul_(0.5)")}
