@@ -96,7 +96,11 @@ def traces():
         big = job(TransformerConfig.preset(name), "dp_shard=48,tp=8", [SP, ActivationCheckpoint(), FullyShard(**BF16)])
         for place, probe in enumerate(probes(big, big.model.meshpar_layout())):
             jobs[name, place] = probe
-    return dict(zip(jobs, simulate(list(jobs.values()), workers=2)))
+    counts = []
+    found = simulate(list(jobs.values()), workers=2, told=lambda *counted: counts.append(counted))
+    done = [each for each, _ in counts]
+    assert {total for _, total in counts} == {len(jobs)} and done == sorted(done) and len(set(done)) > 2
+    return dict(zip(jobs, found))
 
 
 def test_a_batch_of_tensors_forecasts_like_its_shape():
@@ -221,8 +225,10 @@ def test_overlapped_communication_costs_nothing_and_exposed_its_time():
 
 def test_a_search_tries_ep_for_mixtures(monkeypatch):
     """On traces in which dividing experts pays: the estimate counts the samples of each rank of ``ep``, as the forecast of the winner."""
+    heard = []
 
-    def traced(jobs, workers=1):
+    def traced(jobs, workers, told):
+        told(len(jobs), len(jobs))
         meshes = [(dict(each.plan.mesh.axes), each.batch.micro_batch) for each in jobs]
         work = [Event(kind="compute", name="mm", flops=10**11 if "ep" in axes else 10**12, shape=(1, 64, 64, 64)) for axes, _ in meshes]
         return [
@@ -237,9 +243,11 @@ def test_a_search_tries_ep_for_mixtures(monkeypatch):
     for experts, mesh in ((6, {"dp_shard": 3, "ep": 2}), (0, {"dp_shard": 6})):
         model = transformer(replace(SMALL, experts=experts, qk_norm=True))
         node = replace(Hardware.load("h100"), node=6)
-        found = search_module.search(model, model.meshpar_layout(), Batch(sequence=64), node, 6, recompute=("none",), micro_batches=(1, 2))
+        asked = {"recompute": ("none",), "micro_batches": (1, 2), "told": lambda *told: heard.append(told)}
+        found = search_module.search(model, model.meshpar_layout(), Batch(sequence=64), node, 6, **asked)
         assert found.fitting[0].settings.mesh().axes == found.best[0].mesh.axes == mesh
         assert found.fitting[0].tokens_per_second == pytest.approx(found.best[0].cost.tokens_per_second)
+    assert {what for what, *_ in heard} == {"meshes of data and tp", "ep=2", "ep=3", "ep=6", "the best"}
 
 
 def test_groups_lie_where_rank_order_puts_them():

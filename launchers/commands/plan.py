@@ -64,6 +64,7 @@ def _forecasts(
     """Return the forecasts to report, the best first, the ranking of a search, and the forecast without the plan's recomputation."""
     from meshpar.errors import MeshparError
     from meshpar.forecasting.search import search as search_plans
+    from meshpar.launchers import progress
     from meshpar.launchers.commands.inspecting import recipe_or_shape
     from meshpar.launchers.jobs import build
     from meshpar.launchers.jobs.planned import batch_of, forecast_job
@@ -86,7 +87,8 @@ def _forecasts(
             "--search trains a whole model on packed text with AdamW; forecast this recipe's plans one by one, without --search"
         )
     model = build.build_shape(recipe)
-    ranking = search_plans(model, layout_for(model), batch_of(recipe), profile, ranks, plan=plan)
+    with progress.of_parts("steps simulated") as told:
+        ranking = search_plans(model, layout_for(model), batch_of(recipe), profile, ranks, plan=plan, told=told)
     if not ranking.best:
         nearest = min(ranking.out, key=lambda each: each.peak or float("inf"))
         raise MeshparError(f"nothing fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; use more nodes")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from meshpar.checkpoints.steps import Steps, checkpoints_in, open_step
 from meshpar.checkpoints.storage import Place, fetched, place
 from meshpar.checkpoints.verify import Verify, verify_files
 from meshpar.errors import CheckpointError
+from meshpar.launchers import progress
 from meshpar.launchers.export.beside import Beside, beside, config_in, weight_names
 from meshpar.launchers.export.merging import merged
 from meshpar.launchers.jobs.job import RECIPE
@@ -29,7 +28,6 @@ from meshpar.launchers.recipes.schema import parse_dtype
 from meshpar.training.lora import LoRA
 from meshpar.weights import TypedSource
 
-_LINE_S = 10.0
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
 
@@ -82,7 +80,7 @@ def export_run(
         verify_files(folder, read_manifest(folder), verify)
         found, names, weights = Beside(config_in(base), base, ()), None, merged(folder, settings, base)
     options: dict[str, Any] = {"config": found.config, "weights": names, "verify": verify, "high": high, "overwrite": overwrite}
-    with _progress() as told:
+    with progress.of_bytes() as told:
         if quantize in KINDS:
             if dtype is not None:
                 raise CheckpointError(f"--dtype {dtype} does not fit --quantize {quantize}, which sets each tensor's dtype; drop --dtype")
@@ -135,25 +133,3 @@ def bytes_of(text: str) -> int:
     if found is None:
         raise CheckpointError(f"the size is {text!r}; expected a size such as 500MB, 5GB or 2GiB")
     return int(float(found[1]) * _UNITS[found[2] or ""])
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on a terminal, and elsewhere a line every 10 s."""
-    if not sys.stderr.isatty():
-        last = time.monotonic()
-
-        def line(done: int, total: int) -> None:
-            nonlocal last
-            if time.monotonic() - last >= _LINE_S:
-                last = time.monotonic()
-                print(f"{done / 2**30:.2f} of {total / 2**30:.2f} GiB", file=sys.stderr, flush=True)
-
-        yield line
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
-
-    with Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True)) as bar:
-        task: Any = bar.add_task("")
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
@@ -32,6 +33,7 @@ VARIED = (TensorParallel, ActivationCheckpoint, FullyShard, HybridShard, Replica
 """The passes that a search chooses itself, with their options."""
 _Family = tuple[int, str, bool]
 """The degree of tensor parallelism, the way of recomputation, and whether parameters are resharded."""
+_Simulate = Callable[[Sequence[Simulation]], list[Trace]]
 
 
 @final
@@ -130,6 +132,7 @@ def search(
     micro_batches: Sequence[int] = MICRO_BATCHES,
     top: int = 3,
     workers: int = 2,
+    told: Callable[[str, int, int], None] | None = None,
 ) -> Ranking:
     """Rank every legal mesh and setting.
 
@@ -149,6 +152,7 @@ def search(
         micro_batches: numbers of samples in one forward to try.
         top: how many of the best are replayed exactly; the very best at its full depth.
         workers: processes that simulate.
+        told: called every half second with what is simulated, how many steps of it are done, and how many there are.
 
     Raises:
         MeshparError: no mesh is legal, or the model's blocks are not alike.
@@ -158,32 +162,38 @@ def search(
         axis: size for axis, size in _sizes(plan).items() if axis in _claimed(beside) and axis not in ("dp_replicate", "dp_shard", "tp")
     }
     _, depth = like_blocks(model, layout)
+
+    def simulates(what: str) -> _Simulate:
+        return functools.partial(simulate, workers=workers, told=None if told is None else functools.partial(told, what))
+
     candidates: list[Candidate] = []
     legal = False
     for passes, sizes in _contexts(beside, fixed, layout, batch, hardware):
         rest, left = divmod(world_size, math.prod(sizes.values()))
         if left and passes is not beside:
             continue
+        kept = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         if left or min(sizes.values(), default=1) < 1:
-            told = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-            raise MeshparError(f"the search keeps {told}, which must be sizes that divide {world_size} ranks; write them in the mesh")
+            raise MeshparError(f"the search keeps {kept}, which must be sizes that divide {world_size} ranks; write them in the mesh")
         asked = _Asked(model=model, layout=layout, batch=batch, hardware=hardware, world_size=rest, beside=passes, fixed=sizes)
         degrees, refused = _degrees(asked)
         if passes is beside:
             legal = legal or bool(degrees)
             candidates += refused
             reshards = (True,) if "dp_shard" in _claimed(beside) else (True, False)
-            candidates += _candidates(asked, degrees, depth, recompute, reshards, micro_batches, workers)
+            candidates += _candidates(asked, degrees, depth, recompute, reshards, micro_batches, simulates(kept or "meshes of data and tp"))
         else:  # what talks most stays in a node, and one long sample is more than enough for a rank
             degrees = [tp for tp in degrees if tp * math.prod(sizes.values()) <= hardware.node]
             samples = (1,) if batch.sequence >= LONG else micro_batches
-            candidates += _candidates(asked, degrees, depth, recompute, (True,), samples, workers)
+            candidates += _candidates(asked, degrees, depth, recompute, (True,), samples, simulates(kept))
     if not legal:
         raise MeshparError("no mesh is legal: " + "; ".join(each.problem for each in candidates))
     fits = sorted((each for each in candidates if not each.problem), key=lambda each: -each.tokens_per_second)
     out = [each for each in candidates if each.problem]
     chosen = [_simulation(asked, each.settings, ranks_per_node=hardware.node) for each in fits[:top]]
-    best = sorted(_replayed(chosen, layout, hardware, workers), key=lambda each: (not each.fits, -each.cost.tokens_per_second))
+    best = sorted(
+        _replayed(chosen, layout, hardware, simulates("the best")), key=lambda each: (not each.fits, -each.cost.tokens_per_second)
+    )
     return Ranking(best=tuple(best), fitting=tuple(fits), out=tuple(out))
 
 
@@ -206,7 +216,7 @@ def _candidates(
     recompute: Sequence[str],
     reshards: Sequence[bool],
     micro_batches: Sequence[int],
-    workers: int,
+    simulates: _Simulate,
 ) -> Iterator[Candidate]:
     """Yield every setting of some legal degrees of tensor parallelism, with what it is estimated to do."""
     layout, first = asked.layout, (1, 2) if max(micro_batches) > 1 else (1,)
@@ -215,7 +225,7 @@ def _candidates(
         pairs = [probes(_typical(asked, *each), layout) for each in wanted]
         if any(len(pair) != 2 for pair in pairs):
             raise MeshparError(f"a model of {depth} blocks has none to spare for probes; forecast its plans one by one")
-        traces = iter(simulate([job for pair in pairs for job in pair], workers=workers))
+        traces = iter(simulates([job for pair in pairs for job in pair]))
         return {each: (next(traces), next(traces)) for each in wanted}
 
     families: list[_Family] = [(tp, way, reshard) for tp in degrees for way in recompute for reshard in reshards]
@@ -234,7 +244,7 @@ def _candidates(
             whole[each] = deepened(*known[each], depth)
         except MeshparError:  # what the blocks add stands in several places of the step
             uneven.append(each)
-    for each, trace in zip(uneven, simulate([_typical(asked, *each) for each in uneven], workers=workers)):
+    for each, trace in zip(uneven, simulates([_typical(asked, *each) for each in uneven])):
         known[each], whole[each] = (trace, trace), trace
     for family, size in whole:
         yield from _estimates(asked, known[family, size], whole[family, size].memory(), depth, family, size)
@@ -365,17 +375,17 @@ def _on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:
     return replace(trace, axes=dict(trace.axes) | {"dp_replicate": replicas, "dp_shard": shards}, phases=phases)
 
 
-def _replayed(chosen: Sequence[Simulation], layout: ModelLayout, hardware: Hardware, workers: int) -> Iterator[Forecast]:
+def _replayed(chosen: Sequence[Simulation], layout: ModelLayout, hardware: Hardware, simulates: _Simulate) -> Iterator[Forecast]:
     """Yield the forecasts of the chosen with their own meshes: the first with all its blocks, the others from probes of their own."""
     jobs = [job for place, job in enumerate(chosen) for job in ([job] if place == 0 else probes(job, layout))]
-    traces = iter(simulate(jobs, workers=workers))
+    traces = iter(simulates(jobs))
     _, depth = like_blocks(chosen[0].model, layout) if chosen else ("", 0)
     for place, job in enumerate(chosen):
         replayed = "all" if place == 0 else "probes"
         try:
             trace = next(traces) if place == 0 else deepened(next(traces), next(traces), depth)
         except MeshparError:  # as in _estimates
-            (trace,), replayed = simulate([job], workers=1), "all"
+            (trace,), replayed = simulates([job]), "all"
         yield evaluated(trace, hardware, job, replayed)
 
 

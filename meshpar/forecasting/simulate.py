@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import spawn
@@ -29,6 +30,8 @@ from meshpar.state import initialize
 
 ALLOCATOR_ROUNDING = 512
 """Bytes to which torch's CUDA allocator rounds every request."""
+
+_LOOK_S = 0.5
 
 PROCESS = "meshpar-forecast"
 """The name of a simulation's process, from before it imports the script that asked for the forecast."""
@@ -64,8 +67,10 @@ class Simulation:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
 
 
-def simulate(jobs: Sequence[Simulation], *, workers: int = 1) -> list[Trace]:
+def simulate(jobs: Sequence[Simulation], *, workers: int = 1, told: Callable[[int, int], None] | None = None) -> list[Trace]:
     """Return the traces of ``jobs``, simulated in ``workers`` processes beside this one.
+
+    ``told`` is called with how many are done and how many there are, every half second.
 
     The processes are not concurrent.futures.ProcessPoolExecutor's: its workers always import the caller's script, which trains once
     more where it has no guard, and the interpreter waits for them at its end, so that a job would wait for its forecast.
@@ -80,6 +85,9 @@ def simulate(jobs: Sequence[Simulation], *, workers: int = 1) -> list[Trace]:
         running = [_start(jobs[number::share], Path(folder) / str(number)) for number in range(share)]
         results: list[Any] = [None] * len(jobs)
         try:
+            while told is not None and any(process.poll() is None for process, _ in running):
+                told(sum(_done(where) for _, where in running), len(jobs))
+                time.sleep(_LOOK_S)
             for number, (process, where) in enumerate(running):
                 results[number::share] = _collect(process, where)
         finally:
@@ -124,6 +132,11 @@ def read_jobs(where: Path) -> list[Simulation]:
     preparation, jobs = pickle.loads(where.with_suffix(".jobs").read_bytes())
     spawn.prepare(preparation)
     return pickle.loads(jobs)
+
+
+def _done(where: Path) -> int:
+    counted = where.with_suffix(".done")
+    return counted.stat().st_size if counted.exists() else 0
 
 
 def _collect(process: subprocess.Popen[bytes], where: Path) -> list[Trace]:

@@ -13,15 +13,22 @@ from meshpar.errors import MeshparError
 
 
 def main(where: Path) -> None:
-    """Run the jobs pickled at ``where``.jobs and leave the answer at ``where``.traces."""
+    """Run the jobs pickled at ``where``.jobs, count them in the length of ``where``.done, leave the answer at ``where``.traces."""
     import meshpar.forecasting.device as device
-    from meshpar.forecasting.simulate import read_jobs, run
+    from meshpar.forecasting.simulate import Simulation, read_jobs, run
+    from meshpar.forecasting.trace import Trace
+
+    def counted(job: Simulation) -> Trace:
+        trace = run(job)
+        with where.with_suffix(".done").open("ab") as done:
+            done.write(b".")
+        return trace
 
     answer: object
     try:
         jobs = read_jobs(where)
         device.install()
-        answer = [run(job) for job in jobs]
+        answer = [counted(job) for job in jobs]
     except MeshparError as error:
         answer = error
     except Exception as error:  # noqa: BLE001  whatever a model raises is handed to who asked
