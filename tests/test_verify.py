@@ -219,6 +219,13 @@ def test_a_wrong_split_is_found_without_processes():
         Plan("tp=2", [TensorParallel()]).prove(Model(between=sparse), IDS, LAYOUT)
 
 
+def test_an_output_of_a_shape_that_is_no_part_of_the_whole_is_told():
+    layout = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor, "blocks.*.norm": "sequence", "head": "rowwise_split"})
+    plan = Plan("tp=2", [TensorParallel(sequence_parallel=True)])
+    with pytest.raises(ParallelError, match=r"the model: it returns \(1, 3, 12\), which is no rank's part of \(1, 12, 12\)"):
+        plan.prove(Model(), IDS, layout)
+
+
 def test_an_output_that_refers_to_itself_is_searched_once():
     class Box:
         pass

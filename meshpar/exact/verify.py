@@ -27,6 +27,7 @@ from meshpar.passes.local import strides
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.context import Context
 from meshpar.patterns import class_name
+from meshpar.placements import local_tensor
 from meshpar.replicas import digest
 
 log = logging.getLogger(__name__)
@@ -218,8 +219,7 @@ class SplitTest:
                     wanted = alone.gradients(expected, cotangents)
                 except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
                     failed = f"it does not run unsplit: {type(error).__name__}: {str(error).splitlines()[0]}"
-            device = next((each.device for each in wholes.values()), torch.device("cpu"))
-            if bool(gather_values(torch.tensor([bool(failed)], device=device), self._context.group).any()):
+            if self._anywhere(bool(failed)):
                 raise _NotTried(failed or "it does not run unsplit on another rank of the axis")
             parts = {each: self._part(self._parameter(full), wholes[each]) for each, full in names.items()}
             both = Run(parts, (seen.args, seen.kwargs))
@@ -252,6 +252,8 @@ class SplitTest:
         for place, (want, have, _) in enumerate(pairs):
             sizes[f"output {place}" if len(pairs) > 1 else "output"] = off(want, have, 0.0)
         mine = [slice_like(each, have, dim, context) for each, have, (_, _, dim) in zip(cotangents, got, pairs)]
+        if self._anywhere(any(local_tensor(part).shape != local_tensor(have).shape for part, have in zip(mine, got))):
+            return {f"it returns {tuple(got[0].shape)}, which is no rank's part of {tuple(expected[0].shape)}": 1.0}
         had = both.gradients(got, mine)
         typical = max((float(each.abs().max()) for each in wanted.values() if each.numel()), default=0.0)
         for name, want in wanted.items():
@@ -263,6 +265,11 @@ class SplitTest:
                 want = slice_like(want, have, 1, context)
             sizes[f"gradient of {name}"] = off(want, have, TOLERANCE * typical)
         return sizes
+
+    def _anywhere(self, true: bool) -> bool:
+        """Tell whether something is true on any rank of the axis. Collective over it."""
+        device = next((each.device for each in self._module.parameters()), torch.device("cpu"))
+        return bool(gather_values(torch.tensor([true], device=device), self._context.group).any())
 
     def _parameter(self, name: str) -> Any:
         return self._module.get_parameter(name)

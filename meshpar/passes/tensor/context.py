@@ -156,14 +156,23 @@ class Context:
         group = self.group
         if not self.sequence_parallel:
             return reduce_from(x, group)
-        if x.shape[SEQUENCE_DIM] % group.size():
+        self.positions_each(x.shape[SEQUENCE_DIM])
+        return reduce_scatter(x, SEQUENCE_DIM, group)
+
+    def positions_each(self, length: int) -> int:
+        """Return how many of a sequence's positions each rank has between the regions.
+
+        Raises:
+            PlanError: the axis does not divide the length.
+        """
+        if length % self.size:
             raise PlanError(
                 [
-                    f"sequence length {x.shape[SEQUENCE_DIM]} is not divided by tp={group.size()}, over which sequence parallelism "
-                    "splits it; pad the batch to a multiple, or use TensorParallel(sequence_parallel=False)"
+                    f"sequence length {length} is not divided by tp={self.size}, over which sequence parallelism splits it; pad the batch "
+                    "to a multiple, or use TensorParallel(sequence_parallel=False)"
                 ]
             )
-        return reduce_scatter(x, SEQUENCE_DIM, group)
+        return length // self.size
 
 
 class Style:

@@ -209,11 +209,10 @@ class Sequence(Style):
             return
         inner = module.forward
         if isinstance(module, nn.Embedding):
-            ranks, me = context.size, context.rank
 
             def forward(positions: Tensor) -> Tensor:
-                length = positions.shape[-1] // ranks
-                return inner(positions.narrow(-1, me * length, length))
+                each = context.positions_each(positions.shape[-1])
+                return inner(positions.narrow(-1, context.rank * each, each))
 
             set_forward(module, forward)
         sum_gradients(name, module, context)
