@@ -1,9 +1,11 @@
 """What dividing experts costs: a step of a Qwen3-MoE under FSDP alone, under ``ExpertParallel``, and under transformers' own.
 
-    python benchmarks/experts.py [--ranks 2,4] [--rounds 9]
+    python benchmarks/experts.py [--ranks 2,4] [--rounds 20]
 
-All train the same model of transformers on the same tokens, in float32 on gloo; every rank gets samples of its own. All ranks share this
-machine's cores, so their seconds are those of all the work. A step is a forward, a backward and SGD; the median of the rounds is printed.
+All train the same model of transformers on the same tokens, in float32 on gloo; every rank gets samples of its own. The same processes
+train all of them, a step of each in turn, so that what else the machine does meets them alike. All ranks share its cores, so their seconds
+are those of all the work. A step is a forward, a backward and SGD. Printed are the median of the rounds, and the median and the middle
+half of the ratios to meshpar's step of the same round.
 """
 
 from __future__ import annotations
@@ -52,60 +54,63 @@ def built(kind: str, folder: str) -> torch.nn.Module:
     return meshpar.Plan(KINDS[kind], [*passes, meshpar.FullyShard()]).apply(model).module
 
 
-def rank(kind: str, folder: str, rounds: int) -> None:
-    """Train on one rank, and print figures from rank 0."""
+def rank(folder: str, rounds: int) -> None:
+    """Train each kind on one rank, a step of each in turn, and print the table's rows from rank 0."""
     torch.set_num_threads(1)
     with meshpar.distributed("cpu"):
-        model = built(kind, folder)
-        model.train()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+        models = {kind: built(kind, folder).train() for kind in KINDS}
+        optimizers = {kind: torch.optim.SGD(model.parameters(), lr=0.01, foreach=False) for kind, model in models.items()}
         ids = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(dist.get_rank()))
-        seconds, losses = [], []
-        for _ in range(rounds + 2):
-            dist.barrier()
-            began = time.perf_counter()
-            loss = torch.nn.functional.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), ids.flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seconds.append(time.perf_counter() - began)
-            losses.append(loss.detach())
-        last = losses[-1]
-        dist.all_reduce(last)
-        if dist.get_rank() == 0:
-            print(f"RESULT {statistics.median(seconds[2:]):.3f} {min(seconds[2:]):.3f} {float(last) / dist.get_world_size():.5f}")
+        seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        losses: dict[str, torch.Tensor] = {}
+        for number in range(rounds + 2):
+            for kind in KINDS if number % 2 else reversed(KINDS):
+                dist.barrier()
+                began = time.perf_counter()
+                losses[kind] = torch.nn.functional.cross_entropy(models[kind](input_ids=ids).logits.flatten(0, 1), ids.flatten())
+                losses[kind].backward()
+                optimizers[kind].step()
+                optimizers[kind].zero_grad()
+                seconds[kind].append(time.perf_counter() - began)
+        for kind, loss in losses.items():
+            mean = loss.detach()
+            dist.all_reduce(mean)
+            took = seconds[kind][2:]
+            low, ratio, high = statistics.quantiles([mine / ours for mine, ours in zip(took, seconds["meshpar, ep"][2:])], n=4)
+            row = [f"{statistics.median(took):.3f}", f"{ratio:.2f} ({low:.2f} to {high:.2f})", f"{float(mean) / dist.get_world_size():.5f}"]
+            if dist.get_rank() == 0:
+                print(f"| {dist.get_world_size()} | {kind} | {' | '.join(row)} |")
 
 
-def measured(kind: str, ranks: int, folder: str, rounds: int) -> list[str]:
+def measured(ranks: int, folder: str, rounds: int) -> str:
+    """Return the rows of the table for so many ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
-    command += ["--rank", kind, "--folder", folder, "--rounds", str(rounds)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    if not found:
-        raise SystemExit(f"{kind} on {ranks} ranks failed:\n{done.stderr[-3000:]}")
-    return found[0].split()[1:]
+    done = subprocess.run(
+        [*command, "--folder", folder, "--rounds", str(rounds)], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    if done.returncode:
+        raise SystemExit(f"{ranks} ranks failed:\n{done.stderr[-3000:]}")
+    return "\n".join(line for line in done.stdout.splitlines() if line.startswith("| "))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4", help="numbers of processes, comma separated")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--rank", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank:
-        rank(options.rank, options.folder, options.rounds)
+    if options.folder:
+        rank(options.folder, options.rounds)
         return
     import transformers
 
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.float32).save_pretrained(folder)
-        print("| ranks | | step, s | least, s | loss of the last step |")
+        print("| ranks | | step, s | of meshpar's | loss of the last step |")
         print("| --- | --- | --- | --- | --- |")
         for ranks in map(int, options.ranks.split(",")):
-            for kind in KINDS:
-                print(f"| {ranks} | {kind} | {' | '.join(measured(kind, ranks, folder, options.rounds))} |", flush=True)
+            print(measured(ranks, folder, options.rounds), flush=True)
 
 
 if __name__ == "__main__":
