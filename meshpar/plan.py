@@ -369,6 +369,12 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
         if any(held.axes[axis] > 1 for axis in axes_of(ready, held, Role.SAMPLES)):
             yield from batch_norm_problems(module)
             yield from [layout.refusals["balance"]] if "balance" in layout.refusals else []
+    hooked = [name for name, each in parameters.items() if each._backward_hooks or each._post_accumulate_grad_hooks]
+    if hooked and any(each.shards(module, layout) for each in ready):
+        yield (
+            f"{hooked[0]} has a hook on its gradient, which the shards that take its place would not have; register hooks after "
+            "plan.apply, on the parameters of par.module"
+        )
     for group in layout.tied:
         absent = [name for name in group if name not in parameters]
         if absent:

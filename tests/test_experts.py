@@ -235,6 +235,57 @@ class Capacity(Own):
         return super().each(x, number) * (torch.arange(len(x)) < 8)[:, None]
 
 
+class InTraining(Own):
+    def forward(self, x, chosen, weights):
+        return super().forward(x, chosen, weights / weights.sum(-1, keepdim=True) if self.training else weights)
+
+
+class FromZero(Own):
+    """Starts from zero, in which a normalisation of weights does not show."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.up)
+
+    def forward(self, x, chosen, weights):
+        return super().forward(x, chosen, weights / weights.sum(-1, keepdim=True))
+
+
+class ByChild(Own):
+    """The second layer's child normalises; all that can be read of the modules but the child's class is alike."""
+
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        self.last = Normalises() if ByChild.made % 2 else nn.Identity()
+        ByChild.made += 1
+
+    def forward(self, x, chosen, weights):
+        return super().forward(x, chosen, self.last(weights))
+
+
+class Normalises(nn.Module):
+    def forward(self, weights):
+        return weights / weights.sum(-1, keepdim=True)
+
+
+class Rooted(Own):
+    """Divides by the size of a row, which is zero for one of zeros, and has a child with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+
+    def each(self, x, number):
+        return self.norm(super().each(x / x.pow(2).mean(-1, keepdim=True).sqrt(), number))
+
+
+class Dropping(Own):
+    def each(self, x, number):
+        return F.dropout(super().each(x, number), 0.5, self.training)
+
+
 class Buffered(Own):
     def __init__(self):
         super().__init__()
@@ -280,10 +331,54 @@ def test_experts_of_ones_own_that_ranks_cannot_repeat_are_refused_in_the_first_f
         (Residual, "layers.0.experts .*a residual"),
         (Capacity, "layers.0.experts .*a capacity"),
         (Counted, "layers.0.experts .*off by 5.0e-01"),
+        (InTraining, "layers.0.experts .*in training"),
+        (FromZero, "layers.0.experts .*a normalisation"),
+        (ByChild, "layers.1.experts .*a normalisation"),
     ]:
         with pytest.raises(ParallelError, match=message):
             run_own(OwnMixture(kind))
     run_own(OwnMixture(Residual), verify=False)
+    run_own(OwnMixture(Dropping))  # what draws random numbers is compared in evaluation alone
+
+
+def on_one_rank(experts, x, chosen, weights):
+    return experts(x, chosen % 4, weights)
+
+
+@on_ranks(2)
+def test_a_rank_without_tokens_divides_nothing_by_zero_and_children_of_experts_train():
+    passes = [ExpertParallel(), FullyShard()]
+    assert_parity(lambda: OwnMixture(Rooted, on_one_rank), "dp_shard=1,ep=2", passes, token_steps(VOCAB), layout=OWN)
+
+
+class Noticing(Own):
+    def forward(self, x, chosen, weights):
+        self.seen = (x.dtype, weights.dtype, self.up.dtype)
+        return super().forward(x.to(self.up.dtype), chosen, weights.to(self.up.dtype)).to(x.dtype)
+
+
+class Around(nn.Module):
+    """A router and experts; routers compute weights in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(32, 8), Noticing()
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1, dtype=torch.float32).topk(2, -1)
+        return x + self.experts(x, chosen, weights)
+
+
+@on_ranks(2)
+def test_experts_compute_in_the_dtypes_that_they_would_have_without_ep():
+    for fp32 in ((), ("*.experts",), ("0", "1"), ("0",)):
+        told = []
+        for mesh, passes in (("dp_shard=2", []), ("dp_shard=1,ep=2", [ExpertParallel()])):
+            plan = Plan(mesh, [*passes, FullyShard(param_dtype=torch.bfloat16)], verify=False)
+            par = plan.apply(nn.Sequential(Around(), Around()), ModelLayout(blocks=("*",), experts=("*.experts",), fp32=fp32))
+            par.module(torch.randn(16, 32))
+            told.append([block.experts.seen for block in par.module])
+        assert told[0] == told[1], fp32
 
 
 class Sized(Own):
@@ -291,6 +386,14 @@ class Sized(Own):
 
     def forward(self, rows, sizes):
         return torch.cat([self.each(part, number).repeat(1, 2) for number, part in enumerate(rows.split(sizes))])
+
+
+class Offset(Sized):
+    """Takes the numbers as a tensor."""
+
+    def forward(self, rows, sizes):
+        ends = sizes.cumsum(0)
+        return super().forward(rows, (ends - (ends - sizes)).tolist())
 
 
 class Even(Own):
@@ -309,8 +412,8 @@ class Biased(Even):
 
 
 def in_order(experts, x, chosen, weights):
-    order = chosen.flatten().argsort(stable=True)
-    rows = experts(x[order // 2], chosen.flatten().bincount(minlength=8).tolist()) * weights.flatten()[order, None]
+    order, sizes = chosen.flatten().argsort(stable=True), chosen.flatten().bincount(minlength=8)
+    rows = experts(x[order // 2], sizes if isinstance(experts, Offset) else sizes.tolist()) * weights.flatten()[order, None]
     return torch.zeros_like(x).index_add(0, order // 2, rows[:, :32] - 2 * rows[:, 32:])
 
 
@@ -323,7 +426,7 @@ def evenly(experts, x, chosen, weights):
 def test_experts_that_take_rows_in_their_order_equal_one_process_and_are_counted():
     layout, passes = replace(OWN, experts_in_order=OWN.experts), [ExpertParallel(), FullyShard()]
     counted = []
-    for kind, call in [(Sized, in_order), (Even, evenly)]:
+    for kind, call in [(Sized, in_order), (Offset, in_order), (Even, evenly)]:
         assert_parity(lambda kind=kind, call=call: OwnMixture(kind, call), "dp_shard=1,ep=2", passes, token_steps(VOCAB), layout=layout)
         torch.manual_seed(0)
         par = Plan("dp_shard=1,ep=2", passes).apply(OwnMixture(kind, call), layout)
@@ -331,7 +434,7 @@ def test_experts_that_take_rows_in_their_order_equal_one_process_and_are_counted
         par.module(torch.arange(8)[None])
         load.step()
         counted.append({name: round(float(value), 6) for name, value in load.take().items()})
-    assert counted[0] == counted[1] and counted[0]["experts/dropped"] == 0 and counted[0]["experts/most"] > 4, counted
+    assert counted[0] == counted[1] == counted[2] and counted[0]["experts/dropped"] == 0 and counted[0]["experts/most"] > 4, counted
     with pytest.raises(ParallelError, match=r"layers.0.experts \(Biased\) computes something else"):
         Plan("dp_shard=1,ep=2", passes).apply(OwnMixture(Biased, evenly), layout).module(torch.arange(8)[None])
     assert "forward(x, chosen, weights), expected (rows (R, D) in the order" in problems_of("dp_shard=1,ep=2", passes, OwnMixture(), layout)
@@ -364,6 +467,24 @@ class Paired(Own):
         return super().forward(x, chosen, weights), chosen
 
 
+class Elsewhere(Own):
+    """Keeps the number of its experts where nobody looks for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.E = self.num_experts
+        del self.num_experts
+
+    def forward(self, x, chosen, weights):
+        return sum(self.each(x, number) * (weights * (chosen == number)).sum(-1, keepdim=True) for number in range(self.E))
+
+
+class Twice(Own):
+    def __init__(self):
+        super().__init__()
+        self.down = self.up
+
+
 class Dense(Own):
     def forward(self, x, dense):
         return x
@@ -385,6 +506,12 @@ def test_what_a_model_does_with_its_experts_equals_one_process_or_is_refused_on_
         (Own, lambda experts, x, chosen, weights: experts(x, chosen.T, weights.T), r"got chosen experts \(2, 8\) .*expected \(hidden"),
         (Paired, lambda *given: given[0](*given[1:])[0], r"returned tuple, expected one tensor"),
         (Scaled, lambda *given: given[0](*given[1:], given[1].mean(-1, keepdim=True)), r"factor \(8, 1\) float32.* and no other tensor"),
+        (
+            Own,
+            lambda experts, x, chosen, weights: experts(x, chosen[:, 0], weights[:, 0]),
+            r"got chosen experts \(8,\) .*expected \(hidden",
+        ),
+        (Elsewhere, lambda experts, *given: experts(*given), "does not run with 4 of its experts on rows of noise .*such as num_experts"),
     ]:
         with pytest.raises(ParallelError, match=message):
             run_own(OwnMixture(kind, call))
@@ -392,6 +519,20 @@ def test_what_a_model_does_with_its_experts_equals_one_process_or_is_refused_on_
     with pytest.raises(MeshparError, match=r"gradients on several meshes .*call par.clip_grad_norm_"):
         torch.nn.utils.clip_grad_norm_(par.module.parameters(), 1.0)
     par.clip_grad_norm_(1.0)
+    optimizer = torch.optim.LBFGS(par.module.parameters())
+    with pytest.raises(MeshparError, match=r"LBFGS .*on several meshes"):
+        optimizer.step(lambda: 0.0)
+    plan = Plan("dp_shard=1,ep=2", [ExpertParallel(), Compile(blocks=("layers.*.experts",), fullgraph=True), FullyShard()])
+    with pytest.raises(ParallelError, match="drop fullgraph=True"):
+        plan.apply(OwnMixture(), OWN)
+    par = Plan("dp_shard=1,ep=2", sharded).apply(OwnMixture(call=none_of_them), OWN)
+    ExpertLoad(par)
+    with pytest.raises(ParallelError, match="are no experts"):  # on all ranks, also where each choice is counted
+        par.module(torch.arange(8)[None])
+
+
+def none_of_them(experts, x, chosen, weights):
+    return experts(x, chosen - 100 * dist.get_rank(), weights)
 
 
 ONE_WAY = {4: ("dp_shard=1,ep=4", [ExpertParallel(), FullyShard()]), 2: ("tp=2", [TensorParallel()]), 1: ("", [])}
@@ -490,6 +631,9 @@ def test_what_cannot_be_divided_is_refused_before_anything_runs():
     assert "layers.1.experts.scale (8,) is a buffer whose first dim counts experts" in found
     assert "layers.1.experts.norm.weight (8, 32) is a parameter of a child module whose first dim counts experts" in found
     assert "layers.0.experts.up and layers.1.experts.up are one parameter" in problems_of("dp_shard=1,ep=2", sharded, Tied(), OWN)
+    assert "layers.0.experts.up and layers.0.experts.down are one parameter" in problems_of(
+        "dp_shard=1,ep=2", sharded, OwnMixture(Twice), OWN
+    )
     assert "layers.0.experts has forward(x, dense), expected (hidden states" in problems_of(
         "dp_shard=1,ep=2", sharded, OwnMixture(Dense), OWN
     )

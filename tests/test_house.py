@@ -27,7 +27,7 @@ FLOORS = [
     {"launchers"},
 ]
 """Lowest first. A part imports from its own floor only what is in no cycle, and from the floors below it."""
-STAIRS = ["recipes", "converters", "agent", "doctor", "jobs", "export", "targets", "commands", "cli", "__main__"]
+STAIRS = ["progress", "recipes", "converters", "agent", "doctor", "jobs", "export", "targets", "commands", "cli", "__main__"]
 """The floors inside launchers, lowest first."""
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
 PUBLIC = (

@@ -274,6 +274,14 @@ def test_check_is_the_same_on_every_rank_and_touches_nothing():
     assert all(parameter.is_meta for parameter in module.parameters())
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameter_whose_place_a_shard_takes_is_refused(register):
+    module = linear()
+    getattr(module.weight, register)(lambda each: None)
+    assert "weight has a hook on its gradient" in only("dp_shard=8", [FullyShard()], module)
+    Plan("dp_replicate=8", [Replicate()]).check(module, None, 8)
+
+
 def test_replicate_beside_shards_is_refused():
     assert "use HybridShard()" in " ".join(problems("dp_replicate=2,dp_shard=4", [Replicate(), FullyShard()]))
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -454,6 +455,11 @@ class Cycle:
             raise MeshparError(
                 "LBFGS takes all parameters for one vector, and torch cannot make one of parameters that ranks hold unequal parts of; use "
                 "Replicate(), or an optimizer that looks at each element, or at each parameter, alone"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS) and len({each.device_mesh for each in held if isinstance(each, DTensor)}) > 1:
+            raise MeshparError(
+                "LBFGS takes all parameters for one vector, and torch cannot make one of parameters on several meshes, as divided experts "
+                "and all others are; use a mesh without ep, or an optimizer that looks at each element, or at each parameter, alone"
             )
         if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(each) for each in held):
             raise MeshparError(

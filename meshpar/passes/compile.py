@@ -9,8 +9,10 @@ from typing import Any, final
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshpar.errors import ParallelError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
+from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Stage, block_problems, find_blocks
 
 
@@ -45,5 +47,10 @@ class Compile(Pass):
         yield from block_problems(self.name, module, layout, self.blocks)
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        if self.fullgraph and applied(module).divided:
+            raise ParallelError(
+                "Compile(fullgraph=True) got blocks with divided experts, whose exchange of tokens breaks the graph; drop fullgraph=True, "
+                "or use a mesh without ep"
+            )
         for _, block in find_blocks(module, layout, self.blocks):
             block.compile(backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, options=dict(self.options) or None)

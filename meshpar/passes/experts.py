@@ -7,8 +7,11 @@ Expert parallelism of GShard (arXiv 2006.16668, section 3) without a capacity: t
 from __future__ import annotations
 
 import inspect
+import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -22,24 +25,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshpar._torch import eager, without_modes
-from meshpar.errors import ParallelError
+from meshpar.errors import MeshparError, ParallelError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, sizes_text
 from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, unmatched
-from meshpar.passes.installed import in_eval, set_forward
+from meshpar.passes.installed import set_forward
 from meshpar.passes.local import local, part_of
 from meshpar.passes.tensor.collectives import _all_to_all, gather_values
 from meshpar.passes.tensor.parts import with_own
 from meshpar.patterns import class_name, find_modules, matches
 
+log = logging.getLogger(__name__)
+
 Inner = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.1
-"""How far divided experts may be off in the first forward, relative to the largest value, in float32 and in 16 bits."""
+"""How far divided experts may be off in the first forward, relative to the largest value; the second in 16 bits on an accelerator."""
 LARGEST = 1 << 27
 """Parameters of all ranks' experts that the first forward gathers at most, of one module at a time: 512 MiB in float32."""
 _COUNTS = re.compile(r"_?(moe_)?(n|num)_(local_|routed_|total_)?experts")
+_PLACES = re.compile(r"(^|_)(idx|id|index|layer|number|place|layer_number)$")
+_TORCHS = {"parameters", "buffers", "modules", "non_persistent_buffers_set", "meshpar"}
 _IN_ORDER = "(rows (R, D) in the order of experts) or (such rows, the number of each expert's)"
 _INTERFACE = "(hidden states (N, D), chosen experts (N, K) of an integer dtype, their weights (N, K))"
 
@@ -79,7 +86,7 @@ class ExpertParallel(Pass):
         if not 1 <= self.skew <= size:
             yield f"ExpertParallel(skew={self.skew}) is expected to be from 1, equal routing, to ep={size}, all rows to one rank; change it"
         for name, child in module.named_modules():
-            for leaf, each in child.named_parameters(recurse=False):
+            for leaf, each in child.named_parameters(recurse=False, remove_duplicate=False):
                 owners.setdefault(each, []).append(f"{name}.{leaf}")
         divided, tied = self.shards(module, layout), [names for names in owners.values() if len(names) > 1]
         for names in (each for each in tied if not divided.isdisjoint(each)):
@@ -166,10 +173,16 @@ def _numbers(module: nn.Module, count: int) -> list[str]:
 
 def _kind(module: nn.Module, place: int) -> Any:
     """Return what experts of one kind have in common; ``place`` is a number that a module may know itself by."""
-    settings = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
-    shapes = tuple((leaf, tuple(each.shape)) for leaf, each in module.named_parameters())
-    same = tuple(sorted((key, str(value)) for key, value in settings.items() if type(value) is not int or value != place))
-    return type(module), getattr(module.forward, "__func__", module.forward), shapes, same
+    facts = []
+    for inner, child in module.named_modules():
+        plain = {key: value for key, value in vars(child).items() if key.strip("_") not in _TORCHS and key not in dir(nn.Module)}
+        settings = {key: value if isinstance(value, bool | float | str | None) else id(value) for key, value in plain.items()}
+        numbers = {key: value for key, value in plain.items() if type(value) is int}
+        settings |= {key: None if value == place and _PLACES.search(key) else value for key, value in numbers.items()}
+        shapes = tuple((leaf, tuple(each.shape)) for leaf, each in child.named_parameters(recurse=False))
+        forward = getattr(child.forward, "__func__", child.forward)
+        facts.append((inner, type(child), forward, shapes, tuple(sorted(settings.items(), key=str))))
+    return tuple(facts)
 
 
 class _Chosen:
@@ -230,7 +243,9 @@ class _InOrder(_Chosen):
         if self.dense:  # as many rows for each as for the one with most
             places = torch.cat([places[:size] + each * max(sizes) for each, size in enumerate(sizes)])
             given = rows.new_zeros(held * max(sizes), rows.shape[-1]).index_copy(0, places, given)
-        bound.arguments.update(zip(list(bound.arguments), (given, sizes)))
+        came = list(bound.arguments.values())[-1]
+        told = torch.tensor(sizes, dtype=came.dtype, device=came.device) if isinstance(came, Tensor) and not self.dense else sizes
+        bound.arguments.update(zip(list(bound.arguments), (given, told)))
         output = self.called(bound, own, given)[places]
         return output[torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))] * weights
 
@@ -257,21 +272,19 @@ def _passing_zeros(compute: Inner, simulated: int = 0) -> Inner:
 
 def _install(call: _Chosen, group: Any, *, tried: bool, skew: float) -> None:
     """Let a module of experts compute with those of this rank, on the rows of all ranks that chose them."""
-    module, waiting = call.module, not tried
+    module, untried = call.module, set() if tried else {False, True}
     simulated = call.count if call.simulated else 0
 
     @eager
     def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal waiting
         own = {leaf: local(each) if isinstance(each, DTensor) else each for leaf, each in module._parameters.items() if each is not None}
         if len(next(iter(own.values()))) == call.count:  # all of them, in a test against the unsplit module
             return with_own(module, own, lambda: call.inner(*args, **kwargs))
         bound, hidden, chosen, weights = call.read(*args, **kwargs)
-        if waiting:
-            waiting = False
-            # Hooks of its own keep what is saved here out of a recomputation's.
-            with in_eval(module), without_modes(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
-                _try(call, bound, own, hidden, chosen.shape[-1], weights.dtype, group)
+        _refuse_shapes(hidden, chosen, weights)
+        for training in sorted(untried & {False, module.training}):
+            untried.discard(training)
+            _try(call, bound, own, hidden, weights.dtype, chosen.shape[-1], group, training=training)
         own = {leaf: _Mean.apply(each, group.size()) for leaf, each in own.items()}
 
         def divided(x: Tensor, who: Tensor, scale: Tensor) -> Tensor:
@@ -300,49 +313,119 @@ def _inputs(name: str, module: nn.Module, given: Mapping[str, Any]) -> tuple[str
     )
 
 
-def _try(call: _Chosen, bound: inspect.BoundArguments, own: Mapping[str, Tensor], like: Tensor, slots: int, dtype: Any, group: Any) -> None:
-    """Compare what a module computes by all experts with what the ranks compute by theirs, on noise; of very large ones, by some of them.
+def _try(
+    call: _Chosen,
+    bound: inspect.BoundArguments,
+    own: Mapping[str, Tensor],
+    like: Tensor,
+    dtype: torch.dtype,
+    slots: int,
+    group: Any,
+    *,
+    training: bool,
+) -> None:
+    """Compare what a module computes by all experts with what the ranks compute by theirs.
 
-    Outputs are compared, and the gradients of hidden states and weights.
+    Tokens, weights and parameters are noise, so that no zero hides anything; of very large modules it has fewer experts. Outputs are
+    compared, and the gradients of hidden states and weights: in float32, but on an accelerator in the dtypes that came. In training a
+    module that draws random numbers is not compared.
 
     Raises:
         ParallelError: on every rank of ``group``.
 
     Collective: every rank of ``group`` calls it.
     """
-    size, rank = group.size(), group.rank()
-    each = sum(value[:1].numel() for value in own.values())
-    held = max(1, min(call.count // size, LARGEST // (each * size)))
-    mine = {leaf: value.detach()[:held].contiguous() for leaf, value in own.items()}
-    every = {leaf: gather_values(value, group) for leaf, value in mine.items()}
+    size, rank, device = group.size(), group.rank(), like.device
+    widened = device.type == "cpu"
+    held = max(1, min(call.count // size, LARGEST // (size * sum(value[:1].numel() for value in own.values()))))
+
+    def noise(number: int, shape: Sequence[int], kind: torch.dtype) -> Tensor:
+        drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(number))
+        drawn = drawn / shape[-1] ** 0.5 if len(shape) > 2 else drawn
+        return drawn.to(device, torch.promote_types(kind, torch.float32) if widened else kind)
+
+    every = {leaf: noise(place, (held * size, *value.shape[1:]), value.dtype) for place, (leaf, value) in enumerate(own.items())}
+    mine = {leaf: value[rank * held : (rank + 1) * held].clone() for leaf, value in every.items()}
     draw, tokens = torch.Generator().manual_seed(rank), 64
-    hidden = torch.randn(tokens, like.shape[-1], generator=draw).to(like)
+    hidden = noise(100 + rank, (tokens, like.shape[-1]), like.dtype)
     if call.dense:
         hidden[::4] = 0
-    weights = torch.rand(tokens, slots, generator=draw).to(like.device, dtype)
+    weights = noise(100 + size + rank, (tokens, slots), dtype).abs()
     chosen = torch.rand(tokens, held * size, generator=draw).argsort(1)
     chosen[: tokens // 2] = chosen[0]  # some experts get far more tokens than others
-    chosen = chosen.repeat(1, -(-slots // chosen.shape[1]))[:, :slots].contiguous().to(like.device)
-    run, parts = partial(call.compute, bound), partial(call.compute, bound, mine)
+    chosen = chosen.repeat(1, -(-slots // chosen.shape[1]))[:, :slots].contiguous().to(device)
 
     def divided(x: Tensor, who: Tensor, scale: Tensor) -> Tensor:
-        return by_experts(parts, x, who, scale, held * size, group)
+        return by_experts(partial(call.compute, bound, mine), x, who, scale, held * size, group)
 
-    want = _with_gradients(partial(run, every), hidden, chosen, weights)
-    have = _with_gradients(_passing_zeros(divided) if call.dense else divided, hidden, chosen, weights)
+    with _by_itself(call.module, training, noise), ExitStack() as stack:
+        if widened:
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        try:
+            want, again = (_with_gradients(partial(call.compute, bound, every), hidden, chosen, weights) for _ in range(2))
+            random = any(not torch.equal(*pair) for pair in zip(want, again)) if training else False
+            endless = not all(bool(each.isfinite().all()) for each in want)
+            facts = gather_values(torch.tensor([[random, endless]], device=device), group).any(0).tolist()
+            if any(facts):
+                if facts[1]:
+                    log.warning("%s (%s) gives no finite numbers for noise and is not compared", call.name, class_name(call.module))
+                return
+            have = _with_gradients(_passing_zeros(divided) if call.dense else divided, hidden, chosen, weights)
+        except MeshparError:
+            raise
+        except Exception as error:
+            expected = _IN_ORDER if isinstance(call, _InOrder) else _INTERFACE
+            raise ParallelError(
+                f"{call.name} ({class_name(call.module)}) does not run with {held} of its experts on rows of noise "
+                f"({type(error).__name__}: {str(error).partition(chr(10))[0]}), expected {expected} and its number of experts read from "
+                "its parameters or an attribute such as num_experts; use a mesh without ep"
+            ) from error
     off = torch.stack([(one - other).abs().max() / one.abs().max().clamp(min=1e-30) for one, other in zip(want, have, strict=True)])
     worst = float(gather_values(off.max().nan_to_num(torch.inf, torch.inf)[None], group).max())
-    narrow = [like.dtype, dtype, *(value.dtype for value in own.values())]
-    if torch.is_autocast_enabled(like.device.type):
-        narrow.append(torch.get_autocast_dtype(like.device.type))
-    if worst > (HALF_TOLERANCE if any(torch.finfo(each).bits < 32 for each in narrow) else TOLERANCE):
+    narrow = not widened and (
+        torch.is_autocast_enabled(device.type) or any(torch.finfo(each.dtype).bits < 32 for each in (hidden, weights, *mine.values()))
+    )
+    if worst > (HALF_TOLERANCE if narrow else TOLERANCE):
         raise ParallelError(
             f"{call.name} ({class_name(call.module)}) computes something else by its experts of each rank of ep than by all of them "
-            f"(off by {worst:.1e}), expected for each token the sum over its chosen experts, each by its own row, weight and parameters "
-            "alone; move what is for all experts of a token (a normalisation of weights, a residual, a capacity) to the module around "
-            "it, or use a mesh without ep; "
-            "Plan(..., verify=False) skips this test"
+            f"(off by {worst:.1e}{', in training' if training else ''}), expected for each token the sum over its chosen experts, each by "
+            "its own row, weight and parameters alone; move what is for all experts of a token (a normalisation of weights, a residual, a "
+            "capacity) to the module around it, or use a mesh without ep; Plan(..., verify=False) skips this test"
         )
+
+
+@contextmanager
+def _by_itself(module: nn.Module, training: bool, noise: Callable[[int, Sequence[int], torch.dtype], Tensor]) -> Iterator[None]:
+    """Let a module run in a mode, on copies of buffers, with noise for the parameters inside of it, without the hooks of FSDP2."""
+    kept = [(each, each.training, dict(each._buffers), dict(each._parameters), _hooks(each)) for each in module.modules()]
+    # Hooks of its own keep what is saved here out of a recomputation's.
+    alone = without_modes(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.random.fork_rng(devices=[])
+    with ExitStack() as stack:
+        for one in alone:
+            stack.enter_context(one)  # type: ignore[arg-type]
+        try:
+            for place, (each, _, buffers, parameters, _) in enumerate(kept):
+                each.training = training
+                each._buffers.update({name: None if value is None else _copied(value) for name, value in buffers.items()})
+                if each is not module:
+                    drawn = {name: None if value is None else noise(place, value.shape, value.dtype) for name, value in parameters.items()}
+                    each._parameters.update(drawn)  # type: ignore[arg-type]
+                    each.__dict__.update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict())
+            yield
+        finally:
+            for each, was, buffers, parameters, hooks in kept:
+                each.training = was
+                each._buffers.update(buffers)
+                each._parameters.update(parameters)
+                each.__dict__.update(hooks)
+
+
+def _hooks(module: nn.Module) -> dict[str, Any]:
+    return {name: module.__dict__[name] for name in ("_forward_pre_hooks", "_forward_hooks")}
+
+
+def _copied(buffer: Tensor) -> Tensor:
+    return buffer.to(torch.promote_types(buffer.dtype, torch.float32), copy=True) if buffer.is_floating_point() else buffer.clone()
 
 
 def _same(x: Tensor) -> Tensor:
@@ -380,13 +463,9 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
 
     Collective: every rank of ``group`` calls it, also one without tokens.
     """
-    x, slots = hidden.reshape(-1, hidden.shape[-1]), chosen.shape[-1]
-    expert = chosen.reshape(-1).long()
-    if weights.shape != chosen.shape or len(expert) != len(x) * slots:
-        raise ParallelError(
-            f"experts got chosen experts {tuple(chosen.shape)} and weights {tuple(weights.shape)} for hidden states {tuple(hidden.shape)}, "
-            f"expected {_INTERFACE}; use a mesh without ep for this model"
-        )
+    x, expert = hidden.reshape(-1, hidden.shape[-1]), chosen.reshape(-1).long()
+    _refuse_shapes(hidden, chosen, weights)
+    slots = chosen.shape[-1]
     order = expert.argsort(stable=True)
     sent, received, numbers = _routed(expert, count, group, skew)
     rows, scales = x.index_select(0, order // slots), weights.reshape(-1, 1).index_select(0, order)
@@ -395,13 +474,25 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
     else:
         rows, scales = (_Exchange.apply(each, received, sent, group) for each in (rows, scales))
     arrived = len(rows)
-    if not arrived:  # one row of zeros, so that the same modules run and the same collectives follow in backward
-        rows, scales, numbers = F.pad(rows, (0, 0, 0, 1)), F.pad(scales, (0, 0, 0, 1)), numbers.new_zeros(1)
+    if (
+        not arrived
+    ):  # one row, so that the same modules run and the same collectives follow in backward; no zeros, which may divide something
+        ramp = torch.linspace(-1, 1, x.shape[1], device=x.device, dtype=rows.dtype)[None]
+        rows, scales, numbers = torch.cat([rows, ramp]), F.pad(scales, (0, 0, 0, 1), value=1.0), numbers.new_zeros(1)
     computed = run(rows, numbers[:, None], scales)[:arrived]
     back = _Exchange.apply(computed, sent, received, group)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     # The sum comes last: a view cannot be changed in place behind an FSDP2 unit.
     return back.index_select(0, places).view(*hidden.shape[:-1], slots, back.shape[-1]).sum(-2)
+
+
+def _refuse_shapes(hidden: Tensor, chosen: Tensor, weights: Tensor) -> None:
+    """Refuse other shapes than each token's chosen experts and their weights."""
+    if weights.shape != chosen.shape or chosen.ndim < 2 or chosen.numel() != hidden.numel() // hidden.shape[-1] * chosen.shape[-1]:
+        raise ParallelError(
+            f"experts got chosen experts {tuple(chosen.shape)} and weights {tuple(weights.shape)} for hidden states {tuple(hidden.shape)}, "
+            f"expected {_INTERFACE}; use a mesh without ep for this model"
+        )
 
 
 def _routed(expert: Tensor, count: int, group: Any, skew: float) -> tuple[list[int], list[int], Tensor]:

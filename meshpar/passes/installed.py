@@ -135,19 +135,3 @@ def as_written(module: nn.Module) -> Iterator[None]:
             each.__dict__.pop("forward", None)
             if forward is not None:
                 each.forward = forward
-
-
-@contextmanager
-def in_eval(module: nn.Module) -> Iterator[None]:
-    """Let ``module`` and what is in it run in evaluation for a while, on copies of their buffers."""
-    modules = list(module.modules())
-    kept = [(each, each.training, dict(each._buffers)) for each in modules]
-    try:
-        for each in modules:
-            each.training = False
-            each._buffers.update({name: None if value is None else value.clone() for name, value in each._buffers.items()})
-        yield
-    finally:
-        for each, training, buffers in kept:
-            each.training = training
-            each._buffers.update(buffers)

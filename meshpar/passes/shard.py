@@ -129,22 +129,30 @@ class _Sharding(Precision):
         ignored = self.keep_whole(module, mesh, axes)
         common: dict[str, Any] = {"mesh": held_on, "offload_policy": self._offload_policy(mesh), "ignored_params": ignored}
         keep = self.reshard_after_forward
-        self._shard_divided(module, axes, common)
+        self._shard_divided(module, layout, axes, common)
         *inner, (_, outer, _) = self.units(module, layout, self.min_params)
         inner = [each for each in inner if not isinstance(each[0], FSDPModule)]  # blocks=(...) may name what is divided
         units = [fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **common) for unit, policy, _ in inner]
         fully_shard(module, reshard_after_forward=keep if not isinstance(keep, bool) else False, mp_policy=outer, **common)
         self._prefetch(units)
 
-    def _shard_divided(self, module: nn.Module, axes: tuple[str, ...], common: dict[str, Any]) -> None:
-        """Shard what an axis of samples divides over the data axes alone, each module a unit; what is inside of it sees every sample."""
+    def _shard_divided(self, module: nn.Module, layout: ModelLayout, axes: tuple[str, ...], common: dict[str, Any]) -> None:
+        """Shard what an axis of samples divides over the data axes alone, each module a unit; what is inside of it sees every sample.
+
+        It computes in the dtype in which it would as a part of the unit around it, which has cast the inputs.
+        """
         keep = self.reshard_after_forward if isinstance(self.reshard_after_forward, bool) else True
+        single = {child for pattern in layout.fp32 for _, child in find_modules(module, pattern)}
+        within = {inner for child in single for inner in child.modules()}
         for unit, mesh in applied(module).divided.items():
+            dtype = torch.float32 if unit in within and self.param_dtype is not None else self.param_dtype
+            policy = MixedPrecisionPolicy(dtype, self.reduce_dtype, None, False)
             for child in unit.children():
                 if any(True for _ in child.parameters()):
-                    fully_shard(child, reshard_after_forward=keep, mp_policy=self.inner(), **common)
+                    fully_shard(child, reshard_after_forward=keep, mp_policy=policy, **common)
             held_on = mesh[axes] if common["mesh"].ndim == len(axes) else _torch.flattened(mesh[axes])
-            fully_shard(unit, reshard_after_forward=keep, mp_policy=self.inner(), **{**common, "mesh": held_on})
+            policy = self.kept() if unit in single and self.param_dtype is not None else policy
+            fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **{**common, "mesh": held_on})
 
     def _offload_policy(self, mesh: DeviceMesh) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if self.offload == "cpu" else OffloadPolicy()

@@ -48,25 +48,27 @@ class ExpertLoad:
         self._choices = torch.zeros((), dtype=torch.int64, device=par.device)
         self._entropy = torch.zeros(2, device=par.device)  # a sum over tokens and layers, and their number
         self._logits: dict[int, list[Tensor]] = {}
+        in_order = _modules(par.module, par.layout.experts_in_order)
         for module, counts in zip(experts, self._micro.split(self._sizes)):
-            module.register_forward_pre_hook(partial(self._count, counts), with_kwargs=True, prepend=True)
+            module.register_forward_pre_hook(partial(self._count, counts, module in in_order), with_kwargs=True, prepend=True)
         for place, module in enumerate(_modules(par.module, par.layout.routers)):
             module.register_forward_hook(partial(self._route, place))
 
     @eager
-    def _count(self, counts: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _count(self, counts: Tensor, in_order: bool, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not module.training or in_backward():
             return
-        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        chosen = next((each for each in given if not each.is_floating_point()), None)
-        if chosen is None:  # rows in the order of experts
+        if in_order:
             rows, chosen = rows_in_order(dict(enumerate((*args, *kwargs.values()))), len(counts))
             weights = rows.ne(0).any(1)
             self._choices += weights.sum()
         else:
+            given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            chosen = next(each for each in given if not each.is_floating_point())
             weights = next((each for each in given if each.is_floating_point() and each.shape == chosen.shape), torch.ones_like(chosen))
             self._choices += chosen.numel()
-        counts.index_add_(0, chosen.flatten(), (weights != 0).flatten().to(counts.dtype))
+        known = (weights != 0) & (chosen >= 0) & (chosen < len(counts))  # what is no expert, the exchange refuses on all ranks
+        counts.index_add_(0, chosen.flatten().clamp(0, len(counts) - 1), known.flatten().to(counts.dtype))
 
     @eager
     def _route(self, place: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401 - whatever a router returns
