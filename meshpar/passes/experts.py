@@ -43,7 +43,7 @@ Inner = Callable[[Tensor, Tensor, Tensor], Tensor]
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.1
 """How far divided experts may be off in the first forward, relative to the largest value; the second in 16 bits on an accelerator."""
 LARGEST = 1 << 27
-"""Parameters of all ranks' experts that the first forward gathers at most, of one module at a time: 512 MiB in float32."""
+"""Parameters of all ranks' experts that the first forward draws at most, of one module at a time: 512 MiB in float32."""
 _COUNTS = re.compile(r"_?(moe_)?(n|num)_(local_|routed_|total_)?experts")
 _PLACES = re.compile(r"(^|_)(idx|id|index|layer|number|place|layer_number)$")
 _TORCHS = {"parameters", "buffers", "modules", "non_persistent_buffers_set", "meshpar"}
@@ -358,12 +358,12 @@ def _try(
     def divided(x: Tensor, who: Tensor, scale: Tensor) -> Tensor:
         return by_experts(partial(call.compute, bound, mine), x, who, scale, held * size, group)
 
-    with _by_itself(call.module, training, noise), ExitStack() as stack:
+    with _by_itself(call.module, training, device, noise), ExitStack() as stack:
         if widened:
             stack.enter_context(torch.autocast(device.type, enabled=False))
         try:
-            want, again = (_with_gradients(partial(call.compute, bound, every), hidden, chosen, weights) for _ in range(2))
-            random = any(not torch.equal(*pair) for pair in zip(want, again)) if training else False
+            want, *again = (_with_gradients(partial(call.compute, bound, every), hidden, chosen, weights) for _ in range(1 + training))
+            random = any(not torch.equal(one, other) for each in again for one, other in zip(want, each))
             endless = not all(bool(each.isfinite().all()) for each in want)
             facts = gather_values(torch.tensor([[random, endless]], device=device), group).any(0).tolist()
             if any(facts):
@@ -395,11 +395,14 @@ def _try(
 
 
 @contextmanager
-def _by_itself(module: nn.Module, training: bool, noise: Callable[[int, Sequence[int], torch.dtype], Tensor]) -> Iterator[None]:
+def _by_itself(
+    module: nn.Module, training: bool, device: torch.device, noise: Callable[[int, Sequence[int], torch.dtype], Tensor]
+) -> Iterator[None]:
     """Let a module run in a mode, on copies of buffers, with noise for the parameters inside of it, without the hooks of FSDP2."""
     kept = [(each, each.training, dict(each._buffers), dict(each._parameters), _hooks(each)) for each in module.modules()]
     # Hooks of its own keep what is saved here out of a recomputation's.
-    alone = without_modes(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.random.fork_rng(devices=[])
+    draws = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    alone = without_modes(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same), draws
     with ExitStack() as stack:
         for one in alone:
             stack.enter_context(one)  # type: ignore[arg-type]
