@@ -54,7 +54,7 @@ def bucket(name: str) -> str:
 def served(folder: Path) -> Iterator[int]:
     """Run the server with its files in ``folder``; yield the port where it speaks S3."""
     assert WEED is not None
-    s3, master, volume, filer = ports = free_ports(4)
+    s3, master, volume, filer, *inner = free_ports(8)
     identity = {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin", "Read", "Write", "List"]}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "identities.json").write_text(json.dumps({"identities": [identity]}))
@@ -69,7 +69,7 @@ def served(folder: Path) -> Iterator[int]:
         f"-s3.config={folder / 'identities.json'}",
     ]
     command += [f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"]
-    command += [f"-{each}.port.grpc={port}" for each, port in zip(("s3", "master", "volume", "filer"), free_ports(4, but=ports))]
+    command += [f"-{each}.port.grpc={port}" for each, port in zip(("s3", "master", "volume", "filer"), inner)]
     command += [
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
@@ -87,15 +87,21 @@ def served(folder: Path) -> Iterator[int]:
             process.wait()
 
 
-def free_ports(count: int, but: tuple[int, ...] | list[int] = ()) -> list[int]:
-    """Return ports that were free a moment ago."""
-    opened = [socket.socket() for _ in range(count + len(but))]
-    for each in opened:
-        each.bind(("127.0.0.1", 0))
+def free_ports(count: int) -> list[int]:
+    """Return ports that were free a moment ago, of those that no system hands to outgoing connections: the server's own take one each."""
+    opened: list[socket.socket] = []
+    while len(opened) < count:
+        tried = socket.socket()
+        try:
+            tried.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 30_000)))
+        except OSError:
+            tried.close()
+        else:
+            opened.append(tried)
     found = [each.getsockname()[1] for each in opened]
     for each in opened:
         each.close()
-    return [port for port in found if port not in but][:count]
+    return found
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
