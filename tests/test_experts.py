@@ -75,9 +75,10 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long), 8, pytest.param(16, marks=pytest.mark.long)])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [2, 4, *(pytest.param(many, marks=pytest.mark.long) for many in (8, 16))])
 def test_divided_experts_equal_one_process(ranks):
-    on_ranks(ranks)(divided)(ranks)
+    on_ranks(ranks, timeout_s=90 if ranks < 8 else 500)(divided)(ranks)
 
 
 @on_ranks(4)
