@@ -517,8 +517,8 @@ process. torch {torch}, gloo, float32. Made by `python benchmarks/architectures.
   with what would work.
 - wrong, crashed, hung: bugs.
 - export: the parallel model is exported, and transformers loads it with every parameter equal.
-- CP 2: [context parallelism](context.md) by `gather`, and by `heads`. What mixes positions in a way of
-  its own is computed on whole sequences.
+- CP 2: [context parallelism](context.md) by `gather`, and by `heads`. Models that mix positions in a way
+  of their own compute on whole sequences.
 - EP 2: [whole experts are divided](experts.md).
 - documents: a [packed row](data.md#documents) computes what its documents compute one by one, and
   another first document leaves the second as it was, bit for bit.

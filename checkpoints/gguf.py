@@ -1,7 +1,7 @@
 """Write a model as one GGUF file for llama.cpp, tile by tile, by the package ``gguf``: float16, or quantised to q8_0 or q4_0.
 
-Names of tensors, of keys and the quantising itself are the package's. What it lacks, the order of rows that llama.cpp wants of each
-architecture, follows ``conversion/`` of ggml-org/llama.cpp (release b9600).
+Names of tensors, of keys and the quantising itself are the package's. The package lacks the order of rows that llama.cpp
+requires of each architecture, which follows ``conversion/`` of ggml-org/llama.cpp (release b9600).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _expert_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
 @final
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What llama.cpp wants of an architecture.
+    """llama.cpp's requirements of an architecture.
 
     Attributes:
         name: in llama.cpp.

@@ -34,7 +34,7 @@ _log = logging.getLogger("meshpar.checkpoints")
 @final
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What the name of such a folder tells; ``tmp``: on the way to being ``of``, or to be removed; ``old``: it was ``of``."""
+    """The parsed name of such a folder; ``tmp``: it will become ``of``, or is to be removed; ``old``: it was ``of``."""
 
     path: Place
     of: str
@@ -83,7 +83,7 @@ def on_the_way(target: P, kind: Literal["tmp", "old"], *, process: int | None = 
 
 
 def remove(path: Place) -> None:
-    """Remove a folder, or a file in the place of one. What cannot be removed is told, and left to any process, this one included."""
+    """Remove a folder, or a file in the place of one. If this fails, log it, and leave the folder for any process to remove later."""
     with told_only(f"cannot remove {path}"):
         try:
             if path.is_dir():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 _EXTRA = {"numpy", "pydantic", "rich", "safetensors", "tensorboard", "tokenizers", "torchdata", "typer", "yaml"}
-"""What the extra ``train`` installs, by import name."""
+"""The packages of the extra ``train``, by import name."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What long work shows: in place on a terminal, elsewhere a line every 10 s. All of it goes to standard error."""
+"""Progress of long work, on standard error: in place on a terminal, elsewhere a line every 10 s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch has and has not made public: the one place where its private modules are named.
+"""Functions that torch has and has not made public: the one place where its private modules are named.
 
 - ``replicate`` on FSDP2's machinery: private while torch settles whether it replaces DistributedDataParallel's composable form
   (pytorch/pytorch#166433). It goes when ``torch.distributed.fsdp`` exports it.
@@ -120,8 +120,8 @@ class Units:
     def watch(self, run: Callable[[], None]) -> None:
         """Call ``run`` in every backward that reaches a unit, and let ranks reduce alike: what other ranks may have used counts as zero.
 
-        Weights are gathered out of the sight of selective recomputation, which wants to see the same operators each time. What a unit
-        returns may be changed in place behind it, and its weights are gathered in backward all the same.
+        Selective recomputation, which requires the same operators each time, does not see that weights are gathered. A unit's output
+        may be changed in place behind the unit; its weights are gathered in backward all the same.
         """
         for child in self.modules:
             child.register_forward_hook(_returned, prepend=True, with_kwargs=True)  # FSDP2's own hook comes next

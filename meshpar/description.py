@@ -1,4 +1,4 @@
-"""What a rank holds, block by block."""
+"""The bytes of each rank, block by block."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Row:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What one rank holds; ``str()`` prints the table.
+    """The tensors of one rank; ``str()`` prints the table.
 
     Attributes:
         title: the model and its plan.

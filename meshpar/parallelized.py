@@ -39,7 +39,7 @@ Values = TypeVar("Values")
 
 
 class Planned(Protocol):
-    """What a parallel module asks of the plan that made it: :class:`meshpar.Plan`."""
+    """The part of :class:`meshpar.Plan` that a parallel module uses."""
 
     @property
     def passes(self) -> tuple[Pass, ...]: ...
@@ -437,7 +437,7 @@ class Parallelized:
 
 
 def _selected(values: object, index: Tensor, dim: int) -> object:
-    """Return ``values`` with the tensors in it cut to ``index`` along ``dim``. What has no such dim stays."""
+    """Return ``values`` with the tensors in it cut to ``index`` along ``dim``. Tensors without such a dim stay."""
     if isinstance(values, Tensor):
         return values.index_select(dim, index.to(values.device)) if values.ndim > dim else values
     if isinstance(values, Mapping):

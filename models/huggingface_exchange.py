@@ -162,7 +162,7 @@ def _places_in(model: nn.Module) -> list[nn.Module]:
 
 @final
 class _Sequence:
-    """What one model's masks need to know of the sequence that it computes now."""
+    """The sequence that one model computes now, as its masks need it."""
 
     def __init__(self, exchange: Exchange, inner: str, counting: Any, *, placed: bool) -> None:
         self._exchange, self._inner, self._counting, self._placed = exchange, inner, counting, placed

@@ -45,7 +45,7 @@ SCRATCH = "MESHPAR_SCRATCH"
 """Environment variable with a folder of this machine for errors that cannot be written to the logs, as on a full disk."""
 
 OTHERS_S = 1.0
-"""What a rank or node gives the others to write their errors, to name the first."""
+"""Seconds that a rank or node gives the others to write their errors, so that the first can be named."""
 
 _EXITS = ("os._exit", "sys.exit")
 _FULL_MEMORY = (

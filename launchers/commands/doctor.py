@@ -41,7 +41,7 @@ def run_doctor(mesh: str, placement: Mapping[str, object], *, folder: Path | Non
             refuse_placement(placement)
             return run_code("module", _RANK, arguments)
     with tempfile.TemporaryDirectory(prefix="meshpar-doctor-") as logs:
-        # What rank 0 prints is the report; the exit code of findings is no failure of a rank.
+        # Rank 0 prints the report; the exit code of findings is no failure of a rank.
         found = Path(logs) / "findings"
         os.environ["MESHPAR_FINDINGS"] = str(found)
         try:

@@ -24,7 +24,7 @@ from meshpar.mesh import MeshSpec
 
 
 class _Options(TypedDict, total=False):
-    """What a :class:`Placement` takes as it was said."""
+    """The fields of a :class:`Placement`, as the command line has them."""
 
     node_rank: int
     head: str
@@ -35,7 +35,7 @@ class _Options(TypedDict, total=False):
 
 
 class Given(_Options, total=False):
-    """What was said of where the ranks run; what was not said is absent."""
+    """The options of the command line on where ranks run; options that were not given are absent."""
 
     nproc: str
     nodes: str

@@ -83,7 +83,7 @@ PARALLELISM = (
     "dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "cp_comm_strategy", "sp_size", "sp_backend", "sp_seq_length",
     "sp_seq_length_is_variable", "sp_attn_implementation", "tp_handler", "cp_handler", "sp_handler",
 )  # fmt: skip
-"""What stands under ``parallelism_config``, with or without that prefix."""
+"""The keys under ``parallelism_config``, with or without that prefix."""
 
 ACCELERATE = Keys(
     handlers={

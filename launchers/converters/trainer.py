@@ -18,7 +18,7 @@ DEFAULTS = {
     "checkpoint.every": 500,
     "checkpoint.keep": None,
 }
-"""What Trainer does where its keys say nothing, and a recipe would do otherwise."""
+"""Trainer's defaults that differ from a recipe's."""
 
 _OPT = "AdamW has no such options here; they are lr, betas, eps, weight_decay and fused, in the section optimizer"
 _HUB = "nothing is uploaded; export, then upload with huggingface_hub"

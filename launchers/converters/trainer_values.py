@@ -1,4 +1,4 @@
-"""What the values of TrainingArguments mean, key by key; each function is a handler of the keys' table or makes one."""
+"""The meaning of the values of TrainingArguments, key by key; each function is a handler of the keys' table or makes one."""
 
 from __future__ import annotations
 

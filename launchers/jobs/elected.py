@@ -1,4 +1,4 @@
-"""What a recipe's job does where it is one of several replicas: one of them reports and writes, whichever leads."""
+"""A recipe's job as one of several replicas: the replica that leads reports and writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe calls by name: an objective, or a class of the user's own; found, its keywords checked, made."""
+"""Objects that a recipe calls by name: an objective, or a class of the user's own; found, its keywords checked, made."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class Recipe(Section):
         code: the folder from which classes of your own are imported; None: the recipe's.
         mesh: axes and sizes; empty: one process.
         passes: name -> options, in their order; without them those that the mesh's axes call for.
-        dtype: of the stored parameters, and with them of gradients and optimizer state; what the layout keeps in float32 stays so. What a
-            pass computes in is the pass's own ``param_dtype``.
+        dtype: of the stored parameters, and with them of gradients and optimizer state; what the layout keeps in float32 stays so. A
+            pass computes in its own ``param_dtype``.
         model: see the sections below; the same holds for the other headings.
         teacher: of a distillation.
         lora: adapters, which alone are trained.
@@ -103,7 +103,7 @@ class Recipe(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What became of old names."""
+        """The new names of renamed keys."""
         return self._notes
 
     def where(self, field: str) -> str:

@@ -147,7 +147,7 @@ class MixSection(Section):
 
 @final
 class DataSection(Section):
-    """What is read, and how it becomes batches.
+    """The data, and how it becomes batches.
 
     Attributes:
         source: ``stdlib`` (the source of Python's standard library; for pairs of texts its functions with the first sentence of their

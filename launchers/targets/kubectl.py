@@ -1,4 +1,4 @@
-"""What the targets on Kubernetes have in common: kubectl submits, lists, prints and deletes what a job file holds."""
+"""The common part of the targets on Kubernetes: kubectl submits, lists, prints and deletes the objects of a job file."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _SAME_BATCH = (
 
 @final
 class Agreement:
-    """What the ranks of one parallel module compare while it trains.
+    """The comparisons between the ranks of one parallel module while it trains.
 
     Args:
         module: the module.
@@ -182,8 +182,8 @@ class Agreement:
     def _same_parameters(self, unused: list[nn.Parameter], *, look: bool) -> None:
         """See that all data ranks have gradients for the same parameters, and drop the zeros of those that no rank used.
 
-        What a rank did not use counts as zero in the reduction. Where a rank was not even asked, FSDP2 has joined gradients of different
-        parameters without a word.
+        Parameters that a rank did not use count as zero in the reduction. On a rank whose backward did not reach the unit at all, FSDP2
+        would join gradients of different parameters without an error.
         """
         zeros = {id(each) for each in unused}
         trained = list(self._module.named_parameters())
@@ -241,8 +241,8 @@ def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> No
 def differing_gradients(module: nn.Module, axis: str, group: dist.ProcessGroup) -> list[str]:
     """Return the names of parameters that every rank of ``axis`` keeps whole and whose gradients have different norms there.
 
-    A replicated parameter that sees a slice of the heads or features has a part of its gradient on each rank. What is zero by theory, and
-    so holds rounding noise, does not count.
+    A replicated parameter that sees a slice of the heads or features has a part of its gradient on each rank. A gradient
+    that is zero in theory, and so is rounding noise, does not count.
 
     Collective over ``group``, the ranks of ``axis``.
     """
@@ -280,7 +280,7 @@ def digest_of(values: object, device: torch.device) -> Tensor:
 def leaves(values: object, *, objects: bool = False, around: tuple[int, ...] = ()) -> Iterator[Any]:
     """Yield what is in lists, tuples, mappings and dataclasses, in order; with ``objects``, in attributes of other objects, too.
 
-    What refers back to something ``around`` it (numbers of objects) is not entered again.
+    An object that is ``around`` itself (``around`` has the ids of objects) is not entered again.
     """
     if id(values) in around:
         return

@@ -39,7 +39,7 @@ PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
 
 
 class Comparisons(Protocol):
-    """What ranks compare; see :class:`meshpar.exact.agreement.Agreement`."""
+    """The comparisons between ranks; see :class:`meshpar.exact.agreement.Agreement`."""
 
     def batch(self, inputs: object) -> None:
         """Before a forward."""
@@ -59,7 +59,7 @@ class Comparisons(Protocol):
 
 @final
 class Cycle:
-    """What happens around every forward, backward and optimizer step of one parallel module.
+    """The work around every forward, backward and optimizer step of one parallel module.
 
     Args:
         module: the outermost module, to which a plan was applied.
@@ -258,7 +258,7 @@ class Cycle:
                 f"somebody put another tensor in the place of the parameter {foreign}, and sharding would gather the old one: "
                 "torch.func.functional_call cannot work on sharded modules; use par.load_state_dict, or par.averaged(decay) for averages"
             )
-        # What an earlier forward left gathered may be older than the last step: any code may have changed the shards since.
+        # Parameters that an earlier forward left gathered may be older than the last step: any code may have changed the shards since.
         self._units.reshard()
         self._gather_shards()
         if torch.is_grad_enabled():

@@ -77,7 +77,7 @@ _SHARE: _Cause = (
 
 @final
 class Explanation:
-    """What an error out of a module can mean under one plan.
+    """The possible meanings of an error out of a module under one plan.
 
     Args:
         module: the outermost module.

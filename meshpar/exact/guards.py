@@ -1,4 +1,4 @@
-"""What a parallel module refuses to be done to it as a whole."""
+"""Operations on a whole parallel module that are refused."""
 
 from __future__ import annotations
 

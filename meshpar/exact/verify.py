@@ -59,7 +59,7 @@ class Difference:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What was tried.
+    """The result of one trial.
 
     Attributes:
         modules: the blocks that were tried, one of each kind -> the largest relative difference found in each.
@@ -81,7 +81,7 @@ class Verification:
 @final
 @dataclass(slots=True)
 class _Seen:
-    """What one block was called with, and how its dropout masks looked."""
+    """The inputs of one call of a block, and its dropout masks."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a plan will cost before anything is launched: bytes, collectives, step time.
+"""Forecast the costs of a plan before a launch: bytes, collectives, step time.
 
 ``forecast(plan, model, batch, hardware="h100")`` runs the real passes on a model without memory and replays a step.
 """

@@ -162,7 +162,7 @@ def install() -> None:
 
 
 def begin(recorder: object) -> None:
-    """Start a step whose events ``recorder`` takes; None: leave waits unheard. What earlier steps issued is done."""
+    """Start a step whose events ``recorder`` takes; None: leave waits unheard. The work of earlier steps counts as done."""
     Stream.recorder, Stream.current = recorder, _COMPUTE
     for stream in Stream.everyone:
         stream.last = -1

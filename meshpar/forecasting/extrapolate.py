@@ -77,7 +77,7 @@ def _stretched(few: Sequence[Event], more: Sequence[Event], times: int, places: 
     body = list(more[cut : cut + period])
     tail = [_grown(a, b, times) for a, b in zip(few[cut:], more[cut + period :])]
     extra = (times - 1) * period if period else 0
-    # What others wait for in the stretch that repeats is its last repetition.
+    # Later events wait for the last repetition of the stretch that repeats.
     places.of += [start + at + (extra if at >= cut else 0) for at in range(len(more))]
 
     def moved(event: Event, at: int, repetition: int) -> Event:

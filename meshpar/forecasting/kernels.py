@@ -1,4 +1,4 @@
-"""What the simulated device runs where torch chooses kernels by device: what a CUDA device would, or what the CPU does."""
+"""The kernels of the simulated device, where torch chooses them by device: those of a CUDA device, or the CPU's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan pays for without need, each with what it costs."""
+"""Costs of a plan that can be avoided, each with its size."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _tensor_parallel(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
 
 
 def _padding(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
-    """What FSDP gathers beyond the parameters themselves, because dim 0 does not divide by the ranks."""
+    """The padding that FSDP gathers, because dim 0 does not divide by the ranks."""
     shards = trace.axes.get("dp_shard", 1)
     gathers = [sent for phase, sent in trace.collectives() if phase == "forward" and sent.axis == "dp_shard" and sent.kind == "all_gather"]
     passes = sum(phase.name == "forward" for phase in trace.phases)

@@ -1,4 +1,4 @@
-"""What an operator costs before any hardware is known: floating-point operations, bytes moved, and what a collective sends."""
+"""The costs of an operator before any hardware is known: floating-point operations, bytes moved, bytes sent by a collective."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COLLECTIVES: dict[Any, str] = {
 """Operators that cross the network. One that is not here and looks like one is refused by the recorder, never overlooked."""
 
 FLOAT8 = "float8"
-"""What profiles call the speed of products of eight-bit numbers, in either of their formats."""
+"""The profiles' key for the speed of products of eight-bit numbers, in either format."""
 
 _PRODUCTS = {
     aten.mm.default: (0, 1),

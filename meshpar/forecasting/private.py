@@ -1,4 +1,4 @@
-"""What the simulation needs of torch that torch has not made public: the one place of the forecast where it is named.
+"""Functions of torch that the simulation needs and torch has not made public: the one place of the forecast that names them.
 
 Only the simulation's own process calls these, but for :func:`hidden_propagation`.
 
@@ -144,7 +144,7 @@ def _outside_fake_mode(owner: Any, *names: str) -> None:
 
 @final
 class _Chunks(Sequence[Tensor]):
-    """What ``_chunk_with_empty`` returns, each chunk made when it is asked for."""
+    """The chunks of ``_chunk_with_empty``, each made when it is read."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self.tensor, self.ranks, self.dim = tensor, count, dim

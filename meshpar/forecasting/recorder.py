@@ -60,13 +60,13 @@ class Recorder(TorchDispatchMode):
         self._fusion = Fusion()
 
     def phase(self, name: str) -> None:
-        """What comes now belongs to the phase ``name``; the gradients of the one before are known by now."""
+        """Count what follows as the phase ``name``; the gradients of the phase before are known."""
         self._fuse()
         self.phases.append((name, len(self.events)))
         self.scope, self.in_blocks = "", False
 
     def enter(self, scope: str) -> None:
-        """What comes now is the work of the block ``scope``, empty: of no block."""
+        """Count what follows as work of the block ``scope``; an empty name: of no block."""
         self._fuse()
         self.scope = scope
         self.in_blocks = self.in_blocks or bool(scope)
@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """What runs in here is not recorded."""
+        """Record nothing inside of this context."""
         self._hidden += 1
         try:
             yield

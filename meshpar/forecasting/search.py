@@ -107,7 +107,7 @@ class Candidate:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """What a search found.
+    """The results of a search.
 
     Attributes:
         best: forecasts of the first candidates, each replayed with its own mesh and settings; the fastest first.
@@ -253,7 +253,7 @@ def _candidates(
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What a search is asked for: the arguments of :func:`search`, and ``world_size`` without the axes that are ``fixed``."""
+    """The question of a search: the arguments of :func:`search`, and ``world_size`` without the axes that are ``fixed``."""
 
     model: nn.Module
     layout: ModelLayout

@@ -27,7 +27,7 @@ from meshpar.training.objectives import EXAMPLES
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one data rank trains on in a step.
+    """The samples of one data rank in a step.
 
     Attributes:
         sequence: tokens of a sample.

@@ -15,7 +15,7 @@ HELD = (
     *("parameters", "gradients", "optimizer", "buffers", "inputs"),
     *("gathered", "activations", "recomputed", "logits and loss", "temporaries"),
 )
-"""What memory is held by. ``gathered``: whole parameters of a unit, and the buffers in which they and their gradients travel."""
+"""Owners of memory. ``gathered``: whole parameters of a unit, and the buffers in which they and their gradients travel."""
 
 Kind = Literal["compute", "collective", "async", "wait"]
 
@@ -165,7 +165,7 @@ class Trace:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a rank holds over the step.
+    """The memory of a rank over the step.
 
     Attributes:
         peak: most bytes at any moment.

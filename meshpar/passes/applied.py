@@ -1,4 +1,4 @@
-"""What the passes of one plan leave on the outermost module, for those that run it."""
+"""The record that the passes of one plan leave on the outermost module, for those that run it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pass is, what it declares, and in which order passes apply."""
+"""The protocol of passes: what a pass declares, and in which order passes apply."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from meshpar.patterns import find_modules, is_called, nearest
 class Stage(enum.IntEnum):
     """When a pass applies.
 
-    Whole experts are divided before tensor parallelism splits the features of each. What computes a whole sequence does so inside of what
-    splits its features. Tensor parallelism decides what a layer computes, so it applies before anything that wraps the layer. Data
-    parallelism shards the parameters that the others left, so it applies last.
+    Whole experts are divided before tensor parallelism splits the features of each. A wrapper that computes a whole sequence goes
+    inside of the one that splits its features. Tensor parallelism decides what a layer computes, so it applies before anything that
+    wraps the layer. Data parallelism shards the parameters that the others left, so it applies last.
     """
 
     EXPERTS = 0
@@ -35,7 +35,7 @@ class Stage(enum.IntEnum):
 
 
 class Role(enum.Enum):
-    """What differs between the ranks of an axis. The core derives batches, seeds, reductions and checks from the roles.
+    """The difference between the ranks of an axis. The core derives batches, seeds, reductions and checks from the roles.
 
     - ``SAMPLES``: each rank gets different samples; gradients are averaged over the axis, and random state differs.
     - ``POSITIONS``: each rank gets different positions of the same samples, from :meth:`meshpar.Parallelized.split`. Gradients are

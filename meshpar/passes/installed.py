@@ -1,4 +1,4 @@
-"""What meshpar changed of a module: one record a module, from which its own computation can be had back."""
+"""The changes that meshpar made to a module: one record a module, which gives its own computation back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Step = Callable[[Tensor], Tensor]
 @final
 @dataclass(slots=True, kw_only=True)
 class Installed:
-    """What was put on one module.
+    """The changes of one module.
 
     Attributes:
         before: the ``forward`` that the instance had of its own before, or one that stays; None: its class's.

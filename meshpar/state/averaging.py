@@ -15,7 +15,7 @@ from meshpar.placements import held_by_this_rank, local_tensor
 
 
 class Resharded(Protocol):
-    """What an average asks of a :class:`meshpar.Parallelized`."""
+    """The part of :class:`meshpar.Parallelized` that an average uses."""
 
     @property
     def module(self) -> nn.Module: ...

@@ -35,7 +35,7 @@ def allocate(module: nn.Module, device: torch.device, parameter_device: torch.de
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
                 child._buffers[name] = torch.empty_like(buffer, device=device)
-    # What nn.Module.to_empty does, but for tensors that have their values.
+    # As nn.Module.to_empty, except for tensors that have their values.
     module._apply(lambda tensor: torch.empty_like(tensor, device=parameter_device) if tensor.is_meta else tensor)
     retie(module, ties)
 

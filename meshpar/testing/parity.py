@@ -25,7 +25,7 @@ from meshpar.registry import layout_for
 @final
 @dataclass(slots=True)
 class Record:
-    """What a training run leaves: whole tensors, on the CPU.
+    """The results of a training run: whole tensors, on the CPU.
 
     Attributes:
         losses: the loss of each step.

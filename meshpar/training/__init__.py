@@ -1,4 +1,4 @@
-"""What a training job needs around a model: text, tokens, batches, objectives, schedules, metrics and the loop."""
+"""A training job's parts around the model: text, tokens, batches, objectives, schedules, metrics and the loop."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _CONNECT_S = 5.0  # gloo tries five times
 
 
 class Stateful(Protocol):
-    """What a replica sends to another beside its weights and optimizer: plain data, such as a trainer's."""
+    """State that a replica sends to another beside its weights and optimizer: plain data, such as a trainer's."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -1,4 +1,4 @@
-"""What routers do with tokens: counted on the device, reported, and balanced by a bias or by a loss."""
+"""The load of experts: counted on the device, reported, and balanced by a bias or by a loss."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Member:
 
     @property
     def state(self) -> tuple[int, Sum]:
-        """What its weights come from; the largest is the job's."""
+        """The history that its weights come from; the largest number is the job's."""
         return self.step, self.sum
 
 
@@ -209,7 +209,7 @@ def _member(found: Any) -> Member:  # noqa: ANN401 - torchft has no types for it
 
 
 class Peers(Protocol):
-    """What is used of a gloo backend that was made without a process group; torch's stubs lack it."""
+    """The methods of a gloo backend that needs no process group; torch's stubs lack them."""
 
     def allreduce(self, tensors: list[Tensor], op: object = ..., /) -> dist.Work: ...
     def send(self, tensors: list[Tensor], to: int, tag: int, /) -> dist.Work: ...

@@ -1,4 +1,4 @@
-"""What the tensor-parallel styles of one application share, and their protocol."""
+"""The tensor-parallel styles' protocol, and the context that the styles of one application share."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Arrivals:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What every style of one application shares.
+    """The context that all styles of one application share.
 
     Attributes:
         mesh: the tensor axis, 1-D.

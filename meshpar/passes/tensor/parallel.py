@@ -157,7 +157,7 @@ class TensorParallel(Pass):
 
     def _install(self, module: nn.Module, layout: ModelLayout, context: Context) -> None:
         table = self._table(module, layout)
-        # What takes a module's own parameters goes inside of what prepares its inputs.
+        # A wrapper that takes a module's own parameters goes inside of the one that prepares its inputs.
         found = [*_parameter_styles(module, table)]
         found += [(name, child, style) for pattern, style in table.modules.items() for name, child in find_modules(module, pattern)]
         found = list(_with_copied_heads(module, layout, found, context.size))
