@@ -123,6 +123,28 @@ def test_what_differs_between_layers_is_a_kind_of_its_own():
         par.module(IDS)
 
 
+class FullMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise MemoryError
+
+
+@on_ranks(2)
+def test_an_error_in_a_blocks_backward_reaches_the_loops_backward_and_no_forward():
+    par = Plan("tp=2", [TensorParallel()]).apply(Model(), LAYOUT)
+    hook = par.module.blocks[0].norm.register_forward_hook(lambda module, args, output: FullMemory.apply(output))
+    output = par.module(IDS)
+    with pytest.raises(MemoryError):
+        output.sum().backward()
+    hook.remove()
+    par.module.zero_grad()
+    par.module(IDS).sum().backward()
+
+
 RIGHT = {
     "tp": ("tp=4", [TensorParallel()]),
     "tp-sequence-loss": ("tp=4", [TensorParallel(sequence_parallel=True, loss_parallel=True)]),

@@ -217,8 +217,8 @@ class SplitTest:
                     expected = alone.outputs(unit)
                     cotangents = [noise(want, place) for place, want in enumerate(expected)]
                     wanted = alone.gradients(expected, cotangents)
-                except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
-                    failed = f"it does not run unsplit: {type(error).__name__}: {str(error).splitlines()[0]}"
+                except Exception as error:  # noqa: BLE001 - training meets the block's own errors, where a loop may catch them
+                    failed = f"it does not run unsplit: {type(error).__name__}: {error}".splitlines()[0]
             if self._anywhere(bool(failed)):
                 raise _NotTried(failed or "it does not run unsplit on another rank of the axis")
             parts = {each: self._part(self._parameter(full), wholes[each]) for each, full in names.items()}
