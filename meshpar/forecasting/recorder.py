@@ -14,7 +14,6 @@ from typing import Any, Protocol, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._tools.fake_collectives import CollectiveOp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -196,6 +195,8 @@ class Recorder(TorchDispatchMode):
         )
 
     def _collective(self, func: Any, args: Any, outputs: list[Tensor]) -> None:
+        from torch.distributed._tools.fake_collectives import CollectiveOp  # loads Inductor, which who only names hardware does without
+
         group = CollectiveOp.get_process_group(func, args)
         ranks = dist.get_process_group_ranks(group)
         size, dtype = operators.sent(func, args, outputs)

@@ -82,16 +82,21 @@ def simulate(jobs: Sequence[Simulation], *, workers: int = 1, told: Callable[[in
         return []
     share = min(max(1, workers), len(jobs))
     with tempfile.TemporaryDirectory(prefix="meshpar-forecast-") as folder:
-        running = [_start(jobs[number::share], Path(folder) / str(number)) for number in range(share)]
+        places = [Path(folder) / str(number) for number in range(share)]
+        for number, where in enumerate(places):
+            _send(jobs[number::share], where)
+        # On Linux the workers are forked from one, which loads torch and the passes once.
+        running = [_start(some) for some in ([places] if sys.platform == "linux" else [[where] for where in places])]
         results: list[Any] = [None] * len(jobs)
         try:
-            while told is not None and any(process.poll() is None for process, _ in running):
-                told(sum(_done(where) for _, where in running), len(jobs))
+            while told is not None and any(process.poll() is None for process in running):
+                told(sum(map(_done, places)), len(jobs))
                 time.sleep(_LOOK_S)
-            for number, (process, where) in enumerate(running):
-                results[number::share] = _collect(process, where)
+            ended = [process.wait() for process in running]
+            for number, where in enumerate(places):
+                results[number::share] = _collect(where, places, ended)
         finally:
-            for process, _ in running:
+            for process in running:
                 assert process.stdin is not None
                 process.stdin.close()
                 process.kill()
@@ -99,7 +104,7 @@ def simulate(jobs: Sequence[Simulation], *, workers: int = 1, told: Callable[[in
     return results
 
 
-def _start(jobs: Sequence[Simulation], where: Path) -> tuple[subprocess.Popen[bytes], Path]:
+def _send(jobs: Sequence[Simulation], where: Path) -> None:
     if multiprocessing.current_process().name == PROCESS:
         raise MeshparError(
             "the forecast imports the script that defines this model, and the script asks for a forecast as it is imported; "
@@ -112,10 +117,13 @@ def _start(jobs: Sequence[Simulation], where: Path) -> tuple[subprocess.Popen[by
             f"the forecast runs in a process of its own, to which this plan or model cannot be sent: {error}; define classes and functions "
             "at the top of a module, and build the model on the meta device"
         ) from error
-    command = [sys.executable, "-m", "meshpar.forecasting.worker", str(where)]
+
+
+def _start(places: Sequence[Path]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "meshpar.forecasting.worker", *map(str, places)]
     # The pipe is never written to: it ends with this process, and the simulation with it.
-    with where.with_suffix(".err").open("wb") as errors:
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors), where
+    with places[0].with_suffix(".err").open("wb") as errors:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors)
 
 
 def _preparation(jobs: Sequence[Simulation]) -> dict[str, Any]:
@@ -139,12 +147,13 @@ def _done(where: Path) -> int:
     return counted.stat().st_size if counted.exists() else 0
 
 
-def _collect(process: subprocess.Popen[bytes], where: Path) -> list[Trace]:
-    process.wait()
+def _collect(where: Path, places: Sequence[Path], ended: Sequence[int]) -> list[Trace]:
     answer = where.with_suffix(".traces")
     if not answer.exists():
-        lines = where.with_suffix(".err").read_text(errors="replace").splitlines()
-        raise MeshparError("the simulation ended without an answer, exit code " + f"{process.returncode}: " + "\n".join(lines[-15:]))
+        lines = [
+            line for each in places if (file := each.with_suffix(".err")).exists() for line in file.read_text(errors="replace").splitlines()
+        ]
+        raise MeshparError(f"the simulation ended without an answer, exit code {max(ended, key=abs)}: " + "\n".join(lines[-15:]))
     result = pickle.loads(answer.read_bytes())
     if isinstance(result, Exception):
         raise result

@@ -1,22 +1,40 @@
-"""The simulation's own process: reads jobs, writes traces or the error that one of them met."""
+"""The simulation's own processes: they read jobs, and write traces or the error that one of them met."""
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed._tools.fake_collectives  # noqa: F401  every simulation needs it, and it takes a second to load
+
 from meshpar.errors import MeshparError
+from meshpar.forecasting import device
+from meshpar.forecasting.simulate import Simulation, read_jobs, run
+from meshpar.forecasting.trace import Trace
 
 
-def main(where: Path) -> None:
+def main(places: Sequence[Path]) -> int:
+    """Answer the jobs of each of ``places`` in a process of its own, this one among them; return the first exit code that is not 0."""
+    gc.freeze()  # FSDP2 collects garbage for every unit, and nothing loaded so far is any
+    others = list[int]()
+    for where in places[1:]:
+        if not (process := os.fork()):
+            answer(where)
+            os._exit(0)
+        others.append(process)
+    answer(places[0])
+    return next((code for each in others if (code := os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]))), 0)
+
+
+def answer(where: Path) -> None:
     """Run the jobs pickled at ``where``.jobs, count them in the length of ``where``.done, leave the answer at ``where``.traces."""
-    import meshpar.forecasting.device as device
-    from meshpar.forecasting.simulate import Simulation, read_jobs, run
-    from meshpar.forecasting.trace import Trace
+    threading.Thread(target=_end_with_who_asked, daemon=True).start()
 
     def counted(job: Simulation) -> Trace:
         trace = run(job)
@@ -24,18 +42,18 @@ def main(where: Path) -> None:
             done.write(b".")
         return trace
 
-    answer: object
+    told: object
     try:
         jobs = read_jobs(where)
         device.install()
-        answer = [counted(job) for job in jobs]
+        told = [counted(job) for job in jobs]
     except MeshparError as error:
-        answer = error
+        told = error
     except Exception as error:  # noqa: BLE001  whatever a model raises is handed to who asked
         lines = traceback.format_exc().splitlines()
-        answer = MeshparError(f"the simulated step failed: {type(error).__name__}: {error}\n" + "\n".join(lines[-12:]))
+        told = MeshparError(f"the simulated step failed: {type(error).__name__}: {error}\n" + "\n".join(lines[-12:]))
     temporary = where.with_suffix(".part")
-    temporary.write_bytes(pickle.dumps(answer))
+    temporary.write_bytes(pickle.dumps(told))
     temporary.rename(where.with_suffix(".traces"))
 
 
@@ -46,5 +64,4 @@ def _end_with_who_asked() -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_who_asked, daemon=True).start()
-    main(Path(sys.argv[1]))
+    sys.exit(main([Path(each) for each in sys.argv[1:]]))
