@@ -29,7 +29,7 @@ from meshpar.launchers.agent.failures import NO_USE, Failure, error_file, first_
 from meshpar.launchers.agent.local import Placement, _config, _identified, _patient
 from meshpar.launchers.agent.nodes_here import free_port
 from meshpar.launchers.agent.rank_logs import Shown
-from meshpar.launchers.commands.run import from_kubeflow, placed
+from meshpar.launchers.commands.placing import from_kubeflow, placed
 from meshpar.launchers.jobs.job import _new_steps_noted
 
 RUN = [sys.executable, "-m", "meshpar.launchers", "run"]
@@ -460,10 +460,10 @@ def test_nodes_without_an_id_agree_on_one(tmp_path: Path) -> None:
 
 
 def test_placements() -> None:
-    assert placed({"nproc": "4"}, None) == Placement(ranks=4)
-    assert placed({"nproc": 2, "nodes": "1:3", "head": "a:1"}, None) == Placement(ranks=2, nodes=3, least_nodes=1, head="a:1")
+    assert placed({"nproc": "4"}) == Placement(ranks=4)
+    assert placed({"nproc": 2, "nodes": "1:3", "head": "a:1"}) == Placement(ranks=2, nodes=3, least_nodes=1, head="a:1")
     kubeflow = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "3"}
-    assert placed(from_kubeflow(kubeflow), None) == Placement(ranks=4, nodes=2, least_nodes=2, node_rank=1, head="a:3")
+    assert placed(from_kubeflow(kubeflow)) == Placement(ranks=4, nodes=2, least_nodes=2, node_rank=1, head="a:3")
 
 
 @pytest.mark.parametrize(
@@ -479,4 +479,4 @@ def test_placements() -> None:
 )
 def test_placements_that_cannot_be(given: dict[str, object], told: str) -> None:
     with pytest.raises(LaunchError, match=told.replace("(", r"\(")):
-        placed({"nproc": "1", **given}, None)
+        placed({"nproc": "1", **given})

@@ -44,6 +44,9 @@ STOPPED = {128 + each for each in SIGNALS}
 SCRATCH = "MESHPAR_SCRATCH"
 """Environment variable with a folder of this machine for errors that cannot be written to the logs, as on a full disk."""
 
+SHUTDOWN_S = 600
+"""Seconds between a signal, after which ranks write a checkpoint, and SIGKILL."""
+
 OTHERS_S = 1.0
 """Seconds that a rank or node gives the others to write their errors, so that the first can be named."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO, final
+from typing import TYPE_CHECKING, Any, TextIO, final
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
@@ -26,6 +26,7 @@ from meshpar.launchers.agent.failures import (
     NO_USE,
     OTHERS_S,
     SCRATCH,
+    SHUTDOWN_S,
     SIGNALS,
     STOPPED,
     exit_code,
@@ -36,10 +37,9 @@ from meshpar.launchers.agent.failures import (
 )
 from meshpar.launchers.agent.rank_logs import Shown, log_file, start_id
 from meshpar.launchers.agent.starts import IN_VAIN, in_vain
-from meshpar.launchers.recipes.recipe import Recipe
 
-SHUTDOWN_S = 600
-"""Seconds between a signal, after which ranks write a checkpoint, and SIGKILL."""
+if TYPE_CHECKING:
+    from meshpar.launchers.recipes.recipe import Recipe  # loads all that a job may use, which a script does without
 
 COMPLETE, NO_RESTART = "complete", "no-restart"
 """Marker files in a start's log folder: the job is complete; another start would fail like this one."""

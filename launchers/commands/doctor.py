@@ -12,7 +12,7 @@ from meshpar import runtime
 from meshpar.errors import LaunchError
 from meshpar.launchers.agent import slurm
 from meshpar.launchers.agent.local import launch
-from meshpar.launchers.commands.run import placed, refuse_placement, said
+from meshpar.launchers.commands.placing import placed, refuse_placement, said
 from meshpar.launchers.jobs.worker import run_code
 
 _RANK = "meshpar.launchers.doctor.rank"
@@ -45,7 +45,7 @@ def run_doctor(mesh: str, placement: Mapping[str, object], *, folder: Path | Non
         found = Path(logs) / "findings"
         os.environ["MESHPAR_FINDINGS"] = str(found)
         try:
-            code = launch(["module", _RANK, *arguments], placed({**given, "meeting_s": int(wait_s)}, None), Path(logs), sys.stdout)
+            code = launch(["module", _RANK, *arguments], placed({**given, "meeting_s": int(wait_s)}), Path(logs), sys.stdout)
         except LaunchError as error:
             raise LaunchError(f"the doctor could not finish: {error}") from error
         return 1 if found.exists() else code

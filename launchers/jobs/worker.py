@@ -18,8 +18,7 @@ from types import FrameType, ModuleType
 from typing import NoReturn
 
 from meshpar.errors import LaunchError, MeshparError
-from meshpar.launchers.agent.failures import NO_USE, STOPPED, exit_code, forget, note_os_exit, note_sys_exit, record
-from meshpar.launchers.agent.local import SHUTDOWN_S
+from meshpar.launchers.agent.failures import NO_USE, SHUTDOWN_S, STOPPED, exit_code, forget, note_os_exit, note_sys_exit, record
 from meshpar.launchers.agent.rank_logs import copy_output, redirect
 from meshpar.launchers.agent.starts import begin
 from meshpar.launchers.agent.startup import quick_imports

@@ -1,0 +1,73 @@
+"""``meshpar run`` of a recipe: on the ranks of this node, as one rank of another launcher, or as replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from meshpar import runtime
+from meshpar.errors import LaunchError
+from meshpar.launchers.agent.local import launch_recipe
+from meshpar.launchers.agent.replicas import divided, launch_replicas
+from meshpar.launchers.commands.placing import Given, accelerators, adopted, first_error_of, node_range, placed
+from meshpar.launchers.commands.train import check, run_as_rank, show
+from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs.elected import replica_problems
+from meshpar.launchers.jobs.worker import end_with_parent
+from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+from meshpar.mesh import MeshSpec
+
+
+def run(
+    source: str, overrides: Sequence[str], given: Given, placement: Mapping[str, object], logs: Path | None, elastic: str | None
+) -> int:
+    """Run a recipe; see :func:`meshpar.launchers.commands.run.run`. ``given`` is ``placement`` with Kubeflow's variables."""
+    recipe = load_recipe(source, overrides)
+    if elastic is not None:
+        return _run_replicas(recipe, given, logs, elastic)
+    if (step := adopted(given, placement)) is not None:
+        with first_error_of(logs or recipe.folder / "logs", step):
+            if runtime.is_main():
+                show(recipe)
+            return run_as_rank(recipe) or 0
+    place = placed(given, partial(_ranks_here, recipe))
+    check(recipe, place.ranks * place.nodes, build.machine_problems(recipe, place.ranks))
+    if runtime.replica()[1]:
+        end_with_parent()
+    elif not place.node_rank:
+        show(recipe)
+    return launch_recipe(recipe, place, logs)
+
+
+def _run_replicas(recipe: Recipe, given: Given, logs: Path | None, elastic: str) -> int:
+    """Run this node's replicas of a recipe."""
+    if elastic != "replicas":
+        raise LaunchError(f"--elastic is {elastic!r}; expected replicas (--nodes MIN:MAX is the job that restarts on fewer nodes)")
+    if odd := [f"--{name.replace('_', '-')}" for name in ("rejoin_s", "run_id", "meeting_s") if name in given]:
+        raise LaunchError(f"--elastic=replicas does not take {', '.join(odd)}; set patience in the recipe instead")
+    least, nodes = node_range(str(given.get("nodes", 1)))
+    if least != nodes:
+        raise LaunchError("--elastic=replicas and --nodes MIN:MAX are two kinds of elastic jobs; give --nodes a number")
+    head, node_rank = given.get("head", ""), given.get("node_rank", 0)
+    if nodes > 1 and not (head or runtime.lighthouse()):
+        raise LaunchError(f"{nodes} nodes require --head HOST:PORT, a free port of node 0, where the replicas' lighthouse listens")
+    mesh = MeshSpec.placed(recipe.mesh, build.world_size_of(recipe), build.world_size_of(recipe) // nodes)
+    division = divided(mesh, nodes, node_rank)
+    one = recipe.model_copy(update={"mesh": str(division.mesh)})
+    check(one, division.ranks, [*build.machine_problems(one, division.ranks), *replica_problems(recipe)])
+    if not node_rank:
+        show(recipe)
+    return launch_replicas(recipe, division, head, node_rank, given.get("restarts"), logs)
+
+
+def _ranks_here(recipe: Recipe, nodes: int) -> int:
+    """Return the number of ranks on this node, from the recipe's mesh or this machine's accelerators."""
+    if nodes == 1:
+        return build.world_size_of(recipe)
+    if build.device_type(recipe) != "cpu":
+        return accelerators()
+    world = build.world_size_of(recipe)
+    if world % nodes:
+        raise LaunchError(f"the mesh {recipe.mesh} has {world} ranks, which {nodes} nodes cannot share evenly; give --nproc")
+    return world // nodes
