@@ -65,6 +65,7 @@ def values(recipe: Recipe, name: str) -> list[float]:
     return [record[name] for record in records(recipe) if record.get(name) is not None]
 
 
+@pytest.mark.long  # the quickstart does the same with another model
 def test_gpt2_is_trained_gone_on_with_and_exported(home: Path) -> None:
     more = [*text(home), "model.n_layer=2", "model.n_embd=32", "schedule.steps=6", "training.validate_every=3"]
     train(home, "gpt2_small", *more, "training.steps=3", "mesh=''", "passes=[]", "data.micro_batch=4", ranks=1)

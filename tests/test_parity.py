@@ -43,7 +43,7 @@ PLANS = {
 SAMPLED = {"transformer", "gpt2-untied", "hf-llama", "hf-llama-tied", "hf-qwen3", "hf-qwen3-tied"}
 """Whose kind is under every plan by another model; under the other plans they are in the long form, ``-m long``."""
 SAMPLE = {"fsdp-tp-sequence-loss"}
-ON_EIGHT = {("transformer-tied-qknorm", "hsdp-tp-sequence-loss"), ("hf-gpt2", "hsdp-tp")}
+ON_EIGHT = {("transformer-tied-qknorm", "hsdp-tp-sequence-loss")}
 """What runs on eight ranks in the suite."""
 
 

@@ -47,6 +47,7 @@ def test_reshard_to_a_smaller_group():
     assert_parity(transformer, "dp_shard=4", [FullyShard(reshard_after_forward=2)], token_steps(VOCAB, parts=4))
 
 
+@pytest.mark.long
 @on_ranks(2, timeout_s=170)
 def test_compiled_sequence_parallel():
     assert_parity(lambda: transformer(qk_norm=True), "tp=2", [SEQUENCE, Compile()], token_steps(VOCAB, parts=2))

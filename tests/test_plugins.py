@@ -108,7 +108,7 @@ def split_and_kept_on_the_host():
         par.module(input_ids=torch.full((1, 4), dist.get_rank()))
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_a_strangers_split_of_positions_equals_one_process(stranger, ranks):
     on_ranks(ranks)(split_by_positions)()
 

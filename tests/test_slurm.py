@@ -202,6 +202,7 @@ def test_a_lost_node_shrinks_an_elastic_job_which_ends(
     assert_losses(folder, "elastic", expected)
 
 
+@pytest.mark.long
 def test_preflight_stops_a_job_before_it_trains(slurm: Slurm, folder: Path) -> None:
     job = submit(slurm, folder, "refused", "--preflight", "fail", "-o", "setup=export GLOO_SOCKET_IFNAME=eth7")
     done = slurm.wait(job, ("FAILED",))

@@ -123,6 +123,7 @@ def test_a_report_is_read_later_than_it_is_begun() -> None:
     assert meter.begin().read()[0]["train/loss"] == 25.0
 
 
+@pytest.mark.long
 def test_the_gpu_benchmark_runs_in_small_on_a_cpu() -> None:
     script = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
     command = [sys.executable, str(script), "--smoke", "--case", "llama-1b", "--who", "meshpar", "--who", "torch by hand"]
