@@ -252,6 +252,20 @@ def test_imports_do_nothing(statement):
     assert done.stdout == "quiet\n" and done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("module", "unneeded"),
+    [
+        ("meshpar.launchers.jobs.worker", "torch"),  # what each rank of a script starts with
+        ("meshpar.launchers.commands.run", "torch.distributed.tensor"),
+        ("meshpar.launchers.jobs.job", "torch._dynamo"),
+        ("meshpar.launchers.jobs.job", "transformers"),
+    ],
+)
+def test_a_start_loads_no_more_than_it_needs(module, unneeded):
+    code = f"import {module}, sys; print({unneeded!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
 def constants(path):
     """The numbers and texts that a module's code writes; its docstrings are not code."""
     tree = ast.parse(path.read_text())
