@@ -63,6 +63,7 @@ def test_bpe_is_deterministic_and_lossless() -> None:
 
 def test_a_text_that_is_tokenized_in_pieces_has_the_ids_of_the_whole(tmp_path: Path) -> None:
     text = inspect.getsource(argparse) + "\n\n\n   \n\t x\r\n\r\n  y\n" + "a b " * 30000 + inspect.getsource(json)
+    text += "    'name':          'value',\n" * 2000 + "".join(map(chr, range(0x4E00, 0x9000)))
     (tmp_path / "text.txt").write_bytes(text.encode())
     tokenizer, source = train_bpe([text], 1000), TextSource(inputs=(str(tmp_path / "text.txt"),))
     whole = next(iter(source.documents()))

@@ -35,8 +35,10 @@ _UNREAD = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
 _SURROGATE = re.compile(rb"\\ud[89a-f]", re.IGNORECASE)
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 _AT_ONCE = 1 << 16  # characters of text at a time
-# A cut between these changes no id of a byte-level BPE: the end of a line with letters on both sides, else before a space.
-_CUTS = (re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
+# A cut behind such an end of a line, or before such a space, changes no id of a byte-level BPE.
+# re finds what begins with one letter ten times as fast as what begins by looking back.
+_LINE_END, _SPACE = re.compile(r"\n(?<=\S\n)(?=\S)"), re.compile(r" (?=\S)")
+_UNCUT = 1 << 16  # characters without a space, at least, before a text is cut between two letters
 # encodings has tables of code points, an eighth of all the text, from which a model learns to write tables
 _NOT_SOURCE = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 
@@ -212,15 +214,12 @@ def _read(path: Path) -> Iterator[str]:
 def cut(document: Iterator[str], size: int) -> Iterator[tuple[str, bool]]:
     """Yield a document in pieces of ``size`` characters or some more, each with whether it is the last one; nothing of a blank document.
 
-    Pieces end where a line does. Only what is longer than eight such pieces without such an end is cut elsewhere.
+    Pieces end where a line does. Without one in eight times ``size`` they end before a space, and without one in 64 KiB anywhere.
     """
     rest, begun = "", False
     for part in document:
         rest, start = rest + part, 0
-        while (left := len(rest) - start) >= 2 * size:
-            end = _cut_at(rest, start + size, anywhere=left >= 8 * size)
-            if end is None:
-                break
+        while len(rest) - start >= 2 * size and (end := _cut_at(rest, start, size)) is not None:
             yield rest[start:end], False
             start, begun = end, True
         rest = rest[start:]
@@ -228,11 +227,15 @@ def cut(document: Iterator[str], size: int) -> Iterator[tuple[str, bool]]:
         yield rest, True
 
 
-def _cut_at(text: str, least: int, *, anywhere: bool) -> int | None:
-    for pattern in _CUTS if anywhere else _CUTS[:1]:
-        if found := pattern.search(text, least):
-            return found.start()
-    return least if anywhere else None
+def _cut_at(text: str, start: int, size: int) -> int | None:
+    least, far, most = start + size, start + 8 * size, start + max(8 * size, _UNCUT)
+    if found := _LINE_END.search(text, least, far):
+        return found.end()
+    if len(text) < far:
+        return None
+    if found := _SPACE.search(text, least, most):
+        return found.start()
+    return most if len(text) >= most else None
 
 
 def records_of(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, Any]]:

@@ -65,22 +65,21 @@ class TextTokenizer:
         """Yield the ids of each text of each batch, uint32, without special tokens; the next batch is tokenized meanwhile, on all cores."""
         numpy = need("numpy")
 
-        def encoded(texts: Sequence[str]) -> list[Any]:
+        def encoded(texts: Sequence[str]) -> list[np.ndarray]:
             if self._bytes and not any(self.eos in text for text in texts):
-                return [numpy.frombuffer(text.encode(), dtype=numpy.uint8) for text in texts]
-            return self.fast.encode_batch_fast(list(texts), add_special_tokens=False)
-
-        def arrays(found: list[Any]) -> list[np.ndarray]:
-            return [numpy.array(getattr(each, "ids", each), dtype=numpy.uint32) for each in found]
+                return [numpy.frombuffer(text.encode(), dtype=numpy.uint8).astype(numpy.uint32) for text in texts]
+            # What the library made is freed here: one batch of it at a time, and not beside its threads, which would wait for memory.
+            found = self.fast.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [numpy.array(each.ids, dtype=numpy.uint32) for each in found]
 
         with ThreadPoolExecutor(1) as beside:
-            ahead: Future[list[Any]] | None = None
+            ahead: Future[list[np.ndarray]] | None = None
             for batch in batches:
                 before, ahead = ahead, beside.submit(encoded, batch)
                 if before is not None:
-                    yield arrays(before.result())
+                    yield before.result()
             if ahead is not None:
-                yield arrays(ahead.result())
+                yield ahead.result()
 
     def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the ids (N,) of each text, without special tokens added, and the characters (N, 2) where each begins and ends."""
@@ -103,10 +102,10 @@ class TextTokenizer:
         return {kind: token for kind, token in found.items() if token is not None} | {"eos_token": self.eos}
 
     @cached_property
-    def splits_at_lines(self) -> bool:
-        """Whether the ids of a text are those of its lines, one after another, as for a byte-level BPE."""
-        lines = ("def f(x):\n", "return [x]\n", "The end, 12.")
-        return [id_ for line in lines for id_ in self.encode(line)] == self.encode("".join(lines))
+    def splits_between_words(self) -> bool:
+        """Whether the ids of a text are those of its lines and words, one after another, as for a byte-level BPE."""
+        parts = ("def f(x):\n", "return [x]\n", "The", " end,", " 12.")
+        return [id_ for part in parts for id_ in self.encode(part)] == self.encode("".join(parts))
 
     def encode_inputs(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
         """Return the ids of whole texts, with the special tokens that the tokenizer adds.

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 _FORMAT = 2
-_BATCH = 1 << 19  # characters that are tokenized at once: the tokenizer holds about 100 bytes for each id of them
-_PIECE, _LONG_PIECE = 1 << 13, 1 << 17  # characters: longer documents are cut, so that all cores work and memory stays bounded
+_BATCH = 3 << 18  # characters that are tokenized at once: the tokenizer holds about 100 bytes for each id of them
+_PIECE, _LONG_PIECE = 1 << 10, 1 << 17  # characters: longer documents are cut, so that all cores work and memory stays bounded
 _SCANNED = 1 << 22  # ids
 BEGINS, COUNTS = 1, 2
 """Marks of an id: it begins a document; it counts as a label."""
@@ -340,7 +340,7 @@ def _token_pieces(source: TextSource, tokenizer: TextTokenizer) -> Iterator[Piec
     ends: deque[list[bool]] = deque()
 
     def batches() -> Iterator[list[str]]:
-        for batch in _batched(source.pieces(_PIECE if tokenizer.splits_at_lines else _LONG_PIECE)):
+        for batch in _batched(source.pieces(_PIECE if tokenizer.splits_between_words else _LONG_PIECE)):
             ends.append([last for _, last in batch])
             yield [text for text, _ in batch]
 
