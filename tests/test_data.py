@@ -61,13 +61,25 @@ def test_bpe_is_deterministic_and_lossless() -> None:
     assert first.encode_batch(documents) == [first.encode(document) for document in documents]
 
 
-def test_a_text_that_is_tokenized_in_pieces_has_the_ids_of_the_whole(tmp_path: Path) -> None:
+GPT4 = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+
+
+@pytest.mark.parametrize("kind", ["GPT-2", "GPT-4", "GPT-NeoX"])
+def test_a_text_that_is_tokenized_in_pieces_has_the_ids_of_the_whole(kind: str, tmp_path: Path) -> None:
+    """By GPT-4's way of dividing text into words, and with GPT-NeoX's tokens of several spaces, too."""
     text = inspect.getsource(argparse) + "\n\n\n   \n\t x\r\n\r\n  y\n" + "a b " * 30000 + inspect.getsource(json)
     text += "    'name':          'value',\n" * 2000 + "".join(map(chr, range(0x4E00, 0x9000)))
     (tmp_path / "text.txt").write_bytes(text.encode())
     tokenizer, source = train_bpe([text], 1000), TextSource(inputs=(str(tmp_path / "text.txt"),))
+    if kind == "GPT-4":
+        before = need("tokenizers").pre_tokenizers
+        words = before.Split(need("tokenizers").Regex(GPT4), behavior="isolated")
+        tokenizer.fast.pre_tokenizer = before.Sequence([words, before.ByteLevel(add_prefix_space=False, use_regex=False)])
+    if kind == "GPT-NeoX":
+        tokenizer.fast.add_tokens([" " * count for count in range(24, 1, -1)])
+        tokenizer.vocab_size += 23
     whole = next(iter(source.documents()))
-    assert len(whole) > 20 * 8192
+    assert len(whole) > 20 * 8192 and tokenizer.splits_between_words == (kind != "GPT-NeoX")
     found = prepare_tokens(source, tokenizer, tmp_path / "cache").train.ids().tolist()
     assert found == [*tokenizer.encode(whole), tokenizer.eos_id]
 

@@ -103,8 +103,11 @@ class TextTokenizer:
 
     @cached_property
     def splits_between_words(self) -> bool:
-        """Whether the ids of a text are those of its lines and words, one after another, as for a byte-level BPE."""
-        parts = ("def f(x):\n", "return [x]\n", "The", " end,", " 12.")
+        """Whether the ids of a text are those of its lines and words in turn, as for a byte-level BPE without tokens of spaces."""
+        parts = ("def f(x):\n", "return [x]\n", "The", " end,", "   ", " 12.")
+        added = self.fast.get_added_tokens_decoder().values()
+        if any(each.lstrip or each.rstrip or any(map(str.isspace, each.content)) for each in added):
+            return False
         return [id_ for part in parts for id_ in self.encode(part)] == self.encode("".join(parts))
 
     def encode_inputs(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
