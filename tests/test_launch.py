@@ -102,7 +102,7 @@ def test_mesh_auto_makes_hybrid_sharding_of_full(folder: Path) -> None:
 
 
 def test_an_elastic_batch_script_outlives_a_node(folder: Path) -> None:
-    text = (render("slurm", elastic=True) / "job.sbatch").read_text()
+    text = (render("slurm", elastic="nodes") / "job.sbatch").read_text()
     assert "--nodes=1:2 --restarts=10 --rejoin-s=15" in text and "--kill-on-bad-exit=0 --no-kill" in text and "#SBATCH --no-kill" in text
 
 
@@ -154,6 +154,21 @@ def test_requeues_for_failures_have_a_budget_that_time_limits_do_not_use(folder:
 def test_a_task_of_a_job_array_requeues_itself_alone(folder: Path) -> None:
     run_batch(folder, render("slurm") / "job.sbatch", 1, SLURM_JOB_ID="7", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
     assert requeues(folder) == ["requeue 7_3"]
+
+
+def test_replicas_are_an_array(folder: Path) -> None:
+    script = render("slurm", "cpus_per_task=2", elastic="replicas") / "job.sbatch"
+    text = script.read_text()
+    assert {"#SBATCH --nodes=1", "#SBATCH --array=0-1", "#SBATCH --exclusive"} <= set(text.splitlines())
+    assert '--node-rank="$SLURM_ARRAY_TASK_ID" --head="$MESHPAR_LOGS/head"' in text
+    with pytest.raises(LaunchError, match="leave --array out"):
+        render("slurm", "sbatch=--array=1-2%1", elastic="replicas")
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "1"}
+    assert run_batch(folder, script, 75, **task).returncode == 0 and requeues(folder) == ["requeue 7_1"]
+    logs = folder / "runs/slurm/logs/7-replicas"
+    logs.mkdir()
+    (logs / "complete").touch()  # by the others
+    assert run_batch(folder, script, 75, **task).returncode == 0 and len(requeues(folder)) == 1
 
 
 def test_a_time_limit_leaves_time_before_the_signal(folder: Path) -> None:
@@ -320,7 +335,16 @@ def test_problems_are_found_before_anything_is_written(folder: Path) -> None:
     with pytest.raises(PlanError, match="the recipe has device: cpu and the job has 8 GPUs"):
         launch_job("slurm", "job.yaml", ["output=runs/x"], nodes=1, gpus_per_node=8, mesh="dp_shard=8")
     with pytest.raises(LaunchError, match="--elastic requires the target slurm"):
-        render("kubernetes", elastic=True)
+        render("kubernetes", elastic="nodes")
+    for wanted, more, match in (
+        ("node", {}, "expected nodes or replicas"),
+        ("replicas", {"mesh": "dp_shard=2"}, "has one replica"),
+        ("replicas", {"mesh": "dp_replicate=3,dp_shard=2", "nodes": 2, "nproc": 3}, "3 replicas on 2 nodes"),
+    ):
+        with pytest.raises((LaunchError, MeshError), match=match):
+            launch_job("slurm", "job.yaml", [], **{"nodes": 1, "gpus_per_node": 0, "nproc": 2, "elastic": wanted, **more})
+    with pytest.raises(LaunchError, match="--elastic=replicas is for recipes"):
+        launch_job("slurm", __file__, [], nodes=2, gpus_per_node=0, nproc=1, elastic="replicas")
     with pytest.raises(MeshError, match="needs 2 ranks, got 4"):
         render("slurm", mesh=None, nproc=2)
     with pytest.raises(LaunchError, match="ranks per node is 0"):
@@ -334,7 +358,7 @@ def _with_gpus() -> Any:
     from meshpar.launchers.targets.job import Job
 
     return Job(name="x", run=Path("/x"), folder=Path("/x"), mesh=MeshSpec("dp_shard=8"), nodes=1, gpus_per_node=8, ranks_per_node=8,
-               elastic=False, command=())  # fmt: skip
+               elastic="", command=())  # fmt: skip
 
 
 def test_each_launch_has_a_folder_of_its_own(folder: Path) -> None:

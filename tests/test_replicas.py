@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ from meshpar.training import Batches, CausalLM, Lighthouse, LoaderSettings, Repl
 from meshpar.training.metrics import JsonLines
 from meshpar.training.order import Interleave
 from meshpar.training.quorum import Member, Quorum
+from tests.hosts import Hosts, Unavailable
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import replicas as lab
@@ -145,7 +147,7 @@ def test_a_recipe_that_cannot_lose_replicas_is_refused_before_a_process_starts(t
     for what, place, words, match in (
         ("script.py", {}, [], "starts recipes; .* is a script"),
         ("job.yaml", {"nodes": "1:2"}, [], "two kinds of elastic jobs"),
-        ("job.yaml", {"nodes": "2"}, [], "--head HOST:PORT"),
+        ("job.yaml", {"nodes": "2"}, [], "--head .*HOST:PORT"),
         ("job.yaml", {"rejoin_s": 3}, [], "does not take --rejoin-s"),
         ("job.yaml", {}, ["mesh=dp_shard=2"], "has one replica"),
     ):
@@ -288,3 +290,48 @@ def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path):
     assert [record["replicas"] for record in records if "replicas" in record][:1] == [1] and "lost 0" in told
     assert (tmp_path / "out/checkpoints/latest").resolve().name.endswith("150")
     assert seconds < 15
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_four_hosts_by_hand(tmp_path):
+    """The command of a lost host is given again; so is that of the lighthouse's host, and all go on from the newest checkpoint."""
+    recipe = lab.RECIPE.replace("mesh: dp_replicate=2", "mesh: dp_replicate=4").replace("steps: 150", "steps: 400")
+    (tmp_path / "job.yaml").write_text(recipe)
+    (tmp_path / "text.txt").write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(3000)))
+    command = [sys.executable, "-m", "meshpar.launchers", "run", "--elastic", "replicas", "--nodes", "4", "--head", str(tmp_path / "head")]
+
+    def started(node):
+        words = [*command, "--node-rank", str(node), "job.yaml"]
+        with (tmp_path / f"told-{node}").open("a") as file:
+            return subprocess.Popen(hosts.command(f"n{node + 1}", words), cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT)
+
+    def records():
+        path = tmp_path / "out/metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def until(true):
+        deadline = time.monotonic() + 180
+        while not true():
+            assert time.monotonic() < deadline, "".join(path.read_text() for path in tmp_path.glob("told-*"))
+            time.sleep(0.1)
+
+    def replicas():
+        return [record["replicas"] for record in records() if "replicas" in record]
+
+    try:
+        with Hosts(4) as hosts:
+            jobs = [started(node) for node in range(4)]
+            until(lambda: len(records()) > 20)
+            hosts.kill("n3")
+            until(lambda: replicas()[-1:] == [3])
+            jobs[2] = started(2)
+            until(lambda: replicas()[-2:] == [3, 4])
+            hosts.kill("n1")
+            until(lambda: "waits for the lighthouse of node 0" in (tmp_path / "told-1").read_text())
+            jobs[0] = started(0)
+            assert [job.wait(600) for job in jobs] == [0] * 4, "".join(path.read_text() for path in tmp_path.glob("told-*"))
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    assert [record["step"] for record in records() if "train/loss" in record] == list(range(1, 401))
+    assert "going on after step" in "".join(path.read_text() for path in tmp_path.glob("told-*"))

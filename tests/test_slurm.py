@@ -157,7 +157,7 @@ def test_launched_jobs_are_listed_shown_and_cancelled(slurm: Slurm, folder: Path
 @pytest.fixture(scope="module")
 def disturbed(slurm: Slurm, folder: Path) -> dict[str, str]:
     """Jobs that each met with something; they go on at the same time."""
-    elastic = submit(slurm, folder, "elastic", "--elastic", "-o", "rejoin_s=3", "-o", "partition=spare")
+    elastic = submit(slurm, folder, "elastic", "--elastic", "nodes", "-o", "rejoin_s=3", "-o", "partition=spare")
     until(lambda: step_of(folder, "elastic") >= 12)
     slurm.hosts.kill("n4")
     killed = submit(slurm, folder, "killed")
@@ -260,6 +260,47 @@ def test_of_two_submissions_of_one_run_the_second_is_told_who_writes(slurm: Slur
     slurm.call("scancel", second)
     slurm.wait(first)
     assert_losses(folder, "twice", expected)
+
+
+@pytest.mark.long
+def test_a_replica_whose_node_is_lost_comes_back_on_a_node_that_is_given_back(slurm: Slurm, folder: Path) -> None:
+    options = ("training.steps=1200", "checkpoint.every=300", "--elastic", "replicas", "-o", "partition=spare")
+    array = submit(slurm, folder, "replicas", *options)
+    until(lambda: step_of(folder, "replicas") >= 12)
+    lost = slurm.job(f"{array}_1")["BatchHost"]
+    slurm.hosts.kill(lost)
+    until(lambda: "lost 1" in told(folder, "replicas"))
+    slurm.start_node(lost)
+    until(lambda: slurm.job(f"{array}_1")["JobState"] != "RUNNING")
+    slurm.wait(f"{array}_1", ("RUNNING",))
+    until(lambda: "joined 1" in told(folder, "replicas"))
+    told_once(slurm, folder, "replicas", array)
+    records = [json.loads(line) for line in (folder / "replicas/metrics.jsonl").read_text().splitlines()]
+    assert [record["replicas"] for record in records if "replicas" in record][-2:] == [1, 2]
+
+
+@pytest.mark.long
+def test_replicas_go_on_from_a_checkpoint_where_the_node_of_their_lighthouse_is_lost(slurm: Slurm, folder: Path) -> None:
+    options = ("training.steps=1200", "checkpoint.every=20", "--elastic", "replicas", "-o", "partition=spare")
+    array = submit(slurm, folder, "lighthouse", *options)
+    until(lambda: step_of(folder, "lighthouse") >= 42)
+    lost = slurm.job(f"{array}_0")["BatchHost"]
+    slurm.hosts.kill(lost)
+    slurm.start_node(lost)
+    until(lambda: "waits for the lighthouse" in told(folder, "lighthouse"))
+    for task in (0, 1):
+        slurm.wait(f"{array}_{task}", ("RUNNING", "COMPLETED"))
+    told_once(slurm, folder, "lighthouse", array)
+    assert "going on after step" in told(folder, "lighthouse")
+
+
+def told_once(slurm: Slurm, folder: Path, output: str, array: str) -> None:
+    """Wait for an array of two replicas, which make 1200 steps."""
+    for task in (0, 1):
+        slurm.wait(f"{array}_{task}")
+    records = [json.loads(line) for line in (folder / output / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 1201))
+    assert (folder / output / "checkpoints/latest").resolve().name.endswith("1200")
 
 
 def test_nothing_is_left_running(slurm: Slurm, folder: Path, disturbed: dict[str, str]) -> None:

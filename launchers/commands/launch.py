@@ -56,7 +56,9 @@ def run(
     nproc: Annotated[str | None, typer.Option(help="Ranks on this node; default: the recipe's mesh, or one per accelerator.")] = None,
     nodes: Annotated[str | None, typer.Option(help="Number of nodes; MIN:MAX: continue with fewer nodes when some are lost.")] = None,
     node_rank: Annotated[int | None, typer.Option(help="Number of this node, from 0. Ranks are numbered in this order.", min=0)] = None,
-    head: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, to which all nodes connect.")] = None,
+    head: Annotated[
+        str | None, typer.Option(help="HOST:PORT of node 0, to which all nodes connect; for replicas also a FOLDER/FILE that all see.")
+    ] = None,
     restarts: Annotated[int | None, typer.Option(help="How many times to restart failed ranks.", min=0)] = None,
     elastic: Annotated[
         str | None, typer.Option(help="replicas: a lost replica (dp_replicate) costs the others a step, no restart.")
@@ -101,7 +103,9 @@ def launch(
     mesh: Annotated[
         str | None, typer.Option(help="Mesh, instead of the recipe's. auto (or auto,tp=8): shards inside a node, replicas across nodes.")
     ] = None,
-    elastic: Annotated[bool, typer.Option("--elastic", help="Continue with fewer nodes when some are lost.")] = False,
+    elastic: Annotated[
+        str, typer.Option(help="nodes: restart on fewer nodes when some are lost. replicas: a lost replica costs the others a step.")
+    ] = "",
     preflight: Annotated[str | None, typer.Option(help="Effect of the doctor's findings before training: warn, fail, off.")] = None,
     option: Annotated[list[str] | None, typer.Option("-o", "--option", help="An option of the target: -o partition=gpu")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the job.")] = False,

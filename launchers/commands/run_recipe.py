@@ -51,7 +51,10 @@ def _run_replicas(recipe: Recipe, given: Given, logs: Path | None, elastic: str)
         raise LaunchError("--elastic=replicas and --nodes MIN:MAX are two kinds of elastic jobs; give --nodes a number")
     head, node_rank = given.get("head", ""), given.get("node_rank", 0)
     if nodes > 1 and not (head or runtime.lighthouse()):
-        raise LaunchError(f"{nodes} nodes require --head HOST:PORT, a free port of node 0, where the replicas' lighthouse listens")
+        raise LaunchError(
+            f"{nodes} nodes require --head for the replicas' lighthouse: HOST:PORT with a free port of node 0, or "
+            "FOLDER/FILE that all nodes see, into which node 0 writes its address"
+        )
     mesh = MeshSpec.placed(recipe.mesh, build.world_size_of(recipe), build.world_size_of(recipe) // nodes)
     division = divided(mesh, nodes, node_rank)
     one = recipe.model_copy(update={"mesh": str(division.mesh)})

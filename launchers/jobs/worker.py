@@ -18,7 +18,7 @@ from types import FrameType, ModuleType
 from typing import NoReturn
 
 from meshpar.errors import LaunchError, MeshparError
-from meshpar.launchers.agent.failures import NO_USE, SHUTDOWN_S, STOPPED, exit_code, forget, note_os_exit, note_sys_exit, record
+from meshpar.launchers.agent.failures import NO_USE, RETRY, SHUTDOWN_S, STOPPED, exit_code, forget, note_os_exit, note_sys_exit, record
 from meshpar.launchers.agent.rank_logs import copy_output, redirect
 from meshpar.launchers.agent.starts import begin
 from meshpar.launchers.agent.startup import quick_imports
@@ -48,7 +48,7 @@ def main() -> int:
         record(folder, rank, error, hide=__file__)
         if rank:  # the launcher shows rank 0's log, and the error itself once
             traceback.print_exc()
-        if isinstance(error, MeshparError) and exit_code(error) == NO_USE and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+        if isinstance(error, MeshparError) and exit_code(error) in (NO_USE, RETRY) and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
             os.kill(os.getppid(), signal.SIGTERM)  # the agent restarts ranks whatever their error is
         return 1
 

@@ -46,7 +46,8 @@ class Job:
         nodes: number of nodes.
         gpus_per_node: accelerators per node; 0: the job runs on CPUs.
         ranks_per_node: ranks per node.
-        elastic: whether the job continues with fewer nodes when some are lost.
+        elastic: ``"nodes"``: the job continues with fewer nodes when some are lost; ``"replicas"``: each node's replicas are a job of
+            their own; empty: neither.
         command: the ``meshpar launch`` command that renders this job.
     """
 
@@ -59,7 +60,7 @@ class Job:
     nodes: int
     gpus_per_node: int
     ranks_per_node: int
-    elastic: bool
+    elastic: str
     command: tuple[str, ...]
 
     def __post_init__(self) -> None:

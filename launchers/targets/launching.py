@@ -13,13 +13,18 @@ from typing import Any, TypedDict
 
 from meshpar import registry
 from meshpar.errors import LaunchError, MeshError, PlanError
+from meshpar.launchers.agent.replicas import divided
 from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs.elected import replica_problems
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 from meshpar.launchers.targets.job import Job, Target, ask, make_target
 from meshpar.launchers.targets.launched import LAUNCH
 from meshpar.mesh import MeshSpec, is_auto
 from meshpar.training.chat import TEMPLATES
 from meshpar.training.text import STDLIB
+
+ELASTIC = ("nodes", "replicas")
+"""The kinds of elastic jobs."""
 
 SUBMIT_S = 900
 """Seconds within which an engine must accept a job; SkyPilot may start its controller first."""
@@ -34,7 +39,7 @@ def launch_job(
     gpus_per_node: int,
     nproc: int | None = None,
     mesh: str | None = None,
-    elastic: bool = False,
+    elastic: str = "",
     preflight: str | None = None,
     options: Sequence[str] = (),
     submit: bool = False,
@@ -50,7 +55,7 @@ def launch_job(
         gpus_per_node: accelerators per node; 0: run on CPUs.
         nproc: ranks per node; None: one per accelerator.
         mesh: replaces the recipe's mesh. ``auto`` (or ``auto,cp=2,tp=4``): shards and the written axes inside a node, replicas across.
-        elastic: continue with fewer nodes when some are lost.
+        elastic: ``"nodes"``: continue with fewer nodes when some are lost; ``"replicas"``: a lost replica costs a step; empty: neither.
         preflight: ``warn``, ``fail`` or ``off``; None: the recipe's value, or ``warn`` if that is ``off``.
         options: options of the target, ``partition=gpu``.
         submit: whether to submit the job.
@@ -63,12 +68,14 @@ def launch_job(
     if not ranks:
         raise LaunchError("the number of ranks per node is 0; pass --gpus-per-node, or for CPUs --gpus-per-node 0 --nproc RANKS")
     plugin = make_target(target, registry.plugin("meshpar.launchers", target), options)
+    if elastic not in ("", *ELASTIC):
+        raise LaunchError(f"--elastic is {elastic!r}; expected {' or '.join(ELASTIC)}")
     if elastic and target != "slurm":
         raise LaunchError(f"--elastic requires the target slurm; {target} restarts the whole job after a failure")
     notes: Sequence[str] = ()
     place: _Place = {"nodes": nodes, "gpus_per_node": gpus_per_node, "ranks_per_node": ranks, "elastic": elastic}
     if module or what.endswith(".py"):
-        run, work = _script(what, arguments, module=module, mesh=mesh, preflight=preflight)
+        run, work = _script(what, arguments, module=module, mesh=mesh, preflight=preflight, elastic=elastic)
     else:
         wants = arguments if mesh is None else [*arguments, f"mesh={_placed(mesh, nodes, ranks)}"]
         wants = wants if preflight is None else [*wants, f"preflight='{preflight}'"]
@@ -78,7 +85,7 @@ def launch_job(
             recipe = _hybrid(recipe)
         wanted = "warn" if preflight is None and recipe.preflight == "off" else recipe.preflight
         recipe = recipe.model_copy(update={"mesh": str(spec), "preflight": wanted}).noting(recipe.notes)
-        notes = [*recipe.notes, *_problems_or_notes(recipe, spec, gpus_per_node, shares_disks=plugin.shares_disks)]
+        notes = [*recipe.notes, *_problems_or_notes(recipe, spec, nodes, gpus_per_node, elastic, shares_disks=plugin.shares_disks)]
         run, work = recipe.folder.absolute(), {"name": recipe.name, "recipe": recipe.to_yaml(), "mesh": spec}
     job, files = _written(plugin, run, {**work, **place, "command": ("meshpar", *sys.argv[1:])})
     path = job.folder / next(iter(files))
@@ -98,7 +105,7 @@ class _Place(TypedDict):
     nodes: int
     gpus_per_node: int
     ranks_per_node: int
-    elastic: bool
+    elastic: str
 
 
 def _placed(mesh: str, nodes: int, ranks: int) -> MeshSpec:
@@ -109,11 +116,13 @@ def _placed(mesh: str, nodes: int, ranks: int) -> MeshSpec:
         raise MeshError(f"{str(error).partition(';')[0]}; {advice}") from error
 
 
-def _script(what: str, arguments: Sequence[str], *, module: bool, mesh: str | None, preflight: str | None) -> tuple[Path, dict[str, Any]]:
+def _script(
+    what: str, arguments: Sequence[str], *, module: bool, mesh: str | None, preflight: str | None, elastic: str
+) -> tuple[Path, dict[str, Any]]:
     """Return a script's folder of runs, and the job's fields that describe the script."""
     if not module and not Path(what).is_file():
         raise LaunchError(f"there is no file {what}; give the path of a script, -m MODULE, or a recipe")
-    for option, given in (("--mesh", mesh), ("--preflight", preflight)):
+    for option, given in (("--mesh", mesh), ("--preflight", preflight), ("--elastic=replicas", elastic == "replicas" or None)):
         if given is not None:
             raise LaunchError(f"{option} is for recipes, and {what} is a {'module' if module else 'script'}; leave it out")
     name = what.rpartition(".")[2] if module else Path(what).stem
@@ -145,10 +154,15 @@ def _hybrid(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"passes": passes}).noting([*recipe.notes, *([note] if note else [])])
 
 
-def _problems_or_notes(recipe: Recipe, spec: MeshSpec, gpus_per_node: int, *, shares_disks: bool) -> Sequence[str]:
+def _problems_or_notes(
+    recipe: Recipe, spec: MeshSpec, nodes: int, gpus_per_node: int, elastic: str, *, shares_disks: bool
+) -> Sequence[str]:
     """Raise PlanError with every problem, or return notes about what only the job itself can check."""
     seen, notes = (recipe, []) if shares_disks else _seen_from_here(recipe)
     problems = [] if seen is None else build.check_job(seen, spec.size)
+    if elastic == "replicas":
+        divided(spec, nodes, 0)
+        problems += replica_problems(recipe)
     if gpus_per_node and recipe.device == "cpu":
         problems.append(f"the recipe has device: cpu and the job has {gpus_per_node} GPUs per node; remove one of the two")
     if not gpus_per_node and recipe.device not in ("auto", "cpu"):

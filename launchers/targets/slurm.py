@@ -1,4 +1,4 @@
-"""SLURM: a batch script with one task per node, each an elastic agent; failed jobs are requeued."""
+"""SLURM: a batch script with one task per node, each an elastic agent, or an array of replicas; failed jobs are requeued."""
 
 from __future__ import annotations
 
@@ -119,17 +119,23 @@ class Slurm(Target):
         if job.gpus_per_node and not self.gres:
             given["gpus-per-node"] = job.gpus_per_node
         lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in given.items()]
-        lines += [] if self.cpus_per_task else ["#SBATCH --exclusive"]
+        replicas = job.elastic == "replicas"  # of which two on a node would be lost together
+        lines += ["#SBATCH --exclusive"] if replicas or not self.cpus_per_task else []
         lines += [f"#SBATCH {shlex.quote(word)}" for word in self._further()]
-        lines += ["#SBATCH --no-kill  # a lost node does not end the job"] if job.elastic else []
+        if replicas:
+            if any(word.startswith("--array=") for word in self._further()):
+                raise LaunchError("sbatch: --elastic=replicas makes an array of its own, one task a node; leave --array out")
+            lines.append(f"#SBATCH --array=0-{job.nodes - 1}")
+        lines += ["#SBATCH --no-kill  # a lost node does not end the job"] if job.elastic == "nodes" else []
         values = {
             "name": shlex.quote(job.name),
             "command": job.made_by,
+            "tasks": "an array of one task a node" if replicas else "one task a node",
             "shape": job.shape,
             "run": shlex.quote(str(job.run)),
-            "output": shlex.quote(str(job.folder / "slurm-%j.out")),
+            "output": shlex.quote(str(job.folder / ("slurm-%A_%a.out" if replicas else "slurm-%j.out"))),
             "cwd": shlex.quote(str(Path.cwd())),
-            "nodes": job.nodes,
+            "nodes": 1 if replicas else job.nodes,
             "options": "\n".join(lines),
             "signal_s": self.signal_s,
             "least_s": self.signal_s + _EARLY_S,
@@ -137,8 +143,9 @@ class Slurm(Target):
             "setup": self.setup,
             "max_requeues": self.max_requeues,
             "cpus": f"--cpus-per-task={self.cpus_per_task} " if self.cpus_per_task else "",
-            "on_failure": "--kill-on-bad-exit=0 --no-kill" if job.elastic else "--kill-on-bad-exit=1",
+            "on_failure": "--kill-on-bad-exit=0 --no-kill" if job.elastic == "nodes" else "--kill-on-bad-exit=1",
             "container": self._container(job),
+            "meeting": f"\n{_meeting(job)}" if replicas else "",
             "placement": self._placement(job),
             "work": shlex.join(job.work(str(job.folder / RECIPE))),
             "meshpar": _path(self.meshpar) if self.meshpar else "meshpar" if self.image else _command(self.setup),
@@ -163,8 +170,13 @@ class Slurm(Target):
         return shlex.join([f"--container-image={self.image}", f"--container-mounts={pairs}", f"--container-workdir={cwd}"]) + " "
 
     def _placement(self, job: Job) -> str:
+        """Return the options of ``meshpar run``, some with variables of the batch script."""
+        if job.elastic == "replicas":
+            place = f"--elastic=replicas --nodes={job.nodes} --restarts={self.restarts}"
+            return f'{place} \\\n  --node-rank="$SLURM_ARRAY_TASK_ID" --head="$MESHPAR_LOGS/head" --logs="$MESHPAR_LOGS"'
         nodes = f"1:{job.nodes} --restarts={self.restarts} --rejoin-s={self.rejoin_s}" if job.elastic else str(job.nodes)
-        return f"--nodes={nodes} --nproc={job.ranks_per_node}"
+        place = f"--nodes={nodes} --nproc={job.ranks_per_node}"
+        return f'{place} \\\n  --node-rank="$SLURM_NODEID" --head="$MESHPAR_HEAD" --run-id="$MESHPAR_RUN_ID"'
 
     def submit(self, path: Path) -> Sequence[str]:
         """Return the sbatch command that submits the job."""
@@ -206,6 +218,11 @@ class Slurm(Target):
         return ask(["scancel", *_numbers(job, _queue())])
 
 
+def _meeting(job: Job) -> str:
+    """Return the lines with which the tasks of an array find the one that puts their replicas together."""
+    return fill("replicas.sbatch", {"run": shlex.quote(str(job.run)), "complete": COMPLETE}).rstrip()
+
+
 def _queue() -> list[list[str]]:
     """Return number, state and job file of this user's jobs that SLURM still knows."""
     lines = ask(["squeue", "--me", "--noheader", "--states=all", "--format=%F|%T|%o"]).splitlines()
@@ -215,7 +232,7 @@ def _queue() -> list[list[str]]:
 def _numbers(job: Launched, rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the numbers of a launch's jobs: from its submission, from its output, and from SLURM if it was submitted by hand."""
     own = re.findall(r"^Submitted batch job (\d+)", job.submitted)
-    wrote = [path.stem.partition("-")[2] for path in job.folder.glob(_OUTPUT)]
+    wrote = [re.findall(r"\d+", path.stem)[0] for path in job.folder.glob(_OUTPUT)]  # of an array's task, with its number behind
     queued = [number for number, _, file in rows if file == str(job.file)]
     return sorted({*own, *wrote, *queued}, key=int)
 
