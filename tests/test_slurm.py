@@ -270,6 +270,7 @@ def test_a_replica_whose_node_is_lost_comes_back_on_a_node_that_is_given_back(sl
     lost = slurm.job(f"{array}_1")["BatchHost"]
     slurm.hosts.kill(lost)
     until(lambda: "lost 1" in told(folder, "replicas"))
+    slurm.call("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=lost")  # not when it misses the job
     slurm.start_node(lost)
     until(lambda: slurm.job(f"{array}_1")["JobState"] != "RUNNING")
     slurm.wait(f"{array}_1", ("RUNNING",))
