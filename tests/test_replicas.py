@@ -21,12 +21,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from meshpar import FullyShard, HybridShard, LaunchError, MeshSpec, Plan, PlanError
-from meshpar.errors import ReplicaError
+from meshpar import FullyShard, HybridShard, LaunchError, MeshError, MeshSpec, Plan, PlanError
+from meshpar.errors import MeshparError, ReplicaError
 from meshpar.launchers.agent.failures import exit_code
 from meshpar.launchers.agent.replicas import divided
+from meshpar.launchers.commands.drill import parts, run_drill
 from meshpar.launchers.commands.run import run
+from meshpar.launchers.commands.run_recipe import division_of
 from meshpar.launchers.jobs.elected import Elected
+from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.testing import on_ranks
 from meshpar.training import Batches, CausalLM, Lighthouse, LoaderSettings, Replicas, Schedule, Trainer, TrainSettings, elastic
 from meshpar.training.metrics import JsonLines
@@ -135,6 +138,15 @@ def test_a_job_is_divided_into_replicas():
     with pytest.raises(LaunchError, match="spans nodes is not supported"):
         divided(MeshSpec("dp_replicate=2,dp_shard=2"), 4, 0)
     assert exit_code(ReplicaError("")) == 75
+
+
+def test_replicas_of_an_open_mesh_are_over_the_ranks_of_all_nodes(tmp_path):
+    (tmp_path / "job.yaml").write_text(lab.RECIPE)
+    recipe = load_recipe(str(tmp_path / "job.yaml"), ["mesh=dp_replicate=-1,dp_shard=2"])
+    found = division_of(recipe, {"nodes": "2", "nproc": "4", "node_rank": 1})
+    assert (found.count, list(found.here), found.ranks) == (4, [2, 3], 2)
+    with pytest.raises(MeshError, match="got 12"):
+        division_of(recipe.model_copy(update={"mesh": "dp_replicate=2,dp_shard=2"}), {"nodes": "2", "nproc": "6"})
 
 
 def test_a_recipe_that_cannot_lose_replicas_is_refused_before_a_process_starts(tmp_path):
@@ -290,6 +302,53 @@ def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path):
     assert [record["replicas"] for record in records if "replicas" in record][:1] == [1] and "lost 0" in told
     assert (tmp_path / "out/checkpoints/latest").resolve().name.endswith("150")
     assert seconds < 15
+
+
+def test_what_a_drill_reads_in_the_metrics():
+    """The report tells of the first loss after all had come; a replica that is back at once is lost and returned in one change."""
+    early, late = {"step": 50, "train/loss": 1.0}, {"step": 100, "train/loss": 1.0}
+    lost, back = {"step": 70, "replicas": 1}, {"step": 80, "replicas": 2}
+    assert parts([], 2) == parts([{"step": 20}], 2) == []
+    assert parts([early], 2) == [early] and parts([{"step": 0, "replicas": 1}, early, back], 2) == []
+    assert parts([{"step": 0, "replicas": 1}, early, back, late, lost, back], 2) == [late, lost, back]
+    assert parts([early, {"step": 60, "val/loss": 1.0}, lost], 2) == [early, lost]
+    assert parts([early, back], 2) == [early, back, back]
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ({"mesh": "dp_shard=1"}, "has one replica"),
+        ({"nodes": "2"}, "requires --folder"),
+        ({"profile": Path("x")}, "two examinations"),
+        ({"nproc": "3"}, "3"),
+    ],
+)
+def test_a_drill_that_cannot_be_held_is_refused(tmp_path, words, match):
+    place = {name: words.get(name) for name in ("nproc", "nodes")}
+    with pytest.raises(MeshparError, match=match):
+        run_drill(words.get("mesh", "dp_replicate=2,dp_shard=1"), place, folder=None, profile=words.get("profile"), part_s=60.0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_drill_on_two_hosts(tmp_path):
+    """Replica 1 is killed on the second host; the first one reports, and both commands end."""
+    command = [sys.executable, "-m", "meshpar.launchers", "doctor", "--drill", "--mesh", "dp_replicate=2,dp_shard=1", "--nodes", "2"]
+    try:
+        with Hosts(2) as hosts:
+            jobs = [
+                subprocess.Popen(
+                    hosts.command(f"n{node + 1}", [*command, "--node-rank", str(node), "--folder", str(tmp_path), "--wait", "120"]),
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                )
+                for node in range(2)
+            ]  # fmt: skip
+            told = [job.communicate(timeout=400)[0] for job in jobs]
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    assert [job.returncode for job in jobs] == [0, 0], told
+    assert "lost: after step" in told[0] and "back: " in told[0] and "killed the ranks of replica 1" in told[1], told
 
 
 @pytest.mark.long

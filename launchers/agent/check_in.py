@@ -90,13 +90,19 @@ def told_while_joining(head: str, nodes: str, wait_s: float) -> Iterator[None]:
         thread.join()
 
 
-def children() -> list[int]:
-    """Return the processes that this one has started."""
+def children(mark: Path | None = None, *, of: int | None = None) -> list[int]:
+    """Return the processes that a process (this one) has started, with ``mark`` those of which it is a word of the command line."""
     found: list[int] = []
-    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+    for path in Path(f"/proc/{of or os.getpid()}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended by now
             found += map(int, path.read_text(encoding="ascii").split())
-    return found
+    return [each for each in found if mark is None or os.fsencode(mark) in _words(each)]
+
+
+def _words(process: int) -> list[bytes]:
+    with suppress(OSError):  # it may be gone by now
+        return Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+    return []
 
 
 def _absent(store: dist.Store, nodes: int) -> list[int]:

@@ -291,7 +291,6 @@ def _end_ranks(mark: Path) -> None:
     Args:
         mark: a path that only the command lines of these ranks contain.
     """
-    for child in children():
+    for child in children(mark):
         with suppress(OSError):  # it may be gone by now
-            if os.fsencode(mark) in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
-                os.kill(child, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -67,7 +67,9 @@ def divided(mesh: MeshSpec, nodes: int, node_rank: int) -> Division:
     return Division(count=count, here=range(node_rank * each, (node_rank + 1) * each), ranks=mesh.size // count, mesh=inner)
 
 
-def launch_replicas(recipe: Recipe, division: Division, head: str, node_rank: int, restarts: int | None, logs: Path | None) -> int:
+def launch_replicas(
+    recipe: Recipe, division: Division, head: str, node_rank: int, restarts: int | None, logs: Path | None, *, quiet: bool = False
+) -> int:
     """Run this node's replicas until they end, and return the exit code: 0 if the job is complete.
 
     The lighthouse runs in this process on node 0, unless ``TORCHFT_LIGHTHOUSE`` names another. This process also holds the run's folder
@@ -80,6 +82,7 @@ def launch_replicas(recipe: Recipe, division: Division, head: str, node_rank: in
         node_rank: number of this node.
         restarts: how often a replica is started again; None: as often as needed.
         logs: folder of logs; None: ``logs`` in the run's folder.
+        quiet: write what the replicas print to ``replica-N.txt`` in the folder of logs.
 
     Raises:
         ReplicaError: no replica of this node could complete the job; another start resumes from the newest checkpoint.
@@ -95,7 +98,8 @@ def launch_replicas(recipe: Recipe, division: Division, head: str, node_rank: in
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshpar-")))
         path = folder / f"{recipe.name}.yaml"
         path.write_text(recipe.model_copy(update={"mesh": str(division.mesh)}).to_yaml(), encoding="utf-8")
-        kept = [_Replica(number, division, path, place, logs, _RESTARTS if restarts is None else restarts) for number in division.here]
+        restarts = _RESTARTS if restarts is None else restarts
+        kept = [_Replica(number, division, path, place, logs, restarts, quiet=quiet) for number in division.here]
         before = {number: signal.signal(number, lambda got, _: _pass_on(kept, got)) for number in _SIGNALS}
         try:
             with ThreadPoolExecutor(len(kept)) as pool:
@@ -114,7 +118,7 @@ def launch_replicas(recipe: Recipe, division: Division, head: str, node_rank: in
     told = ", ".join(f"replica {number} ended with exit code {code}" for number, code in zip(division.here, codes))
     if RETRY in codes:
         raise ReplicaError(f"{told}; start the job again, which resumes from its newest checkpoint")
-    raise LaunchError(f"{told}; see the messages above")
+    raise LaunchError(f"{told}; see {f'what they printed in {logs}' if quiet else 'the messages above'}")
 
 
 def _served(stack: ExitStack, head: str, patience_s: float) -> str:
@@ -134,8 +138,9 @@ def _served(stack: ExitStack, head: str, patience_s: float) -> str:
 class _Replica:
     """A replica of this node, which is started again where it could not go on with the others."""
 
-    def __init__(self, number: int, division: Division, recipe: Path, place: str, logs: Path, restarts: int) -> None:
+    def __init__(self, number: int, division: Division, recipe: Path, place: str, logs: Path, restarts: int, *, quiet: bool) -> None:
         """``place``: see the ``head`` of :func:`launch_replicas`."""
+        self._prints = logs / f"replica-{number}.txt" if quiet else None
         self._number, self._place, self._restarts, self._complete = number, place, restarts, logs / COMPLETE
         self._was_complete = self._complete.exists()  # a run that now goes on
         self._command = [sys.executable, "-m", "meshpar.launchers", "run", "--nproc", str(division.ranks), "--restarts", str(restarts)]
@@ -154,12 +159,18 @@ class _Replica:
             address = self._lighthouse()
             if not address:
                 return 0 if self._is_complete() else 128 + self._stopped if self._stopped else RETRY
-            known = {**self._environment, "TORCHFT_LIGHTHOUSE": address}
-            self._process = subprocess.Popen(self._command, env=known, start_new_session=True)
+            self._process = self._started({**self._environment, "TORCHFT_LIGHTHOUSE": address})
             code = self._process.wait()
             if code != RETRY or self._stopped:
                 break
         return 0 if self._is_complete() else code
+
+    def _started(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        if self._prints is None:
+            return subprocess.Popen(self._command, env=environment, start_new_session=True)
+        self._prints.parent.mkdir(parents=True, exist_ok=True)
+        with self._prints.open("ab") as file:
+            return subprocess.Popen(self._command, env=environment, start_new_session=True, stdout=file, stderr=subprocess.STDOUT)
 
     def stop(self, number: int) -> None:
         """Pass a signal on."""

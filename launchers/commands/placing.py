@@ -92,16 +92,20 @@ def placed(given: Given, ranks_here: Callable[[int], int] | None = None) -> Plac
         LaunchError: a number cannot be read.
     """
     least, most = node_range(str(given.get("nodes", 1)))
-    nproc = str(given.get("nproc", "auto"))
-    if nproc.isdigit() and int(nproc):
-        ranks = int(nproc)
-    elif nproc in ("auto", "gpu", "cpu"):
-        ranks = ranks_here(most) if ranks_here else accelerators()
-    else:
-        raise LaunchError(f"--nproc is {nproc!r}; expected a number of ranks on each node, or auto")
+    ranks = ranks_on_node(given, most, ranks_here)
     names = {"restarts", "run_id"} if most == 1 else {"node_rank", "head", "restarts", "rejoin_s", "meeting_s", "run_id"}
     more = cast("_Options", {name: value for name, value in given.items() if name in names})
     return Placement(ranks=ranks, nodes=most, least_nodes=least, **more)
+
+
+def ranks_on_node(given: Given, nodes: int, ranks_here: Callable[[int], int] | None = None) -> int:
+    """Return the number of ranks on this one of ``nodes`` nodes; for the rest see :func:`placed`."""
+    nproc = str(given.get("nproc", "auto"))
+    if nproc.isdigit() and int(nproc):
+        return int(nproc)
+    if nproc in ("auto", "gpu", "cpu"):
+        return ranks_here(nodes) if ranks_here else accelerators()
+    raise LaunchError(f"--nproc is {nproc!r}; expected a number of ranks on each node, or auto")
 
 
 def node_range(text: str) -> tuple[int, int]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from meshpar import runtime
 from meshpar.errors import LaunchError
 from meshpar.launchers.agent.local import launch_recipe
-from meshpar.launchers.agent.replicas import divided, launch_replicas
-from meshpar.launchers.commands.placing import Given, accelerators, adopted, first_error_of, node_range, placed
+from meshpar.launchers.agent.replicas import Division, divided, launch_replicas
+from meshpar.launchers.commands.placing import Given, accelerators, adopted, first_error_of, node_range, placed, ranks_on_node
 from meshpar.launchers.commands.train import check, run_as_rank, show
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.elected import replica_problems
@@ -46,22 +46,31 @@ def _run_replicas(recipe: Recipe, given: Given, logs: Path | None, elastic: str)
         raise LaunchError(f"--elastic is {elastic!r}; expected replicas (--nodes MIN:MAX is the job that restarts on fewer nodes)")
     if odd := [f"--{name.replace('_', '-')}" for name in ("rejoin_s", "run_id", "meeting_s") if name in given]:
         raise LaunchError(f"--elastic=replicas does not take {', '.join(odd)}; set patience in the recipe instead")
-    least, nodes = node_range(str(given.get("nodes", 1)))
-    if least != nodes:
-        raise LaunchError("--elastic=replicas and --nodes MIN:MAX are two kinds of elastic jobs; give --nodes a number")
-    head, node_rank = given.get("head", ""), given.get("node_rank", 0)
+    division = division_of(recipe, given)
+    head, node_rank, nodes = given.get("head", ""), given.get("node_rank", 0), node_range(str(given.get("nodes", 1)))[1]
     if nodes > 1 and not (head or runtime.lighthouse()):
         raise LaunchError(
             f"{nodes} nodes require --head for the replicas' lighthouse: HOST:PORT with a free port of node 0, or "
             "FOLDER/FILE that all nodes see, into which node 0 writes its address"
         )
-    mesh = MeshSpec.placed(recipe.mesh, build.world_size_of(recipe), build.world_size_of(recipe) // nodes)
-    division = divided(mesh, nodes, node_rank)
     one = recipe.model_copy(update={"mesh": str(division.mesh)})
     check(one, division.ranks, [*build.machine_problems(one, division.ranks), *replica_problems(recipe)])
     if not node_rank:
         show(recipe)
     return launch_replicas(recipe, division, head, node_rank, given.get("restarts"), logs)
+
+
+def division_of(recipe: Recipe, given: Given) -> Division:
+    """Return the replicas of a recipe, of which this node has its share.
+
+    Raises:
+        LaunchError: see :func:`meshpar.launchers.agent.replicas.divided`.
+    """
+    least, nodes = node_range(str(given.get("nodes", 1)))
+    if least != nodes:
+        raise LaunchError("--elastic=replicas and --nodes MIN:MAX are two kinds of elastic jobs; give --nodes a number")
+    ranks = ranks_on_node(given, nodes, partial(_ranks_here, recipe))
+    return divided(MeshSpec.placed(recipe.mesh, ranks * nodes, ranks), nodes, given.get("node_rank", 0))
 
 
 def _ranks_here(recipe: Recipe, nodes: int) -> int:

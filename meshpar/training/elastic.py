@@ -390,7 +390,7 @@ class Replicas:
     def _changed(self, step: int, seconds: float) -> None:
         before, now = set(self._trained), self._names()
         self._trained = now
-        if before:
+        if before or len(now) < self._expected:  # the first to come may begin without the others
             lost, joined = sorted(before - set(now)), sorted(set(now) - before)
             if lost or joined:
                 plain = [tuple(map(_plain, each)) for each in (now, lost, joined)]
