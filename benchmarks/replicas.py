@@ -556,6 +556,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder, hosts, served = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="replicas-"))), None, {}
         if arguments.hosts:
+            sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
             from tests.hosts import Hosts
 
             hosts = stack.enter_context(Hosts(arguments.replicas))
