@@ -76,7 +76,9 @@ def parallel(ranks: int) -> Any:
 
 
 def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-3)
+    # At 1e-3 the rows are learnt by heart after a thousand steps, and one process then differs from itself: weights changed by 1e-15 at
+    # the beginning change a loss by 2e-5 after 1,200 steps, and by 0.1 after 2,100. At 1e-4 they change none of 2,000 losses.
+    return torch.optim.AdamW(module.parameters(), lr=1e-4, eps=1e-3)
 
 
 def digest(par: Any, optimizer: torch.optim.Optimizer) -> str:
@@ -352,7 +354,7 @@ def compared_with_one_process(folder: Path, steps: list[dict[str, Any]]) -> None
                 token_loss_sum(par.module, samples.__getitems__(line["rows"][at : at + BATCH])) for at in range(0, len(line["rows"]), BATCH)
             ]
             loss = sum(each for each, _ in parts) / max(1, sum(tokens for _, tokens in parts))
-            assert abs(float(loss.detach()) - line["loss"]) < 1e-5, (
+            assert abs(float(loss.detach()) - line["loss"]) < 2e-6, (
                 f"step {line['step']}: loss {line['loss']}, in one process {float(loss.detach())}"
             )
             loss.backward()
@@ -360,7 +362,7 @@ def compared_with_one_process(folder: Path, steps: list[dict[str, Any]]) -> None
             optimizer.zero_grad()
         for path in folder.glob("weights-*.pt"):
             for name, value in torch.load(path).items():
-                assert torch.allclose(value, par.module.get_parameter(name), rtol=0, atol=2e-5), (
+                assert torch.allclose(value, par.module.get_parameter(name), rtol=0, atol=2e-6), (
                     f"{name} differs from one process in the end"
                 )
 
