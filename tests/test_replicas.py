@@ -321,7 +321,7 @@ def test_what_a_drill_reads_in_the_metrics():
         ({"mesh": "dp_shard=1"}, "has one replica"),
         ({"nodes": "2"}, "requires --folder"),
         ({"profile": Path("x")}, "two examinations"),
-        ({"nproc": "3"}, "3"),
+        ({"nproc": "3"}, "got 3"),
     ],
 )
 def test_a_drill_that_cannot_be_held_is_refused(tmp_path, words, match):

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -88,6 +88,7 @@ def launch_replicas(
         ReplicaError: no replica of this node could complete the job; another start resumes from the newest checkpoint.
     """
     logs = (logs or recipe.folder / "logs").absolute()
+    logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         place = runtime.lighthouse() or head
         if not node_rank:
@@ -159,18 +160,13 @@ class _Replica:
             address = self._lighthouse()
             if not address:
                 return 0 if self._is_complete() else 128 + self._stopped if self._stopped else RETRY
-            self._process = self._started({**self._environment, "TORCHFT_LIGHTHOUSE": address})
+            known = {**self._environment, "TORCHFT_LIGHTHOUSE": address}
+            with self._prints.open("ab") if self._prints else nullcontext() as file:
+                self._process = subprocess.Popen(self._command, env=known, start_new_session=True, stdout=file, stderr=file)
             code = self._process.wait()
             if code != RETRY or self._stopped:
                 break
         return 0 if self._is_complete() else code
-
-    def _started(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        if self._prints is None:
-            return subprocess.Popen(self._command, env=environment, start_new_session=True)
-        self._prints.parent.mkdir(parents=True, exist_ok=True)
-        with self._prints.open("ab") as file:
-            return subprocess.Popen(self._command, env=environment, start_new_session=True, stdout=file, stderr=subprocess.STDOUT)
 
     def stop(self, number: int) -> None:
         """Pass a signal on."""

@@ -58,7 +58,7 @@ def run_drill(mesh: str, placement: Mapping[str, object], *, folder: Path | None
         source.write_text(_RECIPE, encoding="utf-8")
         recipe = load_recipe(str(source), [f"mesh={mesh}"])
     division = division_of(recipe, given)
-    job = (folder or Path(tempfile.mkdtemp(prefix="meshpar-"))).absolute() / "drill"
+    job = (folder or Path(tempfile.mkdtemp(prefix="meshpar-"))).absolute() / "meshpar-drill"  # made anew: no name that a run may have
     data = recipe.data.model_copy(update={"paths": (str(job / "text.txt"),), "cache": str(job / "cache")})
     recipe = recipe.model_copy(update={"output": str(job), "data": data})
     if not node:
@@ -111,6 +111,7 @@ class _Drill:
     def __init__(self, job: Path, division: Division, part_s: float) -> None:
         """``job``: its folder, which every node sees."""
         self._job, self._division, self._part_s = job, division, part_s
+        self._before = self._metrics()  # an earlier drill's, where node 0 has not removed it yet
         self._ended = Event()
         self._thread = Thread(target=self._follow, daemon=True)
         self.over, self.missing = False, ""
@@ -144,10 +145,13 @@ class _Drill:
         os.kill(os.getpid(), signal.SIGTERM)  # launch_replicas passes it on
 
     def _records(self) -> Sequence[Mapping[str, Any]]:
+        text = self._metrics()
+        return () if text == self._before else [json.loads(line) for line in text.split("\n")[:-1]]  # the last one may be half written
+
+    def _metrics(self) -> str:
         with suppress(OSError):
-            lines = (self._job / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
-            return [json.loads(line) for line in lines[:-1]]  # the last one may be half written
-        return ()
+            return (self._job / "metrics.jsonl").read_text(encoding="utf-8")
+        return ""
 
     def _kill(self, replica: int) -> Sequence[int]:
         """Kill the ranks of a replica and return their processes; its launcher stays, and starts them again."""
