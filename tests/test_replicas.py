@@ -200,6 +200,28 @@ def test_what_never_succeeds_ends_with_its_error():
         lighthouse.close()
 
 
+@on_ranks(1)
+def test_the_last_samples_of_an_epoch_are_shared_anew_when_their_replica_is_lost():
+    """The other one has nothing but fillers, of which it makes no step: two samples are one replica's share."""
+    lighthouse = Lighthouse(patience_s=1.0)
+    torch.manual_seed(0)
+    first = small(lighthouse, batches(2), name="0", replicas=2, patience_s=1.0)
+    torch.manual_seed(0)
+    with small(lighthouse, batches(2), name="1", replicas=2, patience_s=1.0) as second:
+        with ThreadPoolExecutor(2) as pool:
+            assert [rows(each) for each in pool.map(Replicas.begin, (first, second))] in ([[0, 1], []], [[1, 0], []])
+        first.close()
+        before = second.par.module.weight.detach().clone()
+        second.par.module(torch.tensor([1])).sum().backward()
+        assert second.reduce(0) is None and second.step == 0
+        second.optimizer.step()
+        assert torch.equal(second.par.module.weight, before)
+        assert sorted(rows(second.begin())) == [0, 1]
+        second.par.module(torch.tensor([1])).sum().backward()
+        assert second.reduce(2) is not None and second.data.epoch == second.step == 1
+    lighthouse.close()
+
+
 @on_ranks(2)
 def test_all_ranks_wait_for_the_lighthouse():
     """Its host may start later: also those ranks wait that do not ask it."""

@@ -443,6 +443,11 @@ class Batches:
         size = sampler.micro_batch
         return [self.samples.__getitems__(indices[row : row + size]) for row in range(0, mine, size)]
 
+    def has_share(self, replica: int) -> bool:
+        """Return whether :meth:`share` has samples for this replica: at the end of an epoch it may have none."""
+        self._place_sampler()
+        return bool(self._sampler.places(replica * self._sampler.global_batch, self._sampler.global_batch))
+
     def count(self, counted: Sequence[bool]) -> None:
         """Advance the position by a step of several replicas; the samples of those that did not count come again in the next steps."""
         if not all(counted):  # else an iteration over the epoch may be reading the sampler

@@ -245,8 +245,9 @@ class Replicas:
 
         Returns:
             Number of tokens, then ``values``, each summed over the ranks of all replicas that counted: float64, in host memory. None: the
-            others have gone on without this replica. It has no gradients then, so that an optimizer changes nothing, and the next
-            :meth:`begin` copies their state.
+            others have gone on without this replica, or the only samples of an epoch's last step were those of lost ones. It has no
+            gradients then, so that an optimizer changes nothing, and the next :meth:`begin` copies the others' state, or shares the samples
+            anew.
 
         Raises:
             ReplicaError: see :meth:`begin`.
@@ -281,6 +282,8 @@ class Replicas:
                 assert self._quorum is not None
                 if self._name not in self._names():
                     self._quorum = None  # the others share the samples of this step differently
+                elif not any(self.data.has_share(number) for number, name in enumerate(self._slots) if name in self._names()):
+                    self._quorum = None  # all samples of this step were those of lost replicas: it is shared anew
                 elif self._quorum.best == (self.step, self._sum):
                     if not self._try(self._connect):
                         self._drop_group()
