@@ -49,7 +49,7 @@ MEASURED = {
     "gpu.py": {
         "meshpar._torch",
         "meshpar.forecasting.step",
-        "meshpar.launchers.jobs.feedback",
+        "meshpar.launchers.jobs.forecasting",
         "meshpar.passes.recompute",
         "meshpar.training.profile_summary",
     },

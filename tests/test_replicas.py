@@ -28,7 +28,7 @@ from meshpar.launchers.agent.replicas import divided
 from meshpar.launchers.commands.drill import parts, run_drill
 from meshpar.launchers.commands.run import run
 from meshpar.launchers.commands.run_recipe import division_of
-from meshpar.launchers.jobs.elected import Elected
+from meshpar.launchers.jobs.elastic import Elected
 from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.testing import on_ranks
 from meshpar.training import Batches, CausalLM, Lighthouse, LoaderSettings, Replicas, Schedule, Trainer, TrainSettings, elastic

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from meshpar import LaunchError, MeshparError, RecipeError
-from meshpar.launchers.jobs import feedback
+from meshpar.launchers.jobs import forecasting
 from meshpar.launchers.jobs.batch_size import find_batch_size
 from meshpar.launchers.jobs.job import Saver
 from meshpar.launchers.recipes.own import make_objective
@@ -102,9 +102,9 @@ def wait_for_forecast(seconds: float) -> None:
 
 
 def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forecast: Any, records: int = 4) -> list[str]:
-    monkeypatch.setattr("meshpar.launchers.jobs.planned.forecast", forecast)
+    monkeypatch.setattr("meshpar.launchers.jobs.forecasting.forecast", forecast)
     console = Notes()
-    reporter = feedback.ForecastFeedback(recipe(tmp_path), "h100", console)
+    reporter = forecasting.ForecastFeedback(recipe(tmp_path), "h100", console)
     wait_for_forecast(60)
     for _ in range(records):
         reporter.report(RECORD)
@@ -115,7 +115,7 @@ def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forecast: Any, rec
 def test_a_profile_named_in_the_recipe_makes_a_real_forecast_on_a_cpu(tmp_path: Path) -> None:
     console = Notes()
     named = recipe(tmp_path, "mesh=dp_shard=1", "training.forecast=h100")
-    (reporter,) = feedback.forecast_feedback(named, torch.device("cpu"), console)
+    (reporter,) = forecasting.forecast_feedback(named, torch.device("cpu"), console)
     wait_for_forecast(150)
     for _ in range(4):
         reporter.report(RECORD)
@@ -157,17 +157,17 @@ def test_a_forecast_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_cpu_and_other_objectives_are_not_forecast(tmp_path: Path) -> None:
-    assert feedback.forecast_feedback(recipe(tmp_path), torch.device("cpu"), Notes()) == []
+    assert forecasting.forecast_feedback(recipe(tmp_path), torch.device("cpu"), Notes()) == []
 
 
 def test_profiles_are_found_by_the_devices_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert feedback.profile_of(torch.device("cuda", 0)) == "h200"
+    assert forecasting.profile_of(torch.device("cuda", 0)) == "h200"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 4090")
-    assert feedback.profile_of(torch.device("cuda", 0)) is None
+    assert forecasting.profile_of(torch.device("cuda", 0)) is None
     off = recipe(tmp_path, "training.forecast=false")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert feedback.forecast_feedback(off, torch.device("cuda", 0), Notes()) == []
+    assert forecasting.forecast_feedback(off, torch.device("cuda", 0), Notes()) == []
 
 
 def test_options_of_an_objective_are_checked() -> None:
@@ -202,7 +202,7 @@ def test_a_pretrained_encoder_gets_a_new_head(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     import meshpar
     from meshpar import Plan
-    from meshpar.launchers.jobs.first_weights import with_weights
+    from meshpar.launchers.jobs.models import with_weights
 
     sizes = dict(
         vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32

@@ -67,7 +67,7 @@ def _forecasts(
     from meshpar.launchers import progress
     from meshpar.launchers.commands.inspecting import recipe_or_shape
     from meshpar.launchers.jobs import build
-    from meshpar.launchers.jobs.planned import batch_of, forecast_job
+    from meshpar.launchers.jobs.forecasting import batch_of, forecast_job
     from meshpar.launchers.recipes.sections import Own
     from meshpar.passes.base import Stage
     from meshpar.plan import Plan

@@ -13,7 +13,7 @@ from meshpar.launchers.agent.replicas import Division, divided, launch_replicas
 from meshpar.launchers.commands.placing import Given, accelerators, adopted, first_error_of, node_range, placed, ranks_on_node
 from meshpar.launchers.commands.train import check, run_as_rank, show
 from meshpar.launchers.jobs import build
-from meshpar.launchers.jobs.elected import replica_problems
+from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.jobs.worker import end_with_parent
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 from meshpar.mesh import MeshSpec

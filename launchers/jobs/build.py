@@ -30,7 +30,7 @@ from meshpar.launchers.jobs.datasets import (
     vocab_size_of,
     with_local_data,
 )
-from meshpar.launchers.jobs.transformers_models import HEAD_OF, DataFacts, build_transformers
+from meshpar.launchers.jobs.models import HEAD_OF, DataFacts, build_transformers
 from meshpar.launchers.recipes.own import OBJECTIVES, has_keyword, make_objective, make_own
 from meshpar.launchers.recipes.recipe import Recipe, folder_problems, model_config, rounded_vocabulary
 from meshpar.launchers.recipes.schema import build

@@ -13,7 +13,7 @@ from typing import Any, final
 from meshpar import registry, runtime
 from meshpar.checkpoints.storage import fetched, place
 from meshpar.errors import MeshparError, RecipeError, brief
-from meshpar.launchers.jobs.transformers_models import DataFacts
+from meshpar.launchers.jobs.models import DataFacts
 from meshpar.launchers.recipes.own import has_keyword, make_own, objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, Own, mixed_names

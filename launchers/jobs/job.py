@@ -28,9 +28,9 @@ from meshpar.errors import CheckpointError, MeshparError, RecipeError, StoreErro
 from meshpar.launchers.agent.starts import failed_at, last_failed_at, made_step
 from meshpar.launchers.agent.watching import watched
 from meshpar.launchers.jobs import build
-from meshpar.launchers.jobs.elected import Elected
-from meshpar.launchers.jobs.feedback import forecast_feedback
-from meshpar.launchers.jobs.first_weights import with_weights
+from meshpar.launchers.jobs.elastic import Elected
+from meshpar.launchers.jobs.forecasting import forecast_feedback
+from meshpar.launchers.jobs.models import with_weights
 from meshpar.launchers.jobs.preflight import opened, patience_s
 from meshpar.launchers.recipes.own import objective_factory
 from meshpar.launchers.recipes.recipe import Recipe

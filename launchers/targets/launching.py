@@ -15,7 +15,7 @@ from meshpar import registry
 from meshpar.errors import LaunchError, MeshError, PlanError
 from meshpar.launchers.agent.replicas import divided
 from meshpar.launchers.jobs import build
-from meshpar.launchers.jobs.elected import replica_problems
+from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 from meshpar.launchers.targets.job import Job, Target, ask, make_target
 from meshpar.launchers.targets.launched import LAUNCH
