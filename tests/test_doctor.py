@@ -22,15 +22,12 @@ from meshpar.forecasting.hardware import Hardware
 from meshpar.launchers.agent.failures import exit_code
 from meshpar.launchers.doctor import examine as examine_module
 from meshpar.launchers.doctor import measure as measure_module
-from meshpar.launchers.doctor import meeting as meeting_module
 from meshpar.launchers.doctor import rank as rank_module
-from meshpar.launchers.doctor.checks import all_findings
-from meshpar.launchers.doctor.examine import Folder, Report, _folder_findings, _leave_token, _looked
-from meshpar.launchers.doctor.facts import collect
+from meshpar.launchers.doctor.checks import all_findings, collect
+from meshpar.launchers.doctor.examine import Folder, Meeting, Report, _folder_findings, _leave_token, _looked
 from meshpar.launchers.doctor.measure import AxisSpeed, PairSpeed, _rounds
-from meshpar.launchers.doctor.meeting import Meeting
-from meshpar.launchers.doctor.placement import placement_findings, price_of_sharding, spans
 from meshpar.launchers.doctor.rank import _link_findings, _speed_findings
+from meshpar.launchers.doctor.report import placement_findings, price_of_sharding, spans
 from meshpar.testing import on_ranks
 from tests.hosts import Hosts, Unavailable
 
@@ -272,8 +269,8 @@ def test_all_to_all_is_measured_on_the_axis_over_which_tokens_travel() -> None:
 
 def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
-    monkeypatch.setattr(meeting_module.runtime, "meeting_store", lambda name, timeout_s: server)
-    monkeypatch.setattr(meeting_module.runtime, "world_size", lambda: 4)
+    monkeypatch.setattr(examine_module.runtime, "meeting_store", lambda name, timeout_s: server)
+    monkeypatch.setattr(examine_module.runtime, "world_size", lambda: 4)
     facts = healthy()
     for rank in (1, 2):
         server.set(f"facts/{rank}", json.dumps(facts[rank]))

@@ -1,20 +1,33 @@
-"""Measure collectives on each axis of a mesh, and pairs of ranks in both directions."""
+"""Measure collectives on each axis of a mesh and pairs of ranks, and a hardware profile for :mod:`meshpar.forecasting.hardware`."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+
+from meshpar import runtime
+from meshpar.forecasting.hardware import Hardware
+from meshpar.launchers.doctor.checks import Facts, hosts_of
+from meshpar.launchers.recipes.yamlfile import to_yaml
+from meshpar.mesh import MeshSpec
 
 FIRST_BYTES, ENOUGH_S, REPEATS = 1 << 18, 0.02, 5
 MOST_BYTES = {"cpu": 1 << 24}
 _MOST_BYTES = 1 << 28  # on an accelerator
+_LONG_S, _SHORT_S = 0.5, 0.05
+_CONTENTION = 0.4
+"""Not measured: what accelerators with a profile of their own were fitted to (docs/forecast.md)."""
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @final
@@ -111,7 +124,8 @@ def _wait(device: torch.device) -> None:
 def _slowest(seconds: float, device: torch.device) -> float:
     """Return the largest value of all ranks."""
     value = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
+    if runtime.world_size() > 1:
+        dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)
 
 
@@ -147,3 +161,156 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
     even = [(first, first + 1) for first in range(0, size - 1, 2)]
     odd = [(first, first + 1) for first in range(1, size - 1, 2)]
     return [each for each in (even, odd, [(size - 1, 0)] if size > 2 else []) if each]
+
+
+def measured_profile(facts: Sequence[Facts], device: torch.device) -> str:
+    """Measure the profile and return it as YAML. Its ``sources`` name the values that could not be measured.
+
+    Collective: every rank calls it. All ranks compute at the same time, as in training, and the slowest counts.
+    """
+    hosts = len(hosts_of(facts))
+    per_host = len(facts) // hosts
+    memory = _memory(device, per_host)
+    values: dict[str, Any] = {
+        "name": re.sub(r"[^a-z0-9]+", "-", str(facts[0]["device"]["kind"]).lower()).strip("-") + "-measured",
+        **_computing(device),
+        **memory,
+        "clock": 1.0,
+        "node": per_host,
+        **_links(hosts, per_host, device, memory["memory_bandwidth"]),
+        "contention": 0.0 if device.type == "cpu" else _CONTENTION,
+        "switched": True,
+    }
+    hardware = Hardware.of(values, "the measured profile")
+    return to_yaml({name: _rounded(value) for name, value in (asdict(hardware) | {"peak": dict(hardware.peak)}).items()})
+
+
+def _rounded(value: object) -> object:
+    """Return numbers rounded to four digits."""
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _computing(device: torch.device) -> dict[str, Any]:
+    """Measure matrix products by dtype and size, attention, and the overhead of an operator."""
+    sizes = (256, 512, 1024, 2048) if device.type == "cpu" else (256, 1024, 4096, 8192)
+    rates: dict[str, dict[int, float]] = {}
+    for dtype in _DTYPES:
+        rates[dtype] = {}
+        for size in sizes:
+            seconds = _slowest(_seconds(_product(size, dtype, device), device, _SHORT_S), device)
+            rates[dtype][size] = 2 * size**3 / seconds
+            if seconds > _SHORT_S:  # CPUs without half precision take seconds for what comes next
+                break
+    peak = {dtype: max(by_size.values()) for dtype, by_size in rates.items()}
+    main = "float32" if device.type == "cpu" else "bfloat16"
+    largest = max(rates[main])
+    sustained = 2 * largest**3 / _slowest(_seconds(_product(largest, main, device), device, _LONG_S), device)
+    matmul = min(1.0, sustained / peak[main])
+    # rate(s) = peak x matmul x (s / (s + tile)) ** 2, the forecast's own form for a square product
+    share = min(1.0, rates[main][sizes[0]] / (peak[main] * matmul))
+    tile = sizes[0] * (share**-0.5 - 1)
+    forward, backward = _attention(main, device)
+    tiny = torch.zeros(8, device=device)
+    launch = _slowest(_seconds(lambda: tiny.add_(1), device, _SHORT_S), device)
+    return {
+        "peak": peak,
+        "matmul": matmul,
+        "tile": tile,
+        "attention_forward": min(1.0, forward / peak[main]),
+        "attention_backward": min(1.0, backward / peak[main]),
+        "launch": 0.0 if device.type == "cpu" else launch,
+        "host": launch,
+    }
+
+
+def _product(size: int, dtype: str, device: torch.device) -> Callable[[], object]:
+    a = torch.randn(size, size, device=device).to(getattr(torch, dtype))
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, a, out=out)
+
+
+def _attention(dtype: str, device: torch.device) -> tuple[float, float]:
+    """Return operations a second of causal attention, forward and backward, counted as the forecast does."""
+    heads, length, dim = (4, 512, 64) if device.type == "cpu" else (32, 4096, 128)
+    query, key, value = (torch.randn(1, heads, length, dim, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(3))
+    flops = 0.5 * 4 * heads * length**2 * dim
+
+    def forward() -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def both() -> None:
+        forward().sum().backward()
+
+    alone = _slowest(_seconds(forward, device, _SHORT_S), device)
+    together = _slowest(_seconds(both, device, _SHORT_S), device)
+    return flops / alone, 2.5 * flops / max(together - alone, alone / 10)
+
+
+def _memory(device: torch.device, per_host: int) -> dict[str, float]:
+    """Measure memory: its size, the part in use, and the bandwidth of copying and adding."""
+    size = (1 << 26) if device.type == "cpu" else (1 << 29)
+    a, b = (torch.ones(size // 4, device=device) for _ in range(2))
+    copied = 2 * size / _slowest(_seconds(lambda: a.copy_(b), device, _SHORT_S), device)
+    added = 3 * size / _slowest(_seconds(lambda: torch.add(a, b, out=a), device, _SHORT_S), device)
+    if device.type == "cpu":
+        total, taken = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / per_host, 0.0
+    else:
+        free, whole = torch.cuda.mem_get_info(device)
+        total, taken = float(whole), float(whole - free - torch.cuda.memory_reserved(device))
+    best = max(copied, added)
+    return {"memory": total, "reserved": max(0.0, taken), "memory_bandwidth": best, "memory_fraction": min(copied, added) / best}
+
+
+def _links(hosts: int, per_host: int, device: torch.device, inside_a_rank: float) -> dict[str, Any]:
+    """Measure the bandwidth and latency inside a host and between hosts."""
+    mesh = MeshSpec.auto(hosts * per_host, per_host).build(device.type)
+    speeds = {(each.axis, each.operation): each for each in measure(mesh, device)[0]}
+    inside, across = speeds.get(("dp_shard", "all_gather")), speeds.get(("dp_replicate", "all_gather"))
+    said = [f"meshpar doctor --profile on {hosts} x {per_host} {device.type}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"]
+    if inside is None and across is None:
+        said.append("one rank: no link was measured; the numbers are memory's, start more ranks")
+    elif inside is None:
+        said.append("one rank a host: links inside one were not measured, the numbers are the network's")
+    elif across is None:
+        said.append("one host: the network was not measured, the numbers are those inside it")
+    rates = [each.bus for each in (inside, across) if each is not None] or [inside_a_rank]
+    wait = {axis: _latency(mesh.get_group(axis), device) for axis in ("dp_shard", "dp_replicate") if mesh[axis].size() > 1}
+    latency = list(wait.values()) or [0.0]
+    return {
+        "node_bandwidth": inside.bus if inside is not None else rates[0],
+        "network_bandwidth": across.bus if across is not None else rates[0],
+        "node_fraction": 1.0,
+        "network_fraction": 1.0,
+        "node_latency": wait.get("dp_shard", latency[0]),
+        "network_latency": wait.get("dp_replicate", latency[0]),
+        "sources": "; ".join(said),
+    }
+
+
+def _latency(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the seconds of a collective on one element."""
+    one = torch.zeros(1, device=device)
+    for _ in range(5):
+        dist.all_reduce(one, group=group)
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(20):
+        dist.all_reduce(one, group=group)
+    _wait(device)
+    return (time.perf_counter() - start) / 20
+
+
+def _seconds(run: Callable[[], object], device: torch.device, least_s: float) -> float:
+    """Return the mean seconds of a call, over as many calls as take ``least_s``."""
+    run()
+    _wait(device)
+    calls, start = 0, time.perf_counter()
+    at_once = 1 if device.type == "cpu" else 10
+    while time.perf_counter() - start < least_s:
+        for _ in range(at_once):
+            run()
+        _wait(device)
+        calls += at_once
+    return (time.perf_counter() - start) / calls

@@ -13,12 +13,9 @@ import torch
 from meshpar import runtime
 from meshpar.launchers.agent.watching import watched
 from meshpar.launchers.doctor.checks import Finding
-from meshpar.launchers.doctor.examine import Folder, Report, examine
-from meshpar.launchers.doctor.measure import measure
-from meshpar.launchers.doctor.meeting import Meeting
-from meshpar.launchers.doctor.placement import placement_findings, price_of_sharding, spans
-from meshpar.launchers.doctor.profile import measured_profile
-from meshpar.launchers.doctor.report import rate_text, report_text
+from meshpar.launchers.doctor.examine import Folder, Meeting, Report, examine
+from meshpar.launchers.doctor.measure import measure, measured_profile
+from meshpar.launchers.doctor.report import placement_findings, price_of_sharding, rate_text, report_text, spans
 from meshpar.mesh import MeshSpec, default_device_type
 
 WAIT_S = 60.0
@@ -89,7 +86,7 @@ def look(spec: MeshSpec, kind: str, folder: Folder | None, *, wait_s: float = WA
         return replace(report, notes=(*report.notes, "speeds were not measured, because the ranks cannot connect to each other")), ""
     with runtime.distributed(kind, timeout_s=MEASURE_S * 2):
         report = measured(report, spec, device)
-        return report, measured_profile(report, device) if profile else ""
+        return report, measured_profile(report.facts, device) if profile else ""
 
 
 def examined(meeting: Meeting, spec: MeshSpec, device: torch.device, folder: Folder | None) -> Report:

@@ -13,8 +13,7 @@ import torch
 from meshpar import runtime
 from meshpar.errors import PreflightError
 from meshpar.launchers.agent.local import MEETING_S
-from meshpar.launchers.doctor.examine import Folder, Report
-from meshpar.launchers.doctor.meeting import Meeting
+from meshpar.launchers.doctor.examine import Folder, Meeting, Report
 from meshpar.launchers.doctor.rank import examined, measured, mesh_of
 from meshpar.launchers.doctor.report import findings_text, rate_text
 from meshpar.launchers.jobs import build
