@@ -20,8 +20,8 @@ from meshpar.checkpoints.leftovers import host_name
 from meshpar.checkpoints.steps import PIN_FILE, Steps
 from meshpar.errors import CheckpointError
 from meshpar.launchers.cli import app
+from meshpar.launchers.commands.exporting import watch
 from meshpar.launchers.export.run import export_run
-from meshpar.launchers.export.watching import watch
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.training.tokenizer import byte_tokenizer
 

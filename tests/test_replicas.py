@@ -27,7 +27,7 @@ from meshpar.launchers.agent.failures import exit_code
 from meshpar.launchers.agent.replicas import divided
 from meshpar.launchers.commands.drill import parts, run_drill
 from meshpar.launchers.commands.run import run
-from meshpar.launchers.commands.run_recipe import division_of
+from meshpar.launchers.commands.train import division_of
 from meshpar.launchers.jobs.elastic import Elected
 from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.testing import on_ranks

@@ -18,7 +18,7 @@ from meshpar.launchers.agent.check_in import children
 from meshpar.launchers.agent.replicas import Division, launch_replicas
 from meshpar.launchers.agent.waiting import Waiting
 from meshpar.launchers.commands.placing import adopted, node_range, said
-from meshpar.launchers.commands.run_recipe import division_of
+from meshpar.launchers.commands.train import division_of
 from meshpar.launchers.recipes.recipe import load_recipe
 
 _FIRST = 50  # steps before the loss
@@ -39,7 +39,7 @@ def run_drill(mesh: str, placement: Mapping[str, object], *, folder: Path | None
         mesh: of the test job, with ``dp_replicate`` of 2 or more.
         placement: the given options of ``nproc``, ``nodes``, ``node_rank`` and ``head``.
         folder: a folder that all nodes share, in which the job has a folder of its own; None on one node: a temporary one.
-        profile: see :func:`meshpar.launchers.commands.doctor.run_doctor`; None.
+        profile: see :func:`meshpar.launchers.commands.run.run_doctor`; None.
         part_s: seconds within which the job must start, lose the replica, and have it back.
 
     Raises:

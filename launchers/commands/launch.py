@@ -191,7 +191,7 @@ def doctor(
 
         return run_drill(mesh, place, folder=folder, profile=profile, part_s=wait)
     with quick_imports():
-        from meshpar.launchers.commands.doctor import run_doctor
+        from meshpar.launchers.commands.run import run_doctor
 
     return run_doctor(mesh, place, folder=folder, profile=profile, wait_s=wait)
 
@@ -203,6 +203,16 @@ def mesh(
     debug: Debug = False,
 ) -> None:
     """Draw a mesh: the node of each rank, the groups of each axis, and the axes that cross nodes."""
-    from meshpar.launchers.commands.mesh import draw_mesh
+    from meshpar.drawing import mesh_svg, mesh_text
+    from meshpar.errors import MeshError
+    from meshpar.mesh import MeshSpec
 
-    print(draw_mesh(text, nodes, svg))
+    spec = MeshSpec(text)
+    if -1 in spec.axes.values():
+        raise MeshError(f"mesh {spec} has an axis of size -1; give every size to draw it")
+    if spec.size % nodes:
+        raise MeshError(f"{spec.size} ranks do not divide evenly among {nodes} nodes; change the mesh or --nodes")
+    print(mesh_text(spec, spec.size // nodes))
+    if svg is not None:
+        svg.write_text(mesh_svg(spec, spec.size // nodes), encoding="utf-8")
+        print(f"\ndrawing: {svg}")

@@ -1,22 +1,28 @@
-"""``meshpar train``: read a recipe, check it, and run it in this process or on ranks of this machine."""
+"""Run a recipe, in this process or on ranks: ``meshpar train``, and ``meshpar run`` of a recipe on nodes or as replicas."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from meshpar import runtime
-from meshpar.errors import PlanError, RecipeError
+from meshpar.errors import LaunchError, PlanError, RecipeError
 from meshpar.launchers.agent import slurm
-from meshpar.launchers.agent.local import launch_local
+from meshpar.launchers.agent.local import launch_local, launch_recipe
 from meshpar.launchers.agent.nodes_here import launch_nodes_here
+from meshpar.launchers.agent.replicas import Division, divided, launch_replicas
+from meshpar.launchers.commands.placing import Given, accelerators, adopted, first_error_of, node_range, placed, ranks_on_node
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.batch_size import find_batch_size
+from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.jobs.job import run_job
-from meshpar.launchers.jobs.worker import code_of
+from meshpar.launchers.jobs.worker import code_of, end_with_parent
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+from meshpar.mesh import MeshSpec
 
 
 def train_recipe(
@@ -92,3 +98,72 @@ def show(recipe: Recipe) -> None:
     print(recipe.to_yaml(), file=sys.stderr)
     for note in recipe.notes:
         print(f"note: {note}", file=sys.stderr)
+
+
+def run_recipe(
+    source: str, overrides: Sequence[str], given: Given, placement: Mapping[str, object], logs: Path | None, elastic: str | None
+) -> int:
+    """Run a recipe for ``meshpar run``; see :func:`meshpar.launchers.commands.run.run`.
+
+    ``given`` is ``placement`` with Kubeflow's variables.
+    """
+    recipe = load_recipe(source, overrides)
+    if elastic is not None:
+        return _run_replicas(recipe, given, logs, elastic)
+    if (step := adopted(given, placement)) is not None:
+        with first_error_of(logs or recipe.folder / "logs", step):
+            if runtime.is_main():
+                show(recipe)
+            return run_as_rank(recipe) or 0
+    place = placed(given, partial(_ranks_here, recipe))
+    check(recipe, place.ranks * place.nodes, build.machine_problems(recipe, place.ranks))
+    if runtime.replica()[1]:
+        end_with_parent()
+    elif not place.node_rank:
+        show(recipe)
+    return launch_recipe(recipe, place, logs)
+
+
+def _run_replicas(recipe: Recipe, given: Given, logs: Path | None, elastic: str) -> int:
+    """Run this node's replicas of a recipe."""
+    if elastic != "replicas":
+        raise LaunchError(f"--elastic is {elastic!r}; expected replicas (--nodes MIN:MAX is the job that restarts on fewer nodes)")
+    if odd := [f"--{name.replace('_', '-')}" for name in ("rejoin_s", "run_id", "meeting_s") if name in given]:
+        raise LaunchError(f"--elastic=replicas does not take {', '.join(odd)}; set patience in the recipe instead")
+    division = division_of(recipe, given)
+    head, node_rank, nodes = given.get("head", ""), given.get("node_rank", 0), node_range(str(given.get("nodes", 1)))[1]
+    if nodes > 1 and not (head or runtime.lighthouse()):
+        raise LaunchError(
+            f"{nodes} nodes require --head for the replicas' lighthouse: HOST:PORT with a free port of node 0, or "
+            "FOLDER/FILE that all nodes see, into which node 0 writes its address"
+        )
+    one = recipe.model_copy(update={"mesh": str(division.mesh)})
+    check(one, division.ranks, [*build.machine_problems(one, division.ranks), *replica_problems(recipe)])
+    if not node_rank:
+        show(recipe)
+    return launch_replicas(recipe, division, head, node_rank, given.get("restarts"), logs)
+
+
+def division_of(recipe: Recipe, given: Given) -> Division:
+    """Return the replicas of a recipe, of which this node has its share.
+
+    Raises:
+        LaunchError: see :func:`meshpar.launchers.agent.replicas.divided`.
+    """
+    least, nodes = node_range(str(given.get("nodes", 1)))
+    if least != nodes:
+        raise LaunchError("--elastic=replicas and --nodes MIN:MAX are two kinds of elastic jobs; give --nodes a number")
+    ranks = ranks_on_node(given, nodes, partial(_ranks_here, recipe))
+    return divided(MeshSpec.placed(recipe.mesh, ranks * nodes, ranks), nodes, given.get("node_rank", 0))
+
+
+def _ranks_here(recipe: Recipe, nodes: int) -> int:
+    """Return the number of ranks on this node, from the recipe's mesh or this machine's accelerators."""
+    if nodes == 1:
+        return build.world_size_of(recipe)
+    if build.device_type(recipe) != "cpu":
+        return accelerators()
+    world = build.world_size_of(recipe)
+    if world % nodes:
+        raise LaunchError(f"the mesh {recipe.mesh} has {world} ranks, which {nodes} nodes cannot share evenly; give --nproc")
+    return world // nodes
