@@ -11,7 +11,7 @@ from typing import Annotated, ParamSpec
 
 import typer
 
-from meshpar.launchers.agent.startup import quick_imports
+from meshpar.launchers.agent.starting import quick_imports
 from meshpar.launchers.commands import checkpoints as checkpoint_commands
 from meshpar.launchers.commands import launch as launch_commands
 from meshpar.launchers.commands.plan import plan

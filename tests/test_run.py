@@ -23,12 +23,12 @@ import pytest
 from torch.distributed.elastic.multiprocessing import PContext
 
 from meshpar import LaunchError, ParallelError
-from meshpar.launchers.agent import check_in, starts, waiting
+from meshpar.launchers.agent import check_in, failures
 from meshpar.launchers.agent.check_in import checked_in
 from meshpar.launchers.agent.failures import NO_USE, Failure, error_file, first_error, forget_left, recorded
 from meshpar.launchers.agent.local import Placement, _config, _identified, _patient
-from meshpar.launchers.agent.nodes_here import free_port
 from meshpar.launchers.agent.rank_logs import Shown
+from meshpar.launchers.agent.starting import free_port
 from meshpar.launchers.commands.placing import from_kubeflow, placed
 from meshpar.launchers.jobs.job import _new_steps_noted
 
@@ -277,7 +277,7 @@ def test_a_job_without_a_step_is_not_started_a_third_time(tmp_path: Path, monkey
 
     monkeypatch.setenv("MESHPAR_JOB_ID", "7")  # as a batch script sets it
     logs = tmp_path / "runs" / "job" / "logs"
-    starts.begin(logs / "7-0")
+    failures.note_start(logs / "7-0")
     second = run_recipe(tmp_path, "--run-id", "7-1")
     assert second.returncode == NO_USE and (logs / "7-1" / "no-restart").exists()
     assert "IsADirectoryError" in second.stderr and "not started again" in second.stderr
@@ -288,7 +288,7 @@ def test_a_failure_that_repeats_at_one_step_is_not_retried_to_the_end(tmp_path: 
     done = run_recipe(tmp_path, "--restarts", "9", more="optimizer: {lr: 1e30}\nschedule: {warmup_steps: 0}\n")
     (log,) = (tmp_path / "runs" / "job" / "logs").glob("*/rank-0.log")
     assert done.returncode == NO_USE and "made no new step" in done.stderr, done.stderr
-    assert (log.read_text().count("step 1/3"), starts.MOST) == (3, 2)
+    assert (log.read_text().count("step 1/3"), failures.MOST_STARTS) == (3, 2)
 
 
 @pytest.mark.parametrize(("below", "noted"), [(None, 7), (RuntimeError("Connection closed by peer"), -1)])
@@ -298,13 +298,13 @@ def test_a_lost_peer_is_no_failure_that_repeats(
     monkeypatch.setenv("MESHPAR_LOGS", str(tmp_path))
     with pytest.raises(ParallelError), _new_steps_noted(Mock(), Mock(step=7)):
         raise ParallelError("failed") from below
-    assert starts.last_failed_at(tmp_path) == noted
+    assert failures.last_failed_at(tmp_path) == noted
 
 
 def test_a_step_gives_a_job_new_starts(tmp_path: Path) -> None:
-    starts.begin(tmp_path / "a")
-    starts.begin(tmp_path / "a")  # ranks that start again as a node joins
-    starts.made_step(tmp_path / "a")
+    failures.note_start(tmp_path / "a")
+    failures.note_start(tmp_path / "a")  # ranks that start again as a node joins
+    failures.made_step(tmp_path / "a")
     done = run_recipe(tmp_path, "--run-id", "x")
     assert done.returncode == 0, done.stderr
     assert not list((tmp_path / "runs" / "job" / "logs").glob("*.no-step")), "the first step removes the note"
@@ -343,14 +343,14 @@ def test_the_command_ends_where_a_node_does_not_come() -> None:
 
 
 def test_a_wait_says_for_whom_and_ends_at_control_c(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(waiting, "EVERY_S", 0.0)
+    monkeypatch.setattr(check_in, "EVERY_S", 0.0)
     head, ends = f"127.0.0.1:{free_port()}", threading.Event()
 
     def interrupt(_: float) -> None:
         ends.set()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(waiting.time, "sleep", interrupt)
+    monkeypatch.setattr(check_in.time, "sleep", interrupt)
     for node, whom in ((0, f"nodes 1, 2 to come to {head}"), (1, f"node 0 at {head} (")):
         ends.clear()
         with pytest.raises(KeyboardInterrupt), checked_in(head, node, 3, "", 900.0):
@@ -360,7 +360,7 @@ def test_a_wait_says_for_whom_and_ends_at_control_c(monkeypatch: pytest.MonkeyPa
 
 
 def test_nodes_of_an_elastic_job_say_for_whom_they_wait(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(waiting, "EVERY_S", 0.0)
+    monkeypatch.setattr(check_in, "EVERY_S", 0.0)
     started: list[int] = []
     monkeypatch.setattr(check_in, "children", lambda: started)
     head = f"127.0.0.1:{free_port()}"

@@ -233,12 +233,12 @@ def test_a_node_that_fails_stops_the_others() -> None:
     import subprocess
     import sys
 
-    from meshpar.launchers.agent import nodes_here
+    from meshpar.launchers.agent import starting
 
     waiting = "import time; time.sleep(60)"
     running = [subprocess.Popen([sys.executable, "-c", code]) for code in ("raise SystemExit(3)", waiting)]
     start = time.monotonic()
-    assert nodes_here._await(running) == [3, -15]
+    assert starting._await(running) == [3, -15]
     assert time.monotonic() - start < 30
 
 

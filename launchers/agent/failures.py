@@ -1,4 +1,4 @@
-"""Error files of failed ranks, and which rank failed first."""
+"""Failures of a job: error files of ranks and which failed first, stalls, and starts that made no new step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,6 +55,9 @@ _FULL_MEMORY = (
     "the device's memory is full; use a smaller data.micro_batch with more data.accumulate (meshpar train RECIPE --find-batch-size tries "
     "them), ActivationCheckpoint, or more shards; meshpar plan RECIPE lists what holds the memory"
 )
+MOST_STARTS = 2
+"""Number of starts in a row without a new step after which a job ends."""
+_CONNECT_S = 60.0
 
 
 @final
@@ -257,3 +260,80 @@ def _as_raised(failure: Failure) -> MeshparError:
         return LaunchError(f"rank {failure.rank} ended itself with {failure.kind}({failure.message})\n{failure.trace}".rstrip())
     text = f"rank {failure.rank} failed with {failure.kind}: {failure.message}\n{failure.trace}".rstrip()
     return LaunchError(f"{text}\n{_FULL_MEMORY}" if failure.kind == "OutOfMemoryError" else text)
+
+
+def note_start(logs: Path) -> None:
+    """Note a start of a recipe; rank 0 calls this before anything else.
+
+    Raises:
+        RepeatedFailureError: the last two starts made no new step.
+    """
+    if in_vain(logs):
+        raise RepeatedFailureError(IN_VAIN)
+    start = f"{logs.name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if start not in _starts(logs):  # nodes that join an elastic job start its ranks again, which is no failure
+        with _starts_file(logs).open("a", encoding="utf-8") as file:
+            file.write(f"{start}\n")
+
+
+def made_step(logs: Path) -> None:
+    """Note that this start has made a new step."""
+    _starts_file(logs).unlink(missing_ok=True)
+
+
+def failed_at(logs: Path, step: int) -> None:
+    """Note how many steps were complete when this start failed; the next start makes a new step after these."""
+    _starts_file(logs).with_suffix(".failed-at").write_text(str(step), encoding="utf-8")
+
+
+def last_failed_at(logs: Path) -> int:
+    """Return how many steps were complete when a start of the job failed last; -1: none did."""
+    file = _starts_file(logs).with_suffix(".failed-at")
+    return int(file.read_text(encoding="utf-8")) if file.exists() else -1
+
+
+def in_vain(logs: Path) -> bool:
+    """Return whether the last two starts made no new step."""
+    return len(_starts(logs)) >= MOST_STARTS
+
+
+IN_VAIN = (
+    f"the job's last {MOST_STARTS} starts made no new step, so it is not started again; "
+    "correct the first error in their logs, then submit the job anew"
+)
+
+
+def _starts(logs: Path) -> list[str]:
+    file = _starts_file(logs)
+    return file.read_text(encoding="utf-8").split() if file.exists() else []
+
+
+def _starts_file(logs: Path) -> Path:
+    """Return the file beside the folders of all starts; the scheduler's job has its id in MESHPAR_JOB_ID."""
+    return logs.parent / f"{os.environ.get('MESHPAR_JOB_ID') or logs.name}.no-step"
+
+
+@contextmanager
+def watched(stall_s: float | None, progress: Callable[[], object], moves: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Watch the code inside the ``with`` block; does nothing if ``stall_s`` is None or there is one rank.
+
+    Args:
+        stall_s: seconds without progress after which the watchdog ends the job.
+        progress: returns a new value when the job has made progress, such as the step.
+        moves: returns another value when work moves in which there is neither step nor collective: validation, writing.
+    """
+    from meshpar import runtime  # both load torch, which a script's rank may do without
+    from meshpar.watchdog import Watchdog
+
+    if stall_s is None or runtime.world_size() == 1 or not runtime.launched():
+        yield
+        return
+    rank, logs = runtime.rank(), os.environ.get("MESHPAR_LOGS")
+    store = runtime.meeting_store("watchdog", timeout_s=_CONNECT_S)
+
+    def record(verdict: str, sure: bool) -> None:
+        if logs is not None:
+            record_stall(Path(logs), rank, verdict, cause=sure)
+
+    with Watchdog(stall_s, store, progress, rank=rank, world_size=runtime.world_size(), moves=moves, on_stall=record):
+        yield

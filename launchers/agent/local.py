@@ -23,6 +23,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 from meshpar.errors import LaunchError, MeshparError, RepeatedFailureError
 from meshpar.launchers.agent.check_in import checked_in, children, reach_head, told_while_joining
 from meshpar.launchers.agent.failures import (
+    IN_VAIN,
     NO_USE,
     OTHERS_S,
     SCRATCH,
@@ -32,11 +33,11 @@ from meshpar.launchers.agent.failures import (
     exit_code,
     first_error,
     forget_left,
+    in_vain,
     record_kills,
     recorded,
 )
 from meshpar.launchers.agent.rank_logs import Shown, log_file, start_id
-from meshpar.launchers.agent.starts import IN_VAIN, in_vain
 
 if TYPE_CHECKING:
     from meshpar.launchers.recipes.recipe import Recipe  # loads all that a job may use, which a script does without

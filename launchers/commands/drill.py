@@ -14,9 +14,8 @@ from threading import Event, Thread
 from typing import Any, final
 
 from meshpar.errors import LaunchError, MeshparError
-from meshpar.launchers.agent.check_in import children
+from meshpar.launchers.agent.check_in import Waiting, children
 from meshpar.launchers.agent.replicas import Division, launch_replicas
-from meshpar.launchers.agent.waiting import Waiting
 from meshpar.launchers.commands.placing import adopted, node_range, said
 from meshpar.launchers.commands.train import division_of
 from meshpar.launchers.recipes.recipe import load_recipe

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from meshpar.launchers.agent.startup import quick_imports
+from meshpar.launchers.agent.starting import quick_imports
 
 Reported = Callable[[Callable[..., int | None]], Callable[..., None]]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -9,9 +9,9 @@ from typing import TypedDict, cast
 
 from meshpar import runtime
 from meshpar.errors import LaunchError
-from meshpar.launchers.agent import slurm
 from meshpar.launchers.agent.failures import first_told
 from meshpar.launchers.agent.local import Placement
+from meshpar.launchers.agent.starting import adopt_srun
 
 
 class _Options(TypedDict, total=False):
@@ -40,7 +40,7 @@ def adopted(given: Given, placement: Mapping[str, object]) -> str | None:
     """
     if "nodes" in given:
         return None
-    step = slurm.adopt()
+    step = adopt_srun()
     if not runtime.launched():
         return None
     refuse_placement(placement)

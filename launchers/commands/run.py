@@ -10,8 +10,8 @@ from pathlib import Path
 
 from meshpar import runtime
 from meshpar.errors import LaunchError
-from meshpar.launchers.agent import slurm
 from meshpar.launchers.agent.local import launch
+from meshpar.launchers.agent.starting import adopt_srun
 from meshpar.launchers.commands.placing import Given, adopted, first_error_of, from_kubeflow, placed, refuse_placement, said
 from meshpar.launchers.jobs.worker import run_code
 
@@ -82,7 +82,7 @@ def run_doctor(mesh: str, placement: Mapping[str, object], *, folder: Path | Non
     arguments += [f"profile={profile.absolute()}"] if profile is not None else []
     given = said(placement)
     if "nodes" not in given:
-        slurm.adopt()
+        adopt_srun()
         if runtime.launched():
             refuse_placement(placement)
             return run_code("module", _RANK, arguments)

@@ -11,10 +11,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from meshpar import runtime
 from meshpar.errors import LaunchError, PlanError, RecipeError
-from meshpar.launchers.agent import slurm
 from meshpar.launchers.agent.local import launch_local, launch_recipe
-from meshpar.launchers.agent.nodes_here import launch_nodes_here
 from meshpar.launchers.agent.replicas import Division, divided, launch_replicas
+from meshpar.launchers.agent.starting import adopt_srun, launch_nodes_here
 from meshpar.launchers.commands.placing import Given, accelerators, adopted, first_error_of, node_range, placed, ranks_on_node
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.batch_size import find_batch_size
@@ -50,7 +49,7 @@ def train_recipe(
         MeshparError: the recipe has problems, or the run failed.
     """
     recipe = load_recipe(source, overrides)
-    slurm.adopt()
+    adopt_srun()
     if runtime.launched():
         if nproc is not None:
             raise RecipeError("--nproc starts ranks, but this process is already a rank; give the number to torchrun or srun")

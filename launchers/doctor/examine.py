@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from meshpar import runtime
 from meshpar.errors import LaunchError
-from meshpar.launchers.agent.waiting import Waiting, unreached
+from meshpar.launchers.agent.check_in import Waiting, unreached
 from meshpar.launchers.doctor.checks import GIB, Facts, Finding, all_findings, collect, hosts_of, ranks_text
 from meshpar.launchers.doctor.measure import AxisSpeed, PairSpeed
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from meshpar import runtime
-from meshpar.launchers.agent.watching import watched
+from meshpar.launchers.agent.failures import watched
 from meshpar.launchers.doctor.checks import Finding
 from meshpar.launchers.doctor.examine import Folder, Meeting, Report, examine
 from meshpar.launchers.doctor.measure import measure, measured_profile

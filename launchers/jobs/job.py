@@ -25,8 +25,7 @@ from meshpar.checkpoints.published import stored_model
 from meshpar.checkpoints.steps import CHECKPOINTS, checkpoints_in
 from meshpar.checkpoints.storage import Place, carried, fetched, place
 from meshpar.errors import CheckpointError, MeshparError, RecipeError, StoreError
-from meshpar.launchers.agent.starts import failed_at, last_failed_at, made_step
-from meshpar.launchers.agent.watching import watched
+from meshpar.launchers.agent.failures import failed_at, last_failed_at, made_step, watched
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.elastic import Elected
 from meshpar.launchers.jobs.forecasting import forecast_feedback

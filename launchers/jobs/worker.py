@@ -18,10 +18,20 @@ from types import FrameType, ModuleType
 from typing import NoReturn
 
 from meshpar.errors import LaunchError, MeshparError
-from meshpar.launchers.agent.failures import NO_USE, RETRY, SHUTDOWN_S, STOPPED, exit_code, forget, note_os_exit, note_sys_exit, record
+from meshpar.launchers.agent.failures import (
+    NO_USE,
+    RETRY,
+    SHUTDOWN_S,
+    STOPPED,
+    exit_code,
+    forget,
+    note_os_exit,
+    note_start,
+    note_sys_exit,
+    record,
+)
 from meshpar.launchers.agent.rank_logs import copy_output, redirect
-from meshpar.launchers.agent.starts import begin
-from meshpar.launchers.agent.startup import quick_imports
+from meshpar.launchers.agent.starting import quick_imports
 
 _SET_DEATH_SIGNAL = 1  # linux/prctl.h: PR_SET_PDEATHSIG
 
@@ -61,7 +71,7 @@ def run_recipe(path: str) -> int:
         from meshpar.launchers.recipes.recipe import load_recipe
 
     if os.environ["RANK"] == "0":
-        begin(Path(os.environ["MESHPAR_LOGS"]))
+        note_start(Path(os.environ["MESHPAR_LOGS"]))
     recipe = load_recipe(path)
     known = len(recipe.notes)
     recipe = fitted(recipe, int(os.environ["WORLD_SIZE"]))
