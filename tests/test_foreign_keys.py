@@ -13,10 +13,8 @@ import torch
 
 from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, RecipeError, Replicate, TensorParallel
 from meshpar.launchers.commands.inspecting import convert_recipe
-from meshpar.launchers.converters.accelerate import ACCELERATE, PARALLELISM
-from meshpar.launchers.converters.knobs import _KNOBS, ALIASES, translate
-from meshpar.launchers.converters.trainer import TRAINER
-from meshpar.launchers.converters.translate import HuggingFace
+from meshpar.launchers.converters.tables import ACCELERATE, PARALLELISM, TRAINER
+from meshpar.launchers.converters.translate import _KNOBS, ALIASES, HuggingFace, translate
 from meshpar.launchers.recipes import converting
 from meshpar.launchers.recipes.converting import Translation
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe, resolve

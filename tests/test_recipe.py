@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshpar import ActivationCheckpoint, ContextParallel, FullyShard, HybridShard, RecipeError, Replicate, TensorParallel
-from meshpar.launchers.converters.knobs import translate
+from meshpar.launchers.converters.translate import translate
 from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe, resolve, shipped
 from meshpar.launchers.recipes.techniques import make_passes
