@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshpar.drawing import table
 from meshpar.layout import ModelLayout
 from meshpar.passes.applied import applied
 from meshpar.passes.base import find_blocks
@@ -87,8 +88,7 @@ class Description:
             )
             for row in self.rows
         ]
-        widths = [max(len(line[column]) for line in (head, *body)) for column in range(len(head))]
-        lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in (head, *body)]
+        lines = table(head, body)
         optimizer = "optimizer state of unknown size" if self.optimizer_bytes is None else f"{_size(self.optimizer_bytes)} of AdamW state"
         shards = f", {_size(self.shard_bytes)} of shards for its replica" if self.shard_bytes else ""
         totals = (

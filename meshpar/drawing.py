@@ -1,8 +1,8 @@
-"""A mesh as text and as SVG: which rank sits where, the groups of each axis, and the links that each crosses."""
+"""A mesh as text and as SVG: which rank sits where, the groups of each axis, and the links that each crosses; and tables of text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from meshpar.errors import MeshError
@@ -11,6 +11,12 @@ from meshpar.mesh import MeshSpec
 _CELL, _ROW, _LABEL, _TOP = 44, 40, 66, 34
 _MOST_NODES, _MOST_GROUPS = 8, 6
 _CROSSES = "#b5544d"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (head, *rows)]
 
 
 def mesh_text(spec: MeshSpec, ranks_per_node: int) -> str:

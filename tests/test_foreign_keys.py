@@ -17,8 +17,8 @@ from meshpar.launchers.converters.tables import ACCELERATE, PARALLELISM, TRAINER
 from meshpar.launchers.converters.translate import _KNOBS, ALIASES, HuggingFace, translate
 from meshpar.launchers.recipes import converting
 from meshpar.launchers.recipes.converting import Translation
+from meshpar.launchers.recipes.named import make_passes
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe, resolve
-from meshpar.launchers.recipes.techniques import make_passes
 from meshpar.launchers.recipes.yamlfile import Document, Place, parse_document
 
 ROOT = Path(__file__).parent.parent

@@ -1,6 +1,7 @@
 """The keys of transformers' TrainingArguments (5.23, and earlier ones) and of accelerate's YAML (1.15, FSDP versions 1 and 2).
 
-Keys that both have, ``debug``, ``parallelism_config`` and ``use_cpu``, are in accelerate's table."""
+Keys that both have, ``debug``, ``parallelism_config`` and ``use_cpu``, are in accelerate's table.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any, final
 from meshpar.launchers.converters.tables import ACCELERATE, DEFAULTS, TRAINER, choose_mesh
 from meshpar.launchers.converters.values import Translated, truth
 from meshpar.launchers.recipes.converting import Translation
-from meshpar.launchers.recipes.techniques import SHARDING, default_passes
+from meshpar.launchers.recipes.named import SHARDING, default_passes
 from meshpar.launchers.recipes.yamlfile import Document, Place
 
 ALIASES = ("fsdp", "FSDP", "FullyShardedDataParallel")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from meshpar.drawing import table
 from meshpar.launchers.doctor.checks import Facts, Finding
 from meshpar.launchers.doctor.examine import Report, summary
 from meshpar.mesh import MeshSpec
@@ -152,13 +153,6 @@ def _axes(report: Report, spec: MeshSpec) -> Iterator[str]:
         if not speeds:
             rows.append([f"{span.axis}={span.size}", hosts, "", "", "", "", ""])
     yield from table(["axis", "a group spans", "collective", "bytes", "time", "bus", "slowest pair"], rows)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table with aligned columns."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    for row in (head, *rows):
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
 
 
 def rate_text(rate: float) -> str:

@@ -14,7 +14,7 @@ from meshpar import registry, runtime
 from meshpar.checkpoints.storage import fetched, place
 from meshpar.errors import MeshparError, RecipeError, brief
 from meshpar.launchers.jobs.models import DataFacts
-from meshpar.launchers.recipes.own import has_keyword, make_own, objective_factory
+from meshpar.launchers.recipes.named import has_keyword, make_own, objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, Own, mixed_names
 from meshpar.parallelized import Parallelized

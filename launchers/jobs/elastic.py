@@ -9,9 +9,9 @@ from typing import final
 
 from meshpar import runtime
 from meshpar.errors import LaunchError, MeshError
+from meshpar.launchers.recipes.named import make_passes
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection
-from meshpar.launchers.recipes.techniques import make_passes
 from meshpar.mesh import MeshSpec
 from meshpar.training.elastic import Replicas
 from meshpar.training.metrics import Metrics, Reporter

@@ -31,7 +31,7 @@ from meshpar.launchers.jobs.elastic import Elected
 from meshpar.launchers.jobs.forecasting import forecast_feedback
 from meshpar.launchers.jobs.models import with_weights
 from meshpar.launchers.jobs.preflight import opened, patience_s
-from meshpar.launchers.recipes.own import objective_factory
+from meshpar.launchers.recipes.named import objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.parallelized import Parallelized
 from meshpar.training.console import Console

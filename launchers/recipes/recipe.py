@@ -13,7 +13,7 @@ from meshpar import registry
 from meshpar.checkpoints import storage
 from meshpar.errors import MeshError, MeshparError, RecipeError
 from meshpar.launchers.recipes.converting import convert_keys
-from meshpar.launchers.recipes.own import OBJECTIVES, make_importable, objective_factory, own_problems, wants_teacher
+from meshpar.launchers.recipes.named import OBJECTIVES, make_importable, objective_factory, own_problems, read_passes, wants_teacher
 from meshpar.launchers.recipes.schema import Section, build, validate
 from meshpar.launchers.recipes.sections import (
     CheckpointSection,
@@ -29,7 +29,6 @@ from meshpar.launchers.recipes.sections import (
     TrainingSection,
     mixed_names,
 )
-from meshpar.launchers.recipes.techniques import read_passes
 from meshpar.launchers.recipes.yamlfile import Document, Place, apply_overrides, read_document, to_yaml
 from meshpar.mesh import MeshSpec, is_auto
 from meshpar.models.gpt2 import GPT2Config

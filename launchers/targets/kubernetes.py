@@ -1,19 +1,83 @@
-"""Kubernetes: an Indexed Job, whose index is the node rank, or a JobSet of one, for the scheduler, Kueue or Volcano."""
+"""Kubernetes, by kubectl: an Indexed Job, whose index is the node rank, a JobSet of one, or a TrainJob of Kubeflow Trainer v2."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, final
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, final
 
 import yaml
 
 from meshpar.errors import LaunchError
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.targets.documents import fill_yaml
-from meshpar.launchers.targets.job import Job, Port
-from meshpar.launchers.targets.kubectl import KUEUE, OnKubernetes
+from meshpar.launchers.targets.job import Job, Launched, Port, Target, ask
 from meshpar.training.bounds import Bound, Count
+
+KUEUE = "kueue.x-k8s.io/queue-name"
+"""Label with the LocalQueue of a job; Kueue starts the job, which is created suspended."""
+
+_BOUNDED = ["--request-timeout=20s"]
+_PODS = {"Job": "batch.kubernetes.io/job-name", "JobSet": "jobset.sigs.k8s.io/jobset-name", "TrainJob": "jobset.sigs.k8s.io/jobset-name"}
+"""Label of a job's pods, by the job's kind; a TrainJob makes a JobSet of its own name."""
+_RUN = 'recipe=$(mktemp -d)/recipe.yaml\nprintf %s "$1" > "$recipe"\nexec meshpar run "$recipe"\n'
+
+_SCRIPT = 'exec meshpar run "$@"\n'
+
+
+class OnKubernetes(Target):
+    """A target whose job file is for kubectl. Every launch has its own name there, so that it changes no other one."""
+
+    shares_disks: ClassVar[bool] = False
+
+    def submit(self, path: Path) -> Sequence[str]:
+        """Return the kubectl command that submits the job; unlike ``apply`` it leaves objects of another run as they are."""
+        return ["kubectl", "create", "-f", str(path)]
+
+    def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
+        """Return names and states by ``kubectl get``."""
+        files = [word for job in jobs for word in ("-f", str(job.file))]
+        answer = ask(["kubectl", "get", *_BOUNDED, "--ignore-not-found", "--output=json", *files])
+        read: dict[str, Any] = json.loads(answer) if answer else {"items": []}
+        found = {each["metadata"]["name"]: _state(each) for each in read.get("items", [read]) if each["kind"] in _PODS}
+        return [(job.label, found.get(job.label, "")) for job in jobs]
+
+    def status(self, job: Launched) -> str:
+        """Return what kubectl says of the job's objects and of its pods."""
+        objects = ask(["kubectl", "get", *_BOUNDED, "--ignore-not-found", "-f", str(job.file)])
+        return f"{objects}\n{ask(['kubectl', 'get', 'pods', *_BOUNDED, '--output=wide', *_selected(job)])}"
+
+    def logs(self, job: Launched, *, follow: bool) -> Sequence[str]:
+        """Return the kubectl command that prints the output of the job's pods."""
+        bounded = ["--follow", "--max-log-requests=1024"] if follow else _BOUNDED
+        return ["kubectl", "logs", *bounded, "--all-containers", "--prefix", "--tail=-1", *_selected(job)]
+
+    def cancel(self, job: Launched) -> str:
+        """Delete the objects of the job file."""
+        return ask(["kubectl", "delete", *_BOUNDED, "--ignore-not-found", "--wait=false", "-f", str(job.file)])
+
+
+def _selected(job: Launched) -> list[str]:
+    """Return the options that select the job's pods."""
+    try:
+        documents = list(yaml.safe_load_all(job.file.read_text(encoding="utf-8")))
+        ours = next(each for each in documents if each["kind"] in _PODS)
+    except (OSError, yaml.YAMLError, StopIteration) as error:
+        raise LaunchError(f"cannot read the job file {job.file}: {error}; restore it from `meshpar launch`") from error
+    namespace = ours["metadata"].get("namespace")
+    return [*([f"--namespace={namespace}"] if namespace else []), f"--selector={_PODS[ours['kind']]}={ours['metadata']['name']}"]
+
+
+def _state(job: Mapping[str, Any]) -> str:
+    """Return the state of a Job, a JobSet or a TrainJob: its last condition that holds, or whether its pods are ready."""
+    status: Mapping[str, Any] = job.get("status", {})
+    true = [each["type"] for each in status.get("conditions", []) if each["status"] == "True"]
+    ended = [each for each in ("Failed", "Complete", "Completed", "Suspended") if each in true]
+    pods = [status, *status.get("replicatedJobsStatus", []), *status.get("jobsStatus", [])]
+    return ended[0] if ended else "Running" if any(each.get("ready") for each in pods) else "Pending"
 
 
 @final
@@ -137,3 +201,48 @@ def _validate(text: str) -> None:
         except kubernetes_validate.ValidationError as error:
             place = ".".join(map(str, error.path))
             raise LaunchError(f"the patched {document['kind']} is not valid: {place}: {error.message}; correct the patch") from error
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainJob(OnKubernetes):
+    """Render a TrainJob of ``trainer.kubeflow.org/v1alpha1``.
+
+    Attributes:
+        image: container image with meshpar installed.
+        namespace: the namespace; empty: kubectl's default.
+        runtime: the ClusterTrainingRuntime, which defines the mount of the checkpoints' volume.
+        workdir: working directory of the job; empty: the image's.
+        kueue: Kueue's LocalQueue, which starts the job; empty: none.
+        cpu, memory: limits of a node; empty: none.
+        patch: a YAML file with further fields of the job file, or with a document of another ``kind``; can be given several times.
+    """
+
+    image: str = "meshpar:latest"
+    namespace: str = ""
+    runtime: str = "torch-distributed"
+    workdir: str = ""
+    kueue: str = ""
+    cpu: str = ""
+    memory: str = ""
+    patch: tuple[str, ...] = ()
+
+    def render(self, job: Job) -> Mapping[str, str]:
+        """Return the file for kubectl and the files beside it."""
+        limits = {"nvidia.com/gpu": str(job.gpus_per_node or ""), "cpu": self.cpu, "memory": self.memory}
+        enter = f"cd {shlex.quote(self.workdir)}\n" if self.workdir else ""
+        values = {
+            "name": job.label,
+            "labels": {KUEUE: self.kueue} if self.kueue else {},
+            "suspend": True if self.kueue else "",
+            "shape": job.shape,
+            "command": job.made_by,
+            "namespace": self.namespace,
+            "runtime": self.runtime,
+            "image": self.image,
+            "nodes": job.nodes,
+            "ranks": job.ranks_per_node,
+            "limits": {key: value for key, value in limits.items() if value},
+            "work": [f"{enter}{_RUN if job.recipe else _SCRIPT}", "meshpar", *job.work(job.recipe)],
+        }
+        return {"job.yaml": fill_yaml("trainjob.yaml", values, self.patch), **job.files()}

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from meshpar import registry
+from meshpar.drawing import table
 from meshpar.errors import LaunchError
 from meshpar.launchers.targets.job import Launched, Target, make_target
 
@@ -34,11 +35,8 @@ def list_jobs(root: Path) -> str:
             states = [("", "?")] * len(mine)
             notes.append(f"note: {error}")
         known.update(zip((job.folder for _, job in mine), states))
-    rows = [("LAUNCH", "TARGET", "JOB", "STATE")]
-    rows += [(str(_short(job.folder)), name, known[job.folder][0] or "-", _state(known[job.folder][1], job)) for name, _, job in found]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, *notes])
+    rows = [(str(_short(job.folder)), name, known[job.folder][0] or "-", _state(known[job.folder][1], job)) for name, _, job in found]
+    return "\n".join([*table(("LAUNCH", "TARGET", "JOB", "STATE"), rows), *notes])
 
 
 def job_status(folder: Path) -> str:
