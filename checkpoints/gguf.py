@@ -24,7 +24,7 @@ from meshpar.checkpoints.quantizing import fitting, is_high
 from meshpar.checkpoints.storage import Place, place
 from meshpar.checkpoints.verify import Verify
 from meshpar.errors import CheckpointError, brief
-from meshpar.extras import need
+from meshpar.imports import need
 from meshpar.weights import Permute, Transpose, TypedSource, Unstack, WeightMap
 from meshpar.weights.rules import Rule
 

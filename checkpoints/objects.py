@@ -23,7 +23,7 @@ from meshpar.checkpoints.checksums import crc32, joined
 from meshpar.checkpoints.files import Readable
 from meshpar.checkpoints.files import Run as InOrder
 from meshpar.errors import CheckpointError, StoreError
-from meshpar.extras import need
+from meshpar.imports import need
 
 T = TypeVar("T")
 SCHEMES = ("s3", "gs", "az")

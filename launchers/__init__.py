@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshpar.lazy import lazily
+from meshpar.imports import lazily
 
 if TYPE_CHECKING:
     from meshpar.launchers.commands.train import train_recipe

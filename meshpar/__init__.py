@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshpar.lazy import lazily
+from meshpar.imports import lazily
 
 if TYPE_CHECKING:
     from meshpar.chunked import chunked_token_loss

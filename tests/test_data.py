@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from meshpar.errors import MeshparError, RecipeError
-from meshpar.extras import need
+from meshpar.imports import need
 from meshpar.loss import IGNORE_INDEX
 from meshpar.training import text
 from meshpar.training.data import FILLER, Batches, LoaderSettings, OrderedBatches, PackedTokens

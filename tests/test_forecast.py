@@ -26,11 +26,10 @@ from meshpar.forecasting import search as search_module
 from meshpar.forecasting.api import evaluated, probes
 from meshpar.forecasting.cost import placement, sending_time
 from meshpar.forecasting.extrapolate import deepened, widened
-from meshpar.forecasting.feedback import feedback
 from meshpar.forecasting.hardware import profiles
 from meshpar.forecasting.html import page
 from meshpar.forecasting.lints import lints
-from meshpar.forecasting.report import as_data, text
+from meshpar.forecasting.report import as_data, feedback, text
 from meshpar.forecasting.simulate import Simulation, shallow, simulate
 from meshpar.forecasting.trace import Collective, Event, Phase
 from meshpar.mesh import MeshSpec

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"meshpar": "meshpar", "models": "meshpar.models", "checkpoints": "meshpar.checkpoints", "launchers": "meshpar.launchers"}
 FLOORS = [
-    {"errors", "extras", "lazy", "patterns"},
+    {"errors", "imports", "patterns"},
     {"mesh", "drawing", "weights", "loss", "_torch", "placements", "norms", "replicas"},
     {"layout"},
     {"passes"},

@@ -26,7 +26,7 @@ import meshpar.forecasting.device as device
 import meshpar.forecasting.private as private
 from meshpar import HybridShard, Plan, TensorParallel, runtime
 from meshpar.state import initialize
-from meshpar.forecasting.kernels import kernels_of
+from meshpar.forecasting.device import kernels_of
 from meshpar.training.loop import Trainer
 from meshpar.training.objectives import CausalLM
 from meshpar.training.optimizer import AdamWSettings, build_adamw

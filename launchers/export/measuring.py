@@ -12,7 +12,7 @@ import torch
 
 from meshpar.checkpoints.storage import fetched
 from meshpar.errors import CheckpointError, brief
-from meshpar.extras import need
+from meshpar.imports import need
 from meshpar.launchers.export.beside import beside
 from meshpar.launchers.export.run import export_run
 from meshpar.training.tokenizer import load_tokenizer

@@ -11,7 +11,7 @@ import yaml
 
 from meshpar.checkpoints import read_manifest
 from meshpar.errors import MeshparError, brief
-from meshpar.extras import need
+from meshpar.imports import need
 from meshpar.launchers.jobs.job import RECIPE
 
 CARD = "README.md"

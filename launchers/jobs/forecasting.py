@@ -13,7 +13,7 @@ from meshpar import runtime
 from meshpar.errors import RecipeError
 from meshpar.forecasting.api import forecast
 from meshpar.forecasting.hardware import Hardware
-from meshpar.forecasting.report import Forecast
+from meshpar.forecasting.report import Forecast, feedback
 from meshpar.forecasting.step import Batch, ObjectiveLoss
 from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe, folder_problems
@@ -116,8 +116,6 @@ class ForecastFeedback:
         if self._forecast is None:
             self._console.note(f"no forecast to compare with: {self._failure}")
             return
-        from meshpar.forecasting.feedback import feedback
-
         made = self._forecast
         data_ranks = made.trace.data_size
         seconds = made.batch.tokens * data_ranks / record["tokens_per_second"]

@@ -1,4 +1,4 @@
-"""A simulated accelerator on a torch without one: streams and events that only remember what waits for what.
+"""A simulated accelerator on a torch without one: streams and events that only remember what waits for what, and kernels.
 
 FSDP2 drives its own all-gather, reduce-scatter and all-reduce streams through ``torch.<device>``; with this device in their place its
 real program runs, and the recorder sees which stream each operator was issued on. :func:`install` changes torch for the whole
@@ -7,11 +7,23 @@ process: only the simulation's own process calls it.
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshpar.forecasting.private import grouped_mm_shape, register_device
 
 NAME = "simgpu"
+_HALF = (torch.bfloat16, torch.float16)
+_MOST_CHANNELS = 256
+_CHANNELS_STEP = 8
 
 
 @final
@@ -153,12 +165,9 @@ Stream.current = _COMPUTE
 
 def install() -> None:
     """Register the device with torch, and let the fake process group serve it. Once a process; changes torch for good."""
-    import meshpar.forecasting.kernels as kernels
-    import meshpar.forecasting.private as private
-
     module = _module()
-    private.register_device(NAME, module)
-    module.kernels = kernels.define()  # they live as long as the device
+    register_device(NAME, module)
+    module.kernels = define()  # they live as long as the device
 
 
 def begin(recorder: object) -> None:
@@ -166,3 +175,120 @@ def begin(recorder: object) -> None:
     Stream.recorder, Stream.current = recorder, _COMPUTE
     for stream in Stream.everyone:
         stream.last = -1
+
+
+@contextmanager
+def kernels_of(target: str, *, documents: bool = False) -> Iterator[None]:
+    """Send attention and RMS normalisation to the kernels that ``target`` would run; on an unknown device torch takes none of them.
+
+    Attention on ``"cuda"``: flash attention in half precision without a mask; the memory-efficient kernel in float32 or with a mask, where
+    each head has its own keys; else the plain computation, which holds the scores. ``"cpu"``: torch's flash attention for CPUs, and with
+    dropout the plain computation.
+
+    ``documents``: samples have several documents, which models of transformers find in ``position_ids`` and keep apart by a mask.
+    """
+    # Not a TorchFunctionMode: torch 2.13's autograd threads of a device written in Python abort under one.
+    attention, norm = F.scaled_dot_product_attention, F.rms_norm
+    masks = sys.modules.get("transformers.masking_utils")  # whose models are in the job, if it is there
+    packed = None if documents else getattr(masks, "find_packed_sequence_indices", None)
+    F.scaled_dot_product_attention = partial(_attend, target)
+    if target == "cuda":
+        F.rms_norm = partial(_normalised, norm)
+    if packed is not None:
+        # It looks into position_ids for packed samples, and where values cannot be read it supposes some, whose mask flash attention cannot
+        # take.
+        setattr(masks, packed.__name__, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        if packed is not None:
+            setattr(masks, packed.__name__, packed)
+        F.scaled_dot_product_attention, F.rms_norm = attention, norm
+
+
+def _attend(
+    target: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    aten, masked = torch.ops.aten, attn_mask is not None
+    if target == "cpu":
+        if dropout_p:
+            return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    channels = query.shape[-1]
+    if query.dtype in _HALF and not masked and channels <= _MOST_CHANNELS and channels % _CHANNELS_STEP == 0:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if query.shape[1] == key.shape[1]:
+        bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+        return aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Compute attention step by step, as torch's math kernel does."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(-1, -2) * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1)
+    return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
+
+
+def _normalised(
+    plain: Callable[..., Tensor], x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Take the fused kernel where CUDA has it: one dim, one dtype."""
+    if len(normalized_shape) == 1 and weight is not None and weight.dtype == x.dtype:
+        return _RMSNorm.apply(x, weight)
+    return plain(x, normalized_shape, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """One kernel forward, which keeps its input and one number a row, and one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        y, scale = torch.ops.meshpar_forecast.rms_norm(x, weight)
+        ctx.save_for_backward(x, weight, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.meshpar_forecast.rms_norm_backward(grads[0], *ctx.saved_tensors)
+
+
+_ONE_KERNEL = ("silu_backward", "mish_backward")
+"""Operators that are one kernel on every real device and would be taken apart on an unknown one."""
+
+
+def define() -> list[Any]:
+    """Define the kernels of real devices as operators that have shapes only; the result keeps them alive."""
+    whole = torch.library.Library("aten", "IMPL")
+    for name in _ONE_KERNEL:
+        whole.impl(name, lambda grad, x: torch.empty_like(x), "PrivateUse1")
+    whole.impl("_grouped_mm", grouped_mm_shape, "Meta")
+    library = torch.library.Library("meshpar_forecast", "DEF")
+    library.define("rms_norm(Tensor x, Tensor weight) -> (Tensor, Tensor)")
+    library.define("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)")
+
+    def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+    def backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(x), torch.empty_like(weight)
+
+    library.impl("rms_norm", forward, "Meta")
+    library.impl("rms_norm_backward", backward, "Meta")
+    return [whole, library]

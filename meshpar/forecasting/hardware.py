@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import final
 
 from meshpar.errors import MeshparError
-from meshpar.extras import need
 from meshpar.forecasting.operators import FLOAT8
+from meshpar.imports import need
 from meshpar.patterns import suggestion
 from meshpar.training.peaks import PEAK_FLOPS
 

@@ -1,4 +1,4 @@
-"""A forecast: what it holds, its text and its JSON."""
+"""A forecast: what it holds, its text and its JSON, and how far a job's first steps are from it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from meshpar.extras import need
 from meshpar.forecasting.cost import ERROR_RANGE, Cost, placement, sending_time
 from meshpar.forecasting.hardware import Hardware
 from meshpar.forecasting.lints import Lint
 from meshpar.forecasting.step import Batch
 from meshpar.forecasting.trace import Collective, Memory, Trace
+from meshpar.imports import need
 from meshpar.mesh import MeshSpec
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 GIB = 1 << 30
+MEMORY_RANGE = 0.10
+"""Part of the forecast's peak by which a device's own count may differ: its allocator keeps fragments, compilation saves activations."""
 
 
 @final
@@ -185,3 +187,39 @@ def _time(forecast: Forecast) -> Table:
     if timed.idle > 0:
         table.add_row("waiting for the host", f"{timed.idle * 1e3:,.1f} ms")
     return table
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """Forecast against measured.
+
+    Attributes:
+        lines: what to print, one line each.
+        warnings: where they part by more than the forecast allows for.
+    """
+
+    lines: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def feedback(forecast: Forecast, *, peak: int | None, seconds: float) -> Feedback:
+    """Hold measurements against the forecast.
+
+    Args:
+        forecast: of the job.
+        peak: bytes of tensors that the fullest rank allocated at most; None where the device does not count them.
+        seconds: of a step, warm.
+    """
+    planned, lines, warnings = forecast.cost.seconds, [], []
+    lines.append(f"step: forecast {planned * 1e3:,.1f} ms, measured {seconds * 1e3:,.1f} ms ({seconds / planned - 1:+.1%})")
+    if abs(seconds / planned - 1) > ERROR_RANGE:
+        slower = "the profile is another machine's, the data loader holds the step up, or a link is slow"
+        cause = slower if seconds > planned else "the profile is of a slower machine"
+        warnings.append(f"a step takes {seconds / planned:.2f} times what was forecast for {forecast.hardware.name}: {cause}")
+    if peak is not None:
+        expected = forecast.memory.peak
+        lines.append(f"peak memory: forecast {expected / 2**30:,.2f} GiB, measured {peak / 2**30:,.2f} GiB ({peak / expected - 1:+.1%})")
+        if abs(peak / expected - 1) > MEMORY_RANGE:
+            warnings.append(f"peak memory is {peak / expected:.2f} times what was forecast: the model or its batch is not what was planned")
+    return Feedback(lines=tuple(lines), warnings=tuple(warnings))

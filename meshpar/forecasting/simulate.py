@@ -18,9 +18,10 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 
+import meshpar.forecasting.device as device
+import meshpar.forecasting.private as private
 from meshpar import runtime
 from meshpar.errors import MeshparError
-from meshpar.forecasting.kernels import kernels_of
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import Batch, Loss, axis_groups, record_step, summed_token_loss
 from meshpar.forecasting.trace import Trace
@@ -208,8 +209,6 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
 
 def run(job: Simulation) -> Trace:
     """Simulate in this process, on which :func:`meshpar.forecasting.device.install` was called. Only the worker does."""
-    import meshpar.forecasting.device as device
-    import meshpar.forecasting.private as private
     from meshpar.training.optimizer import AdamWSettings, build_adamw
 
     plan, compiled = _uncompiled(job.plan)
@@ -219,7 +218,7 @@ def run(job: Simulation) -> Trace:
         single,
         runtime.simulated(job.world_size, as_rank=job.rank),
         private.fake_mode(),
-        kernels_of(job.device, documents=job.batch.documents),
+        device.kernels_of(job.device, documents=job.batch.documents),
     ):
         par = plan.apply(job.model, job.layout, device_type=device.NAME)
         initialize.allocate(par.module, par.device, par.home)

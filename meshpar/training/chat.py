@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from meshpar.errors import RecipeError, brief
-from meshpar.extras import need
+from meshpar.imports import need
 from meshpar.training.records import RecordSource
 from meshpar.training.text import STDLIB, TABLES, UNPLAIN, TextSource, kind_of, records_of
 from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer

@@ -7,7 +7,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, TextIO, final
 
-from meshpar.extras import need
+from meshpar.imports import need
 from meshpar.training.metrics import Metrics
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 import torch
 
 from meshpar.errors import RecipeError
-from meshpar.extras import need
+from meshpar.imports import need
 from meshpar.loss import IGNORE_INDEX
 from meshpar.training.order import Interleave, held_out, key_of, permuted
 from meshpar.training.packing import best_fit

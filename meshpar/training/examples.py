@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
 from meshpar.errors import RecipeError
-from meshpar.extras import need
+from meshpar.imports import need
 from meshpar.training.once import build_once
 from meshpar.training.order import held_out
 from meshpar.training.records import RecordSource, TextPair

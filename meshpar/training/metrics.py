@@ -16,7 +16,7 @@ from typing import Protocol, final
 import torch
 from torch import nn
 
-from meshpar.extras import need
+from meshpar.imports import need
 from meshpar.loss import IGNORE_INDEX
 from meshpar.training.peaks import peak_flops
 

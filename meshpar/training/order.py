@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from meshpar.errors import RecipeError
-from meshpar.extras import need
+from meshpar.imports import need
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from meshpar.extras import need
+from meshpar.imports import need
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from meshpar.errors import RecipeError
-from meshpar.extras import need
+from meshpar.imports import need
 from meshpar.loss import IGNORE_INDEX
 from meshpar.training.data import FILLER, TensorBatch
 from meshpar.training.examples import ExampleFile

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshpar import runtime
 from meshpar.errors import ReplicaError
-from meshpar.extras import need
+from meshpar.imports import need
 
 Sum = tuple[int, int]
 """The group in which gradients were added up: a quorum's number, and how often members had failed by then. Later sums are larger."""

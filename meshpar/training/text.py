@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, cast, final
 
 from meshpar.errors import RecipeError
-from meshpar.extras import need
+from meshpar.imports import need
 
 STDLIB = "stdlib"
 UNPLAIN = (".parquet", ".arrow")

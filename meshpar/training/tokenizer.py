@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from meshpar.errors import RecipeError, brief
-from meshpar.extras import need
+from meshpar.imports import need
 
 if TYPE_CHECKING:
     import numpy as np

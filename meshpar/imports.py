@@ -1,10 +1,14 @@
-"""Public names of a package that load when they are first used (PEP 562)."""
+"""Imports: public names of a package on first use, and packages of an extra, named where one is missing."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import ModuleType
+
+from meshpar.errors import MeshparError
 
 
 def lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -21,3 +25,17 @@ def lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], obje
         return sorted({*vars(sys.modules[package]), *homes})
 
     return load, names
+
+
+def need(module: str, *, extra: str = "train") -> ModuleType:
+    """Import ``module`` of an extra.
+
+    Raises:
+        MeshparError: the package is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
+            raise
+        raise MeshparError(f"this needs {module.partition('.')[0]!r}, which is not installed: pip install 'meshpar[{extra}]'") from error
