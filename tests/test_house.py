@@ -281,7 +281,7 @@ FACTS = {
     "the label that is not counted": ("meshpar/loss.py", lambda value: value == -100),
     "the name of a step's folder": ("checkpoints/manifest.py", lambda value: isinstance(value, str) and value.startswith("step-")),
     "the prefix of a model's tensors": ("checkpoints/checkpointable.py", lambda value: value == "model."),
-    "the peak speed of an accelerator": ("meshpar/training/peaks.py", lambda value: value in (312e12, 989e12, 2250e12)),
+    "the peak speed of an accelerator": ("meshpar/training/metrics.py", lambda value: value in (312e12, 989e12, 2250e12)),
     "the mesh that the nodes decide": ("meshpar/mesh.py", lambda value: isinstance(value, str) and value.startswith("auto(")),
 }
 """What may be written in one file alone, and how a constant that writes it looks."""
@@ -300,8 +300,7 @@ def test_profiles_repeat_no_peak():
 def test_a_setting_has_one_dataclass():
     """The sections of a recipe repeat no field of the settings that they are made from."""
     from meshpar.launchers.recipes.sections import OptimizerSection, ScheduleSection, TrainingSection
-    from meshpar.training.optimizer import AdamWSettings
-    from meshpar.training.schedule import Schedule
+    from meshpar.training.optimizer import AdamWSettings, Schedule
     from meshpar.training.settings import TrainSettings
 
     for section, settings in ((OptimizerSection, AdamWSettings), (ScheduleSection, Schedule), (TrainingSection, TrainSettings)):
@@ -316,7 +315,7 @@ def test_a_setting_has_one_dataclass():
 
 NAMES = {
     "Batch": {"meshpar/forecasting/step.py"},
-    "Count": {"meshpar/training/bounds.py"},
+    "Count": {"meshpar/training/settings.py"},
     "Event": {"meshpar/forecasting/trace.py"},
     "Job": {"launchers/targets/job.py"},
     "Loss": {"meshpar/forecasting/step.py"},

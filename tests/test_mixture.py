@@ -21,7 +21,7 @@ from meshpar.plan import Plan
 from meshpar.testing import on_ranks
 from meshpar.training import AdamWSettings, Batches, CausalLM, PackedTokens, Schedule, Trainer, TrainSettings, build_adamw
 from meshpar.training.metrics import JsonLines
-from meshpar.training.mixture import MixedSamples
+from meshpar.training.samples import MixedSamples
 from meshpar.training.tokens import write_tokens
 
 LENGTH = 4

@@ -13,8 +13,8 @@ from meshpar.loss import IGNORE_INDEX
 from meshpar.training import records as records_module
 from meshpar.training.data import FILLER, Batches
 from meshpar.training.examples import ExampleFile, prepare_examples
-from meshpar.training.padding import LabelledExamples, PairedExamples
 from meshpar.training.records import RecordSource, first_sentence
+from meshpar.training.samples import LabelledExamples, PairedExamples
 from meshpar.training.tokenizer import byte_tokenizer, load_tokenizer
 
 ROWS = [{"text": f"input {number}", "target": "out" * (number % 3 + 1), "label": number % 2 == 0} for number in range(10)]

@@ -30,7 +30,7 @@ from meshpar.forecasting.device import kernels_of
 from meshpar.training.loop import Trainer
 from meshpar.training.objectives import CausalLM
 from meshpar.training.optimizer import AdamWSettings, build_adamw
-from meshpar.training.schedule import Schedule
+from meshpar.training.optimizer import Schedule
 from meshpar.training.settings import TrainSettings
 sys.path.insert(0, TESTS)
 from models_for_parity import transformer

@@ -29,12 +29,9 @@ from meshpar.testing import on_ranks, whole
 from meshpar.training.console import Console
 from meshpar.training.data import Batches, PackedTokens
 from meshpar.training.loop import Trainer
-from meshpar.training.metrics import JsonLines, Meter, TensorBoard
+from meshpar.training.metrics import JsonLines, Meter, TensorBoard, peak_flops
 from meshpar.training.objectives import CausalLM
-from meshpar.training.optimizer import AdamWSettings, build_adamw
-from meshpar.training.peaks import peak_flops
-from meshpar.training.scaler import LossScaler
-from meshpar.training.schedule import Schedule, scaled_rate
+from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw, scaled_rate
 from meshpar.training.settings import TrainSettings
 from meshpar.training.stop import StopRequest
 from meshpar.training.tokens import write_tokens

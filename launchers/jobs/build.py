@@ -49,9 +49,8 @@ from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.experts import balance_problems
 from meshpar.training.lora import add_adapters
 from meshpar.training.objectives import Objective
-from meshpar.training.optimizer import AdamWSettings, build_adamw, parameter_groups
+from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, parameter_groups, scaled_rate
 from meshpar.training.profile_summary import LEAST as PROFILED
-from meshpar.training.schedule import Schedule, scaled_rate
 from meshpar.training.settings import TrainSettings
 
 __all__ = [

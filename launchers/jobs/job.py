@@ -40,8 +40,8 @@ from meshpar.training.elastic import Replicas
 from meshpar.training.loop import Trainer
 from meshpar.training.lora import Adapters, WithAdapters
 from meshpar.training.metrics import JsonLines, Reporter, TensorBoard, flops_per_token
+from meshpar.training.optimizer import LossScaler
 from meshpar.training.profile_summary import LEAST as PROFILED
-from meshpar.training.scaler import LossScaler
 from meshpar.training.settings import Outcome
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from meshpar.launchers.recipes.schema import describe_type
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import TransformerConfig
 from meshpar.training.lora import LoRA
-from meshpar.training.optimizer import AdamWSettings
-from meshpar.training.schedule import Schedule
+from meshpar.training.optimizer import AdamWSettings, Schedule
 from meshpar.training.settings import TrainSettings
 
 _WEIGHTS = sections.OwnModel

@@ -34,9 +34,9 @@ from meshpar.mesh import MeshSpec, is_auto
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import RopeScaling, TransformerConfig
 from meshpar.patterns import suggestion
-from meshpar.training.bounds import Bound
 from meshpar.training.lora import LoRA
 from meshpar.training.order import weights_problem
+from meshpar.training.settings import Bound
 from meshpar.training.text import SUFFIXES, kind_of
 
 _DOWNLOAD = "expected a folder (nothing is downloaded: `hf download NAME --local-dir FOLDER`)"

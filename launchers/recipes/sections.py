@@ -10,11 +10,9 @@ from pydantic import ConfigDict, Field
 from meshpar.launchers.recipes.schema import Dtype, Section, section_of
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import TransformerConfig
-from meshpar.training.bounds import Bound, Count, Every, Part
 from meshpar.training.lora import LoRA
-from meshpar.training.optimizer import AdamWSettings
-from meshpar.training.schedule import Scaling, Schedule
-from meshpar.training.settings import TrainSettings
+from meshpar.training.optimizer import AdamWSettings, Scaling, Schedule
+from meshpar.training.settings import Bound, Count, Every, Part, TrainSettings
 
 _TransformerFields: Any = section_of(TransformerConfig)
 _GPT2Fields: Any = section_of(GPT2Config)
@@ -229,7 +227,7 @@ class OptimizerSection(_AdamWFields):
 
     Attributes:
         lr: the peak that the schedule reaches.
-        scale_lr: how ``lr`` grows with the number of data ranks, see :func:`meshpar.training.schedule.scaled_rate`.
+        scale_lr: how ``lr`` grows with the number of data ranks, see :func:`meshpar.training.optimizer.scaled_rate`.
     """
 
     name: Literal["adamw"] = "adamw"
@@ -242,7 +240,7 @@ class OwnOptimizer(Own):
 
     Attributes:
         lr: the peak that the schedule reaches.
-        scale_lr: how ``lr`` grows with the number of data ranks, see :func:`meshpar.training.schedule.scaled_rate`.
+        scale_lr: how ``lr`` grows with the number of data ranks, see :func:`meshpar.training.optimizer.scaled_rate`.
     """
 
     name: Literal["own"] = "own"
@@ -255,7 +253,7 @@ Optimizer = Annotated[OptimizerSection | OwnOptimizer, Field(discriminator="name
 
 @final
 class ScheduleSection(_ScheduleFields):
-    """The learning rate over the run, see :class:`meshpar.training.schedule.Schedule`; its peak is the optimizer's ``lr``.
+    """The learning rate over the run, see :class:`meshpar.training.optimizer.Schedule`; its peak is the optimizer's ``lr``.
 
     Attributes:
         steps: the length that it is laid out for, where the run stops before or goes on after; None: the run's.

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, NewType, Protocol, final
 from meshpar.errors import LaunchError
 from meshpar.mesh import MeshSpec
 from meshpar.patterns import suggestion
-from meshpar.training.bounds import Bound, bound_problems
+from meshpar.training.settings import Bound, bound_problems
 
 Port = Annotated[int, Bound(ge=1, le=65535)]
 Shell = NewType("Shell", str)
@@ -125,7 +125,7 @@ class Target(Protocol):
     """A plugin of the group ``meshpar.launchers``: a dataclass whose fields are the target's options.
 
     An option is ``str``, ``int``, ``bool``, or ``tuple[str, ...]`` if it can be given several times. Bounds of numbers are annotations of
-    the fields (:class:`meshpar.training.bounds.Bound`).
+    the fields (:class:`meshpar.training.settings.Bound`).
 
     Attributes:
         shares_disks: whether the job sees the files of the machine that launches it. If not, the job checks them when it starts.

@@ -15,7 +15,7 @@ from meshpar.errors import LaunchError
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.targets.documents import fill_yaml
 from meshpar.launchers.targets.job import Job, Launched, Port, Target, ask
-from meshpar.training.bounds import Bound, Count
+from meshpar.training.settings import Bound, Count
 
 KUEUE = "kueue.x-k8s.io/queue-name"
 """Label with the LocalQueue of a job; Kueue starts the job, which is created suspended."""

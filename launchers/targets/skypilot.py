@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, final
 from meshpar.errors import LaunchError
 from meshpar.launchers.targets.documents import fill_yaml
 from meshpar.launchers.targets.job import Job, Launched, Port, Shell, Target, ask
-from meshpar.training.bounds import Bound
+from meshpar.training.settings import Bound
 
 
 @final

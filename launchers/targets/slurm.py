@@ -17,7 +17,7 @@ from meshpar.errors import LaunchError
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.agent.local import COMPLETE, NO_RESTART
 from meshpar.launchers.targets.job import RECIPE, Job, Launched, Shell, Target, ask, fill
-from meshpar.training.bounds import Bound, Count
+from meshpar.training.settings import Bound, Count
 
 _OPTIONS = ("time", "partition", "account", "qos", "constraint", "reservation", "gres", "cpus-per-task")
 _WRITTEN = {

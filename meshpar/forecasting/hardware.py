@@ -12,7 +12,7 @@ from meshpar.errors import MeshparError
 from meshpar.forecasting.operators import FLOAT8
 from meshpar.imports import need
 from meshpar.patterns import suggestion
-from meshpar.training.peaks import PEAK_FLOPS
+from meshpar.training.metrics import PEAK_FLOPS
 
 
 @final
@@ -23,7 +23,7 @@ class Hardware:
     Attributes:
         name: of the profile.
         peak: dtype -> floating-point operations a second, dense, as the maker states them; float8 is both of its formats. A profile
-            may name a device of :data:`meshpar.training.peaks.PEAK_FLOPS` instead.
+            may name a device of :data:`meshpar.training.metrics.PEAK_FLOPS` instead.
         memory: bytes of device memory.
         reserved: bytes of it that tensors cannot have: the driver's context, collectives' buffers, fragments.
         memory_bandwidth: bytes a second of device memory, as stated.

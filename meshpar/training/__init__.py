@@ -15,13 +15,10 @@ if TYPE_CHECKING:
     from meshpar.training.loop import Trainer
     from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
     from meshpar.training.metrics import peak_flops, peak_memory
-    from meshpar.training.mixture import MixedSamples
     from meshpar.training.objectives import CausalLM, Objective, Seq2Seq, SequenceClassification
-    from meshpar.training.optimizer import AdamWSettings, build_adamw
-    from meshpar.training.padding import LabelledExamples, PairedExamples
+    from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw
     from meshpar.training.quorum import Lighthouse
-    from meshpar.training.scaler import LossScaler
-    from meshpar.training.schedule import Schedule
+    from meshpar.training.samples import LabelledExamples, MixedSamples, PairedExamples
     from meshpar.training.settings import TrainSettings
     from meshpar.training.tokens import TokenFile, write_tokens
 
@@ -70,17 +67,17 @@ _HOMES = {
     "ExampleFile": "examples",
     "ExampleSplit": "examples",
     "ExpertLoad": "experts",
-    "LabelledExamples": "padding",
+    "LabelledExamples": "samples",
     "Lighthouse": "quorum",
     "LoRA": "lora",
     "LoaderSettings": "data",
-    "LossScaler": "scaler",
-    "MixedSamples": "mixture",
+    "LossScaler": "optimizer",
+    "MixedSamples": "samples",
     "Objective": "objectives",
     "PackedTokens": "data",
-    "PairedExamples": "padding",
+    "PairedExamples": "samples",
     "Replicas": "elastic",
-    "Schedule": "schedule",
+    "Schedule": "optimizer",
     "Seq2Seq": "objectives",
     "SequenceClassification": "objectives",
     "TokenFile": "tokens",

@@ -19,8 +19,7 @@ import torch
 from meshpar.errors import RecipeError
 from meshpar.imports import need
 from meshpar.loss import IGNORE_INDEX
-from meshpar.training.order import Interleave, held_out, key_of, permuted
-from meshpar.training.packing import best_fit
+from meshpar.training.order import Interleave, best_fit, held_out, key_of, permuted
 from meshpar.training.tokens import BEGINS, COUNTS, TokenFile
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ class PackedTokens:
     first is a label.
 
     ``packing="cut"``: sample i predicts tokens ``i*length+1`` to ``(i+1)*length``, wherever they cut a document. ``"best_fit"``: no
-    document is cut that fits a sample (:func:`meshpar.training.packing.best_fit`); ``padding`` is the share of positions that stay empty.
+    document is cut that fits a sample (:func:`meshpar.training.order.best_fit`); ``padding`` is the share of positions that stay empty.
 
     Where the file marks which tokens count, the others are no labels. Empty positions are padded: label -100, input ``eos_id``.
 

@@ -14,8 +14,8 @@ from meshpar.loss import IGNORE_INDEX, token_loss
 from meshpar.mesh import MeshSpec
 from meshpar.passes.base import Role, axes_of
 from meshpar.plan import Plan
-from meshpar.training.bounds import Bound, bound_problems
 from meshpar.training.objectives import SummedLoss, counted, logits_of, whole_logits
+from meshpar.training.settings import Bound, bound_problems
 
 
 @final

@@ -19,22 +19,44 @@ from meshpar.loss import token_losses
 from meshpar.parallelized import Parallelized
 from meshpar.passes.random import mix
 from meshpar.replicas import check_equal
-from meshpar.training.bounds import Every
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.documents import check_documents
 from meshpar.training.elastic import Replicas
 from meshpar.training.experts import ExpertLoad
 from meshpar.training.metrics import Meter, Reading, Reporter, losses_of, means
 from meshpar.training.objectives import Objective
-from meshpar.training.scaler import LossScaler
-from meshpar.training.schedule import Schedule
-from meshpar.training.settings import Outcome, TrainSettings
+from meshpar.training.optimizer import LossScaler, Schedule
+from meshpar.training.settings import Every, Outcome, TrainSettings
 from meshpar.training.stop import StopRequest
-from meshpar.training.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
 _MOST_SKIPS = 50  # in a row: float16's scale falls from 2**16 to nothing in fewer
+
+
+@final
+class Transfer:
+    """Copy batches to a device.
+
+    A GPU copies on a separate stream. The host runs ahead of the device, so the copy of a step's batch overlaps with the step before (from
+    page-locked memory; from other memory the host waits for the copy).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, batch: TensorBatch) -> TensorBatch:
+        """Return the batch on the device, for the device's current stream."""
+        if self._stream is None:
+            return {name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()}
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()}
+        current.wait_stream(self._stream)
+        for tensor in moved.values():
+            tensor.record_stream(current)  # or its memory could be given away while the step reads it
+        return moved
 
 
 class Checkpointer(Protocol):

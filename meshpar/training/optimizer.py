@@ -1,17 +1,24 @@
-"""AdamW for a parallel module's parameters."""
+"""AdamW for a parallel module's parameters, learning-rate schedules by name, and loss scaling for float16."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, final
+from typing import Annotated, Any, Literal, final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from meshpar.errors import RecipeError
-from meshpar.training.bounds import Bound, Part, bound_problems
+from meshpar.patterns import suggestion
+from meshpar.training.settings import Bound, Count, Part, bound_problems
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps", "mtia")
+Name = Literal["constant", "linear", "cosine", "step", "wsd"]
+Scaling = Literal["none", "linear", "sqrt"]
+"""How a learning rate grows with the number of data ranks, see :func:`scaled_rate`."""
 
 
 @final
@@ -72,3 +79,169 @@ def parameter_groups(module: nn.Module, weight_decay: float | None) -> list[dict
     if not groups:
         raise RecipeError("no parameter of the model wants a gradient; there is nothing to train")
     return list(groups.values())
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The learning rate of every step.
+
+    Attributes:
+        name: ``constant``, ``linear`` or ``cosine`` (both reach ``min_ratio`` when the last step is done), ``step`` (times ``gamma`` every
+            ``step_every`` steps, as StepLR) or ``wsd`` (warm-up, stable, then linear decay over the last ``decay_fraction``;
+            Hu et al., MiniCPM, 2024).
+        lr: the peak learning rate.
+        steps: of the whole run.
+        warmup_steps: of linear growth at the beginning; step 0 has ``lr / (warmup_steps + 1)``.
+        min_ratio: the rate never falls below this part of the peak after the warm-up, under every name; 0: no floor, as in torch.
+        step_every: steps between two drops of ``step``.
+        gamma: the factor of a drop.
+        decay_fraction: the part of the steps over which ``wsd`` decays.
+    """
+
+    name: Name = "cosine"
+    lr: Annotated[float, Bound(gt=0)] = 3e-4
+    steps: Count = 1
+    warmup_steps: Annotated[int, Bound(ge=0)] = 0
+    min_ratio: Annotated[float, Bound(ge=0, le=1)] = 0.0
+    step_every: Count = 1
+    gamma: Annotated[float, Bound(gt=0, le=1)] = 0.1
+    decay_fraction: Annotated[float, Bound(gt=0, le=1)] = 0.2
+
+    def __post_init__(self) -> None:
+        problems = [] if self.name in _SHAPES else [f"no schedule {self.name!r}; {suggestion(self.name, _SHAPES)}"]
+        problems += bound_problems(self)
+        if self.warmup_steps > self.steps:
+            problems.append(f"warmup_steps must lie in 0 to steps, got {self.warmup_steps} of {self.steps} steps")
+        if problems:
+            raise RecipeError("; ".join(problems))
+
+    def factor(self, step: int) -> float:
+        """Return the rate of ``step`` (from 0) as a part of the peak."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        return max(self.min_ratio, _SHAPES[self.name](self, step - self.warmup_steps))
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of ``step`` (from 0)."""
+        return self.lr * self.factor(step)
+
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Set the learning rate of every parameter group for ``step`` and return it."""
+        rate = self.rate(step)
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        return rate
+
+
+def scaled_rate(lr: float, mode: Scaling, data_size: int) -> float:
+    """Return ``lr`` for ``data_size`` times the batch of one data rank.
+
+    Args:
+        lr: the rate that suits one data rank's batch.
+        mode: ``none``, ``linear`` (Goyal et al., 2017) or ``sqrt`` (usual for Adam).
+        data_size: how many data ranks.
+    """
+    scales = {"none": 1.0, "linear": float(data_size), "sqrt": math.sqrt(data_size)}
+    if mode not in scales:
+        raise RecipeError(f"scale_lr is one of {', '.join(scales)}; got {mode!r}")
+    return lr * scales[mode]
+
+
+def _progress(schedule: Schedule, step: int) -> float:
+    return min(1.0, step / max(1, schedule.steps - schedule.warmup_steps))
+
+
+def _constant(schedule: Schedule, step: int) -> float:
+    return 1.0
+
+
+def _linear(schedule: Schedule, step: int) -> float:
+    return 1.0 - (1.0 - schedule.min_ratio) * _progress(schedule, step)
+
+
+def _cosine(schedule: Schedule, step: int) -> float:
+    return schedule.min_ratio + (1.0 - schedule.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * _progress(schedule, step)))
+
+
+def _step(schedule: Schedule, step: int) -> float:
+    return schedule.gamma ** (step // schedule.step_every)
+
+
+def _wsd(schedule: Schedule, step: int) -> float:
+    left = 1.0 - _progress(schedule, step)
+    return 1.0 - (1.0 - schedule.min_ratio) * max(0.0, 1.0 - left / schedule.decay_fraction)
+
+
+_SHAPES: dict[Name, Callable[[Schedule, int], float]] = {
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+    "step": _step,
+    "wsd": _wsd,
+}
+
+
+@final
+class LossScaler:
+    """Scale the loss so that small gradients do not underflow in float16, and skip steps that overflow (Micikevicius et al., 2018).
+
+    ``torch.amp.GradScaler`` detects overflow in each rank's own shards. Here the gradient norm, which is equal on every rank of every axis,
+    decides, so that all ranks skip together.
+
+    Attributes:
+        scale: factor of the loss.
+        skipped: number of steps skipped so far.
+    """
+
+    def __init__(self, *, scale: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> None:
+        """Set the initial state.
+
+        Args:
+            scale: initial scale.
+            growth: factor of the scale after ``interval`` steps in a row without overflow.
+            backoff: factor of the scale after an overflow.
+            interval: number of steps without overflow before the scale grows.
+        """
+        if not (scale > 0 and growth >= 1 and 0 < backoff < 1 and interval >= 1):
+            raise RecipeError(
+                f"expected scale > 0, growth >= 1, backoff in 0 to 1, interval >= 1; got {scale}, {growth}, {backoff}, {interval}"
+            )
+        self.scale, self.skipped = scale, 0
+        self._growth, self._backoff, self._interval, self._good = growth, backoff, interval, 0
+
+    @torch.no_grad()
+    def unscale_(self, module: nn.Module) -> None:
+        """Divide every gradient of this rank by the scale; call it before clipping."""
+        grads: dict[torch.device, list[torch.Tensor]] = {}
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                grads.setdefault(local.device, []).append(local)
+        for together in grads.values():
+            torch._foreach_mul_(together, 1.0 / self.scale)
+
+    def update(self, norm: float) -> bool:
+        """Adapt the scale, and return whether the optimizer may step.
+
+        Args:
+            norm: norm of the unscaled gradients, equal on every rank, from ``par.clip_grad_norm_``.
+        """
+        if math.isfinite(norm):
+            self._good += 1
+            if self._good == self._interval:
+                self.scale, self._good = self.scale * self._growth, 0
+            return True
+        self.scale, self._good, self.skipped = self.scale * self._backoff, 0, self.skipped + 1
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data."""
+        return {"scale": self.scale, "good": self._good, "skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+        self.scale, self._good, self.skipped = state["scale"], state["good"], state["skipped"]
