@@ -5,12 +5,15 @@ Importing this module does not import transformers.
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -20,21 +23,22 @@ from torch import nn
 from meshpar.errors import LayoutError
 from meshpar.layout import ModelLayout
 from meshpar.models.huggingface_exchange import counts_positions, exchange_positions, mixer_refusal, mixers, refusal
-from meshpar.models.huggingface_head import head_of_logits
 from meshpar.models.huggingface_tensor import (
     HEAD_RATIO,
     copied_heads,
     expert_modules,
     expert_refusal,
+    generic,
     head_counts,
     router_biases,
     routers,
     tensor_table,
 )
-from meshpar.models.huggingface_vocabulary import generic
 from meshpar.models.huggingface_weights import weight_map
 from meshpar.patterns import find_modules
 from meshpar.registry import untied
+
+_LOGITS = re.compile(r"logits(_[A-Z]+)?$")
 
 
 def layout_for(module: nn.Module) -> ModelLayout | None:
@@ -283,3 +287,36 @@ def _writing_only(tensors: Any, module: nn.Module) -> Iterator[None]:
     finally:
         for tensor in inside:
             del tensor._is_hf_initialized  # type: ignore[attr-defined, union-attr]
+
+
+def head_of_logits(model: Any) -> str:
+    """Return the name of the layer whose output is the model's ``logits``, unchanged; empty where a scale or a cap may come after it.
+
+    The forward of a class of transformers' own assigns ``logits`` once, from a call of its output embeddings.
+    """
+    head = model.get_output_embeddings()
+    name = next((name for name, child in model.named_modules() if child is head), "")
+    if not isinstance(head, nn.Linear) or not name or not type(model).__module__.startswith("transformers."):
+        return ""
+    return name if _assigned_once(inspect.unwrap(type(model).forward), name) else ""
+
+
+@functools.cache
+def _assigned_once(forward: Callable[..., Any], head: str) -> bool:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):  # written where no source is kept
+        return False
+    values = [_value(node) for node in ast.walk(tree) if _sets_logits(node)]
+    call = values[0] if len(values) == 1 else None
+    return isinstance(call, ast.Call) and ast.unparse(call.func) == f"self.{head}"
+
+
+def _sets_logits(node: ast.AST) -> bool:
+    """Tell an assignment to ``logits``, also under its name with dims (``logits_BLV``), or to a part of it."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return any(_LOGITS.match(each.id) for target in targets if target for each in ast.walk(target) if isinstance(each, ast.Name))
+
+
+def _value(node: ast.AST) -> ast.AST | None:
+    return getattr(node, "value", None) if isinstance(node, ast.Assign | ast.AnnAssign) else None

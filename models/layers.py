@@ -1,4 +1,7 @@
-"""The output of the reference models, and the leaf modules that they share."""
+"""Parts of the reference models: their output, leaf modules that they share, and a mixture of experts in the place of a feed-forward layer.
+
+Shape suffixes: N tokens, D model, E experts, K experts of a token, R = N x K rows, F hidden.
+"""
 
 from __future__ import annotations
 
@@ -71,3 +74,92 @@ def positions_of(input_ids_BL: Tensor, limit: int) -> Tensor:
             f"the sequence has {length} positions; expected at most {limit}: shorten it, or raise the limit in the model's config"
         )
     return torch.arange(length, device=input_ids_BL.device)[None]
+
+
+@final
+class Mixture(nn.Module):
+    """A router and its experts: each token is the weighted sum of the ``top`` experts that its router prefers.
+
+    With a ``shared`` layer, which computes every token, the router scores experts by sigmoids, and ``bias`` (E,) is added to choose
+    experts and not to weigh them (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Training moves it without gradients.
+    """
+
+    bias: Tensor | None
+
+    def __init__(
+        self, dim: int, hidden: int, experts: int, top: int, residual_std: float, shared: nn.Module | None = None, scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.top, self.scale = top, scale
+        self.router = Linear(dim, experts)
+        self.experts = Experts(dim, hidden, experts, residual_std)
+        self.shared = shared
+        self.register_buffer("bias", None if shared is None else torch.zeros(experts))
+
+    def reset_parameters(self) -> None:
+        """Set the bias to zero."""
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Return the update of the residual stream, (B, L, D)."""
+        x_ND = x_BLD.flatten(0, 1)
+        logits_NE = self.router(x_ND)
+        if self.bias is None:
+            weights_NK, chosen_NK = logits_NE.softmax(-1, dtype=torch.float32).topk(self.top, -1)
+        else:
+            scores_NE = logits_NE.float().sigmoid()
+            chosen_NK = (scores_NE.detach() + self.bias).topk(self.top, -1).indices
+            weights_NK = scores_NE.gather(1, chosen_NK)
+        weights_NK = self.scale * weights_NK / weights_NK.sum(-1, keepdim=True)
+        y_BLD = self.experts(x_ND, chosen_NK, weights_NK.to(x_ND.dtype)).view_as(x_BLD)
+        return y_BLD if self.shared is None else y_BLD + self.shared(x_BLD)
+
+
+@final
+class Experts(nn.Module):
+    """SwiGLU layers, stacked; it reads their number from its weights, of which a rank may hold a part."""
+
+    def __init__(self, dim: int, hidden: int, experts: int, residual_std: float) -> None:
+        super().__init__()
+        self.residual_std = residual_std
+        self.gate = nn.Parameter(torch.empty(experts, hidden, dim))
+        self.up = nn.Parameter(torch.empty(experts, hidden, dim))
+        self.down = nn.Parameter(torch.empty(experts, dim, hidden))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the weights from normal distributions."""
+        for weight, std in ((self.gate, 0.02), (self.up, 0.02), (self.down, self.residual_std)):
+            nn.init.normal_(weight, std=std)
+
+    def forward(self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """Return each token's weighted sum over its chosen experts, (N, D)."""
+        count, slots = len(self.gate), chosen_NK.shape[1]
+        expert_R = chosen_NK.flatten()
+        order_R = expert_R.argsort(stable=True)
+        rows_E = torch.zeros(count, dtype=torch.int64, device=x_ND.device).index_add_(0, expert_R, torch.ones_like(expert_R))
+        x_RD = x_ND.index_select(0, order_R // slots)
+        h_RF = F.silu(products(x_RD, self.gate, rows_E)) * products(x_RD, self.up, rows_E)
+        y_RD = products(h_RF, self.down, rows_E) * weights_NK.flatten()[order_R, None]
+        place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+        return y_RD.index_select(0, place_R).unflatten(0, (-1, slots)).sum(1)
+
+
+def products(x_RD: Tensor, weight_EFD: Tensor, rows_E: Tensor) -> Tensor:
+    """Return (R, F): consecutive rows times the weight of their expert.
+
+    One grouped product where torch has it for these sizes, which are multiples of 16 bytes; else one product for each expert.
+
+    Args:
+        x_RD: rows in the order of experts.
+        weight_EFD: the experts' weights.
+        rows_E: number of rows of each, int64.
+    """
+    sizes = (x_RD.shape[1] * x_RD.element_size(), weight_EFD.shape[1] * x_RD.element_size())
+    # torch.compile knows the shape of a grouped product in bfloat16 alone.
+    known = x_RD.dtype == torch.bfloat16 if torch.compiler.is_compiling() else x_RD.dtype != torch.float64
+    if known and not any(each % 16 for each in sizes):
+        return F.grouped_mm(x_RD, weight_EFD.transpose(1, 2), offs=rows_E.cumsum(0).to(torch.int32))
+    parts = x_RD.split(rows_E.tolist())
+    return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weight_EFD, strict=True)])

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshpar.layout import ModelLayout
-from meshpar.models.layers import Embedding, Linear, ModelOutput, next_token_loss, positions_of
-from meshpar.models.mixture import Mixture
+from meshpar.models.layers import Embedding, Linear, Mixture, ModelOutput, next_token_loss, positions_of
 from meshpar.models.transformer_config import RopeScaling, TransformerConfig, published_config, published_experts, published_names
 from meshpar.passes.tensor.parts import Parts
 from meshpar.positions import Mask, attention, attention_mask

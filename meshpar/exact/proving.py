@@ -14,8 +14,8 @@ from torch import nn
 from meshpar import runtime
 from meshpar.exact.explain import Explanation
 from meshpar.exact.verify import SplitTest, Verification, call
+from meshpar.passes.tensor.collectives import Meeting, SimulatedGroup
 from meshpar.passes.tensor.context import Context
-from meshpar.passes.tensor.simulated import Meeting, SimulatedGroup
 
 Install = Callable[[nn.Module, Any, Any, int], Context | None]
 """``(module, mesh, group, rank) -> context``: splits ``module`` as one rank of the axis holds it."""

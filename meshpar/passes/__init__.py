@@ -6,8 +6,7 @@ from meshpar.passes.context import ContextParallel
 from meshpar.passes.experts import ExpertParallel
 from meshpar.passes.float8 import Float8
 from meshpar.passes.recompute import ActivationCheckpoint
-from meshpar.passes.replicate import Replicate
-from meshpar.passes.shard import FullyShard, HybridShard
+from meshpar.passes.shard import FullyShard, HybridShard, Replicate
 from meshpar.passes.tensor.context import Style
 from meshpar.passes.tensor.parallel import TensorParallel
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.layout import ModelLayout
+from meshpar.passes.local import WholeParameters
 from meshpar.passes.tensor.context import Context
-from meshpar.passes.whole import WholeParameters
 from meshpar.passes.world import ReplicaShards
 
 

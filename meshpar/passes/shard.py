@@ -1,4 +1,4 @@
-"""FullyShard and HybridShard: parameters, gradients and optimizer state split over ranks that see different data (FSDP2)."""
+"""FullyShard, HybridShard and Replicate: ranks that see different data, and split or repeat parameters and optimizer state (FSDP2)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
 from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, block_problems, find_blocks, unmatched
-from meshpar.passes.whole import WholeParameters, kept_whole
+from meshpar.passes.local import WholeParameters, kept_whole
 from meshpar.passes.world import ReplicaShards
 from meshpar.patterns import find_modules, matches, nearest
 
@@ -68,8 +68,9 @@ class Precision:
             applied(module).whole = WholeParameters(module, names, mesh, axes)
         return {module.get_parameter(name) for name in names}
 
-    def common_problems(self, owner: str, module: nn.Module, layout: ModelLayout) -> Iterator[str]:
-        """Yield the dtypes that are none, and patterns that match nothing."""
+    def common_problems(self, module: nn.Module, layout: ModelLayout, min_params: int = 0) -> Iterator[str]:
+        """Yield the dtypes that are none, patterns that match nothing, and what the units mix."""
+        owner = type(self).__name__
         yield from block_problems(owner, module, layout, self.blocks, required=False)
         known = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         for pattern in self.whole:
@@ -79,6 +80,8 @@ class Precision:
             value = getattr(self, field)
             if value is not None and value not in FLOATS:
                 yield f"{owner}({field}={value}) is not a floating dtype; use one of {', '.join(map(str, FLOATS))}"
+        units = [(name, unit) for unit, _, name in self.units(module, layout, min_params)]
+        yield from unit_content_problems(units, module, set(kept_whole(module, self.whole)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +104,9 @@ class _Sharding(Precision):
         """Largest number of blocks whose parameters are gathered before they are used."""
         return self.prefetch_forward + self.prefetch_backward
 
-    def unit_problems(self, owner: str, module: nn.Module, layout: ModelLayout, shards: int) -> Iterator[str]:
-        """Yield what is wrong with the units and the knobs, for a shard group of ``shards`` ranks."""
-        yield from self.common_problems(owner, module, layout)
+    def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        owner, shards = type(self).__name__, mesh.axes["dp_shard"]
+        yield from self.common_problems(module, layout, self.min_params)
         keep = self.reshard_after_forward
         if not isinstance(keep, bool) and not (1 < keep < shards and shards % keep == 0):
             fits = [each for each in divisors(shards) if each < shards]
@@ -116,8 +119,6 @@ class _Sharding(Precision):
         for pattern in layout.fp32:
             if not any(find_modules(module, pattern)):
                 yield unmatched(f"layout.fp32 pattern {pattern!r}", pattern, module)
-        units = self.units(module, layout, self.min_params)
-        yield from unit_content_problems([(name, unit) for unit, _, name in units], module, set(kept_whole(module, self.whole)))
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
         kept = {id(each) for each in kept_whole(module, self.whole).values()}
@@ -201,9 +202,6 @@ class FullyShard(_Sharding, Pass):  # type: ignore[override]
     stage = Stage.DATA
     roles = MappingProxyType({"dp_shard": Role.SAMPLES})
 
-    def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-        yield from self.unit_problems(self.name, module, layout, mesh.axes["dp_shard"])
-
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         self.shard(module, layout, mesh, self.axes, mesh[self.axes])
 
@@ -259,7 +257,7 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         return self.optimizer == "replica"
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-        yield from self.unit_problems(self.name, module, layout, mesh.axes["dp_shard"])
+        yield from _Sharding.problems(self, module, layout, mesh)
         if self.optimizer not in ("replica", "world"):
             yield f"{self.name}(optimizer={self.optimizer!r}) is not known; use 'replica' or 'world'"
         if self.optimizer == "world" and not isinstance(self.reshard_after_forward, bool):
@@ -323,3 +321,43 @@ def _tied_problems(units: list[tuple[str, nn.Module]], module: nn.Module, whole:
         if len(set(group.values())) > 1 and not whole.intersection(group):
             listed = ", ".join(f"{name} in {home or '(the outermost)'!r}" for name, home in group.items())
             yield f"tied parameters would land in two units: {listed}; take both out of the blocks, so that the outermost unit holds them"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicate(Precision, Pass):
+    """Replicate the model on every rank of ``dp_replicate`` (DDP). Gradients are averaged block by block while backward runs.
+
+    Composes with :class:`TensorParallel`. For replicas of a sharded model use :class:`HybridShard`.
+
+    Parameters and optimizer state keep the dtype of the model: build the model in float32 for float32 master weights.
+
+    >>> from meshpar import Plan, Replicate
+    >>> print(Plan("dp_replicate=4", [Replicate()]))
+    dp_replicate=4 [Replicate]
+
+    Args:
+        param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
+        reduce_dtype: dtype in which gradients are reduced. Defaults to the dtype of the parameters.
+        output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
+        buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
+        blocks: name patterns or class names of the units. Defaults to the layout's blocks.
+        whole: patterns of parameters that every rank stores whole, in their own dtype (``("logit_scale",)``). Scalars are always
+            whole. Their gradients are averaged at the end of each backward.
+    """
+
+    name = "Replicate"
+    stage = Stage.DATA
+    roles = MappingProxyType({"dp_replicate": Role.SAMPLES})
+
+    def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        yield from self.common_problems(module, layout)
+        if mesh.axes.get("dp_shard", 1) > 1:
+            yield "Replicate keeps whole copies and cannot stand beside dp_shard; use HybridShard() for copies of a sharded model"
+
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        cast_buffers(module, self.buffer_dtype)
+        ignored = self.keep_whole(module, mesh, self.axes)
+        for unit, policy, _ in self.units(module, layout):
+            _torch.replicate(unit, mesh=mesh["dp_replicate"], mp_policy=policy, ignored_params=ignored)

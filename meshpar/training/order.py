@@ -1,4 +1,4 @@
-"""The order of samples, which every rank computes for itself: a permutation without memory, an interleave of sources, a best-fit packing."""
+"""The order of samples, which each rank computes for itself: a permutation without memory, an interleave of sources, a best-fit packing."""
 
 from __future__ import annotations
 

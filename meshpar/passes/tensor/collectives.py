@@ -2,13 +2,14 @@
 
 The f and g operators of Megatron-LM (arXiv 1909.08053, section 3) and their sequence-parallel forms (arXiv 2205.05198, section 4).
 They run on local tensors, in eager mode and under ``torch.compile``. Each one's backward is its partner, not the bare collective, so that
-gradients of gradients are exact, too.
+gradients of gradients are exact, too. On a :class:`SimulatedGroup` the ranks are threads of one process.
 """
 
 from __future__ import annotations
 
+import threading
 from functools import cache
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,70 @@ from torch import Tensor
 
 from meshpar._torch import collective_ops as ops
 from meshpar.errors import MeshparError
-from meshpar.passes.tensor.simulated import SimulatedGroup
+
+
+@final
+class Meeting:
+    """Where the threads of ``size`` simulated ranks hand each other tensors.
+
+    Args:
+        size: number of ranks.
+        timeout_s: seconds after which a rank that waits for another gives up.
+    """
+
+    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=timeout_s)
+        self._given: list[Any] = [None] * size
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        """Hand in ``value`` and return what every rank handed in.
+
+        Raises:
+            threading.BrokenBarrierError: a rank failed, or did not come in time.
+        """
+        self._given[rank] = value
+        self._barrier.wait()
+        everything = list(self._given)
+        self._barrier.wait()  # nobody hands in the next before all have read
+        return everything
+
+    def abort(self) -> None:
+        """Let the other ranks know that one failed."""
+        self._barrier.abort()
+
+
+@final
+class SimulatedGroup:
+    """One rank's process group on a :class:`Meeting`; the collectives of :mod:`meshpar.passes.tensor.collectives` know it."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self._rank = meeting, rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._meeting.size
+
+    def rank(self) -> int:
+        """Return this rank."""
+        return self._rank
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of the ranks' ``x``."""
+        return torch.stack(self._meeting.exchange(self._rank, x.detach())).sum(0)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """Return the ranks' ``x`` joined along ``dim``."""
+        return torch.cat(self._meeting.exchange(self._rank, x.detach()), dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's chunk along ``dim`` of the sum of the ranks' ``x``."""
+        return self.all_reduce(x).chunk(self.size(), dim)[self._rank].contiguous()
+
+    def all_to_all(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        """Return the rows that the ranks sent to this one: ``sent[r]`` rows of ``x`` go to rank r."""
+        parts = self._meeting.exchange(self._rank, x.detach().split(sent))
+        return torch.cat([each[self._rank] for each in parts])
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
