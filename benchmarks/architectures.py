@@ -87,9 +87,9 @@ def serve(connection: Any, unverified: bool) -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     if unverified:
-        from meshpar.models import huggingface_structure
+        from meshpar.models import huggingface_styles
 
-        huggingface_structure.VERIFIED = tuple(transformers.CONFIG_MAPPING.keys())
+        huggingface_styles.VERIFIED = tuple(transformers.CONFIG_MAPPING.keys())
     state: dict[str, Any] = {}
     while True:
         try:
@@ -537,7 +537,7 @@ in the architecture's own config), so the table shows correctness, not speed.
 - Several ranks compute the same projection of keys and values where the model has fewer of these
   heads than ranks. Their gradients are summed.
 - An architecture without a `tp_plan` is split by the names and shapes of its projections if this
-  benchmark found the split exact (`VERIFIED` in `models/huggingface_structure.py`). Otherwise it is
+  benchmark found the split exact (`VERIFIED` in `models/huggingface_styles.py`). Otherwise it is
   refused.
 - A weight of the vocabulary stays whole if the model's code reads it outside of its module. A
   parameter that the plan does not name stays whole, too; meshpar warns if much of the model stays

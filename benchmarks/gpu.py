@@ -79,7 +79,7 @@ class Watch:
         from torch.profiler import ProfilerActivity, profile
 
         from meshpar.training import peak_memory
-        from meshpar.training.profile_summary import times_of
+        from meshpar.training.profile import times_of
 
         batches = iter(self.data)
         for _ in range(WARM):

@@ -23,7 +23,7 @@ from meshpar.checkpoints.pickles import PickledObject, read_metadata
 from meshpar.checkpoints.storage import Place, open_file, place, read_small
 from meshpar.errors import CheckpointError, StoreError, brief
 from meshpar.patterns import nearest
-from meshpar.weights.views import Spans, spans_of
+from meshpar.weights.rules import Spans, spans_of
 
 T = TypeVar("T")
 METADATA_NAME = ".metadata"

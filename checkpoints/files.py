@@ -18,7 +18,7 @@ import torch
 
 from meshpar.checkpoints.checksums import crc32
 from meshpar.errors import CheckpointError
-from meshpar.weights.views import Spans
+from meshpar.weights.rules import Spans
 
 TILE_BYTES = 4 << 20  # of tensors that are rearranged
 BLOCK_BYTES = 512 << 10  # of bytes that go through as they are: stays in a core's cache, and larger writes, for which the kernel looks for

@@ -19,7 +19,7 @@ from meshpar.checkpoints.files import tiles
 from meshpar.errors import CheckpointError
 from meshpar.patterns import matches, nearest
 from meshpar.weights import TypedSource
-from meshpar.weights.views import Spans, spans_of
+from meshpar.weights.rules import Spans, spans_of
 
 _TILE_ELEMENTS = 512 << 10  # of a weight at a time: float32 values and what is made of them stay in a core's cache
 _BYTES = 4 << 20  # of a tile of any other tensor

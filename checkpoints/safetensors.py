@@ -20,7 +20,7 @@ from meshpar.checkpoints.foreign import remedy
 from meshpar.checkpoints.storage import Place, entries, open_file, place
 from meshpar.errors import CheckpointError, StoreError, brief
 from meshpar.patterns import nearest
-from meshpar.weights.views import spans_of
+from meshpar.weights.rules import spans_of
 
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {

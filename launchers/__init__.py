@@ -8,8 +8,7 @@ from meshpar.imports import lazily
 
 if TYPE_CHECKING:
     from meshpar.launchers.commands.train import train_recipe
-    from meshpar.launchers.export.merging import export_adapters
-    from meshpar.launchers.export.run import export_run
+    from meshpar.launchers.export.run import export_adapters, export_run
     from meshpar.launchers.recipes.recipe import Recipe, load_recipe
     from meshpar.launchers.targets.job import Job, Launched, Target
 
@@ -29,7 +28,7 @@ _HOMES = {
     "Launched": "targets.job",
     "Recipe": "recipes.recipe",
     "Target": "targets.job",
-    "export_adapters": "export.merging",
+    "export_adapters": "export.run",
     "export_run": "export.run",
     "load_recipe": "recipes.recipe",
     "train_recipe": "commands.train",

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar import norms
 from meshpar.description import Description, describe
 from meshpar.errors import MeshparError
 from meshpar.exact.agreement import leaves
@@ -27,7 +26,7 @@ from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, axes_of, find_blocks, held_mesh
 from meshpar.passes.installed import installed
 from meshpar.patterns import class_name
-from meshpar.placements import local_tensor, sharded_axes, whole_tensor
+from meshpar.placements import clip_grad_norm_, local_tensor, sharded_axes, whole_tensor
 from meshpar.replicas import check_equal
 from meshpar.state import initialize
 from meshpar.state.averaging import Averaged, Decay
@@ -303,7 +302,7 @@ class Parallelized:
         """
         self.reshard()
         groups = {axis: self._held_on.get_group(axis) for axis in self._held.axes}
-        return norms.clip_grad_norm_(self.module.parameters(), groups, max_norm, norm_type, self.device)
+        return clip_grad_norm_(self.module.parameters(), groups, max_norm, norm_type, self.device)
 
     def mixing_test(self) -> MixingTest | None:
         """Return the test of what else than attention mixes positions; None where attention exchanges none."""

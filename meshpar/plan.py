@@ -21,7 +21,6 @@ from meshpar.errors import LayoutError, MeshError, MeshparError, PlanError
 from meshpar.exact.agreement import Agreement
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.explain import Explanation
-from meshpar.exact.guards import refuse_copies
 from meshpar.exact.proving import prove
 from meshpar.exact.verify import Verification, verified
 from meshpar.layout import ModelLayout
@@ -32,6 +31,7 @@ from meshpar.passes.base import Pass, Role, Stage, axes_of, find_blocks, held_me
 from meshpar.passes.batch_norm import batch_norm_problems, synchronize_batch_norm
 from meshpar.passes.random import draws_random
 from meshpar.replicas import check_equal
+from meshpar.state.full import refuse_copies
 from meshpar.state.initialize import state, tied_names
 
 log = logging.getLogger(__name__)

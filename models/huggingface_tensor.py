@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from meshpar.models.huggingface_structure import structural_table
-from meshpar.models.huggingface_styles import FullPositions, GPT2Attention, Head, LatentKeys, Refused
+from meshpar.models.huggingface_styles import FullPositions, GPT2Attention, Head, LatentKeys, Refused, structural_table
 from meshpar.passes.local import features_of
 from meshpar.passes.tensor.parts import Experts, FeatureTable, Parts, Shared
 from meshpar.patterns import find_modules

@@ -15,9 +15,8 @@ from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, Reci
 from meshpar.launchers.commands.inspecting import convert_recipe
 from meshpar.launchers.converters.tables import ACCELERATE, PARALLELISM, TRAINER
 from meshpar.launchers.converters.translate import _KNOBS, ALIASES, HuggingFace, translate
-from meshpar.launchers.recipes import converting
-from meshpar.launchers.recipes.converting import Translation
-from meshpar.launchers.recipes.named import make_passes
+from meshpar.launchers.recipes import named
+from meshpar.launchers.recipes.named import Translation, make_passes
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe, resolve
 from meshpar.launchers.recipes.yamlfile import Document, Place, parse_document
 
@@ -300,7 +299,7 @@ def test_a_stranger_converts_keys_and_options_of_its_own(monkeypatch: pytest.Mon
         def options(self, name: str, options: Mapping[str, Any]) -> Translation:
             return Translation("fsdp" if name == "ddp_sharded" else name, dict(options), notes=["ddp_sharded: became fsdp"])
 
-    monkeypatch.setattr(converting, "_installed", lambda: (Lightning(), HuggingFace()))
+    monkeypatch.setattr(named, "_installed", lambda: (Lightning(), HuggingFace()))
     recipe = read("mesh: dp_shard=2\nmax_updates: 7\npasses: [ddp_sharded: {cpu_offload: true}]\n")
     assert recipe.training.steps == 7 and make_passes(recipe.passes) == [FullyShard(offload="cpu")]
     assert recipe.notes[0] == "max_updates: 7 became training.steps: 7"

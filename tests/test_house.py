@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"meshpar": "meshpar", "models": "meshpar.models", "checkpoints": "meshpar.checkpoints", "launchers": "meshpar.launchers"}
 FLOORS = [
     {"errors", "imports", "patterns"},
-    {"mesh", "drawing", "weights", "loss", "_torch", "placements", "norms", "replicas"},
+    {"mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas"},
     {"layout"},
     {"passes"},
     {"state", "exact", "description", "registry", "runtime", "watchdog", "positions"},
@@ -42,7 +42,7 @@ PUBLIC = (
 )
 """What users import from; public is what `__all__` names there."""
 MEASURED = {
-    "architectures.py": {"meshpar.models.huggingface_structure", "meshpar.training.documents"},
+    "architectures.py": {"meshpar.models.huggingface_styles", "meshpar.training.documents"},
     "checkpoint.py": {"meshpar.checkpoints.files", "meshpar.placements"},
     "chunked_loss.py": {"meshpar.chunked", "meshpar.forecasting.recorder"},
     "forecast_accuracy.py": {"meshpar.forecasting.api", "meshpar.forecasting.extrapolate", "meshpar.forecasting.simulate"},
@@ -51,7 +51,7 @@ MEASURED = {
         "meshpar.forecasting.step",
         "meshpar.launchers.jobs.forecasting",
         "meshpar.passes.recompute",
-        "meshpar.training.profile_summary",
+        "meshpar.training.profile",
     },
     "jobs.py": {"meshpar.launchers.jobs"},
     "peer_ranks.py": {"meshpar.models.huggingface"},

@@ -14,8 +14,7 @@ from torch import nn
 import meshpar
 from meshpar import FullyShard, HybridShard, MeshparError, Plan, Replicate, TensorParallel
 from meshpar.testing import assert_parity, on_ranks, one_process, token_steps
-from meshpar.training.distillation import Distillation, divergence, freeze, teacher_problems
-from meshpar.training.objectives import Seq2Seq, SequenceClassification
+from meshpar.training.objectives import Distillation, Seq2Seq, SequenceClassification, divergence, freeze, teacher_problems
 
 PLANS: dict[str, tuple[str, list[Any]]] = {
     "fsdp": ("dp_shard=4", [FullyShard()]),

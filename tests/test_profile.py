@@ -19,7 +19,7 @@ from torch.profiler import profile as profiler
 from meshpar import _torch
 from meshpar.mesh import MeshSpec
 from meshpar.testing import on_ranks
-from meshpar.training.profile_summary import Page, Times, times_of
+from meshpar.training.profile import Page, Times, times_of
 
 RECIPE = """\
 name: job

@@ -14,8 +14,8 @@ import torch
 
 from meshpar import LaunchError, MeshparError, RecipeError
 from meshpar.launchers.jobs import forecasting
-from meshpar.launchers.jobs.batch_size import find_batch_size
 from meshpar.launchers.jobs.job import Saver
+from meshpar.launchers.jobs.preflight import find_batch_size
 from meshpar.launchers.recipes.named import make_objective
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 

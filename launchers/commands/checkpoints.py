@@ -111,7 +111,7 @@ def _rules(src: Path, model: str) -> WeightMap:
     """Return the rules from the names of the model that will restore the step to the names in ``src``."""
     from meshpar.checkpoints.importing import config_beside
     from meshpar.errors import CheckpointError
-    from meshpar.launchers.export.beside import names_of_ours
+    from meshpar.launchers.export.run import names_of_ours
     from meshpar.weights import WeightMap
 
     if model == "transformers":

@@ -17,8 +17,7 @@ from meshpar.checkpoints.manifest import read_manifest, step_name
 from meshpar.checkpoints.steps import PIN_FILE, Steps, checkpoints_in
 from meshpar.checkpoints.storage import Place, on_disk, place, write_durably
 from meshpar.errors import CheckpointError
-from meshpar.launchers.export.measuring import held_out, measure
-from meshpar.launchers.export.publishing import check_repository, push, write_card
+from meshpar.launchers.export.publishing import check_repository, held_out, measure, push, write_card
 from meshpar.launchers.export.run import chosen_step, export_run
 
 

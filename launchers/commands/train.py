@@ -16,9 +16,9 @@ from meshpar.launchers.agent.replicas import Division, divided, launch_replicas
 from meshpar.launchers.agent.starting import adopt_srun, launch_nodes_here
 from meshpar.launchers.commands.placing import Given, accelerators, adopted, first_error_of, node_range, placed, ranks_on_node
 from meshpar.launchers.jobs import build
-from meshpar.launchers.jobs.batch_size import find_batch_size
 from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.jobs.job import run_job
+from meshpar.launchers.jobs.preflight import find_batch_size
 from meshpar.launchers.jobs.worker import code_of, end_with_parent
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 from meshpar.mesh import MeshSpec

@@ -9,8 +9,7 @@ from typing import Any, final
 
 from meshpar.launchers.converters.tables import ACCELERATE, DEFAULTS, TRAINER, choose_mesh
 from meshpar.launchers.converters.values import Translated, truth
-from meshpar.launchers.recipes.converting import Translation
-from meshpar.launchers.recipes.named import SHARDING, default_passes
+from meshpar.launchers.recipes.named import SHARDING, Translation, default_passes
 from meshpar.launchers.recipes.yamlfile import Document, Place
 
 ALIASES = ("fsdp", "FSDP", "FullyShardedDataParallel")
@@ -235,7 +234,7 @@ class HuggingFace:
 
     @staticmethod
     def keys(data: dict[str, Any], document: Document, problems: list[str], at: Place = ()) -> list[str]:
-        """See :meth:`meshpar.launchers.recipes.converting.Converter.keys`."""
+        """See :meth:`meshpar.launchers.recipes.named.Converter.keys`."""
         result = Translated(data, document, problems)
         trainer = {key: data[key] for key in TRAINER if key in data}
         accelerate = {key: data[key] for key in ACCELERATE if key in data}

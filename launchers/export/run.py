@@ -1,34 +1,227 @@
-"""``meshpar export``: write a run's model for transformers, with its tokenizer."""
+"""``meshpar export``: write a run's model for transformers, adapters merged or in peft's format, with config and tokenizer beside it."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 
-from meshpar.checkpoints import CheckpointManager, export_gguf, export_safetensors
-from meshpar.checkpoints.export import apart
+from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_gguf, export_safetensors
+from meshpar.checkpoints.checkpointable import MODEL
+from meshpar.checkpoints.export import apart, files_beside_weights, free_target, made_on_disk
 from meshpar.checkpoints.gguf import KINDS, Kind
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.quantizing import Quantization
 from meshpar.checkpoints.steps import Steps, checkpoints_in, open_step
-from meshpar.checkpoints.storage import Place, fetched, place
+from meshpar.checkpoints.storage import Place, fetched, fsync, on_disk, place
 from meshpar.checkpoints.verify import Verify, verify_files
-from meshpar.errors import CheckpointError
+from meshpar.errors import CheckpointError, LayoutError
 from meshpar.launchers import progress
-from meshpar.launchers.export.beside import Beside, beside, config_in, weight_names
-from meshpar.launchers.export.merging import merged
-from meshpar.launchers.jobs.job import RECIPE
+from meshpar.launchers.jobs.job import RECIPE, TOKENIZER
 from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.launchers.recipes.schema import parse_dtype
-from meshpar.training.lora import LoRA
-from meshpar.weights import TypedSource
+from meshpar.models.huggingface import from_config
+from meshpar.registry import layout_for
+from meshpar.training.lora import NAME, LoRA, PackedAdapter, adapted_layers, add_adapters, base_name, config_of
+from meshpar.training.tokenizer import load_tokenizer
+from meshpar.weights import TypedSource, WeightMap
+from meshpar.weights.rules import spans_of
 
+_GENERATION = "generation_config.json"
+_ADAPTERS = "adapter_model.safetensors"
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Files to write beside a model's weights: the contents of ``config.json``, a tokenizer's folder, and other files."""
+
+    config: Mapping[str, Any]
+    tokenizer: Place | None
+    files: tuple[Place, ...]
+
+
+def beside(step: Place, given: Path | None = None) -> Beside:
+    """Find the files beside the model of a step.
+
+    Args:
+        step: the step's folder, in the folder of checkpoints of a run's folder.
+        given: a folder whose ``config.json`` and other files take precedence; None: the config that was saved with the step, the run's
+            tokenizer, and the generation config of the weights that the run started from.
+
+    Raises:
+        CheckpointError: ``given`` is not a folder, or its ``config.json`` cannot be read.
+    """
+    run = step.parent.parent
+    tokenizer = fetched(run / TOKENIZER) if (run / TOKENIZER).is_dir() else None
+    if given is not None:
+        return Beside(config_in(given), tokenizer, tuple(files_beside_weights(given)))
+    config = dict(read_manifest(step).config)
+    if tokenizer is not None and config and config.get("eos_token_id") is None:
+        config["eos_token_id"] = load_tokenizer(tokenizer).eos_id
+    return Beside(config, tokenizer, _generation_config(run))
+
+
+def weight_names(layout: str | None) -> WeightMap | None:
+    """Return the rules from the saved names to the published ones.
+
+    Args:
+        layout: ``own``: keep the names; ``llama``, ``qwen3``, ``gpt2``: the rules of meshpar's models; the path of a JSON file: the rules
+            of ``WeightMap.to_json``; None: the rules that were saved with the step, for which this function returns None.
+    """
+    if layout is None:
+        return None
+    if layout == "own":
+        return WeightMap()
+    if layout.endswith(".json"):
+        try:
+            return WeightMap.from_json(json.loads(Path(layout).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, AttributeError, LayoutError) as error:
+            raise CheckpointError(f"--layout: {layout} has no rules of a weight map: {error}") from error
+    found = names_of_ours(layout)
+    if found is None:
+        raise CheckpointError(f"--layout must be own, llama, qwen3, gpt2 or a file ending in .json, got {layout!r}")
+    return found
+
+
+def names_of_ours(kind: object) -> WeightMap | None:
+    """Return the rules of meshpar's model that is published as ``kind``; None if there is none."""
+    from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
+
+    with torch.device("meta"):
+        if kind == "gpt2":
+            return GPT2(GPT2Config()).meshpar_layout().weights
+        if kind in ("llama", "qwen3"):
+            return Transformer(TransformerConfig(qk_norm=kind == "qwen3")).meshpar_layout().weights
+    return None
+
+
+def config_in(folder: Place) -> dict[str, Any]:
+    """Return the contents of a folder's ``config.json``; raises CheckpointError if it cannot be read."""
+    path = folder / "config.json"
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"--config: expected a folder with config.json, got {folder}: {error}") from error
+
+
+def _generation_config(run: Place) -> tuple[Place, ...]:
+    """Return the generation config of the weights or of the config that a run's model started from."""
+    if not (run / RECIPE).is_file():
+        return ()
+    model = load_recipe(fetched(run / RECIPE), disks=False).model
+    folders = [place(each).expanduser() for each in (model.weights, getattr(model, "config", None)) if isinstance(each, (str, Path))]
+    return tuple(each / _GENERATION for each in folders if (each / _GENERATION).is_file())[:1]
+
+
+@final
+class Merged:
+    """The weights of a model with its adapters added, read slice by slice: ``W + scale * left @ right``.
+
+    Args:
+        base: the frozen weights.
+        factors: name of a weight (..., rows, columns) -> left (..., rows, rank) and right (..., rank, columns).
+        scale: ``alpha / rank``.
+    """
+
+    def __init__(self, base: TypedSource, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]], scale: float) -> None:
+        self.shapes, self.dtypes, self._base, self._factors, self._scale = base.shapes, base.dtypes, base, factors, scale
+
+    def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
+        """Copy ``tensor[index]`` into ``out``."""
+        if name not in self._factors:
+            self._base.read(name, index, out)
+            return
+        *outer, rows, columns = (slice(*span) for span in spans_of(index, self.shapes()[name]))
+        left, right = (each[tuple(outer)].float() for each in self._factors[name])
+        whole = torch.empty(out.shape, dtype=torch.float32)
+        self._base.read(name, index, whole)
+        out.copy_(whole + left[..., rows, :] @ right[..., columns] * self._scale)
+
+
+def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
+    """Return the weights of the adapted model, to be exported tile by tile, with the result of peft's ``merge_and_unload``.
+
+    Args:
+        src: a step of adapters, or the folder of all steps (its newest).
+        settings: settings of the adapters.
+        base: the folder of the adapted weights.
+
+    Raises:
+        CheckpointError: the folder has other weights than those that were adapted.
+    """
+    adapters, packed, names = stored_adapters(src), dict[str, PackedAdapter](), WeightMap()
+    if settings.parameters:  # files may store what the model packs one by one, and the model alone knows how
+        model = from_config(on_disk(base, why="its config.json is read by transformers"))
+        names = layout_for(model).weights
+        add_adapters(model, settings)
+        packed = {name: each for name, each in adapted_layers(model).items() if isinstance(each, PackedAdapter)}
+    ours, factors = names.view(Safetensors(base)), {}
+    for layer in sorted({name.rpartition(".lora_")[0] for name in adapters}):
+        a, b, on = adapters[f"{layer}.lora_A.weight"], adapters[f"{layer}.lora_B.weight"], packed.get(layer)
+        weight = f"{base_name(layer)}.{'weight' if on is None else on.leaf}"
+        if weight not in ours.shapes():
+            raise CheckpointError(f"the weights have no {weight}, which an adapter belongs to; give the folder of weights that was adapted")
+        if on is not None:
+            factors[weight] = on.factors(a, b, ours.shapes()[weight][0])
+        else:
+            factors[weight] = (a.T, b.T) if _shape(adapters, layer) != ours.shapes()[weight] else (b, a)
+    return names.publish(Merged(ours, factors, settings.alpha / settings.rank))
+
+
+def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, overwrite: bool = False) -> Place:
+    """Write the adapters in peft's format (``PeftModel.from_pretrained``).
+
+    The folder appears, or replaces the old one, once it is complete.
+
+    Args:
+        src: a step of adapters, or the folder of all steps (exports the newest).
+        dst: the folder to write.
+        settings: settings of the adapters.
+        base: the folder of the adapted weights.
+        overwrite: replace an existing folder.
+    """
+    from safetensors.torch import save_file
+
+    target = free_target(dst, overwrite=overwrite)
+    apart(target, src)
+    adapters = stored_adapters(src)
+    source = Safetensors(base)
+    layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
+    linear = [each for each in layers if f"{each}.weight" in source.shapes()]
+    turned = any(tuple(source.shapes()[f"{each}.weight"]) != _shape(adapters, each) for each in linear[:1])
+    config = config_of(settings, linear, base_model_name_or_path=str(base), fan_in_fan_out=turned, inference_mode=True)
+    with made_on_disk(target, overwrite=overwrite) as folder:
+        save_file({f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}, folder / _ADAPTERS)
+        fsync(folder / _ADAPTERS)
+        config.save_pretrained(str(folder))
+    return dst
+
+
+def stored_adapters(src: Place) -> dict[str, torch.Tensor]:
+    """Return the adapters of a step by peft's names: ``layer.lora_A.weight``."""
+    checkpoint = DistributedCheckpoint(open_step(src))
+    found = {}
+    for name, stored in checkpoint.tensors.items():
+        if name.startswith(MODEL) and ".lora_" in name:
+            value = torch.empty(stored.shape, dtype=stored.dtype)
+            checkpoint.read(name, tuple(slice(0, size) for size in stored.shape), value)
+            found[name.removeprefix(MODEL).replace(f".{NAME}.", ".")] = value
+    if not found:
+        raise CheckpointError(f"{src} has no adapters; export it with `meshpar export`")
+    return found
+
+
+def _shape(adapters: Mapping[str, torch.Tensor], layer: str) -> tuple[int, int]:
+    """Return the shape of a linear layer's weight; GPT-2's Conv1D stores it transposed."""
+    return adapters[f"{layer}.lora_B.weight"].shape[0], adapters[f"{layer}.lora_A.weight"].shape[1]
 
 
 def export_run(
@@ -56,8 +249,8 @@ def export_run(
         best: a metric: export the step with its lowest value (``+name``: highest); None: the newest step.
         max_shard_size: largest size of one file: ``5GB``, ``500MiB``, or bytes.
         verify: see :func:`meshpar.checkpoints.export_safetensors`.
-        config: a folder whose ``config.json`` and other files take precedence, see :func:`meshpar.launchers.export.beside.beside`.
-        layout: names of the weights, see :func:`meshpar.launchers.export.beside.weight_names`; None: as saved with the step.
+        config: a folder whose ``config.json`` and other files take precedence, see :func:`meshpar.launchers.export.run.beside`.
+        layout: names of the weights, see :func:`meshpar.launchers.export.run.weight_names`; None: as saved with the step.
         quantize: format of the linear weights, see :func:`meshpar.checkpoints.export_safetensors` and
             :func:`meshpar.checkpoints.export_gguf`.
         high: patterns of modules whose weights stay.

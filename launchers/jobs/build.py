@@ -44,13 +44,12 @@ from meshpar.patterns import find_modules, suggestion
 from meshpar.plan import Plan
 from meshpar.registry import layout_for
 from meshpar.training.data import Batches
-from meshpar.training.distillation import freeze, teacher_problems
 from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.experts import balance_problems
 from meshpar.training.lora import add_adapters
-from meshpar.training.objectives import Objective
+from meshpar.training.objectives import Objective, freeze, teacher_problems
 from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, parameter_groups, scaled_rate
-from meshpar.training.profile_summary import LEAST as PROFILED
+from meshpar.training.profile import LEAST as PROFILED
 from meshpar.training.settings import TrainSettings
 
 __all__ = [

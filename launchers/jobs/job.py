@@ -41,7 +41,7 @@ from meshpar.training.loop import Trainer
 from meshpar.training.lora import Adapters, WithAdapters
 from meshpar.training.metrics import JsonLines, Reporter, TensorBoard, flops_per_token
 from meshpar.training.optimizer import LossScaler
-from meshpar.training.profile_summary import LEAST as PROFILED
+from meshpar.training.profile import LEAST as PROFILED
 from meshpar.training.settings import Outcome
 
 log = logging.getLogger(__name__)

@@ -1,27 +1,33 @@
-"""Run the doctor before a job trains: ``preflight: warn | fail | off`` in its recipe."""
+"""Before a job trains: the doctor (``preflight: warn | fail | off``), and the largest micro-batch (``--find-batch-size``)."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import final
 
 import torch
 
 from meshpar import runtime
-from meshpar.errors import PreflightError
+from meshpar.errors import LaunchError, PreflightError, RecipeError
 from meshpar.launchers.agent.local import MEETING_S
 from meshpar.launchers.doctor.examine import Folder, Meeting, Report
 from meshpar.launchers.doctor.rank import examined, measured, mesh_of
 from meshpar.launchers.doctor.report import findings_text, rate_text
 from meshpar.launchers.jobs import build
-from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.launchers.recipes.recipe import Recipe, resolve
+from meshpar.launchers.recipes.yamlfile import apply_overrides, parse_document
 
 _LATER_S = 120.0  # by which the time-out of collectives exceeds the watchdog's
 _SKEW_S = 10.0
 _STATE = 3  # AdamW: a parameter and its two moments, in float32
+_STEPS = 3
+_OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "memory runs out", "can't allocate memory")
 
 
 @contextmanager
@@ -75,3 +81,81 @@ def _tell(recipe: Recipe, report: Report) -> None:
         raise PreflightError(text)
     if runtime.is_main():
         print(text, file=sys.stderr)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A micro-batch and its peak memory of a rank in bytes; None: it ran out of memory."""
+
+    micro_batch: int
+    peak: int | None
+
+
+def find_batch_size(recipe: Recipe, run: Callable[[Recipe], int], memory: int | None) -> Recipe:
+    """Return the recipe with the largest micro-batch that fits. A step keeps its number of samples, in fewer micro-batches.
+
+    Args:
+        recipe: the recipe; a step of a data rank has ``data.micro_batch`` x ``data.accumulate`` samples.
+        run: runs a recipe to its end and returns the exit code.
+        memory: memory limit of a rank in bytes; None: the accelerator's memory.
+
+    Raises:
+        RecipeError: ``memory`` is None on a CPU, or no micro-batch fits.
+    """
+    if memory is None and build.device_type(recipe) == "cpu":
+        raise RecipeError("--find-batch-size on a CPU needs --memory 4GiB, or another limit per rank: there is no device memory to fill")
+    whole = recipe.data.micro_batch * recipe.data.accumulate
+    sizes, best = [each for each in range(1, whole + 1) if whole % each == 0], 0
+    low, high = 0, len(sizes) - 1
+    while low <= high:
+        middle = (low + high + 1) // 2
+        trial = try_batch(recipe, run, sizes[middle])
+        fits = trial.peak is not None and (memory is None or trial.peak <= memory)
+        used = "runs out of memory" if trial.peak is None else f"{trial.peak / 2**30:.2f} GiB a rank"
+        print(f"micro-batch {trial.micro_batch}: {used}{'' if fits or trial.peak is None else ', too much'}", file=sys.stderr, flush=True)
+        if fits:
+            best, low = sizes[middle], middle + 1
+        else:
+            high = middle - 1
+    if not best:
+        raise RecipeError("not even a micro-batch of 1 fits; shard more (mesh), recompute (ActivationCheckpoint) or shorten the sequence")
+    print(
+        f"found: data.micro_batch={best} data.accumulate={whole // best}, {whole} samples of a data rank in a step as before",
+        file=sys.stderr,
+    )
+    return _with(recipe, [f"data.micro_batch={best}", f"data.accumulate={whole // best}"])
+
+
+def try_batch(recipe: Recipe, run: Callable[[Recipe], int], size: int) -> Trial:
+    """Train a few steps with a micro-batch of ``size`` in a temporary folder.
+
+    Raises:
+        LaunchError: the run failed for another reason than memory.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshpar-batch-") as folder:
+        overrides = [
+            f"output={folder}",
+            f"data.micro_batch={size}",
+            "data.accumulate=1",
+            f"training.steps={_STEPS}",
+            "training.epochs=null",
+        ]
+        overrides += ["training.log_every=1", "training.validate_every=null", "training.tensorboard=false", "checkpoint.resume=auto"]
+        overrides += ["data.validation_fraction=0", "data.validation_paths=[]", f"schedule.steps={_STEPS}", "schedule.warmup_steps=0"]
+        overrides += ["checkpoint.every=null", "checkpoint.best=null", "training.forecast=false"]
+        try:
+            run(_with(recipe, overrides))
+        except LaunchError as error:
+            if any(text in str(error) for text in _OUT_OF_MEMORY):
+                return Trial(size, None)
+            raise
+        lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    peaks = [record["memory_gib"] for record in map(json.loads, lines) if record.get("memory_gib")]
+    return Trial(size, int(max(peaks) * 2**30))
+
+
+def _with(recipe: Recipe, overrides: list[str]) -> Recipe:
+    document = parse_document(recipe.to_yaml(), recipe.name)
+    apply_overrides(document, overrides)
+    return resolve(document)

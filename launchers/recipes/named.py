@@ -1,4 +1,7 @@
-"""What a recipe names: passes, an objective, or a class of the user's own; found, its options checked against its fields, and made."""
+"""What a recipe names: passes, an objective, or a class of the user's own, found, checked and made; and converters.
+
+Converters are plugins that put another trainer's keys in a recipe's terms, so that the recipe's reader knows none of them.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, final
 
 from torch import nn
 
 from meshpar import registry
 from meshpar.errors import MeshparError, RecipeError, brief
-from meshpar.launchers.recipes.converting import convert_pass
 from meshpar.launchers.recipes.schema import Section, build, section_of, section_of_call, validate
 from meshpar.launchers.recipes.yamlfile import Document, Place
 from meshpar.mesh import MeshSpec, is_auto
@@ -23,6 +26,7 @@ from meshpar.patterns import suggestion
 if TYPE_CHECKING:
     from meshpar.training.objectives import Objective
 
+CONVERTERS = "meshpar.converters"
 OBJECTIVES = "meshpar.objectives"
 _TEACHER = "teacher"
 PASSES = "meshpar.passes"
@@ -32,6 +36,65 @@ BY_AXIS = (("ep", "ExpertParallel"), ("cp", "ContextParallel"), ("tp", "TensorPa
 """Axis -> the pass that works on it, in the order in which they apply."""
 Written = dict[str, dict[str, Any]]
 """A pass as a resolved recipe writes it: ``{"FullyShard": {"offload": "cpu"}}``."""
+
+
+@final
+@dataclass(slots=True)
+class Translation:
+    """A pass in a recipe's terms.
+
+    Attributes:
+        name: of the pass.
+        options: in meshpar's names.
+        before: passes to put before it, as a recipe writes them.
+        notes: what became of each old name.
+        problems: old names that have no meaning here: option -> why.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    before: list[Any] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+class Converter(Protocol):
+    """A plugin of the group ``meshpar.converters``."""
+
+    def keys(self, data: dict[str, Any], document: Document, problems: list[str], at: Place) -> list[str]:
+        """Take every foreign key out of ``data``, fill in what it means, and return what became of each.
+
+        Args:
+            data: a recipe's top level, or the mapping of a teacher; changed in place.
+            document: for messages: ``document.where((*at, key))`` begins with file and line.
+            problems: takes one line for each key that is refused.
+            at: where in the document the mapping stands.
+        """
+        ...
+
+    def options(self, name: str, options: Mapping[str, Any]) -> Translation:
+        """Return a pass of a recipe with its foreign names translated; what is not foreign comes back as it is."""
+        ...
+
+
+def convert_keys(data: dict[str, Any], document: Document, problems: list[str], at: Place) -> list[str]:
+    """Let every converter take its keys out of ``data``; see :meth:`Converter.keys`."""
+    return [note for each in _installed() for note in each.keys(data, document, problems, at)]
+
+
+def convert_pass(name: str, options: Mapping[str, Any]) -> Translation:
+    """Return a pass as every converter has translated it, one after another; see :meth:`Converter.options`."""
+    result = Translation(name, dict(options))
+    for each in _installed():
+        new = each.options(result.name, result.options)
+        new.before[:0], new.notes[:0] = result.before, result.notes
+        new.problems = result.problems | new.problems
+        result = new
+    return result
+
+
+def _installed() -> Iterator[Converter]:
+    return (registry.plugin(CONVERTERS, name) for name in registry.names(CONVERTERS))
 
 
 def make_importable(folder: Path) -> None:

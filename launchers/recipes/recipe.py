@@ -12,8 +12,15 @@ from pydantic import PrivateAttr
 from meshpar import registry
 from meshpar.checkpoints import storage
 from meshpar.errors import MeshError, MeshparError, RecipeError
-from meshpar.launchers.recipes.converting import convert_keys
-from meshpar.launchers.recipes.named import OBJECTIVES, make_importable, objective_factory, own_problems, read_passes, wants_teacher
+from meshpar.launchers.recipes.named import (
+    OBJECTIVES,
+    convert_keys,
+    make_importable,
+    objective_factory,
+    own_problems,
+    read_passes,
+    wants_teacher,
+)
 from meshpar.launchers.recipes.schema import Section, build, validate
 from meshpar.launchers.recipes.sections import (
     CheckpointSection,

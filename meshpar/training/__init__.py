@@ -8,14 +8,13 @@ from meshpar.imports import lazily
 
 if TYPE_CHECKING:
     from meshpar.training.data import Batches, LoaderSettings, PackedTokens
-    from meshpar.training.distillation import Distillation, freeze
     from meshpar.training.elastic import Change, Replicas
     from meshpar.training.examples import ExampleFile, ExampleSplit
     from meshpar.training.experts import ExpertLoad
     from meshpar.training.loop import Trainer
     from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
     from meshpar.training.metrics import peak_flops, peak_memory
-    from meshpar.training.objectives import CausalLM, Objective, Seq2Seq, SequenceClassification
+    from meshpar.training.objectives import CausalLM, Distillation, Objective, Seq2Seq, SequenceClassification, freeze
     from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw
     from meshpar.training.quorum import Lighthouse
     from meshpar.training.samples import LabelledExamples, MixedSamples, PairedExamples
@@ -63,7 +62,7 @@ _HOMES = {
     "Batches": "data",
     "CausalLM": "objectives",
     "Change": "elastic",
-    "Distillation": "distillation",
+    "Distillation": "objectives",
     "ExampleFile": "examples",
     "ExampleSplit": "examples",
     "ExpertLoad": "experts",
@@ -86,7 +85,7 @@ _HOMES = {
     "WithAdapters": "lora",
     "add_adapters": "lora",
     "build_adamw": "optimizer",
-    "freeze": "distillation",
+    "freeze": "objectives",
     "peak_flops": "metrics",
     "peak_memory": "metrics",
     "write_tokens": "tokens",

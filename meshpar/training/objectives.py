@@ -7,9 +7,9 @@ makes one (a dataclass if it has options, which a recipe then sets). Two members
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, final
+from typing import Annotated, Any, ClassVar, Protocol, final
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.chunked import chunk_for, chunked_token_loss
-from meshpar.errors import MeshparError
+from meshpar.errors import MeshparError, RecipeError
 from meshpar.loss import IGNORE_INDEX, token_loss
+from meshpar.mesh import MeshSpec
+from meshpar.passes.base import Role, axes_of
+from meshpar.plan import Plan
+from meshpar.training.settings import Bound, bound_problems
 
 SummedLoss = tuple[torch.Tensor, int | torch.Tensor, Mapping[str, torch.Tensor]]
 
@@ -135,3 +139,133 @@ def logits_of(objective: object, model: nn.Module, output: object, shape: str) -
 def whole_logits(logits: torch.Tensor) -> torch.Tensor:
     """Return whole logits. Collective over the axis of the vocabulary if they are sharded over it."""
     return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distillation:
+    """Train on the next token of the text and on a teacher's distribution (Hinton, Vinyals and Dean, arXiv 1503.02531).
+
+    The loss of a token is ``(1 - weight) * cross entropy + weight * temperature**2 * KL(teacher || student)``, both distributions at
+    the temperature, plus ``hidden_weight`` times the mean squared difference of the last hidden states.
+
+    Attributes:
+        teacher: the frozen model, see :func:`freeze`. It may have its own plan over the same ranks.
+        temperature: temperature of both distributions; larger values soften them.
+        weight: weight of the teacher's distribution.
+        hidden_weight: weight of the hidden states. Both models need the same width and must support ``output_hidden_states``.
+    """
+
+    examples: ClassVar[str] = "tokens"
+
+    teacher: nn.Module
+    temperature: Annotated[float, Bound(gt=0)] = 2.0
+    weight: Annotated[float, Bound(ge=0, le=1)] = 0.5
+    hidden_weight: Annotated[float, Bound(ge=0)] = 0.0
+
+    def __post_init__(self) -> None:
+        if problems := list(bound_problems(self)):
+            raise RecipeError("; ".join(problems))
+        trained = [name for name, parameter in self.teacher.named_parameters() if parameter.requires_grad]
+        if trained or self.teacher.training:
+            why = f"{trained[0]} requires a gradient" if trained else "it is in training mode"
+            raise MeshparError(f"the teacher is not frozen: {why}; call freeze(teacher) before plan.apply")
+
+    def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Return the number of counted labels."""
+        return counted(batch)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
+        """Return the summed loss, and its parts as ``cross_entropy``, ``kl`` and ``hidden``."""
+        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+        inputs |= {"output_hidden_states": True} if self.hidden_weight else {}
+        with torch.no_grad():
+            taught = self.teacher(**inputs)
+        output, labels = model(**inputs), batch["labels"]
+        student, teacher = (logits_of(self, each, got, "(B, L, V)") for each, got in ((model, output), (self.teacher, taught)))
+        if student.shape != teacher.shape:
+            raise MeshparError(
+                f"the teacher's logits have shape {tuple(teacher.shape)} and the student's {tuple(student.shape)}; use one vocabulary"
+            )
+        counts = labels != IGNORE_INDEX
+        parts = {
+            "cross_entropy": token_loss(student, labels, reduction="sum"),
+            "kl": divergence(whole_logits(student), whole_logits(teacher), counts, self.temperature),
+        }
+        loss = (1 - self.weight) * parts["cross_entropy"] + self.weight * self.temperature**2 * parts["kl"]
+        if self.hidden_weight:
+            parts["hidden"] = _difference(_hidden(model, output), _hidden(self.teacher, taught), counts)
+            loss = loss + self.hidden_weight * parts["hidden"]
+        return loss, counts.sum(), parts
+
+
+def divergence(student_BLV: torch.Tensor, teacher_BLV: torch.Tensor, counts_BL: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return KL(teacher || student) at ``temperature``, in float32, summed over the positions that count."""
+    log_student_BLV, log_teacher_BLV = ((logits.float() / temperature).log_softmax(-1) for logits in (student_BLV, teacher_BLV))
+    kl_BL = (log_teacher_BLV.exp() * (log_teacher_BLV - log_student_BLV)).sum(-1)
+    return (kl_BL * counts_BL).sum()
+
+
+def freeze(teacher: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Freeze ``teacher``: no gradients, evaluation mode, and ``dtype`` if given. Call it before ``plan.apply``."""
+    teacher.requires_grad_(False)
+    if dtype is not None:
+        teacher.to(dtype)
+    return teacher.eval()
+
+
+def teacher_problems(plan: Plan, teacher: nn.Module, student_plan: Plan, world_size: int) -> Iterator[str]:
+    """Yield a problem if ranks that share a batch on the teacher's mesh have different batches on the student's.
+
+    Args:
+        plan: the teacher's plan.
+        teacher: the teacher, on the meta device.
+        student_plan: the student's plan; its data axes determine the batch of each rank.
+        world_size: number of ranks.
+    """
+    spec = plan.check(teacher, world_size=world_size)
+    seen = student_plan.resolve(world_size)
+    if split := [axis for axis in axes_of(student_plan.passes, seen, Role.POSITIONS) if seen.axes[axis] > 1]:
+        yield f"the student's mesh splits positions over {', '.join(split)}, which the teacher would see as whole texts; leave the axis out"
+        return
+    for group in _together(spec, axes_of(plan.passes, spec, Role.SAMPLES)):
+        batches = {_data_place(seen, rank, axes_of(student_plan.passes, seen, Role.SAMPLES)) for rank in group}
+        if len(batches) > 1:
+            yield (
+                f"the teacher's mesh {spec} lets ranks {group} work on one batch, but the student's mesh {seen} gives them "
+                f"{len(batches)} different ones; shard the teacher over data axes (dp_shard), or give the student the same tp"
+            )
+            return
+
+
+def _data_place(spec: MeshSpec, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    place = spec.coordinates(rank)
+    return tuple(place[axis] for axis in axes)
+
+
+def _together(spec: MeshSpec, data_axes: tuple[str, ...]) -> list[list[int]]:
+    """Return the groups of ranks that work on one batch."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(spec.size):
+        groups.setdefault(_data_place(spec, rank, data_axes), []).append(rank)
+    return list(groups.values())
+
+
+def _hidden(model: nn.Module, output: object) -> torch.Tensor:
+    states = getattr(output, "hidden_states", None)
+    if not states:
+        raise MeshparError(
+            f"hidden_weight requires a model that returns hidden_states; {type(model).__name__} does not: set hidden_weight to 0"
+        )
+    return states[-1]
+
+
+def _difference(student_BLD: torch.Tensor, teacher_BLD: torch.Tensor, counts_BL: torch.Tensor) -> torch.Tensor:
+    if student_BLD.shape != teacher_BLD.shape or student_BLD.shape[:2] != counts_BL.shape:
+        shapes = f"{tuple(student_BLD.shape)} and {tuple(teacher_BLD.shape)}"
+        raise MeshparError(
+            f"hidden states of student and teacher have shapes {shapes}, at {tuple(counts_BL.shape)} tokens; hidden_weight requires equal "
+            "widths, and states that are not split along the sequence: set it to 0"
+        )
+    squares_BL = (student_BLD.float() - teacher_BLD.float()).square().mean(-1)
+    return (squares_BL * counts_BL).sum()

@@ -13,8 +13,7 @@ import torch
 
 from meshpar.errors import LayoutError
 from meshpar.patterns import nearest
-from meshpar.weights.rules import Rule, names_of, rule_from_json
-from meshpar.weights.views import View, spans_of
+from meshpar.weights.rules import Rule, View, names_of, rule_from_json, spans_of
 
 
 class WeightSource(Protocol):
