@@ -224,9 +224,9 @@ class MeshSpec:
         return {name: place[name] for name in self.axes}
 
 
-def divisors(number: int, limit: int = 8) -> list[int]:
-    """Return the divisors of ``number`` above 1, smallest first, at most ``limit`` of them."""
-    return [each for each in range(2, number + 1) if number % each == 0][:limit]
+def divisors(number: int) -> list[int]:
+    """Return the first eight divisors of ``number`` above 1, smallest first."""
+    return [each for each in range(2, number + 1) if number % each == 0][:8]
 
 
 def sizes_text(axis: str, number: int) -> str:

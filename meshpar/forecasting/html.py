@@ -19,7 +19,7 @@ _COLOURS = dict(
     )
 )
 _LANES = {"compute": "#2f5d8a", "gather": "#e0a030", "gather-copy": "#f0cf8f", "reduce": "#b5544d", "replicate": "#8e5ea2"}
-_WIDTH, _POINTS = 1000, 700
+_WIDTH, _POINTS, _SHOWN = 1000, 700, 20
 
 
 def page(forecasts: Sequence[Forecast], ranking: Ranking | None = None) -> str:
@@ -193,14 +193,15 @@ def _lints(forecast: Forecast) -> str:
     )
 
 
-def _ranking(ranking: Ranking, shown: int = 20) -> str:
+def _ranking(ranking: Ranking) -> str:
     head = "<tr><th>settings<th class=n>tokens/s<th class=n>peak GiB</tr>"
     body = "".join(
         f"<tr><td>{escape(str(each.settings))}<td class=n>{each.tokens_per_second:,.0f}<td class=n>{each.peak / GIB:.1f}</tr>"
-        for each in ranking.fitting[:shown]
+        for each in ranking.fitting[:_SHOWN]
     )
     out = "".join(
-        f"<tr><td>{escape(str(each.settings))}<td>{escape(each.problem)}</tr>" for each in sorted(ranking.out, key=lambda e: e.peak)[:shown]
+        f"<tr><td>{escape(str(each.settings))}<td>{escape(each.problem)}</tr>"
+        for each in sorted(ranking.out, key=lambda e: e.peak)[:_SHOWN]
     )
     rest = f"<h2>Settings that do not ({len(ranking.out)}), the nearest to fitting first</h2><table>{out}</table>" if out else ""
     return f"<table>{head}{body}</table>{rest}"

@@ -37,7 +37,7 @@ class Storage:
         holder: whose it is, where that is known; empty: to be told from the rest.
         stream: on which it was made.
         phase: number of the phase in which it was made, -1 before the step.
-        born, died: indices of the events; -1: it lives on.
+        died: index of the event; -1: it lives on.
         recomputed: made while a block's forward ran again.
         outside: made outside of every block.
         after_blocks: made when a block had run in this phase.
@@ -49,7 +49,6 @@ class Storage:
     holder: str
     stream: str
     phase: int
-    born: int
     recomputed: bool
     outside: bool
     after_blocks: bool
@@ -307,7 +306,6 @@ class Recorder(TorchDispatchMode):
                 holder=held_by,
                 stream=self._stream(),
                 phase=len(self.phases) - 1,
-                born=len(self.events),
                 recomputed=self.recomputing,
                 outside=not self.scope,
                 after_blocks=self.in_blocks,

@@ -389,16 +389,11 @@ def _replayed(chosen: Sequence[Simulation], layout: ModelLayout, hardware: Hardw
         yield evaluated(trace, hardware, job, replayed)
 
 
-def ranking_text(ranking: Ranking, shown: int = 10) -> str:
+def ranking_text(ranking: Ranking) -> str:
     """Return the ranking for a terminal; the first ones also have their own reports."""
     lines = [f"{len(ranking.fitting)} settings fit, {len(ranking.out)} do not"]
-    lines += [
-        f"  {each.tokens_per_second:12,.0f} tokens/s  {each.peak / 2**30:6.1f} GiB  {each.settings}" for each in ranking.fitting[:shown]
-    ]
-    lines += _reasons(ranking.out)
+    lines += [f"  {each.tokens_per_second:12,.0f} tokens/s  {each.peak / 2**30:6.1f} GiB  {each.settings}" for each in ranking.fitting[:10]]
+    if ranking.out:
+        closest = sorted(ranking.out, key=lambda each: each.peak)[:5]
+        lines += ["out, the nearest to fitting first:", *(f"  {each.settings}: {each.problem}" for each in closest)]
     return "\n".join(lines)
-
-
-def _reasons(out: Sequence[Candidate], shown: int = 5) -> list[str]:
-    closest = sorted(out, key=lambda each: each.peak)[:shown]
-    return ["out, the nearest to fitting first:"] + [f"  {each.settings}: {each.problem}" for each in closest] if out else []

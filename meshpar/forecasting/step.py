@@ -252,11 +252,7 @@ class _Enter:
             recorder.enter(name)
             return
         recorder.enter(name)
-        # The gradient of a block's input is the last thing that its backward makes.
-        for each in tree_leaves((args, kwargs)):
-            if isinstance(each, Tensor) and each.requires_grad:
-                each.register_hook(lambda _: recorder.enter(""))
-                break
+        _at_gradient((args, kwargs), lambda: recorder.enter(""))  # the last thing that a block's backward makes
 
 
 @final
@@ -271,10 +267,14 @@ class _Leave:
             recorder.recomputing = False
             return
         recorder.enter("")
-        for each in tree_leaves(output):
-            if isinstance(each, Tensor) and each.requires_grad:
-                each.register_hook(lambda _: recorder.enter(name))
-                break
+        _at_gradient(output, lambda: recorder.enter(name))
+
+
+def _at_gradient(values: object, then: Callable[[], None]) -> None:
+    """Call ``then`` when backward reaches the first of the tensors that has a gradient."""
+    tensor = next((each for each in tree_leaves(values) if isinstance(each, Tensor) and each.requires_grad), None)
+    if tensor is not None:
+        tensor.register_hook(lambda _: then())
 
 
 @contextmanager
