@@ -163,6 +163,11 @@ def test_there_are_no_cycles():
         visit(name)
 
 
+def test_no_function_changes_a_global():
+    found = [name for path, name in sources() if any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text())))]
+    assert not found
+
+
 PASSES = {"ActivationCheckpoint", "Compile", "ContextParallel", "Float8", "FullyShard", "HybridShard", "Replicate", "TensorParallel"}
 
 
