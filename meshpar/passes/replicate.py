@@ -33,7 +33,7 @@ class Replicate(Precision, Pass):
 
     Args:
         param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
-        reduce_dtype: dtype in which gradients are reduced. Defaults to the dtype of the parameters.
+        reduce_dtype: dtype in which gradients are reduced. Defaults to ``param_dtype``.
         output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
         cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
         buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
