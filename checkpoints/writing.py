@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
+import io
 import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -124,10 +126,23 @@ def write_metadata(folder: Place, metadata: Metadata, files: Sequence[WrittenFil
         for name in (part.name, *others.get(part.name, ()))
     }
     metadata.version = CURRENT_DCP_VERSION
-    data = pickle.dumps(metadata)
+    data = _pickled(metadata)
     with writing(folder / METADATA_NAME) as write:
         write(data)
     return WrittenFile(METADATA_NAME, len(data), crc32(data), None, ())
+
+
+def _pickled(metadata: Metadata) -> bytes:
+    """Return the pickle of ``metadata`` in which tensors have five properties: torch 2.15 adds strides, which earlier ones cannot read."""
+
+    def properties(each: TensorProperties) -> tuple[Any, ...]:
+        return TensorProperties, (), each.__getstate__()[:5]
+
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: properties}
+    pickler.dump(metadata)
+    return stream.getvalue()
 
 
 def check_written(plans: Sequence[SavePlan], files: Sequence[WrittenFile]) -> None:

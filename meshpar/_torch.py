@@ -9,6 +9,7 @@
 - ``Units``: what FSDP2 keeps of its units: which weights are gathered, under which parameters, and whether gradients are reduced. It
   reduces what has a gradient on this rank, which may be something else on another rank; torch 2.13 has
   ``set_reduce_scatter_unused_params``, which gives zeros to what no rank used, too.
+- ``ACCUMULATES_APART``: where FSDP2 keeps gradients that it has not reduced yet. It goes with torch 2.14.
 - ``enter_by``: a call of a module, with its hooks inside; ``nn.Module`` has no public place around both.
 - ``refuse_parts_as_numbers``: what DTensor does with single operators is its own table, with no public form.
 - ``in_checkpoint``: whose hooks on saved tensors are in force.
@@ -16,7 +17,8 @@
   asked.
 - ``in_backward``, ``at_end_of_backward``: where autograd is; FSDP2 and DDP read the same, with no public form.
 - ``without_modes``: a try inside of a forward must not be recorded by selective recomputation; private without a public form.
-- ``Units.drop_unreduced_gradients``, ``Units.unwind``: torch 2.13 has ``reset_iter_state`` for them, 2.11 nothing.
+- ``Units.drop_unreduced_gradients``, ``Units.unwind``: torch 2.13 has ``reset_iter_state`` for them, 2.11 nothing; in 2.15 that also
+  drops the gradients that earlier micro-batches have reduced.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
 - ``forget_meshes``: DTensor keeps what it planned for a mesh, whose groups may be closed, in caches by equal meshes.
@@ -62,6 +64,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -71,6 +74,9 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+ACCUMULATES_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
+"""Torch up to 2.14 accumulates gradients without reducing them beside ``.grad``, in the dtype of the reduction; 2.15 in ``.grad``."""
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
@@ -143,10 +149,10 @@ class Units:
             known = set(map(id, unused))
             self._used.update(id(each.sharded_param) for each in trained if id(each) not in known)
             for each in unused:
-                each._unsharded_param.grad = torch.zeros_like(each._unsharded_param)
+                each._unsharded_param.grad = torch.zeros_like(each._unsharded_param, dtype=each._unsharded_param.grad_dtype)
                 if each.sharded_param.grad is None:
                     self._filled.append(each.sharded_param)
-        if early:  # one dtype a unit: an earlier micro-batch has left gradients in the dtype of the reduction
+        if early and ACCUMULATES_APART:  # one dtype a unit: an earlier micro-batch has left gradients in the dtype of the reduction
             for each in trained:
                 if each.unsharded_accumulated_grad is None:
                     each.to_accumulated_grad_if_needed()
@@ -180,7 +186,8 @@ class Units:
         for group in self._groups:
             group._partial_reduce_output = None  # of hybrid sharding, which reduces in two steps
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
+                if ACCUMULATES_APART:
+                    parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
 
@@ -317,7 +324,7 @@ def is_gathered(unit: FSDPModule) -> bool:
 
 def gathered_bytes(unit: FSDPModule) -> int:
     """Return the bytes of :func:`gathered_inputs`, also on the meta device."""
-    held = ((each, group.mp_policy.param_dtype or each.sharded_param.dtype) for group in _groups(unit) for each in group.fsdp_params)
+    held = ((each, each.mp_policy.param_dtype or each.sharded_param.dtype) for group in _groups(unit) for each in group.fsdp_params)
     return sum(each.padded_sharded_param_size.numel() * dtype.itemsize for each, dtype in held)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import meshpar
 from meshpar._torch import flattened
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, read_manifest, verify_files
+from meshpar.checkpoints.pickles import read_metadata
 from meshpar.layout import ModelLayout
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import on_ranks
@@ -145,6 +147,15 @@ def test_torch_itself_loads_what_was_saved(tmp_path, one_process):
     assert_same(stock, dict(job.module.state_dict()))
     assert "head.weight" in stock, "a tied tensor is read under each of its names"
     verify_files(folder, read_manifest(folder), "full")
+
+
+def test_its_metadata_has_the_five_tensor_properties_that_every_torch_reads(tmp_path, one_process, monkeypatch):
+    five = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda each: (*five(each)[:5], (1,)))  # torch 2.15 adds strides
+    job = make("replicate", seed=1)
+    folder = CheckpointManager(tmp_path).save(1, job, train(job))
+    entries = read_metadata((folder / ".metadata").read_bytes(), folder).state_dict_metadata
+    assert {len(each.properties.state) for each in entries.values()} == {5}
 
 
 @on_ranks(2)

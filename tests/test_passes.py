@@ -149,6 +149,15 @@ def test_mixed_precision_computes_low_and_keeps_float32_masters():
         assert parameter.dtype == parameter.grad.dtype == optimizer.state[parameter]["exp_avg"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("make", [FullyShard, HybridShard, Replicate])
+def test_gradients_are_reduced_in_param_dtype_by_default(make):
+    """FSDP2's own default has changed with torch 2.15."""
+    half, single = torch.bfloat16, torch.float32
+    given = make(param_dtype=half)
+    assert [each.reduce_dtype for each in (given.inner(), given.outer(), given.kept(), make().inner())] == [half, half, single, None]
+    assert make(param_dtype=half, reduce_dtype=single).inner().reduce_dtype == single
+
+
 @on_ranks(2)
 def test_modules_of_the_layout_stay_in_float32_under_mixed_precision():
     from dataclasses import replace

@@ -33,6 +33,8 @@ class Stream:
     everyone: ClassVar[list[Stream]] = []
     current: ClassVar[Stream]
     recorder: ClassVar[Any] = None
+    # FSDP2 names the stream that reads gradients to the allocator by these (torch 2.15); nothing here allocates.
+    stream_id = device_index = device_type = 0
 
     def __init__(self, *_: object, name: str = "", **__: object) -> None:
         # FSDP2 makes its streams in this order (FSDPCommContext.lazy_init), four a model.

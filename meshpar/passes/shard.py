@@ -36,17 +36,24 @@ class Precision:
     blocks: tuple[str, ...] | None = None
     whole: tuple[str, ...] = ()
 
+    def policy(self, param_dtype: torch.dtype | None, output_dtype: torch.dtype | None, cast_inputs: bool) -> MixedPrecisionPolicy:
+        """Return a policy whose reduction is in the dtype of the computation unless ``reduce_dtype`` says otherwise.
+
+        FSDP2's own default is that up to torch 2.14, and the dtype of the stored parameters since.
+        """
+        return MixedPrecisionPolicy(param_dtype, self.reduce_dtype or param_dtype, output_dtype, cast_inputs)
+
     def inner(self) -> MixedPrecisionPolicy:
         """Return the policy of a unit inside the model."""
-        return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, None, self.cast_forward_inputs)
+        return self.policy(self.param_dtype, None, self.cast_forward_inputs)
 
     def outer(self) -> MixedPrecisionPolicy:
         """Return the policy of the outermost unit, which alone casts the output."""
-        return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, self.output_dtype, self.cast_forward_inputs)
+        return self.policy(self.param_dtype, self.output_dtype, self.cast_forward_inputs)
 
     def kept(self) -> MixedPrecisionPolicy:
         """Return the policy of a module that computes in float32 among others that do not: its output goes back to their dtype."""
-        return MixedPrecisionPolicy(torch.float32, self.reduce_dtype, self.param_dtype, True)
+        return self.policy(torch.float32, self.param_dtype, True)
 
     def units(self, module: nn.Module, layout: ModelLayout, min_params: int = 0) -> list[tuple[nn.Module, MixedPrecisionPolicy, str]]:
         """Return (module, policy, name) of the units, innermost first; the last is the whole model with what no other unit holds."""
@@ -147,7 +154,7 @@ class _Sharding(Precision):
         within = {inner for child in single for inner in child.modules()}
         for unit, mesh in applied(module).divided.items():
             dtype = torch.float32 if unit in within and self.param_dtype is not None else self.param_dtype
-            policy = MixedPrecisionPolicy(dtype, self.reduce_dtype, None, False)
+            policy = self.policy(dtype, None, False)
             for child in unit.children():
                 if any(True for _ in child.parameters()):
                     fully_shard(child, reshard_after_forward=keep, mp_policy=policy, **common)
@@ -182,7 +189,7 @@ class FullyShard(_Sharding, Pass):  # type: ignore[override]
 
     Args:
         param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
-        reduce_dtype: dtype in which gradients are reduced. Defaults to the dtype of the parameters.
+        reduce_dtype: dtype in which gradients are reduced. Defaults to ``param_dtype``.
         output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
         cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
         buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
@@ -226,7 +233,7 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
 
     Args:
         param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
-        reduce_dtype: dtype in which gradients are reduced. Defaults to the dtype of the parameters.
+        reduce_dtype: dtype in which gradients are reduced. Defaults to ``param_dtype``.
         output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
         cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
         buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
@@ -338,7 +345,7 @@ class Replicate(Precision, Pass):
 
     Args:
         param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
-        reduce_dtype: dtype in which gradients are reduced. Defaults to the dtype of the parameters.
+        reduce_dtype: dtype in which gradients are reduced. Defaults to ``param_dtype``.
         output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
         cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
         buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
