@@ -26,6 +26,8 @@ from meshpar.errors import CheckpointError, StoreError
 from meshpar.extras import need
 
 T = TypeVar("T")
+Version = dict[str, str]
+"""ETag and version of an object, as far as the store has them: Google replaces by the version, the other stores by the ETag."""
 SCHEMES = ("s3", "gs", "az")
 TRIES = 3
 """Attempts of a request beside those of obstore, which does not repeat what it cannot know to be harmless."""
@@ -144,12 +146,12 @@ class ObjectPath:
         found = self._list() + ([] if head is None else [head])
         return {each["path"][start:]: (each["e_tag"], each["size"], each["last_modified"].timestamp()) for each in found}
 
-    def read(self) -> tuple[bytes, str | None] | None:
-        """Return the bytes and the ETag of a small object; None: there is no such key."""
+    def read(self) -> tuple[bytes, Version] | None:
+        """Return the bytes and the version of a small object; None: there is no such key."""
 
-        def get(store: Any) -> tuple[bytes, str | None]:  # noqa: ANN401 - one of obstore's classes
+        def get(store: Any) -> tuple[bytes, Version]:  # noqa: ANN401 - one of obstore's classes
             found = _obstore().get(store, self.key)
-            return bytes(found.bytes()), found.meta["e_tag"]
+            return bytes(found.bytes()), {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
 
         try:
             return self._asked("reading", get)
@@ -165,12 +167,12 @@ class ObjectPath:
         """Write a small object, whole or not at all."""
         self._asked("writing", lambda store: _obstore().put(store, self.key, data, use_multipart=False))
 
-    def create(self, data: bytes, *, replaces: str | None = None) -> bool:
-        """Write a small object if the key is free, or has the ETag ``replaces``; return whether this call's bytes are there now.
+    def create(self, data: bytes, *, replaces: Version | None = None) -> bool:
+        """Write a small object if the key is free, or has the version ``replaces``; return whether this call's bytes are there now.
 
         The bytes must be this writer's alone: an attempt whose answer was lost is recognised by them.
         """
-        mode = "create" if replaces is None else {"e_tag": replaces}
+        mode = "create" if replaces is None else replaces
 
         def put(store: Any) -> bool:  # noqa: ANN401
             try:

