@@ -227,6 +227,7 @@ def value_of(folder: Place) -> float:
     return value
 
 
+@pytest.mark.parametrize("store", ["s3", "az", "gs"], indirect=True)
 def test_of_two_writers_one_wins_each_step_and_the_other_is_told(bucket):
     told, together = [], threading.Barrier(2)
 
