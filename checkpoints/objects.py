@@ -47,6 +47,8 @@ _WINDOW_BYTES = 16 << 20  # fetched ahead at once; of one request, where bytes g
 _CHUNK_BYTES = 1 << 20  # of an answer that are copied at once: then they are in a core's cache
 _REQUESTS = 8  # at once, of one read; four tensors are read at once
 _UPLOAD_BYTES, _UPLOADS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 9_000  # S3 takes 10 000 parts of an upload
+_REFUSED = re.compile(r"status code: 40[13]|AccessDenied|<Code>Expired|[Cc]redential|Access Key|Account must|/token\b|token request")
+"""What a store or obstore says where credentials are missing, damaged, expired or may not do this."""
 READERS = 4
 """Tensors that a restore reads at once, and runs of one tensor."""
 
@@ -435,6 +437,6 @@ def _said(error: Exception) -> str:
 
 def _remedy(error: Exception) -> str:
     refused = isinstance(error, (_errors().PermissionDeniedError, _errors().UnauthenticatedError))
-    if refused or re.search(r"status code: 40[13]|<Code>Expired", str(error)):
+    if refused or _REFUSED.search(str(error)):
         return "check that the store's usual environment has credentials that may do this and have not expired, then run this again"
     return "check the bucket, its endpoint and region in the store's usual environment, and the network, then run this again"

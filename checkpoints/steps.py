@@ -165,8 +165,9 @@ class Steps:
             remove(folder.rename(on_the_way(folder, "tmp")))
             return
         _, parts = _version_and_parts(folder)
-        with told_only(f"cannot remove {folder}"):
-            for each in sorted(entries(folder), key=lambda each: each.name != MANIFEST_NAME):
+        (folder / MANIFEST_NAME).unlink()  # now the step is gone, or this raises
+        with told_only(f"step {step} is deleted, but files of it stay in {folder}"):
+            for each in entries(folder):
                 if each.name == parts or leftover(each) is None:
                     delete(each)
 

