@@ -26,8 +26,10 @@ coverage: $(READY)
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage html --quiet && $(BIN)/coverage report; \
 	exit $${failed:-0}
 
-# A real SLURM and network namespaces for the tests that want them: Debian's packages, where they may be installed.
+# Azurite from npm, a real SLURM and network namespaces from Debian's packages, for the tests that want them, where they may be installed.
 lab:
+	npm install --prefix $(VENV)/azurite --no-audit --no-fund --no-save --omit=dev --loglevel=error azurite@3.35.0 \
+	  || echo "no npm or no network: the tests on Azure Blob Storage will be skipped"
 	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	  apt-get update -qq; \
 	  apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge iproute2 > /dev/null; \

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 from meshpar.checkpoints.leftovers import host_name, is_running, process_id, told_only
-from meshpar.checkpoints.objects import ObjectPath
+from meshpar.checkpoints.objects import ObjectPath, Version
 from meshpar.checkpoints.storage import Place
 from meshpar.errors import CheckpointError
 
@@ -41,10 +41,10 @@ class Lease:
 
     def take(self) -> None:
         """Take the folder, after waiting for up to ``dead_s`` for a sign of its holder; raises CheckpointError if the holder lives."""
-        made, (held, tag) = self._create(), self._found()
+        made, (held, version) = self._create(), self._found()
         if not made and not self._is_ours(held) and self._lives(held):
             raise CheckpointError(f"{self._path.parent} {_told(held)}; end that job, or train in another folder")
-        self._write(0, tag)
+        self._write(0, version)
         if not made and isinstance(self._path, Path):
             time.sleep(self._beat_s / 5)  # of two that replace a dead holder in the same moment, the last one has the file
             self.check()
@@ -91,18 +91,18 @@ class Lease:
         while not self._ended.wait(self._beat_s):
             count += 1
             with told_only(f"cannot renew {self._path}"):
-                held, tag = self._found()
+                held, version = self._found()
                 if not self._is_ours(held):
                     return  # the next check() raises
-                self._write(count, tag)
+                self._write(count, version)
 
-    def _write(self, count: int, tag: str | None) -> None:
+    def _write(self, count: int, replaces: Version | None) -> None:
         """Write in place: over NFS, who opens a file sees what was written before it was closed, but may miss that it was replaced.
 
-        In a store, replace the object with the ETag ``tag`` alone.
+        In a store, replace the object with the version ``replaces`` alone.
         """
         if isinstance(self._path, ObjectPath):
-            if not self._path.create(self._text(count), replaces=tag):
+            if not self._path.create(self._text(count), replaces=replaces):
                 raise CheckpointError(f"{self._path.parent} {_told(self._read())}, which took it at this moment; end one of the jobs")
             return
         with self._path.open("rb+") as file:
@@ -117,18 +117,18 @@ class Lease:
     def _read(self) -> dict[str, Any]:
         return self._found()[0]
 
-    def _found(self) -> tuple[dict[str, Any], str | None]:
-        """Return what the file says, and in a store its ETag."""
-        tag = None
+    def _found(self) -> tuple[dict[str, Any], Version | None]:
+        """Return what the file says, and in a store its version."""
+        version = None
         try:
             if isinstance(self._path, ObjectPath):
-                text, tag = self._path.read() or (b"", None)
+                text, version = self._path.read() or (b"", None)
             else:
                 text = self._path.read_bytes()
             found = json.loads(text)
         except (FileNotFoundError, ValueError):
-            return {}, tag  # given up, or being written
-        return (found if isinstance(found, dict) and {*self._us, "since"} <= found.keys() else {}), tag
+            return {}, version  # given up, or being written
+        return (found if isinstance(found, dict) and {*self._us, "since"} <= found.keys() else {}), version
 
     def _is_ours(self, held: dict[str, Any]) -> bool:
         return {key: held.get(key) for key in self._us} == self._us

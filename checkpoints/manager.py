@@ -72,9 +72,11 @@ class CheckpointManager:
         if checksum not in ("crc32", "sha256"):
             raise CheckpointError(f"checksum must be 'crc32' or 'sha256', got {checksum!r}")
         self._steps = Steps(root)
-        if staging is not None and not (async_ and isinstance(self._steps.root, ObjectPath)):
+        if staging is not None and not isinstance(self._steps.root, ObjectPath):
+            raise CheckpointError(f"staging is for saves to a URL, got {root}, which is on a disk already; drop staging")
+        if staging is not None and not async_:
             raise CheckpointError(
-                f"staging is for saves in the background (async_=True) to a URL, got async_={async_} and {root}; drop staging"
+                "staging is for saves in the background; pass async_=True (recipe: checkpoint.background: true), or drop staging"
             )
         self._staging = None if staging is None else on_disk(staging, why="files are staged before they are uploaded").expanduser()
         self._keep, self._every, self._best, self._timeout_s = keep, every, best, timeout_s

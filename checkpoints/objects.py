@@ -26,6 +26,8 @@ from meshpar.errors import CheckpointError, StoreError
 from meshpar.imports import need
 
 T = TypeVar("T")
+Version = dict[str, str]
+"""ETag and version of an object, as far as the store has them: Google replaces by the version, the other stores by the ETag."""
 SCHEMES = ("s3", "gs", "az")
 TRIES = 3
 """Attempts of a request beside those of obstore, which does not repeat what it cannot know to be harmless."""
@@ -45,6 +47,8 @@ _WINDOW_BYTES = 16 << 20  # fetched ahead at once; of one request, where bytes g
 _CHUNK_BYTES = 1 << 20  # of an answer that are copied at once: then they are in a core's cache
 _REQUESTS = 8  # at once, of one read; four tensors are read at once
 _UPLOAD_BYTES, _UPLOADS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 9_000  # S3 takes 10 000 parts of an upload
+_REFUSED = re.compile(r"status code: 40[13]|AccessDenied|<Code>Expired|[Cc]redential|Access Key|Account must|/token\b|token request")
+"""What a store or obstore says where credentials are missing, damaged, expired or may not do this."""
 READERS = 4
 """Tensors that a restore reads at once, and runs of one tensor."""
 
@@ -144,12 +148,12 @@ class ObjectPath:
         found = self._list() + ([] if head is None else [head])
         return {each["path"][start:]: (each["e_tag"], each["size"], each["last_modified"].timestamp()) for each in found}
 
-    def read(self) -> tuple[bytes, str | None] | None:
-        """Return the bytes and the ETag of a small object; None: there is no such key."""
+    def read(self) -> tuple[bytes, Version] | None:
+        """Return the bytes and the version of a small object; None: there is no such key."""
 
-        def get(store: Any) -> tuple[bytes, str | None]:  # noqa: ANN401 - one of obstore's classes
+        def get(store: Any) -> tuple[bytes, Version]:  # noqa: ANN401 - one of obstore's classes
             found = _obstore().get(store, self.key)
-            return bytes(found.bytes()), found.meta["e_tag"]
+            return bytes(found.bytes()), {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
 
         try:
             return self._asked("reading", get)
@@ -165,12 +169,12 @@ class ObjectPath:
         """Write a small object, whole or not at all."""
         self._asked("writing", lambda store: _obstore().put(store, self.key, data, use_multipart=False))
 
-    def create(self, data: bytes, *, replaces: str | None = None) -> bool:
-        """Write a small object if the key is free, or has the ETag ``replaces``; return whether this call's bytes are there now.
+    def create(self, data: bytes, *, replaces: Version | None = None) -> bool:
+        """Write a small object if the key is free, or has the version ``replaces``; return whether this call's bytes are there now.
 
         The bytes must be this writer's alone: an attempt whose answer was lost is recognised by them.
         """
-        mode = "create" if replaces is None else {"e_tag": replaces}
+        mode = "create" if replaces is None else replaces
 
         def put(store: Any) -> bool:  # noqa: ANN401
             try:
@@ -433,6 +437,6 @@ def _said(error: Exception) -> str:
 
 def _remedy(error: Exception) -> str:
     refused = isinstance(error, (_errors().PermissionDeniedError, _errors().UnauthenticatedError))
-    if refused or re.search(r"status code: 40[13]|<Code>Expired", str(error)):
+    if refused or _REFUSED.search(str(error)):
         return "check that the store's usual environment has credentials that may do this and have not expired, then run this again"
     return "check the bucket, its endpoint and region in the store's usual environment, and the network, then run this again"

@@ -19,7 +19,7 @@ from typing import final
 
 from meshpar.checkpoints.leftovers import Leftover, leftover, on_the_way, remove, told_only
 from meshpar.checkpoints.manifest import MANIFEST_NAME, Manifest, read_manifest, step_name, step_of
-from meshpar.checkpoints.objects import ObjectPath
+from meshpar.checkpoints.objects import ObjectPath, Version
 from meshpar.checkpoints.storage import Place, delete, entries, fsync, place, write_durably
 from meshpar.errors import CheckpointError, StoreError
 
@@ -36,7 +36,9 @@ class Steps:
 
     def __init__(self, root: str | Place) -> None:
         self.root = place(root)
-        self._replaced: dict[Place, tuple[str | None, str]] = {}  # in a store: ETag and folder of what a save replaces, by its own folder
+        self._replaced: dict[
+            Place, tuple[Version | None, str]
+        ] = {}  # in a store: version and folder of what a save replaces, by its own folder
 
     def path(self, step: int) -> Place:
         """Return the path of a step, which may not exist yet."""
@@ -70,7 +72,7 @@ class Steps:
         final = self.path(step)
         if isinstance(final, ObjectPath):
             attempt = final / on_the_way(final, "tmp").name
-            self._replaced[attempt] = _tag_and_parts(final)
+            self._replaced[attempt] = _version_and_parts(final)
             return attempt
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = on_the_way(final, "tmp")
@@ -162,9 +164,10 @@ class Steps:
         if isinstance(folder, Path):
             remove(folder.rename(on_the_way(folder, "tmp")))
             return
-        _, parts = _tag_and_parts(folder)
-        with told_only(f"cannot remove {folder}"):
-            for each in sorted(entries(folder), key=lambda each: each.name != MANIFEST_NAME):
+        _, parts = _version_and_parts(folder)
+        (folder / MANIFEST_NAME).unlink()  # now the step is gone, or this raises
+        with told_only(f"step {step} is deleted, but files of it stay in {folder}"):
+            for each in entries(folder):
                 if each.name == parts or leftover(each) is None:
                     delete(each)
 
@@ -265,11 +268,11 @@ class Steps:
         fsync(self.root)
 
 
-def _tag_and_parts(folder: ObjectPath) -> tuple[str | None, str]:
-    """Return the ETag of the manifest in a step's folder of a store, None without one, and the folder that it names."""
-    text, tag = (folder / MANIFEST_NAME).read() or (b"", None)
+def _version_and_parts(folder: ObjectPath) -> tuple[Version | None, str]:
+    """Return the version of the manifest in a step's folder of a store, None without one, and the folder that it names."""
+    text, version = (folder / MANIFEST_NAME).read() or (b"", None)
     named = _PARTS.search(text)
-    return tag, named[1].decode() if named else ""
+    return version, named[1].decode() if named else ""
 
 
 def _uncommitted(folder: Place, names: Collection[str]) -> list[Place]:

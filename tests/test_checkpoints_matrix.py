@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshpar.checkpoints import CheckpointManager, export_safetensors, import_safetensors
 from meshpar.testing import launch
-from tests import object_store
+from tests.stores import Store
 from tests.test_checkpoints import assert_same, everything, make, optimizer_of, train, world
 
 KINDS = {
@@ -25,8 +25,8 @@ KINDS = {
 SAVED = [f"{kind}-{ranks}" for ranks, kinds in KINDS.items() for kind in kinds]
 
 
-def save_all(root: str, home: str, port: str) -> None:
-    use(port)
+def save_all(root: str, home: str, store: Store | None) -> None:
+    use(store)
     for kind in KINDS[world()]:
         name = f"{kind}-{world()}"
         job = make(kind, seed=1)
@@ -38,8 +38,8 @@ def save_all(root: str, home: str, port: str) -> None:
     dist.barrier()
 
 
-def restore_all(root: str, home: str, port: str, every: bool) -> None:
-    use(port)
+def restore_all(root: str, home: str, store: Store | None, every: bool) -> None:
+    use(store)
     kinds = KINDS[world()]
     for number, saved in enumerate(SAVED):
         for kind in kinds if every else kinds[number % len(kinds) :][:1]:
@@ -60,16 +60,16 @@ def check_restored(kind: str, saved: str, root: Path, home: str) -> None:
     optimizer.step()
 
 
-def use(port: str) -> None:
-    if port:
-        object_store.use(int(port))
+def use(store: Store | None) -> None:
+    if store is not None:
+        store.use()
 
 
-def check_matrix(root: Path, home: str, port: str = "", *, every: bool) -> None:
+def check_matrix(root: Path, home: str, store: Store | None = None, *, every: bool) -> None:
     for ranks in KINDS:
-        launch(__name__, "save_all", ranks, (str(root), home, port), timeout_s=300)
+        launch(__name__, "save_all", ranks, (str(root), home, store), timeout_s=300)
     for ranks in KINDS:
-        launch(__name__, "restore_all", ranks, (str(root), home, port, every), timeout_s=900)
+        launch(__name__, "restore_all", ranks, (str(root), home, store, every), timeout_s=900)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for saved in SAVED:
@@ -91,7 +91,7 @@ def check_alone(saved: str, root: Path, home: str) -> None:
 
 @pytest.mark.parametrize("storage", ["disk", pytest.param("store", marks=(pytest.mark.long, pytest.mark.timeout(900)))])
 def test_what_each_mesh_saves_meshes_of_2_4_8_ranks_and_one_process_restore_bitwise(tmp_path, storage, request):
-    home = (str(tmp_path),) if storage == "disk" else (request.getfixturevalue("bucket"), str(request.getfixturevalue("s3_port")))
+    home = (str(tmp_path),) if storage == "disk" else (request.getfixturevalue("bucket"), request.getfixturevalue("store"))
     check_matrix(tmp_path, *home, every=False)
 
 

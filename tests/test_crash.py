@@ -30,7 +30,7 @@ from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.storage import Place, place
 from meshpar.errors import CheckpointError
-from tests import object_store
+from tests.stores import Store
 from tests.test_checkpoints_commit import Job
 
 KILLS = int(os.environ.get("MESHPAR_CRASH_KILLS", "4"))
@@ -56,10 +56,10 @@ class Filled(nn.Module):
                 parameter.to_local().fill_(step)
 
 
-def rank_main(rank: int, port: int, root: str, first: int, mode: str, report: str, store_port: int | None) -> None:
+def rank_main(rank: int, port: int, root: str, first: int, mode: str, report: str, cloud: Store | None) -> None:
     """Save step after step until killed, or until a save fails because another rank was."""
-    if store_port is not None:
-        object_store.use(store_port)
+    if cloud is not None:
+        cloud.use()
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
@@ -108,7 +108,7 @@ def check_steps(root: Place) -> None:
                 assert torch.equal(whole, torch.full(shape, float(step))), (step, name)
 
 
-def kill_one(root: Place, mode: str, number: int, generator: random.Random, scratch: Path, store_port: int | None) -> float:
+def kill_one(root: Place, mode: str, number: int, generator: random.Random, scratch: Path, cloud: Store | None) -> float:
     """Start the ranks, kill one at a random moment, and return how long the others took to notice."""
     manager = CheckpointManager(root)
     before = manager.steps()
@@ -117,7 +117,7 @@ def kill_one(root: Place, mode: str, number: int, generator: random.Random, scra
     context.set_forkserver_preload(testing.PRELOAD)
     # As torchrun has it: where the ranks meet is in no rank's hands (a rank killed while it writes to a FileStore can spoil it).
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    arguments = (store.port, str(root), first, mode, report, store_port)
+    arguments = (store.port, str(root), first, mode, report, cloud)
     ranks = [context.Process(target=rank_main, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
     for process in ranks:
         process.start()
@@ -127,7 +127,7 @@ def kill_one(root: Place, mode: str, number: int, generator: random.Random, scra
         deadline = time.monotonic() + 60
         while len(told(report, 0, "begin")) <= settled and time.monotonic() < deadline:
             time.sleep(0.001)
-        time.sleep(generator.random() * (0.15 if mode == "first" else 0.1) * (1 if store_port is None else 4))
+        time.sleep(generator.random() * (0.15 if mode == "first" else 0.1) * (1 if cloud is None else 4))
         victim = generator.randrange(RANKS)
         os.kill(ranks[victim].pid, signal.SIGKILL)
         began = time.monotonic()
@@ -154,16 +154,16 @@ def kill_one(root: Place, mode: str, number: int, generator: random.Random, scra
 @pytest.mark.timeout(60 + 15 * KILLS)
 @pytest.mark.parametrize("storage", ["disk", "store"])
 def test_kill_9_of_any_rank_at_any_moment_loses_and_mixes_nothing(tmp_path, storage, request):
-    port = request.getfixturevalue("s3_port") if storage == "store" else None
-    home: Place = tmp_path if port is None else place(request.getfixturevalue("bucket"))
+    cloud = request.getfixturevalue("store") if storage == "store" else None
+    home: Place = tmp_path if cloud is None else place(request.getfixturevalue("bucket"))
     generator = random.Random(int(os.environ.get("MESHPAR_CRASH_SEED", "0")))
     modes = ("first", "later", "async", "retention")
     waits = []
-    kills = KILLS if port is None or KILLS > 4 else 2  # of the sample, the store has the two that upload longest
+    kills = KILLS if cloud is None or KILLS > 4 else 2  # of the sample, the store has the two that upload longest
     for number in range(kills):
-        mode = modes[(number + (0 if port is None else 1)) % len(modes)]
+        mode = modes[(number + (0 if cloud is None else 1)) % len(modes)]
         root = home / (f"first-{number}" if mode == "first" else mode)
-        waits.append(kill_one(root, mode, number, generator, tmp_path, port))
+        waits.append(kill_one(root, mode, number, generator, tmp_path, cloud))
     assert max(waits) < LONGEST_WAIT_S
     print(f"{kills} kills, {sum(HIT)} of them left an unfinished folder; survivors waited {max(waits):.1f} s at most")  # noqa: T201
     HIT.clear()

@@ -51,6 +51,7 @@ from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import on_ranks
 from tests import object_store
+from tests.stores import Store
 from tests.test_checkpoints_commit import Job
 
 obstore = pytest.importorskip("obstore", reason="the extra object-store is not installed")
@@ -72,8 +73,8 @@ def trained(par: meshpar.Parallelized) -> torch.optim.Optimizer:
 
 
 @on_ranks(2)
-def save_twice(port: int, roots: list[str], mesh: str) -> None:
-    object_store.use(port)
+def save_twice(store: Store, roots: list[str], mesh: str) -> None:
+    store.use()
     par = parallel(mesh, seed=0)
     optimizer = trained(par)
     for root in roots:
@@ -86,8 +87,8 @@ def save_twice(port: int, roots: list[str], mesh: str) -> None:
 
 
 @on_ranks(2)
-def restore_both(port: int, roots: list[str], mesh: str) -> None:
-    object_store.use(port)
+def restore_both(store: Store, roots: list[str], mesh: str) -> None:
+    store.use()
     found = []
     for root in roots:
         par = parallel(mesh, seed=1)
@@ -100,10 +101,11 @@ def restore_both(port: int, roots: list[str], mesh: str) -> None:
         assert torch.equal(left, right)
 
 
-def test_a_run_is_saved_and_restored_on_another_mesh_as_on_a_disk(s3_port, bucket, tmp_path):
+@pytest.mark.parametrize("store", ["s3", "az", "gs"], indirect=True)
+def test_a_run_is_saved_and_restored_on_another_mesh_as_on_a_disk(store, bucket, tmp_path):
     roots = [f"{bucket}/run/checkpoints", str(tmp_path)]
-    save_twice(s3_port, roots, "dp_shard=2")
-    restore_both(s3_port, roots, "tp=2")
+    save_twice(store, roots, "dp_shard=2")
+    restore_both(store, roots, "tp=2")
     assert "is whole" in verify_step(roots[0]) and "step-00000001" not in list_steps(roots[0])
     exported = [export_safetensors(root, tmp_path / f"hf-{number}") for number, root in enumerate(roots)]
     assert (exported[0] / "model.safetensors").read_bytes() == (exported[1] / "model.safetensors").read_bytes()
@@ -182,7 +184,7 @@ def test_what_other_libraries_read_and_write_is_read_and_written_at_urls_as_on_a
     for url in (f"{bucket}/weights", f"{bucket}/weights/weights.pt"):
         TorchWeights(url, prefix="model.").read("a", (slice(0, 2), slice(1, 3)), out := torch.empty(2, 2))
         assert out.tolist() == [[1, 2], [4, 5]]
-    with pytest.raises(CheckpointError, match=r"there is no s3://.*/absent\.pt"):
+    with pytest.raises(CheckpointError, match=rf"there is no {bucket}/absent\.pt"):
         TorchWeights(f"{bucket}/absent.pt")
     with meshpar.distributed("cpu"):
         par = parallel("dp_shard=1", seed=0)
@@ -225,6 +227,7 @@ def value_of(folder: Place) -> float:
     return value
 
 
+@pytest.mark.parametrize("store", ["s3", "az", "gs"], indirect=True)
 def test_of_two_writers_one_wins_each_step_and_the_other_is_told(bucket):
     told, together = [], threading.Barrier(2)
 
@@ -297,8 +300,10 @@ def test_a_save_that_stages_to_a_disk_uploads_beside_training_and_leaves_nothing
                     parameter.add_(1.0)  # while the files of the step before are uploaded
     assert [value_of(place(f"{bucket}/run/step-{step:08d}")) for step in (1, 2)] == [1.0, 2.0]
     assert list(tmp_path.iterdir()) == [replaced], "a step that may be the only one; neither this job's files nor those of a dead one"
-    with pytest.raises(CheckpointError, match="staging is for saves in the background"):
-        CheckpointManager(tmp_path, staging=tmp_path)
+    with pytest.raises(CheckpointError, match="which is on a disk already"):
+        CheckpointManager(tmp_path, async_=True, staging=tmp_path)
+    with pytest.raises(CheckpointError, match="staging is for saves in the background; pass async_=True"):
+        CheckpointManager(f"{bucket}/run", staging=tmp_path)
 
 
 def test_what_a_dead_save_left_goes_and_what_a_live_one_writes_stays(bucket, monkeypatch):
@@ -383,7 +388,7 @@ def under_failures(root: Place, proxy: object_store.FaultyProxy, rate: float, fa
 
 
 @pytest.mark.timeout(180 + 3 * FAULTS)
-def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s3_port, bucket, monkeypatch):
+def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(store, bucket, monkeypatch):
     faults, long = object_store.FAULTS, FAULTS > 100
     if not long:
         monkeypatch.setattr(objects, "CLIENT", {**objects.CLIENT, "read_timeout": timedelta(seconds=3)})
@@ -392,12 +397,13 @@ def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s
     monkeypatch.setattr(objects, "_PIECE_BYTES", 1 << 20)
     seed, lanes = int(os.environ.get("MESHPAR_FAULTS_SEED", "0")), []
     for number in range(LANES):  # side by side, each with a bucket and a proxy of its own
-        proxy = object_store.FaultyProxy(s3_port, seed=LANES * seed + number, stall_s=60.0 if long else 4.0)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_port}")
-        root = place(f"{object_store.bucket(f'{bucket[5:]}-{number}')}/run")
+        proxy = object_store.FaultyProxy(store.port, seed=LANES * seed + number, stall_s=60.0 if long else 4.0)
+        root = place(f"{store.bucket(f'{bucket[5:]}-{number}')}/run")
         proxy.faults = (*faults[:-2] * 5, faults[-2], *faults[-1:] * 2)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        objects._store(root.root, os.getpid())  # opened with this environment
+        with monkeypatch.context() as context:
+            for name, value in store.environment(proxy.port).items():
+                context.setenv(name, value)
+            objects._store(root.root, os.getpid())  # opened with this environment
         lanes.append((root, proxy))
     with ThreadPoolExecutor(LANES) as pool:
         found = list(itertools.chain(*pool.map(lambda lane: under_failures(*lane, 0.12 if long else 0.06, -(-FAULTS // LANES)), lanes)))
@@ -438,21 +444,56 @@ def test_damage_in_a_store_is_found_named_and_passed_over(bucket, damage):
         assert len(list(newer.iterdir())) == 2
 
 
-def test_a_store_that_refuses_is_no_damage_that_is_passed_over(s3_port, bucket, monkeypatch):
+def test_a_store_that_refuses_is_no_damage_that_is_passed_over(store, bucket, monkeypatch):
+    if not store.wrong:
+        pytest.skip("this server asks for no credentials")
     manager = CheckpointManager(f"{bucket}/run")
     for step in (1, 2):
         manager.save(step, Job(Filled(float(step))))
-    get = obstore.get
+    get, wrong = obstore.get, store.wrong
 
     def expired(store: Any, key: str, **options: Any) -> Any:
         if "step-00000002" in key and key.endswith(".distcp"):
-            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+            for name, value in wrong.items():
+                monkeypatch.setenv(name, value)
             store = obstore.store.from_url(bucket, client_options={"allow_http": True})
         return get(store, key, **options)
 
     monkeypatch.setattr(obstore, "get", expired)
     with pytest.raises(StoreError, match=r"__0_\d.distcp failed: the store answered 403 .*check that the store's usual environment"):
         manager.restore(Job(Filled(0.0)), fallback=True)
+
+
+@pytest.mark.parametrize("store", ["s3"], indirect=True)
+def test_who_may_only_read_reads_and_is_told_that_nothing_was_deleted(bucket, monkeypatch):
+    root = place(f"{bucket}/run")
+    for step in (1, 2):
+        CheckpointManager(root).save(step, Job(Filled(float(step))))
+    for name, value in object_store.READER.items():
+        monkeypatch.setenv(name, value)
+    objects._store.cache_clear()
+    assert "is whole" in verify_step(root)
+    for act in (lambda: prune_steps(root, keep=1), lambda: remove_step(root / "step-00000001"), lambda: pin_step(root / "step-00000001")):
+        with pytest.raises(StoreError, match=r"/step-00000001/.*AccessDenied.*check that the store's usual environment has credentials"):
+            act()
+    assert CheckpointManager(root).steps() == [1, 2]
+    objects._store.cache_clear()
+
+
+def test_missing_and_damaged_credentials_are_named_as_such(monkeypatch):
+    for name in (each for each in os.environ if each.startswith(("AWS_", "AZURE_", "GOOGLE_"))):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(objects, "RETRY", {**objects.RETRY, "max_retries": 0})
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")  # where a machine's role would be asked for
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", "{}")
+    urls = ["s3://of-no-one/run", "az://of-no-one/run", "gs://of-no-one/run"]
+    for url in urls:
+        with pytest.raises(StoreError, match="check that the store's usual environment has credentials"):
+            CheckpointManager(url).steps()
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "someone")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "not base64")
+    with pytest.raises(StoreError, match=r"Invalid Access Key: .*check that the store's usual environment has credentials"):
+        CheckpointManager(urls[1]).steps()
 
 
 @pytest.mark.parametrize("url", ["s3://KEY:SECRET@bucket/run", "s3://bucket?SECRET/run", "az://bucket/run?sig=SECRET"])
@@ -506,5 +547,7 @@ def test_data_is_copied_once_with_what_belongs_to_it_and_again_when_it_has_chang
     (data / "tokens.bin").write(b"others")
     assert fetched(data / "tokens.bin", tmp_path, (".json",)).read_text() == "others" and tokens.read_text() == "tokens.bin"
     assert (fetched(place(bucket), tmp_path) / "data" / "folder" / "a.txt").read_text() == "folder/a.txt", "a bucket alone"
-    with pytest.raises(CheckpointError, match="there is no s3://"):
+    with pytest.raises(CheckpointError, match=f"there is no {bucket}/data/absent$"):
         fetched(data / "absent", tmp_path)
+    with pytest.raises(CheckpointError, match="a URL is no pattern"):
+        fetched(data / "*.bin", tmp_path)

@@ -110,6 +110,7 @@ def _steps_in(path: Path) -> Place:
 def _rules(src: Path, model: str) -> WeightMap:
     """Return the rules from the names of the model that will restore the step to the names in ``src``."""
     from meshpar.checkpoints.importing import config_beside
+    from meshpar.checkpoints.storage import place
     from meshpar.errors import CheckpointError
     from meshpar.launchers.export.run import names_of_ours
     from meshpar.weights import WeightMap
@@ -119,7 +120,11 @@ def _rules(src: Path, model: str) -> WeightMap:
     if model != "ours":
         raise CheckpointError(f"--model must be ours or transformers, got {model!r}")
     kind = config_beside(src).get("model_type")
+    if kind is None:
+        raise CheckpointError(f"{place(src)} has no config.json that names a model_type; expected a folder as transformers saves it")
     found = names_of_ours(kind)
     if found is None:
-        raise CheckpointError(f"{src} has a model of type {kind!r}; ours are llama, qwen3 and gpt2; pass --model transformers for others")
+        raise CheckpointError(
+            f"{place(src)} has a model of type {kind!r}; ours are llama, qwen3 and gpt2; pass --model transformers for others"
+        )
     return found

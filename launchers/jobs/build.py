@@ -295,7 +295,10 @@ def _unwritable(recipe: Recipe) -> Iterator[str]:
         try:
             there = place(text).expanduser()
             if not isinstance(there, Path):
-                next(there.iterdir(), None)  # the store answers, and knows us
+                if field == "data.cache":
+                    yield f"{recipe.where(field)}: {there} is a URL; expected a folder on this machine, where copies of the data are kept"
+                else:
+                    next(there.iterdir(), None)  # the store answers, and knows us
                 continue
         except MeshparError as error:
             yield f"{recipe.where(field)}: {error}"
