@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from meshpar.errors import MeshparError
 from meshpar.placements import local_tensor, placed_like, shard_dim, undivided
 
 
@@ -103,12 +104,22 @@ for _name in ("__neg__", "__mul__", "add_", "mul_", "div_", "lerp_", "square_", 
 
 
 def adafactor_by_parts(parameter: Tensor, grad: Tensor, state: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the parts of a parameter, of its gradient and of the factors in its state, which are divided as the parameter is."""
+    """Return the parts of a parameter, of its gradient and of the factors in its state, which are divided as the parameter is.
+
+    Raises:
+        MeshparError: the state is not of this parameter.
+    """
     if not isinstance(parameter, DTensor):
         return parameter, grad, state
     if isinstance(grad, DTensor) and grad.placements != parameter.placements:  # sums that tensor parallelism left partial
         grad = grad.redistribute(placements=parameter.placements)
     for key, reduced in (("row_var", {parameter.ndim - 1}), ("col_var", {parameter.ndim - 2}), ("variance", set[int]())):
         if key in state:
+            shape = tuple(1 if dim in reduced else size for dim, size in enumerate(parameter.shape))
+            if state[key].shape != shape:
+                raise MeshparError(
+                    f"Adafactor's {key} has shape {tuple(state[key].shape)}, and of a parameter of shape {tuple(parameter.shape)} it has "
+                    f"{shape}; restore the optimizer by CheckpointManager, or load the state of an Adafactor of this model"
+                )
             state[key] = placed_like(state[key], parameter, reduced)
     return Part.of(parameter), Part.of(grad), {key: Part.of(value) for key, value in state.items()}
