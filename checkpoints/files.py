@@ -8,8 +8,8 @@ import itertools
 import math
 import mmap
 import os
-import sys
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +28,9 @@ BLOCK_BYTES = 512 << 10  # of bytes that go through as they are: stays in a core
 # memory in one piece, cost several times as much where that is short (or was given back to a virtual machine's host)
 PAGE_BYTES = 4096  # of the page cache
 _BEHIND_BYTES, _SYNC_FILE_RANGE_WRITE = 32 << 20, 2
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python 3.11 does not name: an error here instead of a signal at the first access
+_POPULATE_READ = (
+    22  # MADV_POPULATE_READ of Linux 5.14, which Python 3.11 does not name: an error here instead of a signal at the first access
+)
 ALIGNMENT = 64  # of payloads in files, as torch.save has it: unlike places in a cache line make copies half as slow again
 
 _Into = Callable[[torch.Tensor, int], None]  # fills a tensor from a position of a file
