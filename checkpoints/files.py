@@ -27,10 +27,9 @@ TILE_BYTES = 4 << 20  # of tensors that are rearranged
 BLOCK_BYTES = 512 << 10  # of bytes that go through as they are: stays in a core's cache, and larger writes, for which the kernel looks for
 # memory in one piece, cost several times as much where that is short (or was given back to a virtual machine's host)
 PAGE_BYTES = 4096  # of the page cache
-_BEHIND_BYTES, _SYNC_FILE_RANGE_WRITE = 32 << 20, 2
-_POPULATE_READ = (
-    22  # MADV_POPULATE_READ of Linux 5.14, which Python 3.11 does not name: an error here instead of a signal at the first access
-)
+_BEHIND_BYTES = 32 << 20  # written before the disk is asked to take them
+# Of Linux, without a name in Python 3.11. MADV_POPULATE_READ (5.14) raises for a page that cannot be read; an access would be a signal.
+_POPULATE_READ, _SYNC_FILE_RANGE_WRITE = 22, 2
 ALIGNMENT = 64  # of payloads in files, as torch.save has it: unlike places in a cache line make copies half as slow again
 
 _Into = Callable[[torch.Tensor, int], None]  # fills a tensor from a position of a file
@@ -123,7 +122,7 @@ class ReadFile(Readable):
             done += count
 
     def mapped(self, position: int, count: int) -> memoryview | None:
-        """Return some bytes in the page cache, writable in name only: what is written there is nowhere else."""
+        """Return some bytes as they are in the page cache; a change to them stays in this memory."""
         if sys.platform != "linux" or count == 0:
             return None
         start = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
