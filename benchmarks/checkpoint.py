@@ -1,6 +1,6 @@
 """What checkpoints cost beside a plain file: save, asynchronous stall, restore, export and import, time and memory.
 
-    python benchmarks/checkpoint.py [--storage disk] [--layers 6 14] [--rounds 5] [--folder DIR] [--seconds S] [--json FILE]
+    python benchmarks/checkpoint.py [--storage disk] [--only saves exports] [--layers 6 14] [--rounds 5] [--folder DIR] [--seconds S]
 
 Every figure is the median of interleaved rounds. Beside ours stand torch's own DCP, its Hugging Face consolidation, and accelerate's
 merge. Restores are cold (the page cache is told to drop the files); exports run warm in processes of their own, and their CPU time counts
@@ -8,7 +8,8 @@ from the call, without ``import torch``, which every one of them pays. Before ea
 was in use a moment ago: a virtual machine's host takes free memory back within seconds, and giving it out again costs several times what
 writing to it does. With --storage s3 a server on loopback (SeaweedFS) keeps the checkpoints, and the figures stand beside the store
 library's own calls that move the same bytes with the same parallelism. With --folder and --seconds a call does as much as fits in that
-time, and the next goes on where it stopped.
+time, and the next goes on where it stopped. With --only, the rows of these stages alone. ``cp`` does not bring its copy to the disk, as
+exports do: their wall time stands beside that of ``cp`` and fsync, too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,15 +38,17 @@ READS = 3  # reads in each round: single ones take up to twice as long, where th
 BOUNDS = {
     "save, wall / raw write and fsync": 1.5,
     "save, extra MiB a rank": 64,
-    "async stall, wall / raw write and fsync": 0.15,
+    "async stall, wall / raw write and fsync": 0.08,
     "restore, wall / cold raw read": 1.3,
     "bytes read on 4 ranks / bytes saved by 2": 1.05,
-    "export fp32, CPU / cp": 1.2,
-    "export fp32 verified, CPU / cp": 1.6,
-    "export bf16, CPU / cp": 0.9,
+    "export fp32, CPU / cp": 1.15,
+    "export fp32 verified, CPU / cp": 1.4,
+    "export bf16, CPU / cp": 1.2,
+    "export fp32, wall / cp and fsync": 1.3,
     "export, extra MiB": 64,
     "import, extra MiB": 64,
 }
+STAGES = ("saves", "restores", "ranks", "exports")
 STORE_BOUNDS = {
     "save, wall / bare multipart": 1.3,
     "restore, wall / bare range reads": 1.3,
@@ -155,13 +158,14 @@ def saves(folder: str, layers: str, rounds: str) -> Notes:
         base = reset_peak()
         dcp.save(dict(state), checkpoint_id=root / "stock", no_dist=True)
         found.add("stock save, extra", status_bytes("VmHWM") - base)
-        later.save(1, par, optimizer)
-        later.wait()
-        stager = stock_stager()
 
         def stall() -> None:
             later.save(1, par, optimizer)
             later.before_step()
+
+        found.time("first async stall", stall)  # allocates what the others reuse
+        later.wait()
+        stager = stock_stager()
 
         pending: list[Any] = []
         (root / "raw").mkdir()
@@ -504,16 +508,34 @@ def merge(folder: str) -> dict[str, float]:
     return {"wall": wall, "cpu": cpu, "extra": status_bytes("VmHWM") - base}
 
 
+def made(folder: str, layers: str) -> dict[str, list[float]]:
+    """Save what exports read."""
+    import meshpar
+    from meshpar.checkpoints import CheckpointManager
+
+    root = Path(folder)
+    with meshpar.distributed("cpu"):
+        par = make_job(int(layers))
+        CheckpointManager(root / "ours").save(1, par)
+        (root / "raw").mkdir()
+        raw_write(root / "raw" / "file", state_of(par))
+    return {}
+
+
 def copy(folder: str) -> dict[str, float]:
-    """``cp`` of the files that the export reads."""
+    """``cp`` of the files that the export reads; ``durable`` is its wall time with the fsync that an export does."""
     target = Path(folder) / "copy"
     prepared(Path(folder))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     wall = time.perf_counter()
     subprocess.run(["cp", "-rL", str(Path(folder) / "ours" / "latest"), str(target)], check=True)
-    wall = time.perf_counter() - wall
+    plain = time.perf_counter() - wall
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return {"wall": wall, "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, "extra": 0.0}
+    for file in target.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    durable = time.perf_counter() - wall
+    return {"wall": plain, "durable": durable, "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, "extra": 0.0}
 
 
 EXPORTS: dict[str, tuple[str, ...]] = {
@@ -540,13 +562,19 @@ def in_process(name: str, *arguments: str) -> Any:
 # The whole
 
 
-def stages(layers: int, rounds: int, folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+def stages(layers: int, rounds: int, folder: Path, only: Sequence[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield what is measured, one after another, by names."""
+    if "saves" not in only:
+        yield "made", lambda: in_process("made", str(folder), str(layers))
     for name in ("saves", "restores"):
-        yield name, lambda name=name: in_process(name, str(folder), str(layers), str(rounds))
-    yield "ranks", lambda: ranks(folder, layers)
-    for number in range(rounds):
-        yield f"exports {number}", lambda number=number: exports(folder, number)
+        if name in only:
+            yield name, lambda name=name: in_process(name, str(folder), str(layers), str(rounds))
+    if "ranks" in only:
+        yield "ranks", lambda: ranks(folder, layers)
+    if "exports" in only:
+        others = len(only) == len(STAGES)
+        for number in range(rounds):
+            yield f"exports {number}", lambda number=number: exports(folder, number, others=others)
 
 
 def ranks(folder: Path, layers: int) -> dict[str, float]:
@@ -560,26 +588,28 @@ def ranks(folder: Path, layers: int) -> dict[str, float]:
     return json.loads((folder / "read.json").read_text())
 
 
-def exports(folder: Path, number: int) -> dict[str, dict[str, float]]:
+def exports(folder: Path, number: int, *, others: bool) -> dict[str, dict[str, float]]:
+    """Return the figures of one round; ``others``: with imports and other libraries."""
     from meshpar.checkpoints import open_step, read_manifest
 
-    if number == 0:
+    if number == 0 and others:
         tensors = read_manifest(open_step(folder / "ours")).tensors
         (folder / "names.json").write_text(json.dumps([each.removeprefix("model.") for each in tensors if each.startswith("model.")]))
         in_process("export", str(folder), "-", "none")
         (folder / "hf").rename(folder / "hf-kept")  # to be imported
     found = {}
     for name, (function, *arguments) in EXPORTS.items():
-        if number < 2 or name not in ("stock consolidation", "accelerate merge"):  # slow, and far from any bound
+        ours = name == "cp" or name.startswith("export")
+        if ours or (others and (number < 2 or name == "import")):  # the stock ones are slow, and far from any bound
             found[name] = copy(str(folder)) if name == "cp" else in_process(function, str(folder), *arguments)
     return found
 
 
-def measure(layers: int, rounds: int, folder: Path, until: float) -> dict[str, float] | None:
+def measure(layers: int, rounds: int, folder: Path, until: float, only: Sequence[str]) -> dict[str, float] | None:
     """Go through the stages that are not in the folder's notes; None where time is over before the last."""
     notes = folder / f"notes-{layers}.json"
     found = json.loads(notes.read_text()) if notes.exists() else {}
-    for name, act in stages(layers, rounds, folder):
+    for name, act in stages(layers, rounds, folder, only):
         if name not in found:
             if time.monotonic() > until:
                 return None
@@ -591,50 +621,73 @@ def measure(layers: int, rounds: int, folder: Path, until: float) -> dict[str, f
 
 
 def figures(found: dict[str, Any], rounds: int, size: int) -> dict[str, float]:
-    median = {key: statistics.median(values) for name in ("saves", "restores") for key, values in found[name].items()}
-    read = found["ranks"]
+    median = {key: statistics.median(values) for name in ("saves", "restores") for key, values in found.get(name, {}).items()}
+    rows = {"GB": size / 1e9}
+    if "saves" in found:
+        rows |= save_figures(median)
+    if "restores" in found:
+        rows |= {
+            "cold raw read, s": median["raw read"],
+            "restore, wall / cold raw read": median["restore"] / median["raw read"],
+            "  stock DCP, load": median["stock restore"] / median["raw read"],
+        }
+    if "ranks" in found:
+        rows |= {"bytes read on 4 ranks / bytes saved by 2": found["ranks"]["ours"], "  stock DCP, bytes": found["ranks"]["stock"]}
+    runs = [found[f"exports {number}"] for number in range(rounds) if f"exports {number}" in found]
+    return rows | (export_figures(runs) if runs else {})
 
-    def of(name: str, key: str) -> float:
-        runs = [found[f"exports {number}"][name] for number in range(rounds) if name in found[f"exports {number}"]]
-        values = [each[key] for each in runs if key in each]
-        if not values:
-            print(f"  {name}: {runs[-1].get('failed')}")
-        return statistics.median(values) if values else float("nan")
 
-    cp, mib = of("cp", "cpu"), 1 << 20
+def save_figures(median: dict[str, float]) -> dict[str, float]:
+    mib = 1 << 20
     return {
-        "GB": size / 1e9,
         "raw write and fsync, s": median["raw write"],
-        "cold raw read, s": median["raw read"],
-        "cp, CPU s": cp,
         "save, wall / raw write and fsync": median["save"] / median["raw write"],
         "  in CPU time": median["save, cpu"] / median["raw write, cpu"],
         "  stock DCP, wall": median["stock save"] / median["raw write"],
         "save, extra MiB a rank": median["save, extra"] / mib,
         "  stock DCP, extra MiB": median["stock save, extra"] / mib,
         "async stall, wall / raw write and fsync": median["async stall"] / median["raw write"],
+        "  of the first save": median["first async stall"] / median["raw write"],
         "  stock DCP, async": median["stock async stall"] / median["raw write"],
-        "restore, wall / cold raw read": median["restore"] / median["raw read"],
-        "  stock DCP, load": median["stock restore"] / median["raw read"],
-        "bytes read on 4 ranks / bytes saved by 2": read["ours"],
-        "  stock DCP, bytes": read["stock"],
+    }
+
+
+def export_figures(rounds: list[dict[str, dict[str, float]]]) -> dict[str, float]:
+    def of(name: str, key: str) -> float:
+        runs = [each[name] for each in rounds if name in each]
+        values = [each[key] for each in runs if key in each]
+        if runs and not values:
+            print(f"  {name}: {runs[-1].get('failed')}")
+        return statistics.median(values) if values else float("nan")
+
+    cp, mib = of("cp", "cpu"), 1 << 20
+    rows = {
+        "cp, CPU s": cp,
+        "cp, wall s": of("cp", "wall"),
+        "cp and fsync, wall s": of("cp", "durable"),
         "export fp32, CPU / cp": of("export fp32", "cpu") / cp,
         "export fp32 verified, CPU / cp": of("export fp32 verified", "cpu") / cp,
         "export bf16, CPU / cp": of("export bf16", "cpu") / cp,
-        "import, CPU / cp": of("import", "cpu") / cp,
-        "  HF consolidation, CPU / cp": of("stock consolidation", "cpu") / cp,
-        "  accelerate merge, CPU / cp": of("accelerate merge", "cpu") / cp,
-        "export fp32, wall / cp": of("export fp32", "wall") / of("cp", "wall"),
+        "export fp32, wall / cp and fsync": of("export fp32", "wall") / of("cp", "durable"),
+        "  cp without fsync": of("export fp32", "wall") / of("cp", "wall"),
         "export, extra MiB": max(of(name, "extra") for name in ("export fp32", "export fp32 verified", "export bf16")) / mib,
-        "import, extra MiB": of("import", "extra") / mib,
-        "  HF consolidation, extra MiB": of("stock consolidation", "extra") / mib,
-        "  accelerate merge, extra MiB": of("accelerate merge", "extra") / mib,
     }
+    if "import" in rounds[0]:
+        rows |= {
+            "import, CPU / cp": of("import", "cpu") / cp,
+            "  HF consolidation, CPU / cp": of("stock consolidation", "cpu") / cp,
+            "  accelerate merge, CPU / cp": of("accelerate merge", "cpu") / cp,
+            "import, extra MiB": of("import", "extra") / mib,
+            "  HF consolidation, extra MiB": of("stock consolidation", "extra") / mib,
+            "  accelerate merge, extra MiB": of("accelerate merge", "extra") / mib,
+        }
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", choices=("disk", "s3"), default="disk")
+    parser.add_argument("--only", choices=STAGES, nargs="+", default=STAGES, help="measure these alone (on disk)")
     parser.add_argument("--layers", type=int, nargs="+", default=[6, 14], help="of 37.7 million weights each, beside 98 million")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="where to write and to keep what was measured; default: a temporary one")
@@ -646,6 +699,8 @@ def main() -> None:
         warnings.simplefilter("ignore")
         print(json.dumps(globals()[options.run[0]](*options.run[1:])))
         return
+    if "restores" in options.only and "saves" not in options.only:
+        parser.error("restores read what saves wrote; use --only saves restores")
     columns: list[dict[str, float]] = []
     until = time.monotonic() + options.seconds
     for layers in options.layers:
@@ -653,7 +708,9 @@ def main() -> None:
             folder = Path(temporary) if options.folder is None else options.folder / f"layers-{layers}"
             folder.mkdir(parents=True, exist_ok=True)
             stored = options.storage == "s3"
-            column = measure_stored(layers, options.rounds, folder) if stored else measure(layers, options.rounds, folder, until)
+            column = (
+                measure_stored(layers, options.rounds, folder) if stored else measure(layers, options.rounds, folder, until, options.only)
+            )
         if column is None:
             print(f"stopped after {options.seconds:.0f} s; the same command goes on")
             return

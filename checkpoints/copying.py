@@ -1,7 +1,7 @@
 """Copy stored tensors from file to file, block by block.
 
 ``copy_file_range`` was measured and not used: between positions that differ within a page, as they do here, the kernel handles each page
-twice, which costs 1.6 times ``cp``. Reading and writing blocks that end with a page costs 1.1 times ``cp``.
+twice, which costs 1.6 times ``cp``. Blocks that end with a page, written from the page cache of the source, cost as much as ``cp``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from meshpar.checkpoints.checksums import crc32
 from meshpar.checkpoints.files import BLOCK_BYTES, Box, aligned, memory_of
+from meshpar.checkpoints.pace import TURN_BYTES, Pace, Way
 from meshpar.weights import TypedSource
 
 Progress = Callable[[int, int], None]
@@ -76,40 +77,42 @@ class Copier:
 
     def __init__(self, write: Callable[[memoryview], object], told: Callable[[int], None]) -> None:
         self._write, self._told = write, told
+        self._paces = {cast: Pace() for cast in (False, True)}  # a byte that is cast costs more
         # Two blocks in, for a cast to half the width: one read, one cast and one write each time.
         self._out, self._in = (torch.empty(count * BLOCK_BYTES, dtype=torch.uint8) for count in (1, 2))
         self._out_memory, self._in_memory = memory_of(self._out), memory_of(self._in)
 
     def copy(self, piece: Piece, dtype: torch.dtype, position: int) -> None:
         """Write a piece, in ``dtype``, at ``position`` of the file; raises CheckpointError if its checksum differs."""
-        fill = self._fill if dtype == piece.box.dtype else self._fill_cast
         self._run = piece.box.file.run(piece.box.position, piece.box.position + piece.box.nbytes)
-        checksum = 0
-        for start, stop in aligned(math.prod(piece.box.shape) * dtype.itemsize, position):
-            memory = self._out_memory[: stop - start]
-            checksum = fill(piece, start, memory, dtype, checksum)
-            self._write(memory)
-            self._told(stop - start)
+        checksum, pace = 0, self._paces[dtype != piece.box.dtype]
+        for start, stop in aligned(math.prod(piece.box.shape) * dtype.itemsize, position, TURN_BYTES):
+            with pace.turn(stop - start) as way:
+                checksum = self._copy(piece.box, dtype, position, (start, stop), way, checksum)
         if piece.box.crc32 is not None:
             piece.box.check(checksum)
 
-    def _fill(self, piece: Piece, start: int, memory: memoryview, dtype: torch.dtype, checksum: int) -> int:
-        """Fill ``memory`` from byte ``start`` on; return the CRC-32, ``checksum`` continued."""
-        self._run.fill(memory, piece.box.position + start)
-        return checksum if piece.box.crc32 is None else crc32(memory, checksum)
-
-    def _fill_cast(self, piece: Piece, start: int, memory: memoryview, dtype: torch.dtype, checksum: int) -> int:
-        """As :meth:`_fill`, where ``start`` and ``memory`` count in ``dtype``."""
-        box, wide = piece.box, piece.box.dtype.itemsize
-        first, count, most = start // dtype.itemsize, len(memory) // dtype.itemsize, len(self._in) // wide
-        values, cast = self._in.view(box.dtype), self._out.view(dtype)
-        for at in range(0, count, most):
-            now = min(most, count - at)
-            read = self._in_memory[: now * wide]
-            self._run.fill(read, box.position + (first + at) * wide)
+    def _copy(self, box: Box, dtype: torch.dtype, position: int, span: tuple[int, int], way: Way, checksum: int) -> int:
+        """Write ``span``, which counts in ``dtype``, in one way; return the CRC-32, ``checksum`` continued."""
+        wide, narrow = box.dtype.itemsize, dtype.itemsize
+        first, last = (box.position + each // narrow * wide for each in span)
+        view = self._run.mapped(first, last - first) if way.mapped and first % wide == 0 else None
+        for start, stop in aligned(span[1] - span[0], position + span[0], min(way.block_bytes, len(self._in) * narrow // wide)):
+            at, count = start // narrow * wide, (stop - start) // narrow * wide
+            if view is not None:
+                read = view[at : at + count]
+            else:
+                read = self._in_memory[:count]
+                self._run.fill(read, first + at)
+            self._write(read if dtype == box.dtype else self._cast(read, box.dtype, dtype))
             checksum = checksum if box.crc32 is None else crc32(read, checksum)
-            cast[at : at + now].copy_(values[:now])
+            self._told(stop - start)
         return checksum
+
+    def _cast(self, memory: memoryview, own: torch.dtype, dtype: torch.dtype) -> memoryview:
+        values = torch.frombuffer(memory, dtype=torch.uint8).view(own)
+        self._out.view(dtype)[: len(values)].copy_(values)
+        return self._out_memory[: len(values) * dtype.itemsize]
 
 
 def check_piece(piece: Piece) -> None:

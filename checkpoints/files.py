@@ -6,11 +6,14 @@ import ctypes
 import errno
 import itertools
 import math
+import mmap
 import os
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
 
@@ -24,6 +27,9 @@ TILE_BYTES = 4 << 20  # of tensors that are rearranged
 BLOCK_BYTES = 512 << 10  # of bytes that go through as they are: stays in a core's cache, and larger writes, for which the kernel looks for
 # memory in one piece, cost several times as much where that is short (or was given back to a virtual machine's host)
 PAGE_BYTES = 4096  # of the page cache
+_BEHIND_BYTES = 32 << 20  # written before the disk is asked to take them
+# Of Linux, without a name in Python 3.11. MADV_POPULATE_READ (5.14) raises for a page that cannot be read; an access would be a signal.
+_POPULATE_READ, _SYNC_FILE_RANGE_WRITE = 22, 2
 ALIGNMENT = 64  # of payloads in files, as torch.save has it: unlike places in a cache line make copies half as slow again
 
 _Into = Callable[[torch.Tensor, int], None]  # fills a tensor from a position of a file
@@ -42,6 +48,10 @@ class Run(Protocol):
             self.fill(view[start:stop], position + start)
             before = crc32(view[start:stop], before)
         return before
+
+    def mapped(self, position: int, count: int) -> memoryview | None:
+        """Return some bytes without a copy of them; None where that is not possible, and :meth:`fill` says why."""
+        return None
 
 
 class Readable(Run, Protocol):
@@ -110,6 +120,21 @@ class ReadFile(Readable):
             if count == 0:
                 raise CheckpointError(f"{self.path} is truncated: expected bytes up to {position + len(view)}, the file has {self.size}")
             done += count
+
+    def mapped(self, position: int, count: int) -> memoryview | None:
+        """Return some bytes as they are in the page cache; a change to them stays in this memory."""
+        if sys.platform != "linux" or count == 0:
+            return None
+        start = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        try:
+            pages = mmap.mmap(
+                self._descriptor, position + count - start, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start
+            )
+            pages.madvise(mmap.MADV_SEQUENTIAL)
+            pages.madvise(_POPULATE_READ)
+        except (OSError, ValueError):  # an older kernel, a file system without it, a shorter file, a disk that fails
+            return None
+        return memoryview(pages)[position - start :]
 
     def expect(self, spans: Iterable[tuple[int, int]]) -> None:
         """Do nothing: small reads cost little here."""
@@ -292,14 +317,42 @@ def write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def aligned(count: int, position: int) -> Iterator[tuple[int, int]]:
-    """Cut ``count`` bytes, to be written at ``position`` of a file, into (start, stop) of at most ``BLOCK_BYTES``.
+@final
+class WrittenBehind:
+    """Write a new file, and have the disk take bytes while later ones are written, so that a flush at the end finds little to do."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._written, self._begun = descriptor, 0, 0
+
+    def write(self, data: Any) -> None:  # noqa: ANN401 - bytes, or memory
+        """Write the next bytes."""
+        write_all(self._descriptor, memoryview(data))
+        self._written += len(data)
+        if self._written - self._begun >= _BEHIND_BYTES:
+            end = self._written // PAGE_BYTES * PAGE_BYTES  # the last page will be written to again
+            begin_write_back(self._descriptor, self._begun, end - self._begun)
+            self._begun = end
+
+
+def begin_write_back(descriptor: int, start: int, count: int) -> None:
+    """Ask the kernel to begin to write pages of a file to the disk. A hint: errors of the disk are raised by fsync."""
+    if sys.platform == "linux" and (begin := getattr(_libc(), "sync_file_range", None)) is not None:
+        begin(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
+
+
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def aligned(count: int, position: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """Cut ``count`` bytes, to be written at ``position`` of a file, into (start, stop) of at most ``block_bytes``.
 
     The cuts lie where pages of the file end: a page that two writes share is handled twice.
     """
     start = 0
     while start < count:
-        stop = min(count, start + BLOCK_BYTES - (position + start) % BLOCK_BYTES)
+        stop = min(count, start + block_bytes - (position + start) % block_bytes)
         yield start, stop
         start = stop
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from meshpar.checkpoints.files import Readable, ReadFile, write_all
+from meshpar.checkpoints.files import Readable, ReadFile, WrittenBehind
 from meshpar.checkpoints.objects import SCHEMES, ObjectPath, ReadObject
 from meshpar.errors import CheckpointError
 
@@ -118,7 +118,7 @@ def writing(path: Place, expected_bytes: int = 0) -> Iterator[Callable[[Any], ob
             yield write
         return
     with path.open("wb", buffering=0) as file:
-        yield lambda data: write_all(file.fileno(), memoryview(data))
+        yield WrittenBehind(file.fileno()).write
         os.fsync(file.fileno())
 
 

@@ -1,0 +1,144 @@
+"""Copies from file to file: the same bytes in every way, checked, and the cheapest way is found."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+
+from meshpar.checkpoints import files, pace
+from meshpar.checkpoints.checksums import crc32
+from meshpar.checkpoints.copying import Copier, Piece
+from meshpar.checkpoints.files import Box, ReadFile, WrittenBehind, memory_of
+from meshpar.checkpoints.pace import TURN_BYTES, WAYS, Pace, Way
+from meshpar.errors import CheckpointError
+
+CASTS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64, torch.bfloat16)]
+
+
+def stored(path, tensor, start=192):
+    """Write a tensor at a byte of a file, and return where it lies with its checksum."""
+    path.write_bytes(b"x" * start + bytes(memory_of(tensor)) + b"y" * 5)
+    return Box(ReadFile(path), start, tuple(tensor.shape), tensor.dtype, "w", crc32(memory_of(tensor)))
+
+
+def copied(box, dtype, position, ways, monkeypatch):
+    monkeypatch.setattr("meshpar.checkpoints.copying.Pace", lambda: Pace(ways))
+    out, told = bytearray(), []
+    Copier(out.extend, told.append).copy(Piece((0, 0), box), dtype, position)
+    assert sum(told) == len(out)
+    return bytes(out)
+
+
+@pytest.mark.parametrize("ways", [*((way,) for way in WAYS), WAYS], ids=str)
+@pytest.mark.parametrize(("own", "dtype"), CASTS)
+@pytest.mark.parametrize("start", [192, 193])
+def test_every_way_writes_the_same_bytes(tmp_path, monkeypatch, ways, own, dtype, start):
+    tensor = torch.randn(1111, 2503).to(own)  # several turns, the last one in part
+    expected = tensor.to(dtype)
+    assert copied(stored(tmp_path / "file", tensor, start), dtype, 328, ways, monkeypatch) == bytes(memory_of(expected))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_flipped_bit_is_found_in_every_way(tmp_path, monkeypatch, way, dtype):
+    box = stored(tmp_path / "file", torch.randn(600, 2000))
+    with (tmp_path / "file").open("r+b") as file:
+        file.seek(192 + 4_000_001)
+        file.write(b"\x5a\x5b")
+    with pytest.raises(CheckpointError, match=r"is damaged: w, .*expected the CRC-32"):
+        copied(box, dtype, 328, (way,), monkeypatch)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_file_that_became_shorter_is_an_error_and_no_signal(tmp_path, monkeypatch, way):
+    box = stored(tmp_path / "file", torch.randn(600, 2000))
+    os.truncate(tmp_path / "file", 4_000_000)
+    with pytest.raises(CheckpointError, match="is truncated"):
+        copied(box, torch.float32, 328, (way,), monkeypatch)
+
+
+def test_without_pages_to_map_blocks_are_read(tmp_path, monkeypatch):
+    tensor = torch.randn(600, 2000)
+    box = stored(tmp_path / "file", tensor)
+    monkeypatch.setattr(files, "_POPULATE_READ", -1)  # as a kernel that does not know it
+    assert box.file.mapped(192, 4096) is None
+    assert copied(box, torch.float32, 328, WAYS[:1], monkeypatch) == bytes(memory_of(tensor))
+
+
+def test_mapped_pages_are_those_of_the_file_and_writing_there_changes_nothing(tmp_path):
+    tensor = torch.arange(5000)
+    file = stored(tmp_path / "file", tensor).file
+    view = file.mapped(195, mmap.PAGESIZE + 7)
+    assert view is not None and bytes(view) == file.bytes(195, mmap.PAGESIZE + 7)
+    view[0] = 255 - view[0]
+    assert file.bytes(192, tensor.nbytes) == bytes(memory_of(tensor))
+    assert file.mapped(195, 0) is None
+
+
+class Machine:
+    """A clock that moves by what a way costs, in seconds a turn."""
+
+    def __init__(self, costs):
+        self.costs, self.now = costs, 0.0
+
+    def runs(self, pace, turns, count=TURN_BYTES):
+        used = []
+        for _ in range(turns):
+            with pace.turn(count) as way:
+                self.now += self.costs[way]
+            used.append(way)
+        return used
+
+
+def test_each_way_is_tried_and_the_cheapest_is_used():
+    large, small = Way(512, mapped=True), Way(64, mapped=True)
+    machine = Machine({large: 2.0, small: 1.0})
+    pace = Pace((large, small), clock=lambda: machine.now)
+    used = machine.runs(pace, 100)
+    assert used[:2] == [large, small]
+    assert used.count(small) > 95
+
+
+def test_a_way_that_becomes_cheaper_is_found_again():
+    large, small = Way(512, mapped=True), Way(64, mapped=True)
+    machine = Machine({large: 3.0, small: 1.0})
+    pace = Pace((large, small), clock=lambda: machine.now)
+    machine.runs(pace, 20)
+    machine.costs[large] = 0.5
+    assert machine.runs(pace, 250).count(large) > 100
+    machine.costs[large] = 3.0
+    assert machine.runs(pace, 20)[1:] == [small] * 19
+
+
+def test_small_pieces_do_not_choose():
+    large, small = Way(512, mapped=True), Way(64, mapped=True)
+    machine = Machine({large: 2.0, small: 1.0})
+    pace = Pace((large, small), clock=lambda: machine.now)
+    assert machine.runs(pace, 5, count=4096) == [large] * 5
+    assert machine.runs(pace, 3) == [large, small, small]
+
+
+def test_what_is_written_behind_is_all_there_and_begun_once_by_pages(tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(files, "begin_write_back", lambda _, start, count: begun.append((start, count)))
+    monkeypatch.setattr(files, "_BEHIND_BYTES", 3 * files.PAGE_BYTES)
+    data = os.urandom(40_000)
+    with (tmp_path / "file").open("wb", buffering=0) as file:
+        behind = WrittenBehind(file.fileno())
+        for start in range(0, len(data), 1000):
+            behind.write(data[start : start + 1000])
+    assert (tmp_path / "file").read_bytes() == data
+    assert begun[0][0] == 0 and all(a + n == b for (a, n), (b, _) in pairwise(begun))
+    assert len(begun) == 3 and all(count % files.PAGE_BYTES == 0 for _, count in begun)
+
+
+def test_the_kernel_is_asked_to_begin(tmp_path):
+    with (tmp_path / "file").open("wb", buffering=0) as file:
+        file.write(bytes(1 << 20))
+        files.begin_write_back(file.fileno(), 0, 1 << 20)
+    assert (tmp_path / "file").stat().st_size == 1 << 20
+    assert pace.TURN_BYTES % files.BLOCK_BYTES == 0
