@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,8 +12,7 @@ from typing import Any, Protocol, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshpar import _torch, runtime
@@ -27,10 +24,11 @@ from meshpar.replicas import digest
 from meshpar.state.initialize import state as tensors_of
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.quorum import Member, Membership, Peers, Quorum, Sum, connect
+from meshpar.training.summed import Summed
+from meshpar.training.wire import Part, like, received, send
 
 T = TypeVar("T")
 
-_BUCKET = 1 << 22  # elements
 _MOST_S = 30.0
 _MOST_TRIES = 12
 _CONNECT_S = 5.0  # gloo tries five times
@@ -258,7 +256,7 @@ class Replicas:
         on_device = self.par.data_sum(mine.to(self.par.device))
         mine, failed = on_device.cpu(), False
         while True:
-            summed = self._try(lambda: _Summed(self._group, self.par.module, self._slots.index(self._name), len(self._slots), mine))
+            summed = self._try(lambda: Summed(self._group, self.par.module, self._slots.index(self._name), len(self._slots), mine))
             if summed is not None:
                 assert self._quorum is not None
                 done = self._quorum.key
@@ -472,9 +470,9 @@ class Replicas:
         for turn, number in enumerate(behind):
             source = sources[turn % len(sources)]
             if self._name == members[source].name:
-                _send(self._group, number, self._held())
+                send(self._group, number, self._held())
             elif self._name == members[number].name:
-                held = _received(self._group, source)
+                held = received(self._group, source)
         return held
 
     def _held(self) -> dict[str, Any]:
@@ -491,8 +489,8 @@ class Replicas:
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         for number, values in held["optimizer"]["state"].items():
             for name, value in values.items():
-                if isinstance(value, _Part):
-                    values[name] = _like(parameters[number], value.tensor)
+                if isinstance(value, Part):
+                    values[name] = like(parameters[number], value.tensor)
         self.optimizer.load_state_dict(held["optimizer"])
         self._state.load_state_dict(held["state"])
         self.optimizer.zero_grad(set_to_none=True)
@@ -525,73 +523,6 @@ class Replicas:
         return True
 
 
-@final
-class _Part:
-    """A part of a DTensor on its way."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-@final
-class _Summed:
-    """The weighted sum of all members' gradients, beside which the gradients of this replica stay until :meth:`commit`."""
-
-    def __init__(self, group: Peers | None, module: nn.Module, slot: int, slots: int, mine: Tensor) -> None:
-        """Add up over ``group``; ``mine`` has the tokens of this replica and its other sums, ``slot`` is its number of ``slots``.
-
-        Raises:
-            RuntimeError: a member failed.
-        """
-        if group is None:
-            raise RuntimeError("there is no group")
-        self._trained = [each for each in module.parameters() if each.requires_grad]
-        known = torch.tensor([float(each.grad is not None) for each in self._trained], dtype=torch.float64)
-        slotted = torch.zeros(2 * slots, dtype=torch.float64)
-        slotted[slot], slotted[slots + slot] = mine[0], 1.0
-        vector = torch.cat([slotted, mine, known])
-        group.allreduce([vector]).wait()
-        self.counted = [bool(each) for each in vector[slots : 2 * slots]]
-        self.totals = vector[2 * slots : 2 * slots + len(mine)]
-        self._known = vector[2 * slots + len(mine) :].tolist()
-        weight = float(mine[0] / self.totals[0]) if self.totals[0] else 0.0
-        self._flats: list[tuple[list[nn.Parameter], Tensor]] = []
-        works = []
-        for bucket in self._buckets():
-            flat = torch.cat([_gradient(each).reshape(-1).to("cpu", torch.promote_types(each.dtype, torch.float32)) for each in bucket])
-            flat.mul_(weight)
-            works.append(group.allreduce([flat]))
-            self._flats.append((bucket, flat))
-        for work in works:
-            work.wait()
-
-    def _buckets(self) -> Iterator[list[nn.Parameter]]:
-        bucket: list[nn.Parameter] = []
-        for each, known in zip(self._trained, self._known, strict=True):
-            if not known:
-                continue
-            if bucket and (each.dtype != bucket[0].dtype or sum(local_tensor(one).numel() for one in bucket) >= _BUCKET):
-                yield bucket
-                bucket = []
-            bucket.append(each)
-        if bucket:
-            yield bucket
-
-    def commit(self) -> None:
-        """Replace the gradients of this replica by those of all."""
-        for bucket, flat in self._flats:
-            parts = flat.split([local_tensor(each).numel() for each in bucket])
-            for each, part in zip(bucket, parts):
-                if each.grad is None:
-                    each.grad = torch.zeros_like(each)
-                grad = local_tensor(each.grad)
-                grad.copy_(part.view(grad.shape))
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(local_tensor(parameter)) if parameter.grad is None else local_tensor(parameter.grad)
-
-
 def plan_problems(par: Parallelized) -> Iterator[str]:
     """Yield why the replicas of this plan cannot be lost and replaced, one line each."""
     if (inside := par.spec.axes.get("dp_replicate", 1)) > 1:
@@ -613,64 +544,3 @@ def _control_group(patience_s: float) -> dist.ProcessGroup:
 
 def _plain(name: str) -> str:
     return name.rpartition(":")[0]
-
-
-def _like(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return the DTensor of a part as ``parameter`` is split."""
-    if not isinstance(parameter, DTensor):
-        return part
-    return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-
-
-class _Packed(pickle.Pickler):
-    """Pickles nested values without their tensors, of which it keeps this rank's parts."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[Tensor] = []
-
-    def persistent_id(self, value: object) -> tuple[bool, torch.Size, torch.dtype, str] | None:
-        if not isinstance(value, Tensor):
-            return None
-        part = local_tensor(value).detach()
-        self.tensors.append(part)
-        return isinstance(value, DTensor), part.shape, part.dtype, part.device.type
-
-
-class _Unpacked(pickle.Unpickler):
-    """Unpickles what :class:`_Packed` has pickled; the tensors come one after another."""
-
-    def __init__(self, file: io.BytesIO, receive: Callable[[Tensor], object]) -> None:
-        super().__init__(file)
-        self._receive = receive
-
-    def persistent_load(self, told: tuple[bool, torch.Size, torch.dtype, str]) -> object:
-        split, shape, dtype, device = told
-        value = torch.empty(shape, dtype=dtype)
-        self._receive(value)
-        value = value if device == "cpu" else value.to(device)
-        return _Part(value) if split else value
-
-
-def _send(group: Peers, to: int, held: dict[str, Any]) -> None:
-    """Send nested values: first what they are, then tensor after tensor."""
-    packed = _Packed(file := io.BytesIO())
-    packed.dump(held)
-    header = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-    for each in (torch.tensor([header.numel()]), header, *packed.tensors):
-        if each.numel():
-            group.send([each.contiguous().cpu()], to, 0).wait()
-
-
-def _received(group: Peers, source: int) -> dict[str, Any]:
-    """Return what :func:`_send` sends; parts of DTensors as :class:`_Part`."""
-
-    def receive(into: Tensor) -> None:
-        if into.numel():
-            group.recv([into], source, 0).wait()
-
-    receive(size := torch.zeros(1, dtype=torch.int64))
-    receive(header := torch.empty(int(size), dtype=torch.uint8))
-    return cast("dict[str, Any]", _Unpacked(io.BytesIO(bytes(header.tolist())), receive).load())
