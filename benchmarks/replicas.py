@@ -32,14 +32,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshpar import FullyShard, Plan, Replicate
+from meshpar import FullyShard, HybridShard, Plan, Replicate
 from meshpar.checkpoints import CheckpointManager
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import PRELOAD, token_loss_sum
 from meshpar.training import Batches, Lighthouse, Replicas
 
 VOCAB, LENGTH, BATCH = 64, 8, 2
-PHASES = ("begin", "forward", "backward", "reduce", "step", "save")
+PHASES = ("begin", "forward", "backward", "reduce", "step", "exchange", "save")
 LONGEST_S = 30.0
 os.environ.setdefault("RUST_LOG", "error")  # before the server of forks loads torchft
 _NEW_NETWORK = 0x40000000  # linux/sched.h: CLONE_NEWNET
@@ -69,10 +69,14 @@ def model() -> torch.nn.Module:
     return Transformer(TransformerConfig(vocab_size=VOCAB, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, max_positions=64)).double()
 
 
-def parallel(ranks: int) -> Any:
+def parallel(ranks: int, optimizer: str = "replica") -> Any:
     with torch.device("meta"):
         module = model()
-    return Plan(f"dp_shard={ranks}", [FullyShard()]).apply(module).materialize(seed=0)
+    world = optimizer == "world"
+    plan = (
+        Plan(f"dp_replicate=1,dp_shard={ranks}", [HybridShard(optimizer="world")]) if world else Plan(f"dp_shard={ranks}", [FullyShard()])
+    )
+    return plan.apply(module).materialize(seed=0)
 
 
 def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
@@ -81,14 +85,24 @@ def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-4, eps=1e-3)
 
 
-def digest(par: Any, optimizer: torch.optim.Optimizer) -> str:
+def digest(par: Any, optimizer: torch.optim.Optimizer | None) -> str:
     """Hash the whole weights and this rank's moments."""
     told = hashlib.sha256()
     for _, value in sorted(par.state_dict(full=True, everywhere=True).items()):
         told.update(value.numpy().tobytes())
-    for value in optimizer.state_dict()["state"].values():
-        told.update(getattr(value["exp_avg"], "_local_tensor", value["exp_avg"]).numpy().tobytes())
+    for value in {} if optimizer is None else optimizer.state_dict()["state"].values():
+        told.update(local(value["exp_avg"]).numpy().tobytes())
     return told.hexdigest()
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def moments(par: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the whole moments by name."""
+    named = ((name, optimizer.state[each]["exp_avg_sq"]) for name, each in par.module.named_parameters())
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in named}
 
 
 def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: Any) -> None:
@@ -105,7 +119,7 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
     os.dup2(log, 2)
     store = dist.FileStore(str(folder / f"store-{replica}-{life}"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=job["patience_s"]))
-    par = parallel(ranks)
+    par = parallel(ranks, job["optimizer"])
     optimizer = optimizer_of(par.module)
     data = Batches(Rows(job["rows"]), micro_batch=BATCH, data_rank=par.data_rank, data_size=par.data_size, seed=0)
     checkpoints = CheckpointManager(folder / "checkpoints", keep=2, timeout_s=job["patience_s"])
@@ -114,14 +128,17 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
         phase.value = PHASES.index(name)
         time.sleep(job["pause_s"])
 
-    told = folder / f"steps-{replica}-{life}.jsonl"
-    with Replicas(
-        par, optimizer, data, lighthouse=job["lighthouse"], name=str(replica), replicas=job["replicas"], patience_s=job["patience_s"]
-    ) as replicas:
-        if not replicas.join() and checkpoints.latest() is not None:
-            extra = checkpoints.restore(par, optimizer).extra
-            data.load_state_dict(extra["data"])
-            replicas.step = extra["step"]
+    told, world = folder / f"steps-{replica}-{life}.jsonl", job["optimizer"] == "world"
+    optimizer.register_step_post_hook(lambda *_: at("exchange"))  # before the one by which the replicas exchange
+    options = {"lighthouse": job["lighthouse"], "replicas": job["replicas"], "patience_s": job["patience_s"]}
+    with Replicas(par, optimizer, data, name=str(replica), optimizer_copies=job["copies"], **options) as replicas:
+        if not replicas.join():
+            if checkpoints.latest() is not None:
+                extra = checkpoints.restore(par, optimizer).extra
+                data.load_state_dict(extra["data"])
+                replicas.step = extra["step"]
+            if rank == 0:
+                (folder / f"begun-{replica}-{life}.json").write_text(json.dumps({"step": replicas.step, "at": time.time()}))
         while data.epoch < job["epochs"] and data.epoch < last_epoch(folder):
             at("begin")
             (batch,) = replicas.begin()
@@ -146,10 +163,18 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
                 with told.open("a") as file:
                     file.write(json.dumps(line | {"sum": replicas.sum, "changes": changes}) + "\n")
             replicas.changes.clear()
-            if done is not None and job["save_every"] and replicas.step % job["save_every"] == 0 and replicas.writes():
-                at("save")
-                checkpoints.save(replicas.step, par, optimizer, {"data": data.state_dict(), "step": replicas.step}, replace=True)
-    found = digest(par, optimizer)
+            if done is not None and job["save_every"] and replicas.step % job["save_every"] == 0:
+                if world:
+                    at("save")
+                with replicas.saving() as writes:
+                    if writes:
+                        at("save")
+                        checkpoints.save(replicas.step, par, optimizer, {"data": data.state_dict(), "step": replicas.step}, replace=True)
+        if world:
+            with replicas.saving() as writes:
+                if writes and (found := moments(par, optimizer)) and rank == 0:
+                    torch.save(found, folder / "moments.pt")
+    found = digest(par, None if world else optimizer)
     if rank == 0:
         torch.save(par.state_dict(full=True), folder / f"weights-{replica}.pt")
     else:
@@ -181,7 +206,9 @@ class Lab:
     """
 
     def __init__(self, folder: Path, *, replicas: int, ranks: int, **options: Any) -> None:
-        defaults = dict(epochs=1, rows=256, pause_s=0.0, patience_s=4.0, save_every=0, namespaces=[], lighthouse="")
+        defaults = dict(
+            epochs=1, rows=256, pause_s=0.0, patience_s=4.0, save_every=0, namespaces=[], lighthouse="", optimizer="replica", copies=2
+        )
         self.job = defaults | options | dict(folder=str(folder), replicas=replicas, ranks=ranks)
         self.folder, self.restarts = folder, True
         self._context = multiprocessing.get_context("forkserver")
@@ -307,7 +334,7 @@ def check(folder: Path, rows: int) -> dict[str, Any]:
         AssertionError: a token is lost or counted twice, a loss differs, or replicas differ.
     """
     steps: dict[int, dict[str, Any]] = {}
-    lives = histories(folder)
+    lives, begun = histories(folder), [json.loads(path.read_text()) for path in folder.glob("begun-*.json")]
     for lines in lives.values():
         for line in lines:
             if line["step"] not in steps or line["sum"] > steps[line["step"]]["sum"]:
@@ -318,7 +345,8 @@ def check(folder: Path, rows: int) -> dict[str, Any]:
         agrees = [all(line[field] == steps[line["step"]][field] for field in ("loss", "rows", "sum")) for line in lines]
         overruled += agrees.count(False)
         for line, one, then in zip(lines, agrees, agrees[1:]):
-            assert one or then, f"{name} went on by itself after step {line['step']}, which the others made without it"
+            undone = any(line["at"] < each["at"] and line["step"] > each["step"] for each in begun)  # by a start from a checkpoint
+            assert one or then or undone, f"{name} went on by itself after step {line['step']}, which the others made without it"
     assert sorted(steps) == list(range(1, len(steps) + 1)), "a step is missing"
     for epoch in {line["epoch"] for line in steps.values()}:
         counted = sorted(row for line in steps.values() for row in line["rows"] if line["epoch"] == epoch)
@@ -328,7 +356,8 @@ def check(folder: Path, rows: int) -> dict[str, Any]:
     by_rank = [{path.read_text() for path in folder.glob(f"end-*-{rank}")} for rank in range(8)]
     assert all(len(each) <= 1 for each in by_rank), "replicas differ in the end"
     compared_with_one_process(folder, [steps[number] for number in sorted(steps)])
-    return {"steps": len(steps), "overruled": overruled, "changes": changes_of(lives)}
+    restored = sum(each["step"] > 0 for each in begun)
+    return {"steps": len(steps), "overruled": overruled, "changes": changes_of(lives), "restored": restored}
 
 
 def changes_of(lives: dict[str, list[dict[str, Any]]]) -> list[tuple[float, int, int]]:
@@ -365,6 +394,9 @@ def compared_with_one_process(folder: Path, steps: list[dict[str, Any]]) -> None
                 assert torch.allclose(value, par.module.get_parameter(name), rtol=0, atol=2e-6), (
                     f"{name} differs from one process in the end"
                 )
+        for name, value in torch.load(folder / "moments.pt").items() if (folder / "moments.pt").exists() else ():
+            other = optimizer.state[par.module.get_parameter(name)]["exp_avg_sq"]
+            assert torch.allclose(value, other, rtol=1e-3, atol=1e-12), f"the moments of {name} differ from one process's in the end"
 
 
 @contextlib.contextmanager
@@ -391,7 +423,7 @@ def hurt(lab: Lab, draw: random.Random, hosts: Any = None) -> tuple[str, float]:
             time.sleep(draw.uniform(0, patience_s))  # while the others recover, or the first one joins
         elif phase == "save":
             lab.wait(lambda: any(lab.phase(each) == "save" for each in replicas) or bool(lab.ended), LONGEST_S)
-            victim = next((each for each in replicas if lab.phase(each) == "save"), victim)
+            victim = next((each for each in (victim, *replicas) if lab.phase(each) == "save"), victim)
         else:
             lab.wait_for(victim, phase)
         struck = struck or time.time()
@@ -545,6 +577,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--optimizer", choices=["replica", "world"], default="replica", help="HybridShard's; world: divided over replicas")
+    parser.add_argument("--copies", type=int, default=2, help="number of replicas that hold each parameter's state, with --optimizer world")
     parser.add_argument("--hosts", action="store_true", help="each replica on a host of its own, whose link is cut, too; needs root")
     parser.add_argument("--cost", action="store_true", help="only measure what a step costs when nothing fails")
     arguments = parser.parse_args()
@@ -565,7 +599,7 @@ def main() -> int:
             lighthouse = Lighthouse(patience_s=4.0)
             stack.callback(lighthouse.close)
             served["lighthouse"] = f"http://{hosts.address('ctl')}:{lighthouse.port}"
-        sizes = {"replicas": arguments.replicas, "ranks": arguments.ranks}
+        sizes = {"replicas": arguments.replicas, "ranks": arguments.ranks, "optimizer": arguments.optimizer, "copies": arguments.copies}
         try:
             found = run(folder, faults=arguments.faults, seed=arguments.seed, hosts=hosts, **sizes, **served)
         except (AssertionError, TimeoutError) as error:

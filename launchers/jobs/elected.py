@@ -6,19 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.launchers.recipes.techniques import make_passes
 from meshpar.training.elastic import Replicas
 from meshpar.training.metrics import Metrics, Reporter
 
 
 def replica_problems(recipe: Recipe) -> Iterator[str]:
     """Yield what ``--elastic=replicas`` does not support in a recipe, one line each; the plan's and the data's own come with them."""
-    for each in make_passes(recipe.passes):
-        if not each.replicas_are_whole:
-            yield (
-                f"--elastic=replicas: {each.name}, as it is set, splits state over replicas, and a lost replica takes its part along; keep "
-                "it whole (optimizer: replica), or run with --nodes MIN:MAX, which resumes from the newest checkpoint"
-            )
     if recipe.teacher is not None:
         yield f"{recipe.where('teacher')}: --elastic=replicas trains without a teacher; drop one of both"
     if recipe.training.balance_rate or recipe.training.balance_loss:

@@ -254,9 +254,9 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
     roles = MappingProxyType({"dp_replicate": Role.SAMPLES, "dp_shard": Role.SAMPLES})
 
     @property
-    def replicas_are_whole(self) -> bool:  # type: ignore[override]
-        """Each replica has all parameters and optimizer state."""
-        return self.optimizer == "replica"
+    def divides_optimizer(self) -> bool:  # type: ignore[override]
+        """Optimizer state is divided over replicas."""
+        return self.optimizer == "world"
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from self.unit_problems(self.name, module, layout, mesh.axes["dp_shard"])

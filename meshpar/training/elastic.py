@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -23,6 +26,7 @@ from meshpar.placements import local_tensor
 from meshpar.replicas import digest
 from meshpar.state.initialize import state as tensors_of
 from meshpar.training.data import Batches, TensorBatch
+from meshpar.training.divided import Divided
 from meshpar.training.quorum import Member, Membership, Peers, Quorum, Sum, connect
 from meshpar.training.summed import Summed
 from meshpar.training.wire import Part, like, received, send
@@ -32,6 +36,7 @@ T = TypeVar("T")
 _MOST_S = 30.0
 _MOST_TRIES = 12
 _CONNECT_S = 5.0  # gloo tries five times
+_STEPS_TO_STOP = 2
 
 
 class Stateful(Protocol):
@@ -97,6 +102,9 @@ class Replicas:
         replicas: number of replicas to wait for at the start; None: as the launcher says.
         patience_s: seconds that replicas wait for one that does not answer, longer than the difference between their step times.
         wait_s: seconds that a new replica waits for the others.
+        optimizer_copies: number of replicas that hold each parameter's optimizer state, where a pass divides it over replicas
+            (``HybridShard(optimizer="world")``). With 2, a lost replica takes nothing along. With 1, its loss ends the job, which
+            resumes from the newest checkpoint.
 
     Attributes:
         step: number of steps that were committed; a loop that restores a checkpoint sets it.
@@ -105,6 +113,7 @@ class Replicas:
 
     Raises:
         PlanError: what cannot be trained in this way, by name.
+        MeshparError: the optimizer's step of one parameter depends on others, and its state was to be divided.
         ReplicaError: nobody answers at the lighthouse.
     """
 
@@ -121,13 +130,19 @@ class Replicas:
         replicas: int | None = None,
         patience_s: float = 20.0,
         wait_s: float = 900.0,
+        optimizer_copies: int = 2,
     ) -> None:
-        if problems := [*plan_problems(par), *data.share_problems()]:
+        if problems := [*plan_problems(par, optimizer_copies), *data.share_problems()]:
             raise PlanError(problems)
         known, whole = runtime.replica()
         self.par, self.optimizer, self.data = par, optimizer, data
         self.step, self.changes = 0, list[Change]()
-        self._same = same
+        self._divided: Divided | None = None
+        if any(each.divides_optimizer for each in par.plan.passes):
+            self._divided = Divided(optimizer, optimizer_copies)
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+        self._same = same, optimizer_copies if self._divided is not None else 0
         self._state: Stateful = data if state is None else state
         self._expected, self._patience_s, self._wait_s = whole if replicas is None else replicas, patience_s, wait_s
         self._world = None if dist.get_world_size() == 1 else _control_group(patience_s)
@@ -148,6 +163,8 @@ class Replicas:
         self.counted: tuple[bool, ...] = ()
         self._trained: tuple[str, ...] = ()
         self._first, self._behind, self._longest_s, self._began = False, False, 0.0, 0.0
+        self._open, self._stepped, self._saves = False, False, False
+        self._asked_to_stop, self._leaves, self._saved = 0, False, -1
 
     def __enter__(self) -> Replicas:
         return self
@@ -166,7 +183,7 @@ class Replicas:
         self._blank = True
         self._ask(waits=False)
         assert self._quorum is not None
-        self._blank = self._quorum.best[0] >= 0
+        self._blank = self._quorum.best[0] >= 0 and self._quorum.covered
         if not self._blank:
             self._quorum = None  # the next one tells from where this replica starts
         return self._blank
@@ -201,6 +218,49 @@ class Replicas:
         self._ask(waits=False)
         assert self._quorum is not None
         return self._quorum.best == (self.step, self._sum)
+
+    @contextmanager
+    def saving(self, *, last: bool = False) -> Iterator[bool]:
+        """Enter to save a checkpoint: yields whether this replica is the one that writes it, see :meth:`writes`.
+
+        Optimizer state that is divided over replicas is whole inside, on the replica that writes: what it does not hold in host memory.
+        All replicas enter it after the same steps; a second time after one step, it gathers nothing and yields False.
+
+        >>> with replicas.saving() as writes:                               # doctest: +SKIP
+        ...     if writes:                                                  # doctest: +SKIP
+        ...         checkpoints.save(replicas.step, par, optimizer)         # doctest: +SKIP
+
+        Raises:
+            ReplicaError: see :meth:`begin`.
+        """
+        if self._divided is None:
+            yield self.writes(last=last)
+            return
+        gathered = not self._leaves and self._saved != self.step and self._gather()
+        self._saved = self.step
+        try:
+            yield gathered and self.writes(last=last)
+        finally:
+            self._divided.keep(self._divided.holds)
+
+    def stops(self, asked: bool) -> bool:
+        """Return whether this replica stops after the step that was committed last, if it was ``asked`` to, such as by a signal.
+
+        Replicas among which optimizer state is divided need one another to save: they stop after one step if all are asked to. One that
+        is asked alone leaves the others two steps later, and saves nothing.
+        """
+        if self._divided is None:
+            return asked
+        assert self._quorum is not None
+        together = all(each.stops for each in self._quorum.newest)
+        self._leaves = not together and self._asked_to_stop == _STEPS_TO_STOP
+        self._asked_to_stop = self._asked_to_stop + 1 if asked else 0
+        return together or self._leaves
+
+    @property
+    def optimizer_sent(self) -> int:
+        """Bytes of parameters that this rank has sent to other replicas after its last step; 0 where optimizer state is not divided."""
+        return 0 if self._divided is None else self._divided.sent
 
     @property
     def leads(self) -> bool:
@@ -261,35 +321,156 @@ class Replicas:
                 assert self._quorum is not None
                 done = self._quorum.key
                 self._ask(waits=False, done=done)
-                if self._quorum.best == (self.step + 1, done):
-                    summed.commit()
-                    self.data.count(summed.counted)
-                    self._life += 1
-                    self.step, self._sum, self.counted = self.step + 1, done, tuple(summed.counted)
+                if self._quorum.best == (self.step + 1, done) and self._quorum.covered:
+                    self._commit(summed, done)
                     if failed:
                         self._changed(self.step, time.monotonic() - began)
-                    self._longest_s = max(self._longest_s, time.monotonic() - self._began)
-                    self._tries = 0
-                    self.alive()
                     total, *rest = summed.totals.split([1, *(each.numel() for each in values)])
                     return [total.reshape(()), *(part.view(each.shape) for part, each in zip(rest, values))]
-            else:
+            if summed is None or not self._quorum.covered:
                 failed = True
-                self._fail()
-                self._ask(waits=True)
-                assert self._quorum is not None
-                if self._name not in self._names():
-                    self._quorum = None  # the others share the samples of this step differently
-                elif not any(self.data.has_share(number) for number, name in enumerate(self._slots) if name in self._names()):
-                    self._quorum = None  # all samples of this step were those of lost replicas: it is shared anew
-                elif self._quorum.best == (self.step, self._sum):
-                    if not self._try(self._connect):
-                        self._drop_group()
+                if self._recovered():
                     continue
             self._behind = True
             for each in self.par.module.parameters():
                 each.grad = None
             return None
+
+    def _commit(self, summed: Summed, done: Sum) -> None:
+        """Take the sum for this replica's gradients, and count the step."""
+        summed.commit()
+        self.data.count(summed.counted)
+        self._life += 1
+        self.step, self._sum, self.counted = self.step + 1, done, tuple(summed.counted)
+        self._longest_s = max(self._longest_s, time.monotonic() - self._began)
+        self._tries, self._open = 0, self._divided is not None
+        self.alive()
+
+    def _recovered(self) -> bool:
+        """After a sum failed or cannot count, find who has gradients of the step; return whether to add up again."""
+        self._fail()
+        self._ask(waits=True)
+        quorum = self._quorum
+        assert quorum is not None
+        if not quorum.covered:
+            self._check_lost()
+            return True  # a member has a sum that cannot count, and will ask again, too
+        names = self._names()
+        if self._name not in names:
+            self._quorum = None  # the others share the samples of this step differently
+        elif not quorum.waiting:
+            return False  # those with gradients cannot make a step of them: all that there are share the samples anew
+        elif not any(self.data.has_share(number) for number, name in enumerate(self._slots) if name in names):
+            self._quorum = None  # all samples of this step were those of lost replicas: it is shared anew
+        elif quorum.best == (self.step, self._sum):
+            if not self._try(self._connect):
+                self._drop_group()
+            return True
+        return False
+
+    # Divided optimizer state
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self._divided is not None
+        if any(callable(each) for each in (*args[1:], *kwargs.values())):
+            raise MeshparError(
+                f"{type(optimizer).__name__}.step got a closure, which computes gradients that the replicas have not added up; call "
+                "backward and Replicas.reduce, then step() alone"
+            )
+        self.par.reshard()
+        self._stepped = self._divided.set_aside()
+        if self._stepped and not self._open:
+            raise MeshparError(
+                "optimizer.step() found gradients that the replicas have not added up; call Replicas.reduce once before each step, and "
+                "optimizer.zero_grad() after it"
+            )
+
+    def _after_step(self, *_: object) -> None:
+        """Get the values of the parameters that other replicas have stepped, whoever is lost meanwhile."""
+        assert self._divided is not None
+        self._divided.put_back()
+        while self._stepped:
+            quorum = self._quorum
+            if quorum is not None:
+                if not quorum.covered:
+                    self._check_lost()
+                elif quorum.best != (self.step, self._sum):
+                    raise ReplicaError(
+                        f"the others went on without replica {_plain(self._name)} before it had their new values of step {self.step}; "
+                        "start it again"
+                    )
+                elif not quorum.open or self._exchange():
+                    return
+                self._fail()
+            self._ask(waits=False, anyhow=True)
+
+    def _exchange(self) -> bool:
+        """Bring those with the newest state to the same values; return whether all have them, as far as this replica knows."""
+        quorum, divided = self._quorum, self._divided
+        assert quorum is not None and divided is not None
+        place, held = self._placed(quorum.newest)
+        if not self._did(lambda: (self._connect(quorum.newest), divided.exchange(self._peers, place, held))):
+            return False
+        self._open = False
+        if not self._did(self._wait_for_all):
+            return False
+        self._quorum, self._tries = quorum.closed(), 0
+        return True
+
+    def _gather(self) -> bool:
+        """Bring all optimizer state to the replica that leads; return whether this one has it, or else all others need no more of it."""
+        divided = self._divided
+        assert divided is not None
+        self._saves = True
+        try:
+            while True:
+                quorum = self._quorum
+                if quorum is None:
+                    self._ask(waits=False, anyhow=True)
+                    continue
+                if not quorum.covered:
+                    self._check_lost()
+                elif quorum.best != (self.step, self._sum):
+                    return False
+                elif self._did(self._gathered):
+                    leads = quorum.leader.name == self._name
+                    ended = self._did(self._wait_for_all)
+                    if leads and not ended:
+                        self._fail()
+                    if leads or ended:
+                        return leads
+                self._fail()
+                self._ask(waits=False, anyhow=True)
+                assert self._quorum is not None
+                if any(each.phase != "saving" for each in self._quorum.newest):
+                    return False  # who has gone on knows that the replica that leads has all
+        finally:
+            self._saves = False
+
+    def _gathered(self) -> None:
+        quorum = self._quorum
+        assert self._divided is not None and quorum is not None
+        self._connect(quorum.newest)
+        self._divided.gather(self._peers, *self._placed(quorum.newest), quorum.newest.index(quorum.leader))
+
+    def _placed(self, members: Sequence[Member]) -> tuple[int, list[int]]:
+        """Return the place of this replica among members, and what each holds."""
+        return [each.name for each in members].index(self._name), [each.holds for each in members]
+
+    def _wait_for_all(self) -> None:
+        """Wait until every member of the group has come so far."""
+        self._peers.allreduce([torch.zeros(1)]).wait()
+
+    def _check_lost(self) -> None:
+        quorum = self._quorum
+        assert quorum is not None
+        if quorum.lost:
+            held = functools.reduce(operator.or_, (each.holds for each in quorum.newest))
+            gone = f"{(quorum.whole & ~held).bit_count()} of {quorum.whole.bit_count()}"
+            raise ReplicaError(
+                f"the optimizer state of {gone} parameters after step {quorum.best[0]} went with replicas that are gone; start the job "
+                "again, which resumes from its newest checkpoint, and raise optimizer_copies to survive more losses at once"
+            )
 
     # Membership
 
@@ -300,7 +481,13 @@ class Replicas:
                 "TORCHFT_LIGHTHOUSE=http://HOST:PORT"
             )
         try:
-            self._membership = Membership(lighthouse, name, patience_s=self._patience_s, wait_s=min(_CONNECT_S, until - time.monotonic()))
+            self._membership = Membership(
+                lighthouse,
+                name,
+                patience_s=self._patience_s,
+                wait_s=min(_CONNECT_S, until - time.monotonic()),
+                whole=0 if self._divided is None else self._divided.whole,
+            )
         except ReplicaError:
             if time.monotonic() > until:
                 raise
@@ -342,8 +529,18 @@ class Replicas:
             good, self._error = False, f"{type(error).__name__}: {error}"
         return result if self._all(good) else None
 
-    def _ask(self, *, waits: bool, done: Sum | None = None) -> None:
-        """Get the quorum that decides: whether the step ``done`` counts, or with whom to complete or begin one."""
+    def _did(self, act: Callable[[], object]) -> bool:
+        """Run ``act``, which needs the other replicas; return whether it succeeded on every rank."""
+        return self._try(lambda: [act()]) is not None
+
+    def _ask(self, *, waits: bool, done: Sum | None = None, anyhow: bool = False) -> None:
+        """Get the quorum that decides: whether the step ``done`` counts, or with whom to complete or begin one.
+
+        Args:
+            waits: this replica has gradients to add up.
+            done: the sum that it has.
+            anyhow: return also a quorum whose members complete a step without this replica.
+        """
         step, key = (self.step, self._sum) if done is None else (self.step + 1, done)
         began = time.monotonic()
         limit = self._wait_s if self.step == 0 or self._blank or not self._trained else _MOST_S + 2 * self._longest_s
@@ -360,10 +557,13 @@ class Replicas:
                 failures=self._failures,
                 drawn=self._drawn,
                 life=self._life,
+                holds=0 if self._divided is None or self._blank else self._divided.holds,
+                phase="summed" if done is not None else "saving" if self._saves else "open" if self._open else "",
+                stops=bool(self._asked_to_stop),
             )
             found = self._membership.ask(member)
             waited = time.monotonic() - began
-            if found is not None and (waits or any(each.name == self._name for each in found.ready)):
+            if found is not None and (waits or anyhow or any(each.name == self._name for each in found.ready)):
                 fresh = found.best[1] == (0, 0)  # nobody has trained yet: refused by all alike
                 if not fresh or self._trained or len(found.members) >= self._expected or waited > _MOST_S:
                     return found
@@ -407,27 +607,60 @@ class Replicas:
             elif self._is_settled():
                 return
             assert self._quorum is not None
+            if self._name not in self._names():
+                self._quorum = None  # the others complete a step
+                continue
             if self._quorum.best[0] < 0:
                 raise ReplicaError(
                     "the replicas that lived ended before this one had their state; start it again, from the newest checkpoint"
                 )
-            held = self._try(self._copied) if self._try(self._connect) else None
-            if held is not None:
-                if held:
-                    self._take(held)
-                    self._blank = False
-                self.step, self._sum = self._quorum.best
-                if self._compared or self._try(self._compare):
-                    self._compared = True
-                    self._tries = 0
-                    self.alive()
-                    return
+            if not self._quorum.covered:
+                self._check_lost()
+            elif self._is_one_state():
+                self._tries = 0
+                self.alive()
+                return
             self._fail()
+
+    def _is_one_state(self) -> bool:
+        """Try to bring the quorum's members to the newest state; return whether all have it."""
+        quorum, divided = self._quorum, self._divided
+        assert quorum is not None
+        best = quorum.best
+        if not self._blank and best < (self.step, self._sum):
+            raise ReplicaError(
+                f"the others have resumed from a checkpoint of before step {self.step}, as optimizer state was lost; start replica "
+                f"{_plain(self._name)} again"
+            )
+        if divided is not None and quorum.open and best == (self.step, self._sum) and not self._exchange():
+            return False
+        held = self._try(self._copied) if self._try(self._connect) else None
+        if held is None:
+            return False
+        if held:
+            self._take(held)
+            self._blank = False
+        self.step, self._sum = best
+        shares = has = None
+        if divided is not None:
+            place, _ = self._placed(quorum.ready)
+            has = [each.holds if each.state == best else 0 for each in quorum.ready]
+            shares = divided.shares(has)
+            if not self._did(lambda: divided.send_shares(self._peers, place, has, shares)):
+                return False
+        if not (self._compared and shares == has):
+            if not self._try(lambda: self._compare(None if shares is None else shares[place])):
+                return False
+            if divided is not None and shares is not None:  # now that all have what they are to hold
+                divided.keep(shares[place])
+        self._compared = True
+        return True
 
     def _is_settled(self) -> bool:
         assert self._quorum is not None
         same = all(each.state == self._quorum.best for each in self._quorum.ready)
-        return same and self._compared and self._key == (self._quorum.key, self._names())
+        known = self._compared and self._key == (self._quorum.key, self._names())
+        return same and known and not (self._divided is not None and self._quorum.open)
 
     def _fail(self) -> None:
         self._tries += 1
@@ -446,17 +679,23 @@ class Replicas:
             self._group.shutdown()
         self._group, self._key = None, None
 
-    def _connect(self) -> bool:
-        """Make the group of this rank's peers, unless it is the one that there is."""
+    @property
+    def _peers(self) -> Peers:
+        if self._group is None:
+            raise RuntimeError("there is no group")
+        return self._group
+
+    def _connect(self, members: Sequence[Member] = ()) -> bool:
+        """Make the group of this rank's peers among members, or those that are ready, unless it is the one that there is."""
         assert self._quorum is not None
-        names, key = self._names(), self._quorum.key
+        members, key = members or self._quorum.ready, self._quorum.key
+        names = tuple(each.name for each in members)
         if self._key != (key, names):
             self._drop_group()
             # With the members: those that complete a step meet before those that join, in one quorum.
             path = f"{key[0]}.{key[1]}/{' '.join(names)}/{dist.get_rank()}"
-            place = names.index(self._name)
             limit = min(_CONNECT_S, self._patience_s)
-            self._group = connect(self._quorum.ready[0], path, place, len(names), limit)
+            self._group = connect(members[0], path, names.index(self._name), len(names), limit)
             _torch.bound(self._group, self._patience_s)
             self._key, self._compared = (key, names), False
         return True
@@ -478,7 +717,7 @@ class Replicas:
     def _held(self) -> dict[str, Any]:
         self.par.reshard()
         module = [local_tensor(each).detach() for _, each in tensors_of(self.par.module)]
-        optimizer = dict(self.optimizer.state_dict())
+        optimizer = dict(self.optimizer.state_dict() if self._divided is None else self._divided.options())
         return {"module": module, "optimizer": {**optimizer, "state": dict(optimizer["state"])}, "state": self._state.state_dict()}
 
     @torch.no_grad()
@@ -492,11 +731,17 @@ class Replicas:
                 if isinstance(value, Part):
                     values[name] = like(parameters[number], value.tensor)
         self.optimizer.load_state_dict(held["optimizer"])
+        if self._divided is not None:
+            self._divided.keep(0)
+            self._open = False
         self._state.load_state_dict(held["state"])
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _compare(self) -> bool:
-        """Compare the hashes of what all members have.
+    def _compare(self, share: int | None) -> bool:
+        """Compare the hashes of what all members have, and of optimizer state that several have.
+
+        Args:
+            share: the parameters whose state this replica is to hold; None: the state is not divided.
 
         Raises:
             MeshparError: they differ.
@@ -508,14 +753,16 @@ class Replicas:
                 total = total * 6364136223846793005 + digest(local_tensor(each)).cpu()
         given = repr((self.data.state_dict(), self.data.global_batch, self._same))
         plain = int.from_bytes(hashlib.sha256(given.encode()).digest()[:8], signed=True)
-        both = torch.tensor([int(total), ~int(total), plain, ~plain])
+        shared = torch.empty(2, 0) if self._divided is None or share is None else self._divided.digests(share)
+        both = torch.tensor([int(total), ~int(total), plain, ~plain, *shared.flatten().tolist()], dtype=torch.int64)
         self._group.allreduce([both], dist.ReduceOp.MAX).wait()
         if int(both[2]) != ~int(both[3]):
             raise MeshparError(
                 f"replicas differ in the position in the data, the batch or the settings after step {self.step}; this one has {given}; "
                 "start all of them from the same recipe"
             )
-        if int(both[0]) != ~int(both[1]):
+        one, other = both[4:].view(2, -1)
+        if int(both[0]) != ~int(both[1]) or not torch.equal(one, ~other):
             raise MeshparError(
                 f"replicas have different weights or optimizer states after step {self.step}; start all of them from the same seed or the "
                 "same checkpoint, and change no weights of one replica alone"
@@ -523,16 +770,12 @@ class Replicas:
         return True
 
 
-def plan_problems(par: Parallelized) -> Iterator[str]:
+def plan_problems(par: Parallelized, optimizer_copies: int = 1) -> Iterator[str]:
     """Yield why the replicas of this plan cannot be lost and replaced, one line each."""
     if (inside := par.spec.axes.get("dp_replicate", 1)) > 1:
         yield f"the mesh has dp_replicate={inside} inside of one replica; write dp_replicate=1: each replica is a job of its own"
-    for each in par.plan.passes:
-        if not each.replicas_are_whole:
-            yield (
-                f"{each.name}, as it is set, splits state over replicas, and a lost replica takes its part along; keep it whole "
-                "(optimizer='replica'), or run with --nodes MIN:MAX, which resumes from the newest checkpoint"
-            )
+    if optimizer_copies < 1:
+        yield f"optimizer_copies={optimizer_copies} replicas hold each parameter's optimizer state; expected 1 or more"
     for name, child in par.module.named_modules():
         if isinstance(child, _BatchNorm):
             yield f"{name} ({type(child).__name__}) takes statistics of the whole batch, of which a replica sees a part; use another norm"

@@ -24,9 +24,13 @@ class Part:
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return the DTensor of a part as ``parameter`` is split."""
+    """Return the DTensor of a part as ``parameter`` is split, in the memory in which the part is."""
     if not isinstance(parameter, DTensor):
         return part
+    if part.device.type != parameter.device_mesh.device_type:  # from_local would move it
+        held = torch.empty_like(parameter, dtype=part.dtype, device=part.device, requires_grad=False)
+        local_tensor(held).copy_(part)
+        return held
     return DTensor.from_local(
         part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
@@ -50,19 +54,19 @@ class _Packed(pickle.Pickler):
 class _Unpacked(pickle.Unpickler):
     """Unpickles what :class:`_Packed` has pickled; the tensors come one after another."""
 
-    def __init__(self, file: io.BytesIO, receive: Callable[[Tensor], object]) -> None:
+    def __init__(self, file: io.BytesIO, receive: Callable[[Tensor], object], *, on_host: bool) -> None:
         super().__init__(file)
-        self._receive = receive
+        self._receive, self._on_host = receive, on_host
 
     def persistent_load(self, told: tuple[bool, torch.Size, torch.dtype, str]) -> object:
         split, shape, dtype, device = told
         value = torch.empty(shape, dtype=dtype)
         self._receive(value)
-        value = value if device == "cpu" else value.to(device)
+        value = value if self._on_host or device == "cpu" else value.to(device)
         return Part(value) if split else value
 
 
-def send(group: Peers, to: int, held: dict[str, Any]) -> None:
+def send(group: Peers, to: int, held: dict[Any, Any]) -> None:
     """Send nested values: first what they are, then tensor after tensor."""
     packed = _Packed(file := io.BytesIO())
     packed.dump(held)
@@ -72,8 +76,13 @@ def send(group: Peers, to: int, held: dict[str, Any]) -> None:
             group.send([each.contiguous().cpu()], to, 0).wait()
 
 
-def received(group: Peers, source: int) -> dict[str, Any]:
-    """Return what :func:`send` sends; parts of DTensors as :class:`Part`."""
+def received(group: Peers, source: int, *, on_host: bool = False) -> dict[Any, Any]:
+    """Return what :func:`send` sends; parts of DTensors as :class:`Part`.
+
+    Args:
+        group, source: who sends.
+        on_host: leave all tensors in host memory, instead of the memory in which the sender has them.
+    """
 
     def receive(into: Tensor) -> None:
         if into.numel():
@@ -81,4 +90,4 @@ def received(group: Peers, source: int) -> dict[str, Any]:
 
     receive(size := torch.zeros(1, dtype=torch.int64))
     receive(header := torch.empty(int(size), dtype=torch.uint8))
-    return cast("dict[str, Any]", _Unpacked(io.BytesIO(bytes(header.tolist())), receive).load())
+    return cast("dict[Any, Any]", _Unpacked(io.BytesIO(bytes(header.tolist())), receive, on_host=on_host).load())
