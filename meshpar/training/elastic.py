@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, cast, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -20,30 +18,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshpar import _torch, runtime
 from meshpar.errors import MeshparError, PlanError, ReplicaError
-from meshpar.exact.agreement import leaves
 from meshpar.parallelized import Parallelized
-from meshpar.placements import local_tensor
-from meshpar.replicas import digest
-from meshpar.state.initialize import state as tensors_of
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.divided import Divided
 from meshpar.training.quorum import Member, Membership, Peers, Quorum, Sum, connect
+from meshpar.training.replicated import Replicated, Stateful
 from meshpar.training.summed import Summed
-from meshpar.training.wire import Part, like, received, send
-
-T = TypeVar("T")
+from meshpar.training.together import Together
 
 _MOST_S = 30.0
 _MOST_TRIES = 12
 _CONNECT_S = 5.0  # gloo tries five times
 _STEPS_TO_STOP = 2
-
-
-class Stateful(Protocol):
-    """State that a replica sends to another beside its weights and optimizer: plain data, such as a trainer's."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @final
@@ -142,18 +128,18 @@ class Replicas:
             self._divided = Divided(optimizer, optimizer_copies)
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
-        self._same = same, optimizer_copies if self._divided is not None else 0
-        self._state: Stateful = data if state is None else state
+        alike = same, optimizer_copies if self._divided is not None else 0
+        self._state = Replicated(par, optimizer, data, data if state is None else state, alike, self._divided)
         self._expected, self._patience_s, self._wait_s = whole if replicas is None else replicas, patience_s, wait_s
-        self._world = None if dist.get_world_size() == 1 else _control_group(patience_s)
+        self._ranks = Together(patience_s + _MOST_S)
         self._membership: Membership | None = None
         until, entered = time.monotonic() + wait_s, None
         while entered is None:  # in slices, for each of which the other ranks of the replica wait
-            entered = self._tell(lambda: self._enter(lighthouse or runtime.lighthouse(), name or known, until))
+            entered = self._ranks.tell(lambda: self._enter(lighthouse or runtime.lighthouse(), name or known, until))
         self._name: str = entered
         self._sum: Sum = (0, 0)
         self._failures, self._life, self._blank = 0, 0, False
-        self._tries, self._terms, self._error = 0, 0, "another rank of this replica failed"
+        self._tries, self._terms = 0, 0
         self._drawn: Sum = (0, 0)
         self._quorum: Quorum | None = None
         self._group: Peers | None = None
@@ -212,7 +198,7 @@ class Replicas:
         """
         if not self.leads:
             return False
-        heard = self._tell(lambda: self._membership is not None and self._membership.current())
+        heard = self._ranks.tell(lambda: self._membership is not None and self._membership.current())
         if heard or not last:
             return heard
         self._ask(waits=False)
@@ -316,7 +302,7 @@ class Replicas:
         on_device = self.par.data_sum(mine.to(self.par.device))
         mine, failed = on_device.cpu(), False
         while True:
-            summed = self._try(lambda: Summed(self._group, self.par.module, self._slots.index(self._name), len(self._slots), mine))
+            summed = self._ranks.attempt(lambda: Summed(self._peers, self.par.module, self.slot, len(self._slots), mine))
             if summed is not None:
                 assert self._quorum is not None
                 done = self._quorum.key
@@ -363,7 +349,7 @@ class Replicas:
         elif not any(self.data.has_share(number) for number, name in enumerate(self._slots) if name in names):
             self._quorum = None  # all samples of this step were those of lost replicas: it is shared anew
         elif quorum.best == (self.step, self._sum):
-            if not self._try(self._connect):
+            if not self._ranks.did(self._connect):
                 self._drop_group()
             return True
         return False
@@ -409,18 +395,16 @@ class Replicas:
         quorum, divided = self._quorum, self._divided
         assert quorum is not None and divided is not None
         place, held = self._placed(quorum.newest)
-        if not self._did(lambda: (self._connect(quorum.newest), divided.exchange(self._peers, place, held))):
+        if not self._ranks.did(lambda: (self._connect(quorum.newest), divided.exchange(self._peers, place, held))):
             return False
         self._open = False
-        if not self._did(self._wait_for_all):
+        if not self._ranks.did(self._wait_for_all):
             return False
         self._quorum, self._tries = quorum.closed(), 0
         return True
 
     def _gather(self) -> bool:
         """Bring all optimizer state to the replica that leads; return whether this one has it, or else all others need no more of it."""
-        divided = self._divided
-        assert divided is not None
         self._saves = True
         try:
             while True:
@@ -432,9 +416,9 @@ class Replicas:
                     self._check_lost()
                 elif quorum.best != (self.step, self._sum):
                     return False
-                elif self._did(self._gathered):
+                elif self._ranks.did(self._gathered):
                     leads = quorum.leader.name == self._name
-                    ended = self._did(self._wait_for_all)
+                    ended = self._ranks.did(self._wait_for_all)
                     if leads and not ended:
                         self._fail()
                     if leads or ended:
@@ -494,45 +478,6 @@ class Replicas:
             return None
         return self._membership.name
 
-    def _tell(self, act: Callable[[], T]) -> T:
-        """Run ``act`` on rank 0 of the replica alone and return its result, or raise its error, on every rank."""
-        outcome: list[Any] = [None]
-        if dist.get_rank() == 0:
-            try:
-                outcome = [(act(), None)]
-            except MeshparError as error:
-                outcome = [(None, error)]
-        if self._world is not None:
-            dist.broadcast_object_list(outcome, src=0, group=self._world)
-        result, failure = outcome[0]
-        if failure is not None:
-            raise failure
-        return cast("T", result)
-
-    def _all(self, good: bool) -> bool:
-        """Return whether all ranks of the replica say so."""
-        if self._world is None:
-            return good
-        flag = torch.tensor(int(good))
-        dist.all_reduce(flag, dist.ReduceOp.MIN, self._world)
-        return bool(flag)
-
-    def _try(self, act: Callable[[], T]) -> T | None:
-        """Return the result of ``act``, which needs the other replicas; None on every rank where it failed on one."""
-        result: T | None = None
-        try:
-            result = act()
-            good = True
-        except RuntimeError as error:
-            if isinstance(error, MeshparError):
-                raise
-            good, self._error = False, f"{type(error).__name__}: {error}"
-        return result if self._all(good) else None
-
-    def _did(self, act: Callable[[], object]) -> bool:
-        """Run ``act``, which needs the other replicas; return whether it succeeded on every rank."""
-        return self._try(lambda: [act()]) is not None
-
     def _ask(self, *, waits: bool, done: Sum | None = None, anyhow: bool = False) -> None:
         """Get the quorum that decides: whether the step ``done`` counts, or with whom to complete or begin one.
 
@@ -578,7 +523,7 @@ class Replicas:
 
         found = None
         while found is None:
-            found = self._tell(ask)
+            found = self._ranks.tell(ask)
         self._quorum, self._failures = found, found.key[1]
         first = found.leader.name == self._name
         self._terms += first and not self._first
@@ -632,26 +577,28 @@ class Replicas:
                 f"the others have resumed from a checkpoint of before step {self.step}, as optimizer state was lost; start replica "
                 f"{_plain(self._name)} again"
             )
-        if divided is not None and quorum.open and best == (self.step, self._sum) and not self._exchange():
+        mine = not self._blank and best == (self.step, self._sum)
+        if divided is not None and quorum.open and mine and not self._exchange():
             return False
-        held = self._try(self._copied) if self._try(self._connect) else None
+        if not self._ranks.did(self._connect):
+            return False
+        held = self._ranks.attempt(lambda: self._state.copied(self._peers, quorum, self._name))
         if held is None:
             return False
         if held:
-            self._take(held)
-            self._blank = False
+            self._state.take(held)
+            self._blank = self._open = False
         self.step, self._sum = best
-        shares = has = None
+        place, holds = self._placed(quorum.ready)
+        shares = holds = [each if member.state == best else 0 for each, member in zip(holds, quorum.ready)]
         if divided is not None:
-            place, _ = self._placed(quorum.ready)
-            has = [each.holds if each.state == best else 0 for each in quorum.ready]
-            shares = divided.shares(has)
-            if not self._did(lambda: divided.send_shares(self._peers, place, has, shares)):
+            shares = divided.shares(holds)
+            if not self._ranks.did(lambda: divided.send_shares(self._peers, place, holds, shares)):
                 return False
-        if not (self._compared and shares == has):
-            if not self._try(lambda: self._compare(None if shares is None else shares[place])):
+        if not self._compared or shares != holds:
+            if not self._ranks.did(lambda: self._state.compare(self._peers, self.step, shares[place])):
                 return False
-            if divided is not None and shares is not None:  # now that all have what they are to hold
+            if divided is not None:  # now that all have what they are to hold
                 divided.keep(shares[place])
         self._compared = True
         return True
@@ -667,7 +614,7 @@ class Replicas:
         if self._tries == _MOST_TRIES:
             raise ReplicaError(
                 f"replica {_plain(self._name)} failed {_MOST_TRIES} times in a row to exchange with the others after step {self.step}, at "
-                f"last with {self._error!r}; check that the hosts of all replicas reach one another (GLOO_SOCKET_IFNAME names the "
+                f"last with {self._ranks.error!r}; check that the hosts of all replicas reach one another (GLOO_SOCKET_IFNAME names the "
                 "interface), then start the replica again"
             )
         self._failures += 1
@@ -685,7 +632,7 @@ class Replicas:
             raise RuntimeError("there is no group")
         return self._group
 
-    def _connect(self, members: Sequence[Member] = ()) -> bool:
+    def _connect(self, members: Sequence[Member] = ()) -> None:
         """Make the group of this rank's peers among members, or those that are ready, unless it is the one that there is."""
         assert self._quorum is not None
         members, key = members or self._quorum.ready, self._quorum.key
@@ -698,76 +645,6 @@ class Replicas:
             self._group = connect(members[0], path, names.index(self._name), len(names), limit)
             _torch.bound(self._group, self._patience_s)
             self._key, self._compared = (key, names), False
-        return True
-
-    def _copied(self) -> dict[str, Any]:
-        """Send the newest state to the replicas that have an older one; return what this replica has received, if it is one of them."""
-        assert self._quorum is not None and self._group is not None
-        members, best, held = self._quorum.ready, self._quorum.best, dict[str, Any]()
-        sources = [number for number, each in enumerate(members) if each.state == best]
-        behind = [number for number, each in enumerate(members) if each.state != best]
-        for turn, number in enumerate(behind):
-            source = sources[turn % len(sources)]
-            if self._name == members[source].name:
-                send(self._group, number, self._held())
-            elif self._name == members[number].name:
-                held = received(self._group, source)
-        return held
-
-    def _held(self) -> dict[str, Any]:
-        self.par.reshard()
-        module = [local_tensor(each).detach() for _, each in tensors_of(self.par.module)]
-        optimizer = dict(self.optimizer.state_dict() if self._divided is None else self._divided.options())
-        return {"module": module, "optimizer": {**optimizer, "state": dict(optimizer["state"])}, "state": self._state.state_dict()}
-
-    @torch.no_grad()
-    def _take(self, held: dict[str, Any]) -> None:
-        self.par.reshard()
-        for (_, each), value in zip(tensors_of(self.par.module), held["module"], strict=True):
-            local_tensor(each).copy_(value)
-        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-        for number, values in held["optimizer"]["state"].items():
-            for name, value in values.items():
-                if isinstance(value, Part):
-                    values[name] = like(parameters[number], value.tensor)
-        self.optimizer.load_state_dict(held["optimizer"])
-        if self._divided is not None:
-            self._divided.keep(0)
-            self._open = False
-        self._state.load_state_dict(held["state"])
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _compare(self, share: int | None) -> bool:
-        """Compare the hashes of what all members have, and of optimizer state that several have.
-
-        Args:
-            share: the parameters whose state this replica is to hold; None: the state is not divided.
-
-        Raises:
-            MeshparError: they differ.
-        """
-        assert self._group is not None
-        total = torch.zeros((), dtype=torch.int64)
-        for each in leaves(self._held()):
-            if isinstance(each, Tensor):
-                total = total * 6364136223846793005 + digest(local_tensor(each)).cpu()
-        given = repr((self.data.state_dict(), self.data.global_batch, self._same))
-        plain = int.from_bytes(hashlib.sha256(given.encode()).digest()[:8], signed=True)
-        shared = torch.empty(2, 0) if self._divided is None or share is None else self._divided.digests(share)
-        both = torch.tensor([int(total), ~int(total), plain, ~plain, *shared.flatten().tolist()], dtype=torch.int64)
-        self._group.allreduce([both], dist.ReduceOp.MAX).wait()
-        if int(both[2]) != ~int(both[3]):
-            raise MeshparError(
-                f"replicas differ in the position in the data, the batch or the settings after step {self.step}; this one has {given}; "
-                "start all of them from the same recipe"
-            )
-        one, other = both[4:].view(2, -1)
-        if int(both[0]) != ~int(both[1]) or not torch.equal(one, ~other):
-            raise MeshparError(
-                f"replicas have different weights or optimizer states after step {self.step}; start all of them from the same seed or the "
-                "same checkpoint, and change no weights of one replica alone"
-            )
-        return True
 
 
 def plan_problems(par: Parallelized, optimizer_copies: int = 1) -> Iterator[str]:
@@ -779,10 +656,6 @@ def plan_problems(par: Parallelized, optimizer_copies: int = 1) -> Iterator[str]
     for name, child in par.module.named_modules():
         if isinstance(child, _BatchNorm):
             yield f"{name} ({type(child).__name__}) takes statistics of the whole batch, of which a replica sees a part; use another norm"
-
-
-def _control_group(patience_s: float) -> dist.ProcessGroup:
-    return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s + _MOST_S)))
 
 
 def _plain(name: str) -> str:

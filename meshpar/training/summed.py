@@ -18,14 +18,12 @@ _BUCKET = 1 << 22  # elements
 class Summed:
     """The weighted sum of all members' gradients, beside which the gradients of this replica stay until :meth:`commit`."""
 
-    def __init__(self, group: Peers | None, module: nn.Module, slot: int, slots: int, mine: Tensor) -> None:
+    def __init__(self, group: Peers, module: nn.Module, slot: int, slots: int, mine: Tensor) -> None:
         """Add up over ``group``; ``mine`` has the tokens of this replica and its other sums, ``slot`` is its number of ``slots``.
 
         Raises:
             RuntimeError: a member failed.
         """
-        if group is None:
-            raise RuntimeError("there is no group")
         self._trained = [each for each in module.parameters() if each.requires_grad]
         known = torch.tensor([float(each.grad is not None) for each in self._trained], dtype=torch.float64)
         slotted = torch.zeros(2 * slots, dtype=torch.float64)
