@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -493,7 +493,7 @@ def rank_of(logs: Path) -> int:
     raise AssertionError(f"no rank writes to {logs}")
 
 
-def killed_recipe(folder: Path, words: list[str], logs: str, limit_s: float = 150.0) -> tuple[float, str]:
+def killed_recipe(folder: Path, words: list[str], logs: str, limit_s: float = 150.0, overrides: Sequence[str] = ()) -> tuple[float, str]:
     """Run a small recipe and kill a rank after its 20th line of metrics.
 
     Returns:
@@ -503,7 +503,7 @@ def killed_recipe(folder: Path, words: list[str], logs: str, limit_s: float = 15
     (folder / "job.yaml").write_text(RECIPE)
     told, metrics = folder / "told", folder / "out/metrics.jsonl"
     with told.open("w") as file:
-        command = [sys.executable, "-m", "meshpar.launchers", "run", *words, "job.yaml"]
+        command = [sys.executable, "-m", "meshpar.launchers", "run", *words, "job.yaml", *overrides]
         process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + limit_s
