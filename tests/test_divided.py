@@ -69,8 +69,8 @@ class Net(torch.nn.Module):
 class Job:
     """Some replicas in this process, each in a thread, and what they counted."""
 
-    def __init__(self, count, optimizer="AdamW", copies=2):
-        self.lighthouse = Lighthouse(patience_s=4.0)
+    def __init__(self, count, optimizer="AdamW", copies=2, frozen=""):
+        self.frozen, self.lighthouse = frozen, Lighthouse(patience_s=4.0)
         self.make, self.copies, self.count, self.counted = OPTIMIZERS[optimizer], copies, count, []
         self.replicas = [self.new(str(number)) for number in range(count)]
 
@@ -82,8 +82,14 @@ class Job:
             each.close()
         self.lighthouse.close()
 
+    def net(self):
+        net = Net()
+        for name, each in net.named_parameters():
+            each.requires_grad_(not self.frozen or not name.startswith(self.frozen))
+        return net
+
     def new(self, name):
-        par = Plan("dp_shard=1", [Divides()]).apply(Net())
+        par = Plan("dp_shard=1", [Divides()]).apply(self.net())
         optimizer = self.make(par.module.parameters())
         data, address = Batches(Numbers(), micro_batch=3, seed=0), f"http://127.0.0.1:{self.lighthouse.port}"
         options = {"lighthouse": address, "name": name, "replicas": self.count, "patience_s": 4.0, "optimizer_copies": self.copies}
@@ -123,7 +129,7 @@ class Job:
 
     def check(self):
         """Compare all replicas with one process on the samples that counted."""
-        net = Net()
+        net = self.net()
         optimizer = self.make(net.parameters())
         for rows in self.counted:
             (net(torch.tensor(rows)) / len(rows)).backward()
@@ -139,7 +145,7 @@ class Job:
                 seen |= {id(one)} if state else set()
                 for key, value in state.items():
                     assert value is optimizer.state[one][key] or torch.allclose(value, optimizer.state[one][key], rtol=0, atol=1e-12), key
-        assert len(seen) == len(list(net.parameters()))
+        assert len(seen) == sum(each.requires_grad for each in net.parameters())
 
     def lose(self, *numbers):
         for replica in [self.replicas[number] for number in numbers]:
@@ -241,6 +247,20 @@ def test_divided_replicas_match_one_process(count, copies, optimizer):
             whole = sum(each.nbytes for each in Net().parameters()) * (2 if optimizer == "AdamW" else 1)
             assert sum(map(nbytes, job.replicas)) == copies * whole
             assert max(map(nbytes, job.replicas)) <= 1.15 * whole * copies / count  # whole parameters, of which the largest is 40%
+
+
+@needs_torchft
+@on_ranks(1)
+def test_a_step_that_all_skip_changes_nothing():
+    """As after an overflow in float16; and parameters that are not trained travel to nobody."""
+    with Job(3, frozen="table") as job:
+        job.train(2)
+        job.all(job.reduced)
+        for replica in job.replicas:
+            replica.optimizer.zero_grad()
+        job.train(2)
+        job.check()
+        assert {replica.optimizer_sent for replica in job.replicas} <= set(range(sum(each.nbytes for each in Net().parameters()) // 3))
 
 
 @needs_torchft

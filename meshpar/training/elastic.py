@@ -237,8 +237,7 @@ class Replicas:
         """
         if self._divided is None:
             return asked
-        assert self._quorum is not None
-        together = all(each.stops for each in self._quorum.newest)
+        together = self._quorum is not None and all(each.stops for each in self._quorum.newest)
         self._leaves = not together and self._asked_to_stop == _STEPS_TO_STOP
         self._asked_to_stop = self._asked_to_stop + 1 if asked else 0
         return together or self._leaves
@@ -375,6 +374,7 @@ class Replicas:
         """Get the values of the parameters that other replicas have stepped, whoever is lost meanwhile."""
         assert self._divided is not None
         self._divided.put_back()
+        began, failed = time.monotonic(), False
         while self._stepped:
             quorum = self._quorum
             if quorum is not None:
@@ -385,9 +385,14 @@ class Replicas:
                         f"the others went on without replica {_plain(self._name)} before it had their new values of step {self.step}; "
                         "start it again"
                     )
-                elif not quorum.open or self._exchange():
+                elif not quorum.open:
+                    return
+                elif self._exchange():
+                    if failed:
+                        self._changed(self.step, time.monotonic() - began)
                     return
                 self._fail()
+            failed = True
             self._ask(waits=False, anyhow=True)
 
     def _exchange(self) -> bool:
