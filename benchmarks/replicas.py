@@ -1,6 +1,7 @@
 """Lose replicas at random instants: is any token lost or counted twice, any loss wrong, and how long does a loss cost?
 
     python benchmarks/replicas.py [--faults 200] [--seed 0] [--replicas 3] [--ranks 2] [--hosts] [--cost]
+                                  [--optimizer world] [--copies 2]
 
 A loop of one's own trains in several replicas of several ranks, and is hurt again and again: SIGKILL, SIGSTOP, and with ``--hosts`` (root)
 a cut link, of one replica or of two shortly after another, in each phase of a step. Lost replicas are started again. In the end every loss
@@ -520,22 +521,25 @@ def killed_recipe(folder: Path, words: list[str], logs: str, limit_s: float = 15
     return min(line["time"] for line in lines if line["step"] > before) - at, told.read_text()
 
 
-def timed_main(folder: str, name: str, rank: int, lighthouse: str, steps: int) -> None:
-    """Time steps of two replicas of one rank: as one job (no ``lighthouse``), or as two that may be lost."""
+def timed_main(folder: str, name: str, rank: int, lighthouse: str, steps: int, way: dict[str, Any]) -> None:
+    """Time steps of replicas of one rank: as one job (no ``lighthouse``), or as replicas that may be lost."""
     torch.set_num_threads(1)
-    world = 1 if lighthouse else 2
+    count, optimizer_state = way["replicas"], way.get("optimizer", "replica")
+    world = 1 if lighthouse else count
     store = dist.FileStore(f"{folder}/{name}-{rank if lighthouse else 0}", world)
     dist.init_process_group("gloo", store=store, rank=0 if lighthouse else rank, world_size=world)
     with torch.device("meta"):
         module = Transformer(TransformerConfig(vocab_size=1024, dim=256, layers=4, heads=4, kv_heads=4, hidden=1024, max_positions=128))
-    par = Plan(f"dp_replicate={world}", [Replicate()]).apply(module).materialize(seed=0)
-    optimizer, seconds = optimizer_of(par.module), []
+    plan = Plan(f"dp_replicate={world},dp_shard=1", [HybridShard(optimizer=optimizer_state)])
+    par = (Plan(f"dp_replicate={world}", [Replicate()]) if "optimizer" not in way else plan).apply(module).materialize(seed=0)
+    optimizer, seconds, sent, held = optimizer_of(par.module), [], 0, 0
     batch = {"input_ids": torch.randint(1024, (4, 128)), "labels": torch.randint(1024, (4, 128))}
     with contextlib.ExitStack() as stack:
         replicas = None
         if lighthouse:
             data = Batches(Rows(10**6), micro_batch=4, seed=0)
-            replicas = stack.enter_context(Replicas(par, optimizer, data, lighthouse=lighthouse, name=str(rank), replicas=2))
+            options = {"lighthouse": lighthouse, "name": str(rank), "replicas": count, "optimizer_copies": way.get("copies", 2)}
+            replicas = stack.enter_context(Replicas(par, optimizer, data, **options))
         for _ in range(steps):
             began = time.perf_counter()
             if replicas is not None:
@@ -548,27 +552,55 @@ def timed_main(folder: str, name: str, rank: int, lighthouse: str, steps: int) -
             optimizer.step()
             optimizer.zero_grad()
             seconds.append(time.perf_counter() - began)
-    if rank == 0:
-        Path(folder, f"{name}.json").write_text(json.dumps(seconds[3:]))
+            sent = 0 if replicas is None else replicas.optimizer_sent
+        time.sleep(1.0)  # the others may still need this one
+        held = sum(local(value).nbytes for state in optimizer.state.values() for key, value in state.items() if key != "step")
+    Path(folder, f"{name}-{rank}.json").write_text(json.dumps({"seconds": seconds[3:], "sent": sent, "held": held}))
     os._exit(0)
 
 
-def cost(folder: Path, *, blocks: int = 3, steps: int = 18) -> list[list[float]]:
-    """Return the steps' seconds of one job and of one that may lose replicas, in blocks that take turns."""
-    context, found = multiprocessing.get_context("forkserver"), [[], []]
+def cost(folder: Path, ways: Sequence[dict[str, Any]], *, blocks: int = 3, steps: int = 18) -> list[dict[str, Any]]:
+    """Return what steps take in several ways, in blocks that take turns: median seconds, and bytes of state and sent by the replicas."""
+    context, found = multiprocessing.get_context("forkserver"), [list[Any]() for _ in ways]
     context.set_forkserver_preload([*PRELOAD, "meshpar.models", "meshpar.checkpoints", "torchft.coordination"])
-    for block in range(2 * blocks):
-        served = Lighthouse() if block % 2 else None
+    for block in range(len(ways) * blocks):
+        way = ways[block % len(ways)]
+        served = Lighthouse() if way["lost"] else None
         address = "" if served is None else f"http://127.0.0.1:{served.port}"
-        ranks = [context.Process(target=timed_main, args=(str(folder), str(block), rank, address, steps)) for rank in range(2)]
-        for each in ranks:
+        ranks = range(way["replicas"])
+        started = [context.Process(target=timed_main, args=(str(folder), str(block), rank, address, steps, way)) for rank in ranks]
+        for each in started:
             each.start()
-        for each in ranks:
+        for each in started:
             each.join()
         if served is not None:
             served.close()
-        found[block % 2] += json.loads((folder / f"{block}.json").read_text())
-    return found
+        found[block % len(ways)].append([json.loads((folder / f"{block}-{rank}.json").read_text()) for rank in ranks])
+    return [
+        {"seconds": statistics.median(one for block in each for one in block[0]["seconds"])}
+        | {name: [rank[name] for rank in each[-1]] for name in ("held", "sent")}
+        for each in found
+    ]
+
+
+def tell_cost(arguments: argparse.Namespace) -> None:
+    """Measure what a step costs when nothing fails, and print it."""
+    with tempfile.TemporaryDirectory(prefix="replicas-") as name:
+        if arguments.optimizer == "replica":
+            plain, elastic = (each["seconds"] for each in cost(Path(name), [{"replicas": 2, "lost": False}, {"replicas": 2, "lost": True}]))
+            told = f"{1000 * plain:.1f} ms as one job, {1000 * elastic:.1f} ms where one may be lost: {elastic / plain:.3f}"
+            print(f"a step of two replicas: {told}")
+            return
+        alike = {"replicas": arguments.replicas, "lost": True, "copies": arguments.copies}
+        whole, divided = cost(Path(name), [alike | {"optimizer": "replica"}, alike | {"optimizer": "world"}])
+    times, state = [1000 * each["seconds"] for each in (whole, divided)], whole["held"][0]
+    held, sent = (", ".join(f"{each / 1e6:.2f}" for each in divided[name]) for name in ("held", "sent"))
+    print(
+        f"a step of {arguments.replicas} replicas: {times[0]:.1f} ms with optimizer='replica', {times[1]:.1f} ms with 'world' and "
+        f"{arguments.copies} copies: {times[1] / times[0]:.3f}\n"
+        f"optimizer state of each replica in MB: {state / 1e6:.2f}, divided {held}\n"
+        f"parameters that each replica sends in a step in MB: {sent}; it has {state / 2e6:.2f}"
+    )
 
 
 def main() -> int:
@@ -583,10 +615,7 @@ def main() -> int:
     parser.add_argument("--cost", action="store_true", help="only measure what a step costs when nothing fails")
     arguments = parser.parse_args()
     if arguments.cost:
-        with tempfile.TemporaryDirectory(prefix="replicas-") as name:
-            plain, elastic = map(statistics.median, cost(Path(name)))
-        told = f"{1000 * plain:.1f} ms as one job, {1000 * elastic:.1f} ms where one may be lost: {elastic / plain:.3f}"
-        print(f"a step of two replicas: {told}")
+        tell_cost(arguments)
         return 0
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -606,13 +635,14 @@ def main() -> int:
             print(f"WRONG, seed {arguments.seed}: {error}")
             return 1
         ways = {"--elastic replicas": (["--elastic", "replicas"], "out/logs/replica-0"), "--restarts 1": (["--restarts", "1"], "out/logs")}
-        for number, (name, (words, logs)) in enumerate(ways.items()):
+        for number, (name, (words, logs)) in enumerate(ways.items() if arguments.optimizer == "replica" else ()):
             (other := folder / f"recipe-{number}").mkdir()
             print(f"a recipe with {name}, a rank killed: {killed_recipe(other, words, logs)[0]:.1f} s to the next new step")
     lost = found["recovery_s"]
     print(
         f"{arguments.faults} faults of {arguments.replicas} replicas x {arguments.ranks} ranks in {time.monotonic() - began:.0f} s, "
-        f"{found['steps']} steps, {found['overruled']} of which a lost replica alone had committed: 0 wrong\n"
+        f"{found['steps']} steps, {found['overruled']} of which a lost replica alone had committed, {found['restored']} "
+        "starts from a checkpoint: 0 wrong\n"
         f"recovery, fault to the others' next step: median {statistics.median(lost):.1f} s, longest {max(lost):.1f} s"
     )
     return 0
