@@ -244,7 +244,8 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         min_params: merge blocks with fewer parameters than this into the unit around them.
         optimizer: ``"replica"``: each replica has the whole optimizer state. ``"world"``: the replicas split it, with gradients and
             parameters. With ``par.accumulate(reduce_each=True)``, each micro-batch is then reduced over ``dp_replicate``, too, into slices.
-            With ``offload="cpu"``, the shard in ``param_dtype`` stays on the device.
+            With ``offload="cpu"``, the shard in ``param_dtype`` stays on the device. Replicas that may be lost, each a job of its own
+            (:class:`meshpar.training.Replicas`), split the optimizer state alone.
     """
 
     optimizer: Literal["replica", "world"] = "replica"
