@@ -59,11 +59,14 @@ class Net(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.table, self.up, self.down = torch.nn.Embedding(ROWS, 4), torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+        self.seldom = torch.nn.Linear(8, 8)  # a replica may have no gradient of it
         self.inner = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
         self.double()
 
     def forward(self, rows):
-        return self.down(self.inner(self.up(self.table(rows)).tanh()).tanh()).square().sum()
+        hidden = self.up(self.table(rows)).tanh()
+        hidden = torch.cat([hidden[rows < 40], *([self.seldom(hidden[rows >= 40])] if (rows >= 40).any() else [])])
+        return self.down(self.inner(hidden).tanh()).square().sum()
 
 
 class Job:

@@ -302,17 +302,19 @@ class Replicas:
         mine, failed = on_device.cpu(), False
         while True:
             summed = self._ranks.attempt(lambda: Summed(self._peers, self.par.module, self.slot, len(self._slots), mine))
+            counts = False
             if summed is not None:
                 assert self._quorum is not None
                 done = self._quorum.key
                 self._ask(waits=False, done=done)
-                if self._quorum.best == (self.step + 1, done) and self._quorum.covered:
+                counts = self._quorum.covered
+                if counts and self._quorum.best == (self.step + 1, done):
                     self._commit(summed, done)
                     if failed:
                         self._changed(self.step, time.monotonic() - began)
                     total, *rest = summed.totals.split([1, *(each.numel() for each in values)])
                     return [total.reshape(()), *(part.view(each.shape) for part, each in zip(rest, values))]
-            if summed is None or not self._quorum.covered:
+            if not counts:
                 failed = True
                 if self._recovered():
                     continue
@@ -400,7 +402,12 @@ class Replicas:
         quorum, divided = self._quorum, self._divided
         assert quorum is not None and divided is not None
         place, held = self._placed(quorum.newest)
-        if not self._ranks.did(lambda: (self._connect(quorum.newest), divided.exchange(self._peers, place, held))):
+
+        def act() -> None:
+            self._connect(quorum.newest)
+            divided.exchange(self._peers, place, held)
+
+        if not self._ranks.did(act):
             return False
         self._open = False
         if not self._ranks.did(self._wait_for_all):

@@ -62,10 +62,10 @@ class Summed:
             parts = flat.split([local_tensor(each).numel() for each in bucket])
             for each, part in zip(bucket, parts):
                 if each.grad is None:
-                    each.grad = torch.zeroslike(each)
+                    each.grad = torch.zeros_like(each)
                 grad = local_tensor(each.grad)
                 grad.copy_(part.view(grad.shape))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeroslike(local_tensor(parameter)) if parameter.grad is None else local_tensor(parameter.grad)
+    return torch.zeros_like(local_tensor(parameter)) if parameter.grad is None else local_tensor(parameter.grad)
