@@ -1,6 +1,7 @@
 """Lose replicas at random instants: is any token lost or counted twice, any loss wrong, and how long does a loss cost?
 
     python benchmarks/replicas.py [--faults 200] [--seed 0] [--replicas 3] [--ranks 2] [--hosts] [--cost]
+                                  [--optimizer world] [--copies 2]
 
 A loop of one's own trains in several replicas of several ranks, and is hurt again and again: SIGKILL, SIGSTOP, and with ``--hosts`` (root)
 a cut link, of one replica or of two shortly after another, in each phase of a step. Lost replicas are started again. In the end every loss
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshpar import FullyShard, Plan, Replicate
+from meshpar import FullyShard, HybridShard, Plan, Replicate
 from meshpar.checkpoints import CheckpointManager
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import PRELOAD, token_loss_sum
 from meshpar.training import Batches, Lighthouse, Replicas
 
 VOCAB, LENGTH, BATCH = 64, 8, 2
-PHASES = ("begin", "forward", "backward", "reduce", "step", "save")
+PHASES = ("begin", "forward", "backward", "reduce", "step", "exchange", "save")
 LONGEST_S = 30.0
 os.environ.setdefault("RUST_LOG", "error")  # before the server of forks loads torchft
 _NEW_NETWORK = 0x40000000  # linux/sched.h: CLONE_NEWNET
@@ -69,10 +70,14 @@ def model() -> torch.nn.Module:
     return Transformer(TransformerConfig(vocab_size=VOCAB, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, max_positions=64)).double()
 
 
-def parallel(ranks: int) -> Any:
+def parallel(ranks: int, optimizer: str = "replica") -> Any:
     with torch.device("meta"):
         module = model()
-    return Plan(f"dp_shard={ranks}", [FullyShard()]).apply(module).materialize(seed=0)
+    world = optimizer == "world"
+    plan = (
+        Plan(f"dp_replicate=1,dp_shard={ranks}", [HybridShard(optimizer="world")]) if world else Plan(f"dp_shard={ranks}", [FullyShard()])
+    )
+    return plan.apply(module).materialize(seed=0)
 
 
 def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
@@ -81,14 +86,24 @@ def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-4, eps=1e-3)
 
 
-def digest(par: Any, optimizer: torch.optim.Optimizer) -> str:
+def digest(par: Any, optimizer: torch.optim.Optimizer | None) -> str:
     """Hash the whole weights and this rank's moments."""
     told = hashlib.sha256()
     for _, value in sorted(par.state_dict(full=True, everywhere=True).items()):
         told.update(value.numpy().tobytes())
-    for value in optimizer.state_dict()["state"].values():
-        told.update(getattr(value["exp_avg"], "_local_tensor", value["exp_avg"]).numpy().tobytes())
+    for value in {} if optimizer is None else optimizer.state_dict()["state"].values():
+        told.update(local(value["exp_avg"]).numpy().tobytes())
     return told.hexdigest()
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def moments(par: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the whole moments by name."""
+    named = ((name, optimizer.state[each]["exp_avg_sq"]) for name, each in par.module.named_parameters())
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in named}
 
 
 def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: Any) -> None:
@@ -105,7 +120,7 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
     os.dup2(log, 2)
     store = dist.FileStore(str(folder / f"store-{replica}-{life}"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=job["patience_s"]))
-    par = parallel(ranks)
+    par = parallel(ranks, job["optimizer"])
     optimizer = optimizer_of(par.module)
     data = Batches(Rows(job["rows"]), micro_batch=BATCH, data_rank=par.data_rank, data_size=par.data_size, seed=0)
     checkpoints = CheckpointManager(folder / "checkpoints", keep=2, timeout_s=job["patience_s"])
@@ -114,14 +129,17 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
         phase.value = PHASES.index(name)
         time.sleep(job["pause_s"])
 
-    told = folder / f"steps-{replica}-{life}.jsonl"
-    with Replicas(
-        par, optimizer, data, lighthouse=job["lighthouse"], name=str(replica), replicas=job["replicas"], patience_s=job["patience_s"]
-    ) as replicas:
-        if not replicas.join() and checkpoints.latest() is not None:
-            extra = checkpoints.restore(par, optimizer).extra
-            data.load_state_dict(extra["data"])
-            replicas.step = extra["step"]
+    told, world = folder / f"steps-{replica}-{life}.jsonl", job["optimizer"] == "world"
+    optimizer.register_step_post_hook(lambda *_: at("exchange"))  # before the one by which the replicas exchange
+    options = {"lighthouse": job["lighthouse"], "replicas": job["replicas"], "patience_s": job["patience_s"]}
+    with Replicas(par, optimizer, data, name=str(replica), optimizer_copies=job["copies"], **options) as replicas:
+        if not replicas.join():
+            if checkpoints.latest() is not None:
+                extra = checkpoints.restore(par, optimizer).extra
+                data.load_state_dict(extra["data"])
+                replicas.step = extra["step"]
+            if rank == 0:
+                (folder / f"begun-{replica}-{life}.json").write_text(json.dumps({"step": replicas.step, "at": time.time()}))
         while data.epoch < job["epochs"] and data.epoch < last_epoch(folder):
             at("begin")
             (batch,) = replicas.begin()
@@ -146,10 +164,18 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
                 with told.open("a") as file:
                     file.write(json.dumps(line | {"sum": replicas.sum, "changes": changes}) + "\n")
             replicas.changes.clear()
-            if done is not None and job["save_every"] and replicas.step % job["save_every"] == 0 and replicas.writes():
-                at("save")
-                checkpoints.save(replicas.step, par, optimizer, {"data": data.state_dict(), "step": replicas.step}, replace=True)
-    found = digest(par, optimizer)
+            if done is not None and job["save_every"] and replicas.step % job["save_every"] == 0:
+                if world:
+                    at("save")
+                with replicas.saving() as writes:
+                    if writes:
+                        at("save")
+                        checkpoints.save(replicas.step, par, optimizer, {"data": data.state_dict(), "step": replicas.step}, replace=True)
+        if world:
+            with replicas.saving() as writes:
+                if writes and (found := moments(par, optimizer)) and rank == 0:
+                    torch.save(found, folder / "moments.pt")
+    found = digest(par, None if world else optimizer)
     if rank == 0:
         torch.save(par.state_dict(full=True), folder / f"weights-{replica}.pt")
     else:
@@ -181,7 +207,9 @@ class Lab:
     """
 
     def __init__(self, folder: Path, *, replicas: int, ranks: int, **options: Any) -> None:
-        defaults = dict(epochs=1, rows=256, pause_s=0.0, patience_s=4.0, save_every=0, namespaces=[], lighthouse="")
+        defaults = dict(
+            epochs=1, rows=256, pause_s=0.0, patience_s=4.0, save_every=0, namespaces=[], lighthouse="", optimizer="replica", copies=2
+        )
         self.job = defaults | options | dict(folder=str(folder), replicas=replicas, ranks=ranks)
         self.folder, self.restarts = folder, True
         self._context = multiprocessing.get_context("forkserver")
@@ -307,13 +335,15 @@ def check(folder: Path, rows: int) -> dict[str, Any]:
         AssertionError: a token is lost or counted twice, a loss differs, or replicas differ.
     """
     steps: dict[int, dict[str, Any]] = {}
-    lives = histories(folder)
+    lives, begun = histories(folder), [json.loads(path.read_text()) for path in folder.glob("begun-*.json")]
     for lines in lives.values():
         for line in lines:
             if line["step"] not in steps or line["sum"] > steps[line["step"]]["sum"]:
                 steps[line["step"]] = line
     overruled = 0
     for name, lines in lives.items():
+        # A step before which all have started again from a checkpoint is undone.
+        lines = [line for line in lines if not any(line["at"] < each["at"] and line["step"] > each["step"] for each in begun)]
         # A step of which the others did not hear in time is overruled: its replica copies their state and makes their next step.
         agrees = [all(line[field] == steps[line["step"]][field] for field in ("loss", "rows", "sum")) for line in lines]
         overruled += agrees.count(False)
@@ -328,7 +358,8 @@ def check(folder: Path, rows: int) -> dict[str, Any]:
     by_rank = [{path.read_text() for path in folder.glob(f"end-*-{rank}")} for rank in range(8)]
     assert all(len(each) <= 1 for each in by_rank), "replicas differ in the end"
     compared_with_one_process(folder, [steps[number] for number in sorted(steps)])
-    return {"steps": len(steps), "overruled": overruled, "changes": changes_of(lives)}
+    restored = sum(each["step"] > 0 for each in begun)
+    return {"steps": len(steps), "overruled": overruled, "changes": changes_of(lives), "restored": restored}
 
 
 def changes_of(lives: dict[str, list[dict[str, Any]]]) -> list[tuple[float, int, int]]:
@@ -365,6 +396,9 @@ def compared_with_one_process(folder: Path, steps: list[dict[str, Any]]) -> None
                 assert torch.allclose(value, par.module.get_parameter(name), rtol=0, atol=2e-6), (
                     f"{name} differs from one process in the end"
                 )
+        for name, value in torch.load(folder / "moments.pt").items() if (folder / "moments.pt").exists() else ():
+            other = optimizer.state[par.module.get_parameter(name)]["exp_avg_sq"]
+            assert torch.allclose(value, other, rtol=1e-3, atol=1e-12), f"the moments of {name} differ from one process's in the end"
 
 
 @contextlib.contextmanager
@@ -391,7 +425,7 @@ def hurt(lab: Lab, draw: random.Random, hosts: Any = None) -> tuple[str, float]:
             time.sleep(draw.uniform(0, patience_s))  # while the others recover, or the first one joins
         elif phase == "save":
             lab.wait(lambda: any(lab.phase(each) == "save" for each in replicas) or bool(lab.ended), LONGEST_S)
-            victim = next((each for each in replicas if lab.phase(each) == "save"), victim)
+            victim = next((each for each in (victim, *replicas) if lab.phase(each) == "save"), victim)
         else:
             lab.wait_for(victim, phase)
         struck = struck or time.time()
@@ -461,7 +495,7 @@ def rank_of(logs: Path) -> int:
     raise AssertionError(f"no rank writes to {logs}")
 
 
-def killed_recipe(folder: Path, words: list[str], logs: str, limit_s: float = 150.0) -> tuple[float, str]:
+def killed_recipe(folder: Path, words: list[str], logs: str, limit_s: float = 150.0, overrides: Sequence[str] = ()) -> tuple[float, str]:
     """Run a small recipe and kill a rank after its 20th line of metrics.
 
     Returns:
@@ -471,7 +505,7 @@ def killed_recipe(folder: Path, words: list[str], logs: str, limit_s: float = 15
     (folder / "job.yaml").write_text(RECIPE)
     told, metrics = folder / "told", folder / "out/metrics.jsonl"
     with told.open("w") as file:
-        command = [sys.executable, "-m", "meshpar.launchers", "run", *words, "job.yaml"]
+        command = [sys.executable, "-m", "meshpar.launchers", "run", *words, "job.yaml", *overrides]
         process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + limit_s
@@ -488,22 +522,25 @@ def killed_recipe(folder: Path, words: list[str], logs: str, limit_s: float = 15
     return min(line["time"] for line in lines if line["step"] > before) - at, told.read_text()
 
 
-def timed_main(folder: str, name: str, rank: int, lighthouse: str, steps: int) -> None:
-    """Time steps of two replicas of one rank: as one job (no ``lighthouse``), or as two that may be lost."""
+def timed_main(folder: str, name: str, rank: int, lighthouse: str, steps: int, way: dict[str, Any]) -> None:
+    """Time steps of replicas of one rank: as one job (no ``lighthouse``), or as replicas that may be lost."""
     torch.set_num_threads(1)
-    world = 1 if lighthouse else 2
+    count, optimizer_state = way["replicas"], way.get("optimizer", "replica")
+    world = 1 if lighthouse else count
     store = dist.FileStore(f"{folder}/{name}-{rank if lighthouse else 0}", world)
     dist.init_process_group("gloo", store=store, rank=0 if lighthouse else rank, world_size=world)
     with torch.device("meta"):
         module = Transformer(TransformerConfig(vocab_size=1024, dim=256, layers=4, heads=4, kv_heads=4, hidden=1024, max_positions=128))
-    par = Plan(f"dp_replicate={world}", [Replicate()]).apply(module).materialize(seed=0)
-    optimizer, seconds = optimizer_of(par.module), []
+    plan = Plan(f"dp_replicate={world},dp_shard=1", [HybridShard(optimizer=optimizer_state)])
+    par = (Plan(f"dp_replicate={world}", [Replicate()]) if "optimizer" not in way else plan).apply(module).materialize(seed=0)
+    optimizer, seconds, sent, held = optimizer_of(par.module), [], 0, 0
     batch = {"input_ids": torch.randint(1024, (4, 128)), "labels": torch.randint(1024, (4, 128))}
     with contextlib.ExitStack() as stack:
         replicas = None
         if lighthouse:
             data = Batches(Rows(10**6), micro_batch=4, seed=0)
-            replicas = stack.enter_context(Replicas(par, optimizer, data, lighthouse=lighthouse, name=str(rank), replicas=2))
+            options = {"lighthouse": lighthouse, "name": str(rank), "replicas": count, "optimizer_copies": way.get("copies", 2)}
+            replicas = stack.enter_context(Replicas(par, optimizer, data, **options))
         for _ in range(steps):
             began = time.perf_counter()
             if replicas is not None:
@@ -516,27 +553,55 @@ def timed_main(folder: str, name: str, rank: int, lighthouse: str, steps: int) -
             optimizer.step()
             optimizer.zero_grad()
             seconds.append(time.perf_counter() - began)
-    if rank == 0:
-        Path(folder, f"{name}.json").write_text(json.dumps(seconds[3:]))
+            sent = 0 if replicas is None else replicas.optimizer_sent
+        time.sleep(1.0)  # the others may still need this one
+        held = sum(local(value).nbytes for state in optimizer.state.values() for key, value in state.items() if key != "step")
+    Path(folder, f"{name}-{rank}.json").write_text(json.dumps({"seconds": seconds[3:], "sent": sent, "held": held}))
     os._exit(0)
 
 
-def cost(folder: Path, *, blocks: int = 3, steps: int = 18) -> list[list[float]]:
-    """Return the steps' seconds of one job and of one that may lose replicas, in blocks that take turns."""
-    context, found = multiprocessing.get_context("forkserver"), [[], []]
+def cost(folder: Path, ways: Sequence[dict[str, Any]], *, blocks: int = 3, steps: int = 18) -> list[dict[str, Any]]:
+    """Return what steps take in several ways, in blocks that take turns: median seconds, and bytes of state and sent by the replicas."""
+    context, found = multiprocessing.get_context("forkserver"), [list[Any]() for _ in ways]
     context.set_forkserver_preload([*PRELOAD, "meshpar.models", "meshpar.checkpoints", "torchft.coordination"])
-    for block in range(2 * blocks):
-        served = Lighthouse() if block % 2 else None
+    for block in range(len(ways) * blocks):
+        way = ways[block % len(ways)]
+        served = Lighthouse() if way["lost"] else None
         address = "" if served is None else f"http://127.0.0.1:{served.port}"
-        ranks = [context.Process(target=timed_main, args=(str(folder), str(block), rank, address, steps)) for rank in range(2)]
-        for each in ranks:
+        ranks = range(way["replicas"])
+        started = [context.Process(target=timed_main, args=(str(folder), str(block), rank, address, steps, way)) for rank in ranks]
+        for each in started:
             each.start()
-        for each in ranks:
+        for each in started:
             each.join()
         if served is not None:
             served.close()
-        found[block % 2] += json.loads((folder / f"{block}.json").read_text())
-    return found
+        found[block % len(ways)].append([json.loads((folder / f"{block}-{rank}.json").read_text()) for rank in ranks])
+    return [
+        {"seconds": statistics.median(one for block in each for one in block[0]["seconds"])}
+        | {name: [rank[name] for rank in each[-1]] for name in ("held", "sent")}
+        for each in found
+    ]
+
+
+def tell_cost(arguments: argparse.Namespace) -> None:
+    """Measure what a step costs when nothing fails, and print it."""
+    with tempfile.TemporaryDirectory(prefix="replicas-") as name:
+        if arguments.optimizer == "replica":
+            plain, elastic = (each["seconds"] for each in cost(Path(name), [{"replicas": 2, "lost": False}, {"replicas": 2, "lost": True}]))
+            told = f"{1000 * plain:.1f} ms as one job, {1000 * elastic:.1f} ms where one may be lost: {elastic / plain:.3f}"
+            print(f"a step of two replicas: {told}")
+            return
+        alike = {"replicas": arguments.replicas, "lost": True, "copies": arguments.copies}
+        whole, divided = cost(Path(name), [alike | {"optimizer": "replica"}, alike | {"optimizer": "world"}])
+    times, state = [1000 * each["seconds"] for each in (whole, divided)], whole["held"][0]
+    held, sent = (", ".join(f"{each / 1e6:.2f}" for each in divided[name]) for name in ("held", "sent"))
+    print(
+        f"a step of {arguments.replicas} replicas: {times[0]:.1f} ms with optimizer='replica', {times[1]:.1f} ms with 'world' and "
+        f"{arguments.copies} copies: {times[1] / times[0]:.3f}\n"
+        f"optimizer state of each replica in MB: {state / 1e6:.2f}, divided {held}\n"
+        f"parameters that each replica sends in a step in MB: {sent}; it has {state / 2e6:.2f}"
+    )
 
 
 def main() -> int:
@@ -545,14 +610,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--optimizer", choices=["replica", "world"], default="replica", help="HybridShard's; world: divided over replicas")
+    parser.add_argument("--copies", type=int, default=2, help="number of replicas that hold each parameter's state, with --optimizer world")
     parser.add_argument("--hosts", action="store_true", help="each replica on a host of its own, whose link is cut, too; needs root")
     parser.add_argument("--cost", action="store_true", help="only measure what a step costs when nothing fails")
     arguments = parser.parse_args()
     if arguments.cost:
-        with tempfile.TemporaryDirectory(prefix="replicas-") as name:
-            plain, elastic = map(statistics.median, cost(Path(name)))
-        told = f"{1000 * plain:.1f} ms as one job, {1000 * elastic:.1f} ms where one may be lost: {elastic / plain:.3f}"
-        print(f"a step of two replicas: {told}")
+        tell_cost(arguments)
         return 0
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -565,20 +629,21 @@ def main() -> int:
             lighthouse = Lighthouse(patience_s=4.0)
             stack.callback(lighthouse.close)
             served["lighthouse"] = f"http://{hosts.address('ctl')}:{lighthouse.port}"
-        sizes = {"replicas": arguments.replicas, "ranks": arguments.ranks}
+        sizes = {"replicas": arguments.replicas, "ranks": arguments.ranks, "optimizer": arguments.optimizer, "copies": arguments.copies}
         try:
             found = run(folder, faults=arguments.faults, seed=arguments.seed, hosts=hosts, **sizes, **served)
         except (AssertionError, TimeoutError) as error:
             print(f"WRONG, seed {arguments.seed}: {error}")
             return 1
         ways = {"--elastic replicas": (["--elastic", "replicas"], "out/logs/replica-0"), "--restarts 1": (["--restarts", "1"], "out/logs")}
-        for number, (name, (words, logs)) in enumerate(ways.items()):
+        for number, (name, (words, logs)) in enumerate(ways.items() if arguments.optimizer == "replica" else ()):
             (other := folder / f"recipe-{number}").mkdir()
             print(f"a recipe with {name}, a rank killed: {killed_recipe(other, words, logs)[0]:.1f} s to the next new step")
     lost = found["recovery_s"]
     print(
         f"{arguments.faults} faults of {arguments.replicas} replicas x {arguments.ranks} ranks in {time.monotonic() - began:.0f} s, "
-        f"{found['steps']} steps, {found['overruled']} of which a lost replica alone had committed: 0 wrong\n"
+        f"{found['steps']} steps, {found['overruled']} of which a lost replica alone had committed, {found['restored']} "
+        "starts from a checkpoint: 0 wrong\n"
         f"recovery, fault to the others' next step: median {statistics.median(lost):.1f} s, longest {max(lost):.1f} s"
     )
     return 0

@@ -24,6 +24,7 @@ from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.dcp import Stored
 from meshpar.errors import CheckpointError
 from meshpar.placements import local_tensor, placed_like, sharded_axes
+from meshpar.state.full import check_undivided
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """One optimizer, or several by name, of different parameters."""
@@ -94,6 +95,8 @@ def optimizer_state(given: Optimizers, model: ModelState) -> OptimizerState:
     """
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     optimizers, tensors = optimizers_of(given), {}
+    for optimizer in optimizers.values():
+        check_undivided(optimizer)
     state: dict[str, dict[str, Any]] = {}
     for optimizer, parameter in parameters_of(optimizers, names):
         name = names[id(parameter)]
@@ -209,6 +212,8 @@ def restore_optimizer(
     Returns:
         Names in the checkpoint, and the tensor to read each into.
     """
+    for optimizer in optimizers_of(given).values():
+        check_undivided(optimizer)
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     wanted: list[tuple[str, Tensor]] = []
     options, classes = options_by_parameter(table), class_by_parameter(table)

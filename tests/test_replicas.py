@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from meshpar import FullyShard, HybridShard, LaunchError, MeshError, MeshSpec, Plan, PlanError
+from meshpar.checkpoints import read_manifest
 from meshpar.errors import MeshparError, ReplicaError
 from meshpar.launchers.agent.failures import exit_code
 from meshpar.launchers.agent.replicas import divided
@@ -112,8 +113,7 @@ def test_what_cannot_be_lost_is_refused_by_name():
     with torch.device("meta"):
         module = lab.model()
     module.norm = torch.nn.Sequential(module.norm, torch.nn.BatchNorm1d(4, device="meta"))
-    world = HybridShard(optimizer="world", whole=("norm.1.*",))
-    par = Plan("dp_replicate=2,dp_shard=1", [world]).apply(module)
+    par = Plan("dp_replicate=2,dp_shard=1", [HybridShard(whole=("norm.1.*",))]).apply(module)
     optimizer = torch.optim.SGD(par.module.parameters())
     mixed = Numbers(8)
     mixed.mix = Interleave(sizes=(4, 4), weights=(1.0, 1.0), epochs=(1, 1))
@@ -123,7 +123,7 @@ def test_what_cannot_be_lost_is_refused_by_name():
         with pytest.raises(PlanError) as raised:
             Replicas(par, optimizer, each)
         told += str(raised.value)
-    for reason in ("dp_replicate=2 inside", "splits state over replicas", "norm.1 (BatchNorm1d)", "workers=1", "a mix of sources"):
+    for reason in ("dp_replicate=2 inside", "norm.1 (BatchNorm1d)", "workers=1", "a mix of sources"):
         assert reason in told
     par = Plan("dp_shard=2", [FullyShard()]).apply(lab.model())
     with pytest.raises(ReplicaError, match="meshpar run --elastic=replicas"):
@@ -152,10 +152,9 @@ def test_replicas_of_an_open_mesh_are_over_the_ranks_of_all_nodes(tmp_path):
 def test_a_recipe_that_cannot_lose_replicas_is_refused_before_a_process_starts(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(lab.RECIPE)
-    more = ["profile=true", "data.workers=2", "mesh=dp_replicate=2,dp_shard=2", "passes=[{HybridShard: {optimizer: world}}]"]
-    with pytest.raises(PlanError, match="splits state over replicas") as raised:
-        run(str(path), more, {}, elastic="replicas")
-    assert "profile: false" in str(raised.value) and "data.workers: 0" in str(raised.value)
+    with pytest.raises(PlanError, match="profile: false") as raised:
+        run(str(path), ["profile=true", "data.workers=2", "mesh=dp_replicate=2,dp_shard=2"], {}, elastic="replicas")
+    assert "data.workers: 0" in str(raised.value)
     for what, place, words, match in (
         ("script.py", {}, [], "starts recipes; .* is a script"),
         ("job.yaml", {"nodes": "1:2"}, [], "two kinds of elastic jobs"),
@@ -316,13 +315,16 @@ def test_faults_at_random_instants_lose_and_double_nothing(tmp_path, replicas, r
 
 
 @pytest.mark.timeout(400)
-def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path):
+@pytest.mark.parametrize("more", [[], ["passes=[{HybridShard: {optimizer: world}}]"]])
+def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path, more):
     """The one that reports is killed: another one does, each step is told once, and the newest checkpoint is the last step's."""
-    seconds, told = lab.killed_recipe(tmp_path, ["--elastic", "replicas"], "out/logs/replica-0")
+    seconds, told = lab.killed_recipe(tmp_path, ["--elastic", "replicas"], "out/logs/replica-0", overrides=more)
     records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 151)), told
     assert [record["replicas"] for record in records if "replicas" in record][:1] == [1] and "lost 0" in told
     assert (tmp_path / "out/checkpoints/latest").resolve().name.endswith("150")
+    table = read_manifest(tmp_path / "out/checkpoints/latest").optimizer
+    assert table["state"].keys() == {name for group in table["groups"] for name in group["params"]}
     assert seconds < 15
 
 

@@ -9,7 +9,6 @@ from typing import final
 
 from meshpar import runtime
 from meshpar.errors import LaunchError, MeshError
-from meshpar.launchers.recipes.named import make_passes
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection
 from meshpar.mesh import MeshSpec
@@ -67,12 +66,6 @@ def _data_ranks(spec: MeshSpec) -> int:
 
 def replica_problems(recipe: Recipe) -> Iterator[str]:
     """Yield what ``--elastic=replicas`` does not support in a recipe, one line each; the plan's and the data's own come with them."""
-    for each in make_passes(recipe.passes):
-        if not each.replicas_are_whole:
-            yield (
-                f"--elastic=replicas: {each.name}, as it is set, splits state over replicas, and a lost replica takes its part along; keep "
-                "it whole (optimizer: replica), or run with --nodes MIN:MAX, which resumes from the newest checkpoint"
-            )
     if recipe.teacher is not None:
         yield f"{recipe.where('teacher')}: --elastic=replicas trains without a teacher; drop one of both"
     if recipe.training.balance_rate or recipe.training.balance_loss:

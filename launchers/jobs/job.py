@@ -98,7 +98,13 @@ def run_job(recipe: Recipe) -> Outcome:
             replicas = None
             if runtime.replica()[1]:
                 replicas = Replicas(
-                    par, optimizer, train, state=trainer, same=(recipe.optimizer, recipe.training), patience_s=recipe.patience
+                    par,
+                    optimizer,
+                    train,
+                    state=trainer,
+                    same=(recipe.optimizer, recipe.training),
+                    patience_s=recipe.patience,
+                    optimizer_copies=recipe.optimizer_copies,
                 )
                 stack.enter_context(replicas)
             else:

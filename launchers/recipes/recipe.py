@@ -64,6 +64,8 @@ class Recipe(Section):
         preflight: whether the doctor looks at the machines before training, and whether what it finds ends the job.
         watchdog: seconds without any progress after which ranks say where they are, and the job ends; None: never.
         patience: seconds that replicas (``--elastic=replicas``) wait for one that does not answer, before they go on without it.
+        optimizer_copies: number of replicas (``--elastic=replicas``) that hold each parameter's optimizer state, where ``HybridShard`` has
+            ``optimizer: world``; 1: the loss of a replica ends the job, which resumes from the newest checkpoint.
         profile: write a profile of a few early steps into the run's folder (:mod:`meshpar.training.profile`).
         output: the run's folder, or a URL in an object store (``s3://bucket/run``), whose logs are in ``runs/s3/bucket/run``; without it
             ``runs/NAME``.
@@ -84,6 +86,7 @@ class Recipe(Section):
     preflight: Literal["off", "warn", "fail"] = "off"
     watchdog: Annotated[float, Bound(gt=0)] | None = 600.0
     patience: Annotated[float, Bound(gt=0)] = 20.0
+    optimizer_copies: Annotated[int, Bound(ge=1)] = 2
     profile: bool = False
     output: str = ""
     code: str | None = None

@@ -67,8 +67,8 @@ class Pass:
             claim it.
         splits_sequence: activations between layers are split along the sequence over the pass's axis. The axis's ranks then draw
             different random numbers everywhere, and a block cannot be called alone.
-        replicas_are_whole: each replica over ``dp_replicate`` has all parameters and optimizer state, so that the others need not go on
-            without a part when one is lost.
+        divides_optimizer: optimizer state is divided over ``dp_replicate``. Replicas that may be lost, each a job of its own, then divide
+            it among them (:class:`meshpar.training.Replicas`).
         keeps_on_host: parameters, gradients and optimizer state live in host memory.
         compiles: the pass changes how fast a step runs, and not what it computes. The forecast replays a step without it.
         period: number of blocks after which the treatment of blocks repeats. The forecast replays at least one period.
@@ -81,7 +81,7 @@ class Pass:
     stage: int
     roles: Mapping[str, Role] = MappingProxyType({})
     splits_sequence: bool = False
-    replicas_are_whole: bool = True
+    divides_optimizer: bool = False
     keeps_on_host: bool = False
     compiles: bool = False
     period: int = 1

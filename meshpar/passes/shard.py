@@ -249,7 +249,8 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         min_params: merge blocks with fewer parameters than this into the unit around them.
         optimizer: ``"replica"``: each replica has the whole optimizer state. ``"world"``: the replicas split it, with gradients and
             parameters. With ``par.accumulate(reduce_each=True)``, each micro-batch is then reduced over ``dp_replicate``, too, into slices.
-            With ``offload="cpu"``, the shard in ``param_dtype`` stays on the device.
+            With ``offload="cpu"``, the shard in ``param_dtype`` stays on the device. Replicas that may be lost, each a job of its own
+            (:class:`meshpar.training.Replicas`), split the optimizer state alone.
     """
 
     optimizer: Literal["replica", "world"] = "replica"
@@ -259,9 +260,9 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
     roles = MappingProxyType({"dp_replicate": Role.SAMPLES, "dp_shard": Role.SAMPLES})
 
     @property
-    def replicas_are_whole(self) -> bool:  # type: ignore[override]
-        """Each replica has all parameters and optimizer state."""
-        return self.optimizer == "replica"
+    def divides_optimizer(self) -> bool:  # type: ignore[override]
+        """Optimizer state is divided over replicas."""
+        return self.optimizer == "world"
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from _Sharding.problems(self, module, layout, mesh)

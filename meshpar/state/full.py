@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, final
@@ -46,6 +47,22 @@ def guard_optimizer(optimizer: torch.optim.Optimizer) -> None:
         return ShardedState(state) if any(isinstance(each, DTensor) for each in held) else None
 
     optimizer.register_state_dict_post_hook(guarded)
+
+
+_DIVIDED: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
+
+
+def mark_divided(optimizer: torch.optim.Optimizer, why: str) -> None:
+    """Note that other jobs hold a part of an optimizer's state, and ``why`` that of this job is not to be saved; empty: all is here."""
+    if optimizer not in _DIVIDED:
+        optimizer.register_state_dict_pre_hook(check_undivided)
+    _DIVIDED[optimizer] = why
+
+
+def check_undivided(optimizer: torch.optim.Optimizer) -> None:
+    """Raise MeshparError if other jobs hold a part of the optimizer's state."""
+    if why := _DIVIDED.get(optimizer):
+        raise MeshparError(why)
 
 
 def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced

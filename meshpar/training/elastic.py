@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import pickle
+import functools
+import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, cast, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshpar import _torch, runtime
 from meshpar.errors import MeshparError, PlanError, ReplicaError
-from meshpar.exact.agreement import leaves
 from meshpar.parallelized import Parallelized
-from meshpar.placements import local_tensor
-from meshpar.replicas import digest
-from meshpar.state.initialize import state as tensors_of
 from meshpar.training.data import Batches, TensorBatch
+from meshpar.training.divided import Divided
 from meshpar.training.quorum import Member, Membership, Peers, Quorum, Sum, connect
+from meshpar.training.replicated import Replicated, Stateful
+from meshpar.training.summed import Summed
+from meshpar.training.together import Together
 
-T = TypeVar("T")
-
-_BUCKET = 1 << 22  # elements
 _MOST_S = 30.0
 _MOST_TRIES = 12
 _CONNECT_S = 5.0  # gloo tries five times
-
-
-class Stateful(Protocol):
-    """State that a replica sends to another beside its weights and optimizer: plain data, such as a trainer's."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+_STEPS_TO_STOP = 2
 
 
 @final
@@ -99,6 +88,9 @@ class Replicas:
         replicas: number of replicas to wait for at the start; None: as the launcher says.
         patience_s: seconds that replicas wait for one that does not answer, longer than the difference between their step times.
         wait_s: seconds that a new replica waits for the others.
+        optimizer_copies: number of replicas that hold each parameter's optimizer state, where a pass divides it over replicas
+            (``HybridShard(optimizer="world")``). With 2, a lost replica takes nothing along. With 1, its loss ends the job, which
+            resumes from the newest checkpoint.
 
     Attributes:
         step: number of steps that were committed; a loop that restores a checkpoint sets it.
@@ -107,6 +99,7 @@ class Replicas:
 
     Raises:
         PlanError: what cannot be trained in this way, by name.
+        MeshparError: the optimizer's step of one parameter depends on others, and its state was to be divided.
         ReplicaError: nobody answers at the lighthouse.
     """
 
@@ -123,24 +116,30 @@ class Replicas:
         replicas: int | None = None,
         patience_s: float = 20.0,
         wait_s: float = 900.0,
+        optimizer_copies: int = 2,
     ) -> None:
-        if problems := [*plan_problems(par), *data.share_problems()]:
+        if problems := [*plan_problems(par, optimizer_copies), *data.share_problems()]:
             raise PlanError(problems)
         known, whole = runtime.replica()
         self.par, self.optimizer, self.data = par, optimizer, data
         self.step, self.changes = 0, list[Change]()
-        self._same = same
-        self._state: Stateful = data if state is None else state
+        self._divided: Divided | None = None
+        if any(each.divides_optimizer for each in par.plan.passes):
+            self._divided = Divided(optimizer, optimizer_copies)
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+        alike = same, optimizer_copies if self._divided is not None else 0
+        self._state = Replicated(par, optimizer, data, data if state is None else state, alike, self._divided)
         self._expected, self._patience_s, self._wait_s = whole if replicas is None else replicas, patience_s, wait_s
-        self._world = None if dist.get_world_size() == 1 else _control_group(patience_s)
+        self._ranks = Together(patience_s + _MOST_S)
         self._membership: Membership | None = None
         until, entered = time.monotonic() + wait_s, None
         while entered is None:  # in slices, for each of which the other ranks of the replica wait
-            entered = self._tell(lambda: self._enter(lighthouse or runtime.lighthouse(), name or known, until))
+            entered = self._ranks.tell(lambda: self._enter(lighthouse or runtime.lighthouse(), name or known, until))
         self._name: str = entered
         self._sum: Sum = (0, 0)
         self._failures, self._life, self._blank = 0, 0, False
-        self._tries, self._terms, self._error = 0, 0, "another rank of this replica failed"
+        self._tries, self._terms = 0, 0
         self._drawn: Sum = (0, 0)
         self._quorum: Quorum | None = None
         self._group: Peers | None = None
@@ -150,6 +149,8 @@ class Replicas:
         self.counted: tuple[bool, ...] = ()
         self._trained: tuple[str, ...] = ()
         self._first, self._behind, self._longest_s, self._began = False, False, 0.0, 0.0
+        self._open, self._stepped, self._saves = False, False, False
+        self._asked_to_stop, self._leaves, self._saved = 0, False, -1
 
     def __enter__(self) -> Replicas:
         return self
@@ -168,7 +169,7 @@ class Replicas:
         self._blank = True
         self._ask(waits=False)
         assert self._quorum is not None
-        self._blank = self._quorum.best[0] >= 0
+        self._blank = self._quorum.best[0] >= 0 and self._quorum.covered
         if not self._blank:
             self._quorum = None  # the next one tells from where this replica starts
         return self._blank
@@ -197,12 +198,54 @@ class Replicas:
         """
         if not self.leads:
             return False
-        heard = self._tell(lambda: self._membership is not None and self._membership.current())
+        heard = self._ranks.tell(lambda: self._membership is not None and self._membership.current())
         if heard or not last:
             return heard
         self._ask(waits=False)
         assert self._quorum is not None
         return self._quorum.best == (self.step, self._sum)
+
+    @contextmanager
+    def saving(self, *, last: bool = False) -> Iterator[bool]:
+        """Enter to save a checkpoint: yields whether this replica is the one that writes it, see :meth:`writes`.
+
+        Optimizer state that is divided over replicas is whole inside, on the replica that writes: what it does not hold in host memory.
+        All replicas enter it after the same steps; a second time after one step, it gathers nothing and yields False.
+
+        >>> with replicas.saving() as writes:                               # doctest: +SKIP
+        ...     if writes:                                                  # doctest: +SKIP
+        ...         checkpoints.save(replicas.step, par, optimizer)         # doctest: +SKIP
+
+        Raises:
+            ReplicaError: see :meth:`begin`.
+        """
+        if self._divided is None:
+            yield self.writes(last=last)
+            return
+        gathered = not self._leaves and self._saved != self.step and self._gather()
+        self._saved = self.step
+        try:
+            yield gathered and self.writes(last=last)
+        finally:
+            self._divided.keep(self._divided.holds)
+
+    def stops(self, asked: bool) -> bool:
+        """Return whether this replica stops after the step that was committed last, if it was ``asked`` to, such as by a signal.
+
+        Replicas among which optimizer state is divided need one another to save: they stop after one step if all are asked to. One that
+        is asked alone leaves the others two steps later, and saves nothing.
+        """
+        if self._divided is None:
+            return asked
+        together = self._quorum is not None and all(each.stops for each in self._quorum.newest)
+        self._leaves = not together and self._asked_to_stop == _STEPS_TO_STOP
+        self._asked_to_stop = self._asked_to_stop + 1 if asked else 0
+        return together or self._leaves
+
+    @property
+    def optimizer_sent(self) -> int:
+        """Bytes of parameters that this rank has sent to other replicas after its last step; 0 where optimizer state is not divided."""
+        return 0 if self._divided is None else self._divided.sent
 
     @property
     def leads(self) -> bool:
@@ -258,40 +301,172 @@ class Replicas:
         on_device = self.par.data_sum(mine.to(self.par.device))
         mine, failed = on_device.cpu(), False
         while True:
-            summed = self._try(lambda: _Summed(self._group, self.par.module, self._slots.index(self._name), len(self._slots), mine))
+            summed = self._ranks.attempt(lambda: Summed(self._peers, self.par.module, self.slot, len(self._slots), mine))
+            counts = False
             if summed is not None:
                 assert self._quorum is not None
                 done = self._quorum.key
                 self._ask(waits=False, done=done)
-                if self._quorum.best == (self.step + 1, done):
-                    summed.commit()
-                    self.data.count(summed.counted)
-                    self._life += 1
-                    self.step, self._sum, self.counted = self.step + 1, done, tuple(summed.counted)
+                counts = self._quorum.covered
+                if counts and self._quorum.best == (self.step + 1, done):
+                    self._commit(summed, done)
                     if failed:
                         self._changed(self.step, time.monotonic() - began)
-                    self._longest_s = max(self._longest_s, time.monotonic() - self._began)
-                    self._tries = 0
-                    self.alive()
                     total, *rest = summed.totals.split([1, *(each.numel() for each in values)])
                     return [total.reshape(()), *(part.view(each.shape) for part, each in zip(rest, values))]
-            else:
+            if not counts:
                 failed = True
-                self._fail()
-                self._ask(waits=True)
-                assert self._quorum is not None
-                if self._name not in self._names():
-                    self._quorum = None  # the others share the samples of this step differently
-                elif not any(self.data.has_share(number) for number, name in enumerate(self._slots) if name in self._names()):
-                    self._quorum = None  # all samples of this step were those of lost replicas: it is shared anew
-                elif self._quorum.best == (self.step, self._sum):
-                    if not self._try(self._connect):
-                        self._drop_group()
+                if self._recovered():
                     continue
             self._behind = True
             for each in self.par.module.parameters():
                 each.grad = None
             return None
+
+    def _commit(self, summed: Summed, done: Sum) -> None:
+        """Take the sum for this replica's gradients, and count the step."""
+        summed.commit()
+        self.data.count(summed.counted)
+        self._life += 1
+        self.step, self._sum, self.counted = self.step + 1, done, tuple(summed.counted)
+        self._longest_s = max(self._longest_s, time.monotonic() - self._began)
+        self._tries, self._open = 0, self._divided is not None
+        self.alive()
+
+    def _recovered(self) -> bool:
+        """After a sum failed or cannot count, find who has gradients of the step; return whether to add up again."""
+        self._fail()
+        self._ask(waits=True)
+        quorum = self._quorum
+        assert quorum is not None
+        if not quorum.covered:
+            self._check_lost()
+            return True  # a member has a sum that cannot count, and will ask again, too
+        names = self._names()
+        if self._name not in names:
+            self._quorum = None  # the others share the samples of this step differently
+        elif not quorum.waiting:
+            return False  # those with gradients cannot make a step of them: all that there are share the samples anew
+        elif not any(self.data.has_share(number) for number, name in enumerate(self._slots) if name in names):
+            self._quorum = None  # all samples of this step were those of lost replicas: it is shared anew
+        elif quorum.best == (self.step, self._sum):
+            if not self._ranks.did(self._connect):
+                self._drop_group()
+            return True
+        return False
+
+    # Divided optimizer state
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self._divided is not None
+        if any(callable(each) for each in (*args[1:], *kwargs.values())):
+            raise MeshparError(
+                f"{type(optimizer).__name__}.step got a closure, which computes gradients that the replicas have not added up; call "
+                "backward and Replicas.reduce, then step() alone"
+            )
+        self.par.reshard()
+        self._stepped = self._divided.set_aside()
+        if self._stepped and not self._open:
+            raise MeshparError(
+                "optimizer.step() found gradients that the replicas have not added up; call Replicas.reduce once before each step, and "
+                "optimizer.zero_grad() after it"
+            )
+
+    def _after_step(self, *_: object) -> None:
+        """Get the values of the parameters that other replicas have stepped, whoever is lost meanwhile."""
+        assert self._divided is not None
+        self._divided.put_back()
+        began, failed = time.monotonic(), False
+        while self._stepped:
+            quorum = self._quorum
+            if quorum is not None:
+                if not quorum.covered:
+                    self._check_lost()
+                elif quorum.best != (self.step, self._sum):
+                    raise ReplicaError(
+                        f"the others went on without replica {_plain(self._name)} before it had their new values of step {self.step}; "
+                        "start it again"
+                    )
+                elif not quorum.open:
+                    return
+                elif self._exchange():
+                    if failed:
+                        self._changed(self.step, time.monotonic() - began)
+                    return
+                self._fail()
+            failed = True
+            self._ask(waits=False, anyhow=True)
+
+    def _exchange(self) -> bool:
+        """Bring those with the newest state to the same values; return whether all have them, as far as this replica knows."""
+        quorum, divided = self._quorum, self._divided
+        assert quorum is not None and divided is not None
+        place, held = self._placed(quorum.newest)
+
+        def act() -> None:
+            self._connect(quorum.newest)
+            divided.exchange(self._peers, place, held)
+
+        if not self._ranks.did(act):
+            return False
+        self._open = False
+        if not self._ranks.did(self._wait_for_all):
+            return False
+        self._quorum, self._tries = quorum.closed(), 0
+        return True
+
+    def _gather(self) -> bool:
+        """Bring all optimizer state to the replica that leads; return whether this one has it, or else all others need no more of it."""
+        self._saves = True
+        try:
+            while True:
+                quorum = self._quorum
+                if quorum is None:
+                    self._ask(waits=False, anyhow=True)
+                    continue
+                if not quorum.covered:
+                    self._check_lost()
+                elif quorum.best != (self.step, self._sum):
+                    return False
+                elif self._ranks.did(self._gathered):
+                    leads = quorum.leader.name == self._name
+                    ended = self._ranks.did(self._wait_for_all)
+                    if leads and not ended:
+                        self._fail()
+                    if leads or ended:
+                        return leads
+                self._fail()
+                self._ask(waits=False, anyhow=True)
+                assert self._quorum is not None
+                if any(each.phase != "saving" for each in self._quorum.newest):
+                    return False  # who has gone on knows that the replica that leads has all
+        finally:
+            self._saves = False
+
+    def _gathered(self) -> None:
+        quorum = self._quorum
+        assert self._divided is not None and quorum is not None
+        self._connect(quorum.newest)
+        self._divided.gather(self._peers, *self._placed(quorum.newest), quorum.newest.index(quorum.leader))
+
+    def _placed(self, members: Sequence[Member]) -> tuple[int, list[int]]:
+        """Return the place of this replica among members, and what each holds."""
+        return [each.name for each in members].index(self._name), [each.holds for each in members]
+
+    def _wait_for_all(self) -> None:
+        """Wait until every member of the group has come so far."""
+        self._peers.allreduce([torch.zeros(1)]).wait()
+
+    def _check_lost(self) -> None:
+        quorum = self._quorum
+        assert quorum is not None
+        if quorum.lost:
+            held = functools.reduce(operator.or_, (each.holds for each in quorum.newest))
+            gone = f"{(quorum.whole & ~held).bit_count()} of {quorum.whole.bit_count()}"
+            raise ReplicaError(
+                f"the optimizer state of {gone} parameters after step {quorum.best[0]} went with replicas that are gone; start the job "
+                "again, which resumes from its newest checkpoint, and raise optimizer_copies to survive more losses at once"
+            )
 
     # Membership
 
@@ -302,50 +477,27 @@ class Replicas:
                 "TORCHFT_LIGHTHOUSE=http://HOST:PORT"
             )
         try:
-            self._membership = Membership(lighthouse, name, patience_s=self._patience_s, wait_s=min(_CONNECT_S, until - time.monotonic()))
+            self._membership = Membership(
+                lighthouse,
+                name,
+                patience_s=self._patience_s,
+                wait_s=min(_CONNECT_S, until - time.monotonic()),
+                whole=0 if self._divided is None else self._divided.whole,
+            )
         except ReplicaError:
             if time.monotonic() > until:
                 raise
             return None
         return self._membership.name
 
-    def _tell(self, act: Callable[[], T]) -> T:
-        """Run ``act`` on rank 0 of the replica alone and return its result, or raise its error, on every rank."""
-        outcome: list[Any] = [None]
-        if dist.get_rank() == 0:
-            try:
-                outcome = [(act(), None)]
-            except MeshparError as error:
-                outcome = [(None, error)]
-        if self._world is not None:
-            dist.broadcast_object_list(outcome, src=0, group=self._world)
-        result, failure = outcome[0]
-        if failure is not None:
-            raise failure
-        return cast("T", result)
+    def _ask(self, *, waits: bool, done: Sum | None = None, anyhow: bool = False) -> None:
+        """Get the quorum that decides: whether the step ``done`` counts, or with whom to complete or begin one.
 
-    def _all(self, good: bool) -> bool:
-        """Return whether all ranks of the replica say so."""
-        if self._world is None:
-            return good
-        flag = torch.tensor(int(good))
-        dist.all_reduce(flag, dist.ReduceOp.MIN, self._world)
-        return bool(flag)
-
-    def _try(self, act: Callable[[], T]) -> T | None:
-        """Return the result of ``act``, which needs the other replicas; None on every rank where it failed on one."""
-        result: T | None = None
-        try:
-            result = act()
-            good = True
-        except RuntimeError as error:
-            if isinstance(error, MeshparError):
-                raise
-            good, self._error = False, f"{type(error).__name__}: {error}"
-        return result if self._all(good) else None
-
-    def _ask(self, *, waits: bool, done: Sum | None = None) -> None:
-        """Get the quorum that decides: whether the step ``done`` counts, or with whom to complete or begin one."""
+        Args:
+            waits: this replica has gradients to add up.
+            done: the sum that it has.
+            anyhow: return also a quorum whose members complete a step without this replica.
+        """
         step, key = (self.step, self._sum) if done is None else (self.step + 1, done)
         began = time.monotonic()
         limit = self._wait_s if self.step == 0 or self._blank or not self._trained else _MOST_S + 2 * self._longest_s
@@ -362,10 +514,13 @@ class Replicas:
                 failures=self._failures,
                 drawn=self._drawn,
                 life=self._life,
+                holds=0 if self._divided is None or self._blank else self._divided.holds,
+                phase="summed" if done is not None else "saving" if self._saves else "open" if self._open else "",
+                stops=bool(self._asked_to_stop),
             )
             found = self._membership.ask(member)
             waited = time.monotonic() - began
-            if found is not None and (waits or any(each.name == self._name for each in found.ready)):
+            if found is not None and (waits or anyhow or any(each.name == self._name for each in found.ready)):
                 fresh = found.best[1] == (0, 0)  # nobody has trained yet: refused by all alike
                 if not fresh or self._trained or len(found.members) >= self._expected or waited > _MOST_S:
                     return found
@@ -380,7 +535,7 @@ class Replicas:
 
         found = None
         while found is None:
-            found = self._tell(ask)
+            found = self._ranks.tell(ask)
         self._quorum, self._failures = found, found.key[1]
         first = found.leader.name == self._name
         self._terms += first and not self._first
@@ -409,34 +564,69 @@ class Replicas:
             elif self._is_settled():
                 return
             assert self._quorum is not None
+            if self._name not in self._names():
+                self._quorum = None  # the others complete a step
+                continue
             if self._quorum.best[0] < 0:
                 raise ReplicaError(
                     "the replicas that lived ended before this one had their state; start it again, from the newest checkpoint"
                 )
-            held = self._try(self._copied) if self._try(self._connect) else None
-            if held is not None:
-                if held:
-                    self._take(held)
-                    self._blank = False
-                self.step, self._sum = self._quorum.best
-                if self._compared or self._try(self._compare):
-                    self._compared = True
-                    self._tries = 0
-                    self.alive()
-                    return
+            if not self._quorum.covered:
+                self._check_lost()
+            elif self._is_one_state():
+                self._tries = 0
+                self.alive()
+                return
             self._fail()
+
+    def _is_one_state(self) -> bool:
+        """Try to bring the quorum's members to the newest state; return whether all have it."""
+        quorum, divided = self._quorum, self._divided
+        assert quorum is not None
+        best = quorum.best
+        if not self._blank and best < (self.step, self._sum):
+            raise ReplicaError(
+                f"the others have resumed from a checkpoint of before step {self.step}, as optimizer state was lost; start replica "
+                f"{_plain(self._name)} again"
+            )
+        mine = not self._blank and best == (self.step, self._sum)
+        if divided is not None and quorum.open and mine and not self._exchange():
+            return False
+        if not self._ranks.did(self._connect):
+            return False
+        held = self._ranks.attempt(lambda: self._state.copied(self._peers, quorum, self._name))
+        if held is None:
+            return False
+        if held:
+            self._state.take(held)
+            self._blank = self._open = False
+        self.step, self._sum = best
+        place, holds = self._placed(quorum.ready)
+        shares = holds = [each if member.state == best else 0 for each, member in zip(holds, quorum.ready)]
+        if divided is not None:
+            shares = divided.shares(holds)
+            if not self._ranks.did(lambda: divided.send_shares(self._peers, place, holds, shares)):
+                return False
+        if not self._compared or shares != holds:
+            if not self._ranks.did(lambda: self._state.compare(self._peers, self.step, shares[place])):
+                return False
+            if divided is not None:  # now that all have what they are to hold
+                divided.keep(shares[place])
+        self._compared = True
+        return True
 
     def _is_settled(self) -> bool:
         assert self._quorum is not None
         same = all(each.state == self._quorum.best for each in self._quorum.ready)
-        return same and self._compared and self._key == (self._quorum.key, self._names())
+        known = self._compared and self._key == (self._quorum.key, self._names())
+        return same and known and not (self._divided is not None and self._quorum.open)
 
     def _fail(self) -> None:
         self._tries += 1
         if self._tries == _MOST_TRIES:
             raise ReplicaError(
                 f"replica {_plain(self._name)} failed {_MOST_TRIES} times in a row to exchange with the others after step {self.step}, at "
-                f"last with {self._error!r}; check that the hosts of all replicas reach one another (GLOO_SOCKET_IFNAME names the "
+                f"last with {self._ranks.error!r}; check that the hosts of all replicas reach one another (GLOO_SOCKET_IFNAME names the "
                 "interface), then start the replica again"
             )
         self._failures += 1
@@ -448,229 +638,37 @@ class Replicas:
             self._group.shutdown()
         self._group, self._key = None, None
 
-    def _connect(self) -> bool:
-        """Make the group of this rank's peers, unless it is the one that there is."""
+    @property
+    def _peers(self) -> Peers:
+        if self._group is None:
+            raise RuntimeError("there is no group")
+        return self._group
+
+    def _connect(self, members: Sequence[Member] = ()) -> None:
+        """Make the group of this rank's peers among members, or those that are ready, unless it is the one that there is."""
         assert self._quorum is not None
-        names, key = self._names(), self._quorum.key
+        members, key = members or self._quorum.ready, self._quorum.key
+        names = tuple(each.name for each in members)
         if self._key != (key, names):
             self._drop_group()
             # With the members: those that complete a step meet before those that join, in one quorum.
             path = f"{key[0]}.{key[1]}/{' '.join(names)}/{dist.get_rank()}"
-            place = names.index(self._name)
             limit = min(_CONNECT_S, self._patience_s)
-            self._group = connect(self._quorum.ready[0], path, place, len(names), limit)
+            self._group = connect(members[0], path, names.index(self._name), len(names), limit)
             _torch.bound(self._group, self._patience_s)
             self._key, self._compared = (key, names), False
-        return True
-
-    def _copied(self) -> dict[str, Any]:
-        """Send the newest state to the replicas that have an older one; return what this replica has received, if it is one of them."""
-        assert self._quorum is not None and self._group is not None
-        members, best, held = self._quorum.ready, self._quorum.best, dict[str, Any]()
-        sources = [number for number, each in enumerate(members) if each.state == best]
-        behind = [number for number, each in enumerate(members) if each.state != best]
-        for turn, number in enumerate(behind):
-            source = sources[turn % len(sources)]
-            if self._name == members[source].name:
-                _send(self._group, number, self._held())
-            elif self._name == members[number].name:
-                held = _received(self._group, source)
-        return held
-
-    def _held(self) -> dict[str, Any]:
-        self.par.reshard()
-        module = [local_tensor(each).detach() for _, each in tensors_of(self.par.module)]
-        optimizer = dict(self.optimizer.state_dict())
-        return {"module": module, "optimizer": {**optimizer, "state": dict(optimizer["state"])}, "state": self._state.state_dict()}
-
-    @torch.no_grad()
-    def _take(self, held: dict[str, Any]) -> None:
-        self.par.reshard()
-        for (_, each), value in zip(tensors_of(self.par.module), held["module"], strict=True):
-            local_tensor(each).copy_(value)
-        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-        for number, values in held["optimizer"]["state"].items():
-            for name, value in values.items():
-                if isinstance(value, _Part):
-                    values[name] = _like(parameters[number], value.tensor)
-        self.optimizer.load_state_dict(held["optimizer"])
-        self._state.load_state_dict(held["state"])
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _compare(self) -> bool:
-        """Compare the hashes of what all members have.
-
-        Raises:
-            MeshparError: they differ.
-        """
-        assert self._group is not None
-        total = torch.zeros((), dtype=torch.int64)
-        for each in leaves(self._held()):
-            if isinstance(each, Tensor):
-                total = total * 6364136223846793005 + digest(local_tensor(each)).cpu()
-        given = repr((self.data.state_dict(), self.data.global_batch, self._same))
-        plain = int.from_bytes(hashlib.sha256(given.encode()).digest()[:8], signed=True)
-        both = torch.tensor([int(total), ~int(total), plain, ~plain])
-        self._group.allreduce([both], dist.ReduceOp.MAX).wait()
-        if int(both[2]) != ~int(both[3]):
-            raise MeshparError(
-                f"replicas differ in the position in the data, the batch or the settings after step {self.step}; this one has {given}; "
-                "start all of them from the same recipe"
-            )
-        if int(both[0]) != ~int(both[1]):
-            raise MeshparError(
-                f"replicas have different weights or optimizer states after step {self.step}; start all of them from the same seed or the "
-                "same checkpoint, and change no weights of one replica alone"
-            )
-        return True
 
 
-@final
-class _Part:
-    """A part of a DTensor on its way."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-@final
-class _Summed:
-    """The weighted sum of all members' gradients, beside which the gradients of this replica stay until :meth:`commit`."""
-
-    def __init__(self, group: Peers | None, module: nn.Module, slot: int, slots: int, mine: Tensor) -> None:
-        """Add up over ``group``; ``mine`` has the tokens of this replica and its other sums, ``slot`` is its number of ``slots``.
-
-        Raises:
-            RuntimeError: a member failed.
-        """
-        if group is None:
-            raise RuntimeError("there is no group")
-        self._trained = [each for each in module.parameters() if each.requires_grad]
-        known = torch.tensor([float(each.grad is not None) for each in self._trained], dtype=torch.float64)
-        slotted = torch.zeros(2 * slots, dtype=torch.float64)
-        slotted[slot], slotted[slots + slot] = mine[0], 1.0
-        vector = torch.cat([slotted, mine, known])
-        group.allreduce([vector]).wait()
-        self.counted = [bool(each) for each in vector[slots : 2 * slots]]
-        self.totals = vector[2 * slots : 2 * slots + len(mine)]
-        self._known = vector[2 * slots + len(mine) :].tolist()
-        weight = float(mine[0] / self.totals[0]) if self.totals[0] else 0.0
-        self._flats: list[tuple[list[nn.Parameter], Tensor]] = []
-        works = []
-        for bucket in self._buckets():
-            flat = torch.cat([_gradient(each).reshape(-1).to("cpu", torch.promote_types(each.dtype, torch.float32)) for each in bucket])
-            flat.mul_(weight)
-            works.append(group.allreduce([flat]))
-            self._flats.append((bucket, flat))
-        for work in works:
-            work.wait()
-
-    def _buckets(self) -> Iterator[list[nn.Parameter]]:
-        bucket: list[nn.Parameter] = []
-        for each, known in zip(self._trained, self._known, strict=True):
-            if not known:
-                continue
-            if bucket and (each.dtype != bucket[0].dtype or sum(local_tensor(one).numel() for one in bucket) >= _BUCKET):
-                yield bucket
-                bucket = []
-            bucket.append(each)
-        if bucket:
-            yield bucket
-
-    def commit(self) -> None:
-        """Replace the gradients of this replica by those of all."""
-        for bucket, flat in self._flats:
-            parts = flat.split([local_tensor(each).numel() for each in bucket])
-            for each, part in zip(bucket, parts):
-                if each.grad is None:
-                    each.grad = torch.zeros_like(each)
-                grad = local_tensor(each.grad)
-                grad.copy_(part.view(grad.shape))
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(local_tensor(parameter)) if parameter.grad is None else local_tensor(parameter.grad)
-
-
-def plan_problems(par: Parallelized) -> Iterator[str]:
+def plan_problems(par: Parallelized, optimizer_copies: int = 1) -> Iterator[str]:
     """Yield why the replicas of this plan cannot be lost and replaced, one line each."""
     if (inside := par.spec.axes.get("dp_replicate", 1)) > 1:
         yield f"the mesh has dp_replicate={inside} inside of one replica; write dp_replicate=1: each replica is a job of its own"
-    for each in par.plan.passes:
-        if not each.replicas_are_whole:
-            yield (
-                f"{each.name}, as it is set, splits state over replicas, and a lost replica takes its part along; keep it whole "
-                "(optimizer='replica'), or run with --nodes MIN:MAX, which resumes from the newest checkpoint"
-            )
+    if optimizer_copies < 1:
+        yield f"optimizer_copies={optimizer_copies} replicas hold each parameter's optimizer state; expected 1 or more"
     for name, child in par.module.named_modules():
         if isinstance(child, _BatchNorm):
             yield f"{name} ({type(child).__name__}) takes statistics of the whole batch, of which a replica sees a part; use another norm"
 
 
-def _control_group(patience_s: float) -> dist.ProcessGroup:
-    return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s + _MOST_S)))
-
-
 def _plain(name: str) -> str:
     return name.rpartition(":")[0]
-
-
-def _like(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return the DTensor of a part as ``parameter`` is split."""
-    if not isinstance(parameter, DTensor):
-        return part
-    return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-
-
-class _Packed(pickle.Pickler):
-    """Pickles nested values without their tensors, of which it keeps this rank's parts."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[Tensor] = []
-
-    def persistent_id(self, value: object) -> tuple[bool, torch.Size, torch.dtype, str] | None:
-        if not isinstance(value, Tensor):
-            return None
-        part = local_tensor(value).detach()
-        self.tensors.append(part)
-        return isinstance(value, DTensor), part.shape, part.dtype, part.device.type
-
-
-class _Unpacked(pickle.Unpickler):
-    """Unpickles what :class:`_Packed` has pickled; the tensors come one after another."""
-
-    def __init__(self, file: io.BytesIO, receive: Callable[[Tensor], object]) -> None:
-        super().__init__(file)
-        self._receive = receive
-
-    def persistent_load(self, told: tuple[bool, torch.Size, torch.dtype, str]) -> object:
-        split, shape, dtype, device = told
-        value = torch.empty(shape, dtype=dtype)
-        self._receive(value)
-        value = value if device == "cpu" else value.to(device)
-        return _Part(value) if split else value
-
-
-def _send(group: Peers, to: int, held: dict[str, Any]) -> None:
-    """Send nested values: first what they are, then tensor after tensor."""
-    packed = _Packed(file := io.BytesIO())
-    packed.dump(held)
-    header = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-    for each in (torch.tensor([header.numel()]), header, *packed.tensors):
-        if each.numel():
-            group.send([each.contiguous().cpu()], to, 0).wait()
-
-
-def _received(group: Peers, source: int) -> dict[str, Any]:
-    """Return what :func:`_send` sends; parts of DTensors as :class:`_Part`."""
-
-    def receive(into: Tensor) -> None:
-        if into.numel():
-            group.recv([into], source, 0).wait()
-
-    receive(size := torch.zeros(1, dtype=torch.int64))
-    receive(header := torch.empty(int(size), dtype=torch.uint8))
-    return cast("dict[str, Any]", _Unpacked(io.BytesIO(bytes(header.tolist())), receive).load())

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import chain, islice
 from typing import Any, Protocol, final
@@ -180,13 +181,16 @@ class Trainer:
                     continue
                 self.step += 1
                 self._after_step(epoch_ended=self.data.position()["samples"] == 0)
-                if stop.agreed() and not self._complete():
+                if self._stops(stop.agreed()) and not self._complete():
                     stopped = stop.reason
                     self._note(f"asked to stop ({stopped}) after step {self.step}")
                     self._save(last=True)
                     break
             self._read()
         return Outcome(steps=self.step, stopped=stopped, values=dict(self._values))
+
+    def _stops(self, asked: bool) -> bool:
+        return asked if self.replicas is None else self.replicas.stops(asked)
 
     def validate(self) -> dict[str, float]:
         """Return the means over the validation data: ``loss`` and the other values that the objective reports.
@@ -359,15 +363,18 @@ class Trainer:
         self._publish({"lr": known.pop("lr"), "grad_norm": norm, "epoch": known.pop("epoch"), **record, **known, "tokens": self.tokens})
 
     def _save(self, *, last: bool = False) -> None:
-        if self.checkpointer is None or self._saved == self.step or not (self.replicas is None or self.replicas.writes(last=last)):
+        if self.checkpointer is None or self._saved == self.step:
             return
-        self._read()
-        self._report()
-        self._read()
-        self._saved = self.step
-        with self._meter.paused():
-            self.checkpointer.save(self.step, self.par, self.optimizer, self.state_dict())
-        self._note(f"checkpoint of step {self.step} saved")
+        with nullcontext(True) if self.replicas is None else self.replicas.saving(last=last) as writes:
+            if not writes:
+                return
+            self._read()
+            self._report()
+            self._read()
+            self._saved = self.step
+            with self._meter.paused():
+                self.checkpointer.save(self.step, self.par, self.optimizer, self.state_dict())
+            self._note(f"checkpoint of step {self.step} saved")
 
     def _publish(self, record: Mapping[str, float]) -> None:
         self._values |= record

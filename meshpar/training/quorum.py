@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import socket
 import threading
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol, cast, final
+from typing import Any, Literal, Protocol, cast, final
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -20,6 +23,8 @@ from meshpar.imports import need
 
 Sum = tuple[int, int]
 """The group in which gradients were added up: a quorum's number, and how often members had failed by then. Later sums are larger."""
+
+Phase = Literal["", "summed", "open", "saving"]
 
 _BEAT_S, _DEAD_S, _SLICE_S = 0.3, 2.5, 5.0
 _FIRST_STEP_S = 600.0
@@ -39,6 +44,10 @@ class Member:
         failures: number of failures that it has seen.
         drawn: the group with which it shares the samples of the step that it ``waits`` to complete.
         life: number of steps that its process has committed.
+        holds: the parameters whose optimizer state it holds, a bit each; 0 where the state is not divided.
+        phase: ``summed``: it asks whether the sum that it has counts; ``open``: it may lack new values of parameters that others trained;
+            ``saving``: it gathers or sends optimizer state for a checkpoint.
+        stops: it was asked to stop.
     """
 
     name: str
@@ -49,6 +58,9 @@ class Member:
     failures: int
     drawn: Sum = (0, 0)
     life: int = 0
+    holds: int = 0
+    phase: Phase = ""
+    stops: bool = False
 
     @property
     def state(self) -> tuple[int, Sum]:
@@ -59,10 +71,17 @@ class Member:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quorum:
-    """The replicas that the lighthouse has put together; the same on each of them."""
+    """The replicas that the lighthouse has put together; the same on each of them.
+
+    Attributes:
+        number: changes with the members.
+        members: in the order of their names.
+        whole: the parameters whose optimizer state is divided over replicas, a bit each; 0: each replica has all.
+    """
 
     number: int
     members: tuple[Member, ...]
+    whole: int = 0
 
     @property
     def key(self) -> Sum:
@@ -71,20 +90,57 @@ class Quorum:
 
     @property
     def best(self) -> tuple[int, Sum]:
-        """The job's newest state."""
-        return max(each.state for each in self.members)
+        """The job's newest state: of those whose members hold all of it, if there is one."""
+        states = sorted({each.state for each in self.members}, reverse=True)
+        return next((state for state in states if self._covers(self._at(state))), states[0])
+
+    @property
+    def newest(self) -> tuple[Member, ...]:
+        """The members with the newest state."""
+        return self._at(self.best)
+
+    @property
+    def covered(self) -> bool:
+        """Whether the members with the newest state hold all of it."""
+        return self._covers(self.newest)
+
+    @property
+    def lost(self) -> bool:
+        """Whether optimizer state went with replicas that are gone. Members that ask for a sum may still go back to the step before."""
+        return not self.covered and not any(each.phase == "summed" for each in self.members)
+
+    @property
+    def open(self) -> bool:
+        """Whether a member with the newest state may lack values that others have computed."""
+        return any(each.phase in ("summed", "open") for each in self.newest)
+
+    def closed(self) -> Quorum:
+        """Return the quorum after its members have exchanged what they lacked."""
+        return replace(self, members=tuple(replace(each, phase="") for each in self.members))
+
+    @property
+    def waiting(self) -> tuple[Member, ...]:
+        """The members with gradients of one division of samples, if they hold what makes a step of these."""
+        waiting = [each for each in self.newest if each.waits]
+        last = max((each.drawn for each in waiting), default=None)
+        found = tuple(each for each in waiting if each.drawn == last)
+        return found if self._covers(found) else ()
 
     @property
     def ready(self) -> tuple[Member, ...]:
         """The members that go on together: those with gradients to add up, where there are any, else all."""
-        waiting = [each for each in self.members if each.waits and each.state == self.best]
-        newest = max((each.drawn for each in waiting), default=None)
-        return tuple(each for each in waiting if each.drawn == newest) or self.members
+        return self.waiting or self.members
 
     @property
     def leader(self) -> Member:
         """The member that writes: of those with the newest state, the one that has trained longest."""
-        return max((each for each in self.members if each.state == self.best), key=lambda each: (each.life, each.name))
+        return max(self.newest, key=lambda each: (each.life, each.name))
+
+    def _at(self, state: tuple[int, Sum]) -> tuple[Member, ...]:
+        return tuple(each for each in self.members if each.state == state)
+
+    def _covers(self, members: Iterable[Member]) -> bool:
+        return not self.whole & ~functools.reduce(operator.or_, (each.holds for each in members), 0)
 
 
 @final
@@ -123,13 +179,14 @@ class Membership:
         name: of this replica.
         patience_s: see :class:`Lighthouse`.
         wait_s: seconds to wait for the lighthouse.
+        whole: see :class:`Quorum`.
 
     Raises:
         ReplicaError: it does not answer.
     """
 
-    def __init__(self, lighthouse: str, name: str, *, patience_s: float, wait_s: float) -> None:
-        self.name = f"{name}:{uuid.uuid4().hex[:12]}"
+    def __init__(self, lighthouse: str, name: str, *, patience_s: float, wait_s: float, whole: int = 0) -> None:
+        self.name, self._whole = f"{name}:{uuid.uuid4().hex[:12]}", whole
         self._patience_s, self._address = patience_s, lighthouse
         here, connect = _address_towards(lighthouse, wait_s), timedelta(seconds=patience_s)
         try:
@@ -149,8 +206,8 @@ class Membership:
 
     def ask(self, member: Member) -> Quorum | None:
         """Ask once to be in the next quorum, for some seconds; None: there is none yet."""
-        fields = ("sum", "waits", "failures", "drawn", "life")
-        data: dict[Any, object] = {field: getattr(member, field) for field in fields}
+        fields = ("sum", "waits", "failures", "drawn", "life", "phase", "stops")
+        data: dict[Any, object] = {field: getattr(member, field) for field in fields} | {"holds": f"{member.holds:x}"}
         try:
             found = self._client.quorum(self.name, timedelta(seconds=_SLICE_S), self._address, self.store, member.step + 1, 1, False, data)
         except TimeoutError:
@@ -159,7 +216,8 @@ class Membership:
             time.sleep(_BEAT_S)
             return None
         self.fresh, self._heard = True, time.monotonic()
-        return Quorum(number=int(found.quorum_id), members=tuple(sorted(map(_member, found.participants), key=lambda each: each.name)))
+        members = tuple(sorted(map(_member, found.participants), key=lambda each: each.name))
+        return Quorum(number=int(found.quorum_id), members=members, whole=self._whole)
 
     def current(self) -> bool:
         """Return whether this replica has been heard all the time since the last quorum: else the others may have gone on without it."""
@@ -204,7 +262,7 @@ def _silent(lighthouse: str, error: Exception) -> ReplicaError:
 
 
 def _member(found: Any) -> Member:  # noqa: ANN401 - torchft has no types for it
-    told = {**found.data, "sum": tuple(found.data["sum"]), "drawn": tuple(found.data["drawn"])}
+    told = {**found.data, **{field: tuple(found.data[field]) for field in ("sum", "drawn")}, "holds": int(found.data["holds"], 16)}
     return Member(name=found.replica_id, store=found.store_address, step=found.step - 1, **told)
 
 

@@ -1,0 +1,299 @@
+"""Optimizer state that is divided over replicas: who holds which parameter's, and what travels so that all stay one state.
+
+As ZeRO-1 (Rajbhandari et al. 2020, arXiv 1910.02054), by whole parameters: every replica has all gradients, makes the step of the
+parameters whose state it holds, and gets the new values of the others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from meshpar.errors import MeshparError
+from meshpar.exact.agreement import leaves
+from meshpar.placements import local_tensor
+from meshpar.replicas import digest
+from meshpar.state.full import mark_divided
+from meshpar.training.quorum import Peers
+from meshpar.training.wire import Part, like, received, send
+
+_BUCKET = 1 << 22  # elements
+_TAG = 1
+_NONE = torch.iinfo(torch.int64).min
+_TRIALS = 3  # steps: some optimizers couple parameters from the second step on
+
+Routes = dict[tuple[int, int], list[int]]
+"""(source, destination) -> parameters."""
+
+
+def assigned(sizes: Sequence[int], held: Sequence[int], copies: int) -> list[int]:
+    """Return the parameters whose state each replica is to hold, a bit each: about the same bytes on all, with few moves.
+
+    Args:
+        sizes: bytes of each parameter.
+        held: the parameters whose state each replica holds now, a bit each.
+        copies: number of replicas that are to hold each parameter's state; at most all do.
+    """
+    count = len(held)
+    copies = min(copies, count)
+    room, loads, found = copies * sum(sizes) / count, [0] * count, [0] * count
+    order = sorted(range(len(sizes)), key=lambda number: (-sizes[number], number))
+    for number in order:
+        places = sorted(range(count), key=lambda place: (not held[place] >> number & 1, loads[place], place))
+        for place in places[:copies]:
+            found[place] |= 1 << number
+            loads[place] += sizes[number]
+    for number in order:
+        most = max((place for place in range(count) if found[place] >> number & 1), key=lambda place: loads[place])
+        least = min((place for place in range(count) if not found[place] >> number & 1), key=lambda place: loads[place], default=most)
+        if loads[most] > room >= loads[least] + sizes[number]:
+            for place, sign in ((most, -1), (least, 1)):
+                found[place] ^= 1 << number
+                loads[place] += sign * sizes[number]
+    return found
+
+
+def routes(sizes: Sequence[int], held: Sequence[int], wanted: Sequence[int]) -> Routes:
+    """Return which replica sends which parameters to which other one, so that each gets what it wants and does not hold.
+
+    Of the replicas that hold a parameter, the one sends that has the fewest bytes to send.
+    """
+    sent, found = [0] * len(held), Routes()
+    for number, size in enumerate(sizes):
+        holders = [place for place, each in enumerate(held) if each >> number & 1]
+        for place, each in enumerate(wanted):
+            if (each & ~held[place]) >> number & 1:
+                source = min(holders, key=lambda each: (sent[each], each))
+                sent[source] += size
+                found.setdefault((source, place), []).append(number)
+    return found
+
+
+@final
+class Divided:
+    """This replica's part of the state of an optimizer, whose every step it completes with the values that others computed.
+
+    Args:
+        optimizer: whose parameters have values. Each parameter's step depends on nothing but its own gradient, state and options.
+        copies: number of replicas that hold the state of each parameter.
+
+    Attributes:
+        whole: all parameters, a bit each.
+        holds: the parameters whose state is here.
+        sent: bytes that this rank sent in the last exchange of values.
+
+    Raises:
+        MeshparError: the optimizer couples parameters, or cannot be tried.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, copies: int) -> None:
+        self._optimizer, self._copies = optimizer, copies
+        held = [each for group in optimizer.param_groups for each in group["params"]]
+        self.parameters: list[Tensor] = [each for each in held if each.requires_grad]
+        check_separable(optimizer)
+        self._sizes = [each.numel() * each.element_size() for each in self.parameters]
+        self.whole = self.holds = (1 << len(self.parameters)) - 1
+        self._numbers = {id(each): number for number, each in enumerate(self.parameters)}
+        self._aside: list[tuple[Tensor, Tensor]] = []
+        self._known: tuple[tuple[int, ...], int, list[tuple[int, int, list[list[Tensor]]]]] | None = None
+        self.sent = 0
+
+    # A step
+
+    def set_aside(self) -> bool:
+        """Hide the gradients whose parameters others train, so that the optimizer skips these; return whether there are gradients at all.
+
+        Raises:
+            MeshparError: the optimizer has got parameters since.
+        """
+        given = [each for group in self._optimizer.param_groups for each in group["params"] if each.grad is not None]
+        if strange := [tuple(each.shape) for each in given if id(each) not in self._numbers]:
+            raise MeshparError(
+                f"the optimizer trains {len(strange)} parameters that it did not when Replicas was made (shapes {strange[:5]}), and their "
+                "state is not divided; add and unfreeze parameters before"
+            )
+        self._aside = [(each, each.grad) for each in given if not self.holds >> self._numbers[id(each)] & 1]
+        for each, _ in self._aside:
+            each.grad = None
+        return bool(given)
+
+    def put_back(self) -> None:
+        """Restore what :meth:`set_aside` has hidden."""
+        for each, grad in self._aside:
+            each.grad = grad
+        self._aside = []
+
+    @torch.no_grad()
+    def exchange(self, group: Peers, place: int, held: Sequence[int]) -> None:
+        """Get the values of all parameters from replicas that hold their state.
+
+        Args:
+            group: of this rank's peers.
+            place: of this replica in it.
+            held: what each replica of the group holds, together all.
+
+        Raises:
+            RuntimeError: one of them failed.
+        """
+        self.sent = 0
+        buckets = self._buckets(place, tuple(held))
+        for turn in range(max((len(parts) for *_, parts in buckets), default=0)):
+            works, arriving = [], []
+            for source, to, parts in buckets:
+                if turn >= len(parts):
+                    continue
+                values = [local_tensor(each) for each in parts[turn]]
+                if source == place:
+                    flat = torch.cat([each.reshape(-1) for each in values]).cpu()
+                    works.append((group.send([flat], to, _TAG), flat))
+                    self.sent += flat.numel() * flat.element_size()
+                else:
+                    flat = torch.empty(sum(each.numel() for each in values), dtype=values[0].dtype)
+                    works.append((group.recv([flat], source, _TAG), flat))
+                    arriving.append((values, flat))
+            for work, _ in works:
+                work.wait()
+            for values, flat in arriving:
+                for value, part in zip(values, flat.split([each.numel() for each in values]), strict=True):
+                    value.copy_(part.view(value.shape))
+
+    def _buckets(self, place: int, held: tuple[int, ...]) -> list[tuple[int, int, list[list[Tensor]]]]:
+        """Return (source, destination, parameters of one message after another) of what this replica sends and gets."""
+        if self._known is None or self._known[:2] != (held, place):
+            found = routes(self._sizes, held, [self.whole] * len(held))
+            mine = [(*ends, self._packed(numbers)) for ends, numbers in found.items() if place in ends]
+            self._known = held, place, mine
+        return self._known[2]
+
+    def _packed(self, numbers: list[int]) -> list[list[Tensor]]:
+        found, size = list[list[Tensor]](), 0
+        for each in (self.parameters[number] for number in numbers):
+            count = local_tensor(each).numel()
+            if not count:  # this rank has no part of it
+                continue
+            if not found or each.dtype != found[-1][0].dtype or size >= _BUCKET:
+                found.append([])
+                size = 0
+            found[-1].append(each)
+            size += count
+        return found
+
+    # State
+
+    def shares(self, held: Sequence[int]) -> list[int]:
+        """Return what each replica is to hold, of replicas that hold so much now."""
+        return assigned(self._sizes, held, self._copies)
+
+    def send_shares(self, group: Peers, place: int, held: Sequence[int], shares: Sequence[int]) -> None:
+        """Send state to replicas that are to hold it and do not; this one keeps what it has until :meth:`keep`.
+
+        Raises:
+            RuntimeError: a replica failed.
+        """
+        self._send(group, place, routes(self._sizes, held, shares))
+
+    def gather(self, group: Peers, place: int, held: Sequence[int], to: int) -> None:
+        """Send state to the replica ``to``, which has all until :meth:`keep`: what it does not hold in host memory.
+
+        Raises:
+            RuntimeError: a replica failed.
+        """
+        self._send(group, place, routes(self._sizes, held, [self.whole * (each == to) for each in range(len(held))]), on_host=True)
+        if place == to:
+            mark_divided(self._optimizer, "")
+
+    def _send(self, group: Peers, place: int, found: Routes, *, on_host: bool = False) -> None:
+        for (source, to), numbers in found.items():
+            if source == place:
+                send(group, to, {number: dict(self._optimizer.state.get(self.parameters[number], {})) for number in numbers})
+            elif to == place:
+                for number, values in received(group, source, on_host=on_host).items():
+                    parameter = self.parameters[number]
+                    self._optimizer.state[parameter] = {
+                        key: like(parameter, value.tensor) if isinstance(value, Part) else value for key, value in values.items()
+                    }
+
+    def keep(self, share: int) -> None:
+        """Drop all state but that of some parameters, a bit each."""
+        for number, each in enumerate(self.parameters):
+            if not share >> number & 1:
+                self._optimizer.state.pop(each, None)
+        self.holds = share
+        why = "other replicas hold a part of the optimizer's state; save and read it inside of `with replicas.saving() as writes:`"
+        mark_divided(self._optimizer, "" if share == self.whole else why)
+
+    def options(self) -> dict[str, Any]:
+        """Return the optimizer's ``state_dict()`` without state."""
+        numbers = iter(range(sum(len(group["params"]) for group in self._optimizer.param_groups)))
+        groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self._optimizer.param_groups]
+        return {"state": {}, "param_groups": groups}
+
+    def digests(self, share: int) -> Tensor:
+        """Return 2 x number of parameters: after a maximum over replicas, the rows are each other's inverse where holders agree.
+
+        Args:
+            share: the parameters whose state to look at, a bit each.
+        """
+        rows = torch.full((2, len(self.parameters)), _NONE)
+        for number, each in enumerate(self.parameters):
+            if share >> number & 1:
+                total = torch.zeros((), dtype=torch.int64)
+                for value in leaves(self._optimizer.state.get(each, {})):
+                    if isinstance(value, Tensor):
+                        total = total * 6364136223846793005 + digest(local_tensor(value)).cpu()
+                rows[:, number] = torch.stack([total, ~total])
+        return rows
+
+
+def check_separable(optimizer: torch.optim.Optimizer) -> None:
+    """See that the optimizer's step of a parameter is the same whether others are stepped or not, on small tensors.
+
+    Raises:
+        MeshparError: it is not, or the optimizer cannot be tried.
+    """
+    name = type(optimizer).__name__
+    remedy = "use AdamW or SGD, or HybridShard(optimizer='replica')"
+    try:
+        together, alone = (_tried(optimizer, alone=each) for each in (False, True))
+    except Exception as error:
+        raise MeshparError(
+            f"{name} cannot be tried on a few numbers ({type(error).__name__}: {error}), which shows whether its state can be divided over "
+            f"replicas; {remedy}"
+        ) from error
+    if not together:
+        raise MeshparError(f"{name} trains no parameter that requires a gradient, so there is no optimizer state to divide over replicas")
+    if not all(map(torch.equal, together, alone)):
+        raise MeshparError(
+            f"the step that {name} makes of one parameter depends on others, so that its state cannot be divided over replicas; {remedy}"
+        )
+
+
+def _tried(optimizer: torch.optim.Optimizer, *, alone: bool) -> list[Tensor]:
+    """Return the values of one small tensor of each group after some steps, with a second one in each group or ``alone``."""
+    other: Any = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():
+        if name not in vars(other) and not callable(value):  # schedules wrap methods of the optimizer's own
+            setattr(other, name, copy.copy(value))
+    other.state, other.param_groups = defaultdict(dict), []
+    draw = torch.Generator().manual_seed(0)
+
+    def drawn(like: Tensor) -> Tensor:
+        return torch.randn((4,) * like.ndim, generator=draw, dtype=torch.float64).to(like.device, like.dtype)
+
+    for group in optimizer.param_groups:
+        first = next((each for each in group["params"] if each.requires_grad), None)
+        if first is not None:
+            options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            other.param_groups.append({**options, "params": [nn.Parameter(drawn(first)) for _ in range(2)]})
+    for _ in range(_TRIALS):
+        for group in other.param_groups:
+            for number, each in enumerate(group["params"]):
+                grad = drawn(each)
+                each.grad = None if number and alone else grad
+        cast("Any", type(other)).step(other)
+    return [group["params"][0].detach() for group in other.param_groups]

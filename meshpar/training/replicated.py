@@ -1,0 +1,126 @@
+"""The state that all replicas have in common: copied to those that lack it, and compared."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshpar.errors import MeshparError
+from meshpar.exact.agreement import leaves
+from meshpar.parallelized import Parallelized
+from meshpar.placements import local_tensor
+from meshpar.replicas import digest
+from meshpar.state.initialize import state as tensors_of
+from meshpar.training.data import Batches
+from meshpar.training.divided import Divided
+from meshpar.training.quorum import Peers, Quorum
+from meshpar.training.wire import Part, like, received, send
+
+
+class Stateful(Protocol):
+    """State that a replica sends to another beside its weights and optimizer: plain data, such as a trainer's."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@final
+class Replicated:
+    """Weights, buffers, optimizer and position in the data of this rank of a replica.
+
+    Args:
+        par: the parallel module.
+        optimizer: its optimizer.
+        data: the batches.
+        state: what is copied beside module and optimizer, with the position of ``data``.
+        same: what all replicas must be given alike; its ``repr`` is compared.
+        divided: this replica's part of optimizer state that is divided over replicas; None: each has all.
+    """
+
+    def __init__(
+        self, par: Parallelized, optimizer: torch.optim.Optimizer, data: Batches, state: Stateful, same: object, divided: Divided | None
+    ) -> None:
+        self._par, self._optimizer, self._data, self._state = par, optimizer, data, state
+        self._same, self._divided = same, divided
+
+    def copied(self, group: Peers, quorum: Quorum, name: str) -> dict[str, Any]:
+        """Send the newest state to the replicas that have an older one; return what replica ``name`` has received, if it is one of them.
+
+        Optimizer state that is divided over replicas is not a part of it.
+
+        Raises:
+            RuntimeError: a replica failed.
+        """
+        members, best, held = quorum.ready, quorum.best, dict[str, Any]()
+        sources = [number for number, each in enumerate(members) if each.state == best]
+        behind = [number for number, each in enumerate(members) if each.state != best]
+        for turn, number in enumerate(behind):
+            source = sources[turn % len(sources)]
+            if name == members[source].name:
+                send(group, number, self._held())
+            elif name == members[number].name:
+                held = received(group, source)
+        return held
+
+    def _held(self) -> dict[str, Any]:
+        self._par.reshard()
+        module = [local_tensor(each).detach() for _, each in tensors_of(self._par.module)]
+        optimizer = dict(self._optimizer.state_dict() if self._divided is None else self._divided.options())
+        return {"module": module, "optimizer": {**optimizer, "state": dict(optimizer["state"])}, "state": self._state.state_dict()}
+
+    @torch.no_grad()
+    def take(self, held: dict[str, Any]) -> None:
+        """Take over what :meth:`copied` has returned."""
+        self._par.reshard()
+        for (_, each), value in zip(tensors_of(self._par.module), held["module"], strict=True):
+            local_tensor(each).copy_(value)
+        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        for number, values in held["optimizer"]["state"].items():
+            for name, value in values.items():
+                if isinstance(value, Part):
+                    values[name] = like(parameters[number], value.tensor)
+        self._optimizer.load_state_dict(held["optimizer"])
+        if self._divided is not None:
+            self._divided.keep(0)
+        self._state.load_state_dict(held["state"])
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def compare(self, group: Peers, step: int, share: int) -> None:
+        """Compare the hashes of what all members of a group have, and of the divided optimizer state that several have.
+
+        Args:
+            group: of this rank's peers.
+            step: in messages.
+            share: the parameters whose divided state this replica is to hold, a bit each.
+
+        Raises:
+            MeshparError: they differ.
+            RuntimeError: a member failed.
+        """
+        total = torch.zeros((), dtype=torch.int64)
+        for each in leaves(self._held()):
+            if isinstance(each, Tensor):
+                total = total * 6364136223846793005 + digest(local_tensor(each)).cpu()
+        given = repr((self._data.state_dict(), self._data.global_batch, self._same))
+        plain = int.from_bytes(hashlib.sha256(given.encode()).digest()[:8], signed=True)
+        both = torch.tensor([int(total), ~int(total), plain, ~plain])
+        group.allreduce([both], dist.ReduceOp.MAX).wait()
+        if int(both[2]) != ~int(both[3]):
+            raise MeshparError(
+                f"replicas differ in the position in the data, the batch or the settings after step {step}; this one has {given}; "
+                "start all of them from the same recipe"
+            )
+        same = int(both[0]) == ~int(both[1])
+        if self._divided is not None:
+            shared = self._divided.digests(share)
+            group.allreduce([shared], dist.ReduceOp.MAX).wait()
+            same = same and torch.equal(shared[0], ~shared[1])
+        if not same:
+            raise MeshparError(
+                f"replicas have different weights or optimizer states after step {step}; start all of them from the same seed or the "
+                "same checkpoint, and change no weights of one replica alone"
+            )

@@ -1,0 +1,71 @@
+"""The sum of all replicas' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from meshpar.placements import local_tensor
+from meshpar.training.quorum import Peers
+
+_BUCKET = 1 << 22  # elements
+
+
+@final
+class Summed:
+    """The weighted sum of all members' gradients, beside which the gradients of this replica stay until :meth:`commit`."""
+
+    def __init__(self, group: Peers, module: nn.Module, slot: int, slots: int, mine: Tensor) -> None:
+        """Add up over ``group``; ``mine`` has the tokens of this replica and its other sums, ``slot`` is its number of ``slots``.
+
+        Raises:
+            RuntimeError: a member failed.
+        """
+        self._trained = [each for each in module.parameters() if each.requires_grad]
+        known = torch.tensor([float(each.grad is not None) for each in self._trained], dtype=torch.float64)
+        slotted = torch.zeros(2 * slots, dtype=torch.float64)
+        slotted[slot], slotted[slots + slot] = mine[0], 1.0
+        vector = torch.cat([slotted, mine, known])
+        group.allreduce([vector]).wait()
+        self.counted = [bool(each) for each in vector[slots : 2 * slots]]
+        self.totals = vector[2 * slots : 2 * slots + len(mine)]
+        self._known = vector[2 * slots + len(mine) :].tolist()
+        weight = float(mine[0] / self.totals[0]) if self.totals[0] else 0.0
+        self._flats: list[tuple[list[nn.Parameter], Tensor]] = []
+        works = []
+        for bucket in self._buckets():
+            flat = torch.cat([_gradient(each).reshape(-1).to("cpu", torch.promote_types(each.dtype, torch.float32)) for each in bucket])
+            flat.mul_(weight)
+            works.append(group.allreduce([flat]))
+            self._flats.append((bucket, flat))
+        for work in works:
+            work.wait()
+
+    def _buckets(self) -> Iterator[list[nn.Parameter]]:
+        bucket: list[nn.Parameter] = []
+        for each, known in zip(self._trained, self._known, strict=True):
+            if not known:
+                continue
+            if bucket and (each.dtype != bucket[0].dtype or sum(local_tensor(one).numel() for one in bucket) >= _BUCKET):
+                yield bucket
+                bucket = []
+            bucket.append(each)
+        if bucket:
+            yield bucket
+
+    def commit(self) -> None:
+        """Replace the gradients of this replica by those of all."""
+        for bucket, flat in self._flats:
+            parts = flat.split([local_tensor(each).numel() for each in bucket])
+            for each, part in zip(bucket, parts):
+                if each.grad is None:
+                    each.grad = torch.zeros_like(each)
+                grad = local_tensor(each.grad)
+                grad.copy_(part.view(grad.shape))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(local_tensor(parameter)) if parameter.grad is None else local_tensor(parameter.grad)
