@@ -180,7 +180,7 @@ def convert(
 ) -> None:
     """Write a recipe in meshpar's own keys.
 
-    YAML of transformers' Trainer or of accelerate becomes a recipe, with comments that tell what became of each key.
+    YAML of transformers' Trainer or of accelerate becomes a recipe. Its comments list the result for each key.
     """
     with quick_imports():
         from meshpar.launchers.commands.inspecting import convert_recipe

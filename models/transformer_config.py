@@ -41,12 +41,12 @@ class TransformerConfig:
         kv_heads: number of key/value heads; None: ``heads``.
         head_dim: channels of a head; None: ``dim / heads``.
         hidden: width of the SwiGLU layer.
-        experts: number of experts that take the place of each SwiGLU layer; 0: none.
+        experts: number of experts that replace each SwiGLU layer; 0: none.
         experts_per_token: number of experts that compute each token.
         expert_hidden: width of an expert; None: ``hidden``.
-        shared_experts: number of experts that compute every token beside the chosen ones. The router then scores by sigmoids and has a
-            bias for each expert, which balances their load (``training.balance_rate``).
-        routed_scale: factor of the chosen experts' sum beside the shared ones.
+        shared_experts: number of experts that compute every token in addition to the chosen ones. The router then uses sigmoid scores and
+            has a bias for each expert, which balances their load (``training.balance_rate``).
+        routed_scale: factor of the chosen experts' sum, before the shared experts are added.
         max_positions: longest sequence in tokens.
         rope_theta: base of the rotary embedding's frequencies.
         rope_scaling: scaling of the rotary embedding; None: none.

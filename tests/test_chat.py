@@ -293,7 +293,7 @@ def test_best_fit_cuts_no_document_that_fits(tmp_path):
     small = write_tokens(tmp_path / "small.bin", [[1] * each + [0] for each in (6, 4, 3, 3)], vocab_size=100, eos_id=0)
     samples = PackedTokens(small, 8, packing="best_fit")
     assert (len(samples), samples.padding) == (3, pytest.approx(1 / 3))
-    with pytest.raises(RecipeError, match="give one of both"):
+    with pytest.raises(RecipeError, match="use one of the two"):
         PackedTokens(small, 8, packing="best_fit", documents="joined")
 
 

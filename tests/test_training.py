@@ -142,7 +142,7 @@ def test_a_schedule_sets_every_group_also_a_tensor_rate() -> None:
 def test_wrong_schedules_are_named() -> None:
     with pytest.raises(RecipeError, match=r"no schedule 'cosin'; nearest: cosine.*; lr must be above 0, got -1"):
         Schedule(name="cosin", lr=-1)
-    with pytest.raises(RecipeError, match="warmup_steps must lie in 0 to steps, got 9 of 5"):
+    with pytest.raises(RecipeError, match="warmup_steps must be from 0 to steps, got 9 of 5"):
         Schedule(steps=5, warmup_steps=9)
 
 

@@ -57,7 +57,8 @@ def run(
     nodes: Annotated[str | None, typer.Option(help="Number of nodes; MIN:MAX: continue with fewer nodes when some are lost.")] = None,
     node_rank: Annotated[int | None, typer.Option(help="Number of this node, from 0. Ranks are numbered in this order.", min=0)] = None,
     head: Annotated[
-        str | None, typer.Option(help="HOST:PORT of node 0, to which all nodes connect; for replicas also a FOLDER/FILE that all see.")
+        str | None,
+        typer.Option(help="HOST:PORT of node 0, to which all nodes connect; for replicas also a FOLDER/FILE that all nodes see."),
     ] = None,
     restarts: Annotated[int | None, typer.Option(help="How many times to restart failed ranks.", min=0)] = None,
     elastic: Annotated[
@@ -146,7 +147,7 @@ def jobs_status(launch: Launch, debug: Debug = False) -> None:
 
 def jobs_logs(
     launch: Launch,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print what is written from now on, until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print new output until Ctrl-C.")] = False,
     debug: Debug = False,
 ) -> int:
     """Print the output of a job."""

@@ -91,7 +91,7 @@ def _forecasts(
         ranking = search_plans(model, layout_for(model), batch_of(recipe), profile, ranks, plan=plan, told=told)
     if not ranking.best:
         nearest = min(ranking.out, key=lambda each: each.peak or float("inf"))
-        raise MeshparError(f"nothing fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; use more nodes")
+        raise MeshparError(f"no setting fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; use more nodes")
     return ranking.best, ranking, None
 
 

@@ -114,7 +114,7 @@ def _made(name: str, options: Mapping[str, Any], document: Document, place: Plac
         elif callable(factory):
             yield cast("Pass", factory(**options))
         elif options:
-            problems.append(f"{document.where(place)}: {name} takes no options")
+            problems.append(f"{document.where(place)}: {name} has no options")
         else:
             yield cast("Pass", factory)
     except (TypeError, ValueError, MeshparError) as error:

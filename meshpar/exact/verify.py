@@ -332,7 +332,7 @@ def verified(verification: Verification) -> Verification:
             "look at the layout's tensor-parallel table for them: a module between two projections that looks across features or heads "
             "cannot be split ('colwise_gather' joins the features before it, as 'head' does what the model returns; {pattern: None} leaves "
             "it whole), one that is whole and sees a part needs 'grad_sum', one that is whole and sees the whole needs None, one that "
-            "mixes positions cannot stand under sequence_parallel; Plan(..., verify=False) skips this test"
+            "mixes positions does not work under sequence_parallel; Plan(..., verify=False) skips this test"
         )
     return verification
 

@@ -51,7 +51,7 @@ class Replicate(Precision, Pass):
         units = [(name, unit) for unit, _, name in self.units(module, layout)]
         yield from unit_content_problems(units, module, set(kept_whole(module, self.whole)))
         if mesh.axes.get("dp_shard", 1) > 1:
-            yield "Replicate keeps whole copies and cannot stand beside dp_shard; use HybridShard() for copies of a sharded model"
+            yield "Replicate keeps whole replicas and cannot be combined with dp_shard; use HybridShard() for replicas of a sharded model"
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         cast_buffers(module, self.buffer_dtype)

@@ -98,7 +98,7 @@ class PackedTokens:
         if documents not in ("separate", "joined") or packing not in ("cut", "best_fit"):
             raise RecipeError(f"got {documents=} and {packing=}; expected documents 'separate' or 'joined', packing 'cut' or 'best_fit'")
         if documents == "joined" and packing == "best_fit":
-            raise RecipeError("packing='best_fit' keeps documents whole, and documents='joined' makes one text of them; give one of both")
+            raise RecipeError("packing='best_fit' keeps documents whole, and documents='joined' makes one text of them; use one of the two")
         self.tokens, self.length, self.documents, self.vocab_size = tokens, length, documents, tokens.vocab_size
         tokens.check_labels()
         self.eos_id = tokens.eos_id

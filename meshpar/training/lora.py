@@ -37,7 +37,7 @@ NAME = "default"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRA:
-    """Settings of LoRA adapters.
+    """Configure LoRA adapters.
 
     Attributes:
         targets: endings of the names of linear layers (``q_proj``), or ``all-linear``: all except the head.

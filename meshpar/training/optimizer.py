@@ -17,14 +17,14 @@ _FUSED_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps", "mtia")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWSettings:
-    """Settings of AdamW (Loshchilov and Hutter, 2019).
+    """Configure AdamW (Loshchilov and Hutter, 2019).
 
     Attributes:
-        lr: the learning rate, until a schedule sets another.
+        lr: learning rate, until a schedule sets another.
         betas: decay of the two moments.
         eps: added to the root of the second moment.
-        weight_decay: of parameters with two dims or more; biases and norms do not decay.
-        fused: one kernel for many parameters; None: where the device has it.
+        weight_decay: decay of parameters with two dims or more; biases and norms do not decay.
+        fused: one kernel for many parameters; None: if the device supports it.
     """
 
     lr: Annotated[float, Bound(gt=0)] = 3e-4

@@ -21,19 +21,19 @@ Scaling = Literal["none", "linear", "sqrt"]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The learning rate of every step.
+    """Set the learning rate of every step.
 
     Attributes:
-        name: ``constant``, ``linear`` or ``cosine`` (both reach ``min_ratio`` when the last step is done), ``step`` (times ``gamma`` every
-            ``step_every`` steps, as StepLR) or ``wsd`` (warm-up, stable, then linear decay over the last ``decay_fraction``;
-            Hu et al., MiniCPM, 2024).
+        name: ``constant``, ``linear`` or ``cosine`` (both reach ``min_ratio`` at the last step), ``step`` (times ``gamma`` every
+            ``step_every`` steps, like StepLR) or ``wsd`` (warm-up, stable, then linear decay over the last ``decay_fraction``; Hu et al.,
+            MiniCPM, 2024).
         lr: the peak learning rate.
-        steps: of the whole run.
-        warmup_steps: of linear growth at the beginning; step 0 has ``lr / (warmup_steps + 1)``.
-        min_ratio: the rate never falls below this part of the peak after the warm-up, under every name; 0: no floor, as in torch.
+        steps: number of steps of the run.
+        warmup_steps: number of steps with linear growth at the beginning; step 0 has ``lr / (warmup_steps + 1)``.
+        min_ratio: lowest rate after the warm-up, as a share of the peak, for every schedule; 0: no floor, like torch.
         step_every: steps between two drops of ``step``.
-        gamma: the factor of a drop.
-        decay_fraction: the part of the steps over which ``wsd`` decays.
+        gamma: factor of a drop.
+        decay_fraction: share of the steps over which ``wsd`` decays.
     """
 
     name: Name = "cosine"
@@ -49,7 +49,7 @@ class Schedule:
         problems = [] if self.name in _SHAPES else [f"no schedule {self.name!r}; {suggestion(self.name, _SHAPES)}"]
         problems += bound_problems(self)
         if self.warmup_steps > self.steps:
-            problems.append(f"warmup_steps must lie in 0 to steps, got {self.warmup_steps} of {self.steps} steps")
+            problems.append(f"warmup_steps must be from 0 to steps, got {self.warmup_steps} of {self.steps} steps")
         if problems:
             raise RecipeError("; ".join(problems))
 

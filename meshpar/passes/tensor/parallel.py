@@ -292,7 +292,7 @@ def _own_problems(module: nn.Module, table: _Table) -> Iterator[str]:
             if owner not in styled and not table.covers(f"{owner}.{name}"):
                 inside = ", ".join(sorted(f"{each!r}: None" for each in table.patterns if matches(each.rpartition(".")[0], owner)))
                 yield (
-                    f"{owner}.{name} {tuple(parameter.shape)} stands without a style among projections split by heads or features; "
+                    f"{owner}.{name} {tuple(parameter.shape)} has no style among projections split by heads or features; "
                     f"give '{owner}.{name}' 'per_head' where its first dim counts them, 'grad_sum' where each rank uses the whole of it "
                     "with its heads or features, None where it meets whole features (a scale of the output), or leave its "
                     f"projections whole: TensorParallel(styles={{{inside}}})"
@@ -327,7 +327,7 @@ def _region_problems(module: nn.Module, table: _Table) -> Iterator[str]:
         if not any(owner == each or owner.startswith(each + ".") for each in styled):
             shape = tuple(module.get_parameter(name).shape)
             yield (
-                f"{name} {shape} stands in region {outer} without a style, so its gradient would be a part's; give {name!r} 'grad_sum' "
+                f"{name} {shape} in region {outer} has no style, so its gradient would be incomplete; give {name!r} 'grad_sum' "
                 "where each rank's heads use it whole, 'per_head' where its first dim counts heads or features, None where it meets "
                 "whole features"
             )
