@@ -248,7 +248,7 @@ def test_tied_parameters_of_which_one_is_split():
 
 def test_a_tie_that_is_none():
     text = only("dp_shard=8", [FullyShard()], TwoLayers(), ModelLayout(blocks=("layers.*",), tied=(("layers.0.weight", "head.weight"),)))
-    assert "one tensor, but the model holds them apart" in text
+    assert "one tensor, but the model has separate tensors" in text
 
 
 def test_a_mesh_that_does_not_fit_is_one_of_the_problems():

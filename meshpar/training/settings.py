@@ -27,7 +27,7 @@ class TrainSettings:
         clip: largest gradient norm; None: only measure the norm.
         nonfinite: reaction to a loss or gradient that is not finite: ``"raise"``, or ``"skip"`` the step (float16 with a scaler always
             skips). To skip, the host reads the norm of every step. To raise, the host reads an accelerator's norm at each record and before
-            each checkpoint, so no checkpoint contains the weights of such a step.
+            each checkpoint: no checkpoint contains the weights of such a step.
         balance_rate: change of each expert's bias per optimizer step (DeepSeek-V3, arXiv 2412.19437, section 2.1.2, which uses 0.001): the
             bias rises if the expert got fewer tokens than the mean of its layer, over all ranks, and falls if it got more. 0: biases stay.
         balance_loss: coefficient of Switch's loss (arXiv 2101.03961, section 2.2), added to the loss of each micro-batch: computed from the
