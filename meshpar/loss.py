@@ -22,6 +22,11 @@ def token_loss(
 ) -> torch.Tensor:
     """Return the cross entropy of every token, in float32.
 
+    >>> import torch
+    >>> from meshpar import token_loss
+    >>> token_loss(torch.zeros(1, 2, 4), torch.tensor([[1, -100]]))
+    tensor(1.3863)
+
     Args:
         logits_BLV: scores over the vocabulary, any floating dtype; plain, or a DTensor sharded over the vocabulary (what a head
             under ``TensorParallel(loss_parallel=True)`` returns), of which no rank then ever holds the whole.

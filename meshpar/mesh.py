@@ -30,7 +30,7 @@ def is_auto(text: str) -> bool:
 
 @final
 class MeshSpec:
-    """Names and sizes of mesh axes, outermost first. One size may be -1: it is inferred from the world size.
+    """Name the axes of a mesh and their sizes, outermost first. One size may be -1: it is inferred from the world size.
 
     ``MeshSpec("dp_replicate=2,dp_shard=-1,tp=4")`` and ``MeshSpec(dp_replicate=2, dp_shard=-1, tp=4)`` are equal. Known axes are sorted
     into the canonical order: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``ep``, ``tp``. Axes with other names come before them, in the

@@ -47,7 +47,7 @@ class Planned(Protocol):
 
 @final
 class Parallelized:
-    """A module that trains on a mesh. :meth:`meshpar.Plan.apply` returns it.
+    """Train a module on a mesh. :meth:`meshpar.Plan.apply` returns this object.
 
     Attributes:
         module: the module that was passed to ``apply``. Its parameter names and ``state_dict`` keys are unchanged.

@@ -43,7 +43,7 @@ LARGE_PARAMETER = 1 << 24
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class Plan:
-    """A mesh and a list of passes, in the order in which they apply.
+    """Combine a mesh and a list of passes, in the order in which they apply.
 
     >>> from meshpar import FullyShard, Plan, TensorParallel
     >>> plan = Plan("dp_shard=4,tp=2", [TensorParallel(), FullyShard()])

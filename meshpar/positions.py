@@ -54,10 +54,10 @@ def exchange_of(module: nn.Module) -> Exchange | None:
 def attention_mask(
     module: nn.Module, position_ids: Tensor | None, *, window: int | None = None, dtype: torch.dtype | None = None
 ) -> Tensor | Mask | None:
-    """Return which positions each query sees: its own document's, up to itself.
+    """Return the mask of the positions that each query attends to: its own document's, up to itself.
 
-    A document begins wherever a position is not the one after the position before it in its row. Call this once in a forward, and hand
-    the result to every :func:`attention`.
+    A document begins at each position that does not follow the position before it in its row. Call this function once in a forward, and
+    pass the result to every :func:`attention`.
 
     Args:
         module: the model, ``self``. Under :class:`ContextParallel` each rank has a part of the positions, and the mask is for this part.
@@ -189,7 +189,7 @@ def attention(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Attend causally, as :func:`torch.nn.functional.scaled_dot_product_attention` does, over the positions of every rank.
+    """Attend causally over the positions of every rank, like :func:`torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
         module: the module that attends, ``self``; ``ModelLayout.attention`` names it.

@@ -11,7 +11,7 @@ from meshpar.weights import Unstack
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's scaling of RoPE for contexts beyond ``original_positions``.
+    """Scale RoPE for contexts beyond ``original_positions``, as Llama 3 does.
 
     Attributes:
         factor: divisor of the low frequencies.
@@ -29,9 +29,11 @@ class RopeScaling:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerConfig:
-    """The shape of a :class:`Transformer`. The defaults are a tiny model for trials.
+    """Set the shape of a :class:`Transformer`. The defaults are a tiny model for tests.
 
-    >>> Transformer(TransformerConfig.preset("llama-1b"))  # doctest: +SKIP
+    >>> from meshpar.models import TransformerConfig
+    >>> TransformerConfig.preset("llama-8b", layers=2).dim
+    4096
 
     Attributes:
         vocab_size: number of tokens in the vocabulary.

@@ -49,7 +49,7 @@ class UnknownRecipeError(RecipeError):
 
 @final
 class Recipe(Section):
-    """A run.
+    """Describe a run.
 
     Attributes:
         name: name of the run; default: the recipe file's name.

@@ -37,7 +37,7 @@ class Span:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """The step in time.
+    """Report the time of a step.
 
     Attributes:
         seconds: of the step.
@@ -64,7 +64,7 @@ class Cost:
 
 
 def cost(trace: Trace, hardware: Hardware) -> Cost:
-    """Return what one step of ``trace`` costs in time on ``hardware``."""
+    """Return the time of one step of ``trace`` on ``hardware``."""
     clock = _Clock(trace, hardware)
     for phase, event in trace.events():
         clock.step(phase, event)

@@ -18,7 +18,7 @@ from meshpar.training.peaks import PEAK_FLOPS
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One kind of accelerator and how many are wired together.
+    """Describe one kind of accelerator and the links between several.
 
     Attributes:
         name: of the profile.

@@ -24,7 +24,7 @@ GIB = 1 << 30
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The forecast of a plan; ``str()`` returns the report.
+    """Report the forecast of a plan; ``str()`` returns the report.
 
     Attributes:
         title: the model, the plan and the ranks.

@@ -92,7 +92,7 @@ class Phase:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """One step of one rank.
+    """Record one step of one rank.
 
     Attributes:
         axes: the mesh, name -> size, outermost first.
@@ -165,7 +165,7 @@ class Trace:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The memory of a rank over the step.
+    """Report the memory of a rank over the step.
 
     Attributes:
         peak: most bytes at any moment.

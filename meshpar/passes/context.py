@@ -24,11 +24,11 @@ from meshpar.patterns import find_modules
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallel(Pass):
-    """Split sequences over ``cp``: each rank holds a part of the positions of the same samples, so that longer sequences fit.
+    """Split sequences over ``cp``: each rank holds a part of the positions of the same samples, so longer sequences fit.
 
-    The batch comes from ``par.split(batch)``. Everything but attention works on a rank's own positions. Attention is the model's own:
-    transformers' models attend through its attention interface, others call :func:`meshpar.attention`. The first forward tries whether
-    anything else mixes positions, and names it.
+    Call the model with ``par.split(batch)``. All layers except attention compute on a rank's own positions. transformers' models
+    exchange positions in transformers' attention interface; other models call :func:`meshpar.attention`. The first forward checks that
+    no other module mixes positions, and names those that do.
 
     >>> from meshpar import ContextParallel, FullyShard, Plan
     >>> print(Plan("dp_shard=2,cp=4", [ContextParallel(), FullyShard()]))
@@ -37,11 +37,11 @@ class ContextParallel(Pass):
     Args:
         transport: ``gather`` gives every rank the keys and values of all positions, and divides their gradients; ``heads`` exchanges
             positions for heads (Ulysses), and needs a number of heads that ``cp`` divides.
-        balance: give each rank a piece of the head of a sequence and one of its tail, because late positions see more keys. Sequences
-            that 2 x ``cp`` does not divide are cut in consecutive parts.
-        mixers: patterns of modules that mix positions in another way (``"backbone.layers.*.mixer"``), with those of
-            ``ModelLayout.mixers``. Each rank computes them on the whole sequence, (B, L, D), and keeps its own part: exact, while
-            their time and memory are not divided.
+        balance: give each rank a piece from the start of a sequence and one from its end, because late positions attend to more keys.
+            Sequences that 2 x ``cp`` does not divide are cut in consecutive parts.
+        mixers: patterns of modules that mix positions in another way (``"backbone.layers.*.mixer"``), in addition to
+            ``ModelLayout.mixers``. Each rank computes them on the whole sequence, (B, L, D), and keeps its own part: this is exact, but
+            does not divide their time and memory.
     """
 
     transport: Transport = "gather"

@@ -54,14 +54,14 @@ _INTERFACE = "(hidden states (N, D), chosen experts (N, K) of an integer dtype, 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertParallel(Pass):
-    """Divide whole experts over ``ep``, whose ranks get different samples; each token travels to the ranks that hold its experts.
+    """Divide whole experts over ``ep``, whose ranks get different samples; each token is sent to the ranks of its experts.
 
-    Everything that is no expert is sharded over ``dp_shard`` and ``ep`` together, the experts of a rank over ``dp_shard`` alone. No token
+    All other parameters are sharded over ``dp_shard`` and ``ep`` together, the experts of a rank over ``dp_shard`` alone. No token
     is dropped. ``tp`` then splits the features of each expert.
 
     Attributes:
-        skew: rows that the busiest rank of ``ep`` gets over those of equal routing, which a forecast assumes for the rank that it tells of.
-            Training follows the routers.
+        skew: rows of the busiest rank of ``ep`` relative to equal routing. The forecast assumes them for this rank; training ignores the
+            value.
 
     >>> from meshpar import ExpertParallel, FullyShard, Plan
     >>> print(Plan("dp_shard=2,ep=4", [ExpertParallel(), FullyShard()]))

@@ -242,9 +242,9 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap. Defaults to FSDP2's overlap alone.
         prefetch_backward: number of units that backward gathers ahead. 1 is FSDP2's default; 0 gathers each unit when it is needed.
         min_params: merge blocks with fewer parameters than this into the unit around them.
-        optimizer: ``"replica"``: each replica has the whole optimizer state. ``"world"``: the replicas split it, with gradients and
-            parameters. With ``par.accumulate(reduce_each=True)``, each micro-batch is then reduced over ``dp_replicate``, too, into slices.
-            With ``offload="cpu"``, the shard in ``param_dtype`` stays on the device.
+        optimizer: ``"replica"``: each replica has the whole optimizer state. ``"world"``: the replicas share the optimizer state, gradients
+            and parameters. With ``par.accumulate(reduce_each=True)``, each micro-batch is then also reduced over ``dp_replicate``, into
+            slices. With ``offload="cpu"``, the shard in ``param_dtype`` stays on the device.
     """
 
     optimizer: Literal["replica", "world"] = "replica"

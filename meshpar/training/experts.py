@@ -20,7 +20,7 @@ from meshpar.patterns import class_name, find_modules, matches
 
 @final
 class ExpertLoad:
-    """Count the tokens of each expert over all ranks, and balance them. It counts in training alone, and a recomputation not again.
+    """Count the tokens of each expert over all ranks in training, and balance them. Recomputation is not counted twice.
 
     >>> load = ExpertLoad(par, balance_rate=1e-3, balance_loss=0.01)  # doctest: +SKIP
     >>> ((loss_sum + load.loss(tokens)) * scale).backward()  # each micro-batch # doctest: +SKIP

@@ -15,14 +15,14 @@ from meshpar.training.order import Interleave
 
 @final
 class MixedSamples:
-    """Packed samples of several sources, interleaved by weight (:class:`meshpar.training.order.Interleave`).
+    """Mix packed samples of several sources, interleaved by weight (:class:`meshpar.training.order.Interleave`).
 
-    ``len()`` is the number of samples until all sources are used up, or of one epoch of each where a source is read again and again.
+    ``len()`` is the number of samples until all sources are used up, or of one epoch of each if a source repeats without end.
 
     Args:
         sources: name -> samples, all of one length.
         weights: the share of each source in the samples; only their ratios count.
-        epochs: how often each source is read at most; None: again and again.
+        epochs: largest number of passes over each source; None: no limit.
 
     Raises:
         RecipeError: samples of different lengths or vocabularies, or wrong weights or epochs.

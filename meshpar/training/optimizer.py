@@ -19,6 +19,10 @@ _FUSED_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps", "mtia")
 class AdamWSettings:
     """Configure AdamW (Loshchilov and Hutter, 2019).
 
+    >>> from meshpar.training import AdamWSettings
+    >>> AdamWSettings(lr=1e-3).betas
+    (0.9, 0.95)
+
     Attributes:
         lr: learning rate, until a schedule sets another.
         betas: decay of the two moments.
@@ -39,7 +43,7 @@ class AdamWSettings:
 
 
 def build_adamw(module: nn.Module, settings: AdamWSettings) -> torch.optim.AdamW:
-    """Return AdamW over the module's parameters that want a gradient; build it after ``plan.apply`` and ``materialize``.
+    """Return AdamW over the trainable parameters of the module; build it after ``plan.apply`` and ``materialize``.
 
     There are two groups at most, which differ in nothing but ``weight_decay``.
 

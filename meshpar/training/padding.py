@@ -62,7 +62,7 @@ def padded(rows: Sequence[np.ndarray], fill: int, length: int) -> tuple[torch.Te
 
 @final
 class PairedExamples:
-    """Batches of input and target texts for an encoder and a decoder, see :class:`meshpar.training.objectives.Seq2Seq`."""
+    """Batch input and target texts for an encoder and a decoder, for :class:`meshpar.training.Seq2Seq`."""
 
     def __init__(self, file: ExampleFile, *, length: int, target_length: int, start_id: int) -> None:
         """Use the examples of ``file``.
@@ -96,10 +96,15 @@ class PairedExamples:
 
 @final
 class LabelledExamples:
-    """Batches of texts with a class, see :class:`meshpar.training.objectives.SequenceClassification`."""
+    """Batch texts with a class, for :class:`meshpar.training.SequenceClassification`."""
 
     def __init__(self, file: ExampleFile, *, length: int) -> None:
-        """Use the examples of ``file``, with inputs truncated to ``length`` tokens."""
+        """Use the examples of ``file``.
+
+        Args:
+            file: examples with labels.
+            length: largest length of an input in tokens; longer inputs are truncated.
+        """
         self.file = file
         self._inputs, self._labels = _Rows(file, "input", length), _Rows(file, "output", 1)
         self.fingerprint = f"{file.fingerprint}/{length}"

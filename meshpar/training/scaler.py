@@ -20,6 +20,11 @@ class LossScaler:
     ``torch.amp.GradScaler`` detects overflow in each rank's own shards. Here the gradient norm, which is equal on every rank of every axis,
     decides, so that all ranks skip together.
 
+    >>> from meshpar.training import LossScaler
+    >>> scaler = LossScaler(scale=1024.0)
+    >>> scaler.update(norm=float("inf")), scaler.scale
+    (False, 512.0)
+
     Attributes:
         scale: factor of the loss.
         skipped: number of steps skipped so far.

@@ -23,6 +23,10 @@ Scaling = Literal["none", "linear", "sqrt"]
 class Schedule:
     """Set the learning rate of every step.
 
+    >>> from meshpar.training import Schedule
+    >>> Schedule(name="constant", lr=1e-3, steps=100, warmup_steps=3).rate(1)
+    0.0005
+
     Attributes:
         name: ``constant``, ``linear`` or ``cosine`` (both reach ``min_ratio`` at the last step), ``step`` (times ``gamma`` every
             ``step_every`` steps, like StepLR) or ``wsd`` (warm-up, stable, then linear decay over the last ``decay_fraction``; Hu et al.,

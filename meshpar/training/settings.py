@@ -15,6 +15,10 @@ from meshpar.training.bounds import Bound, Count, Every, bound_problems
 class TrainSettings:
     """Set the length of the training and the frequency of its events, in optimizer steps.
 
+    >>> from meshpar.training import TrainSettings
+    >>> TrainSettings(steps=100, epochs=3).total_steps(steps_per_epoch=20)
+    60
+
     Attributes:
         steps: stop after this number of steps; None: no limit.
         epochs: stop after this number of passes over the data, if that is earlier; None: no limit.

@@ -36,7 +36,7 @@ Piece = tuple["Sequence[int] | np.ndarray", bool, "np.ndarray | None"]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFile:
-    """The ids of documents one after another, each followed by ``eos_id``.
+    """Describe a file of token ids: the documents one after another, each followed by ``eos_id``.
 
     Attributes:
         path: the ``.bin`` file: little-endian ``dtype``, no header. The other fields are those of the ``.json`` beside it.
