@@ -111,7 +111,7 @@ class Hardware:
         """
         if dtype == FLOAT8 and FLOAT8 not in self.peak:
             known = ", ".join(self.peak)
-            raise MeshparError(f"{self.name} tells no speed of float8 (its peak has {known}); leave Float8 out, or add peak.float8 to it")
+            raise MeshparError(f"{self.name} has no speed for float8 (its peak has {known}); leave Float8 out, or add peak.float8 to it")
         return self.peak.get(dtype, self.peak["float32"])
 
 

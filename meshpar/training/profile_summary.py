@@ -100,7 +100,7 @@ class Page:
             for name, size in sorted(self.holders.items(), key=lambda item: -item[1]):
                 yield f"| {name} | {size / 2**20:,.1f} | {size / total:.0%} |"
         elif self.unseen:
-            yield f"\nWho holds the memory at its peak: {self.unseen}"
+            yield f"\nUse of the memory at its peak: {self.unseen}"
         yield ""
         yield from (f"- `{name}`: {what}" for name, what in self.files.items())
 
