@@ -506,7 +506,8 @@ def _grid(head: list[str], rows: list[list[str]]) -> list[str]:
 HEAD = """# Architectures
 
 The table compares each architecture of transformers {transformers} (causal language models,
-encoder-decoders and masked language models, in a tiny size) under each plan with one process. torch {torch}, gloo, float32. Made by `python benchmarks/architectures.py`.
+encoder-decoders and masked language models, in a tiny size) under each plan with one process.
+torch {torch}, gloo, float32. Made by `python benchmarks/architectures.py`.
 
 - exact: the loss and every gradient agree with one process to {tolerance}, relative to the larger of
   the tensor's largest value and {floor} times the model's largest gradient (a gradient that is zero in
