@@ -128,7 +128,7 @@ def meeting_store(name: str, *, timeout_s: float) -> dist.Store:
         DistError: nobody answers there in time.
     """
     if not launched():
-        raise LaunchError("there is no launcher whose ranks could meet; start with meshpar run, torchrun or srun")
+        raise LaunchError("no launcher connects the ranks; start with meshpar run, torchrun or srun")
     _need_address()
     address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
     if rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -254,7 +254,7 @@ def test_forms_of_conversations_and_tools_pass_through():
             "no token of the conversation would count .*another template",
         ),
         ('{"messages": [{"role": "assitant", "content": "x"}]}', "turn 1 has role 'assitant'; write assistant"),
-        ('{"system": "S", "messages": [{"role": "system", "content": "T"}]}', "turn 1 is the system's, .*; keep one of both"),
+        ('{"system": "S", "messages": [{"role": "system", "content": "T"}]}', "turn 1 is the system's, .*; keep one of the two"),
         ('{"text": "x"}', "there are .*'text'.*; expected messages, conversations, or prompt and completion"),
         ("[1]", "got a list; expected an object"),
     ],

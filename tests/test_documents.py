@@ -133,7 +133,7 @@ def refused():
     sizes = dict(vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2, conv_kernel=3, expand=2, time_step_rank=4)
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, use_cache=False))
     for model, told in (
-        (Carried("recurrent"), "Carried lets the documents of a packed row see each other: .*data.documents: joined"),
+        (Carried("recurrent"), "Carried does not keep the documents of a packed row separate: .*data.documents: joined"),
         (Carried("one before"), "Carried lets the documents of a packed row see each other"),
         (Carried("counts"), "Carried counts positions itself"),
         (Masked(), "Masked takes no position_ids"),

@@ -210,9 +210,9 @@ def block_problems(
         for name, child in found.items():
             if not is_called(child):
                 kind = type(child).__name__
-                yield f"{source} {pattern!r} matches {name}, a {kind}, which is never called itself; name what is in it: '{name}.*'"
+                yield f"{source} {pattern!r} matches {name}, a {kind}, which is never called; name the modules in it: '{name}.*'"
     if required and override is None and not layout.blocks:
-        yield f"{owner} works block by block and the layout names none; give ModelLayout(blocks=...) or {owner}(blocks=...)"
+        yield f"{owner} works block by block, but the layout names no blocks; give ModelLayout(blocks=...) or {owner}(blocks=...)"
 
 
 def unmatched(what: str, pattern: str, module: nn.Module) -> str:

@@ -62,8 +62,8 @@ class ContextParallel(Pass):
             yield layout.refusals["cp without mixers"]
         elif layout.exchange is None and not layout.attention and not mixers:
             yield (
-                f"nothing says where {type(module).__name__} attends: let its attention call meshpar.attention(self, q, k, v, mask), and "
-                "give ModelLayout(attention=('layers.*.attn',)), or drop ContextParallel"
+                f"the layout does not name the attention of {type(module).__name__}; call meshpar.attention(self, q, k, v, mask) in it, "
+                "and give ModelLayout(attention=('layers.*.attn',)), or drop ContextParallel"
             )
         for pattern in (*layout.attention, *mixers):
             if not any(True for _ in find_modules(module, pattern)):
@@ -73,8 +73,8 @@ class ContextParallel(Pass):
         found = [name for pattern in (*layout.mixers, *self.mixers) for name, _ in find_modules(module, pattern)]
         if mesh.axes["cp"] > 1 and found:
             yield (
-                f"ContextParallel: each rank computes {len(found)} modules ({found[0]}, ...) on whole sequences, for they mix positions in "
-                "a way of their own: exact, but their time and memory are not divided"
+                f"ContextParallel: each rank computes {len(found)} modules ({found[0]}, ...) on whole sequences, because they mix "
+                "positions in another way: exact, but their time and memory are not divided"
             )
 
     def positions(self, length: int, size: int, index: int) -> Tensor:

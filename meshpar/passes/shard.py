@@ -108,7 +108,7 @@ class _Sharding(Precision):
         if not isinstance(keep, bool) and not (1 < keep < shards and shards % keep == 0):
             fits = [each for each in divisors(shards) if each < shards]
             would = fits or "no number"
-            yield f"{owner}(reshard_after_forward={keep}) must be a divisor of dp_shard={shards} between 1 and it; {would} would do"
+            yield f"{owner}(reshard_after_forward={keep}) must be a divisor of dp_shard={shards}, between 1 and {shards}; use {would}"
         if self.offload not in (None, "cpu"):
             yield f"{owner}(offload={self.offload!r}) is not known; use 'cpu' or None"
         if self.prefetch_forward < 0 or self.prefetch_backward < 0:

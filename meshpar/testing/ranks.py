@@ -106,7 +106,7 @@ def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str
                 report = connection.recv()
             except EOFError:
                 started[rank][0].join(5)
-                report = f"rank {rank} ended without a word, exit code {started[rank][0].exitcode}"
+                report = f"rank {rank} ended without a message, exit code {started[rank][0].exitcode}"
             if report is not None:
                 failures[rank] = report
     if failures:

@@ -166,7 +166,7 @@ def balance_problems(module: nn.Module, layout: ModelLayout, balance_rate: float
     if "balance" in layout.refusals:
         yield layout.refusals["balance"]
     if balance_rate and experts and not any(each.requires_grad for module in experts for each in module.parameters()):
-        yield f"balance_rate={balance_rate} moves biases beside experts that are frozen, as adapters leave them; set it to 0"
+        yield f"balance_rate={balance_rate} changes biases of frozen experts, as with adapters; set it to 0"
     elif balance_rate:
         biases = _biases(module, layout)
         if not experts or [each.shape for each in biases] != [next(each.parameters(recurse=False)).shape[:1] for each in experts]:

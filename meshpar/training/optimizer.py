@@ -48,7 +48,7 @@ def build_adamw(module: nn.Module, settings: AdamWSettings) -> torch.optim.AdamW
     There are two groups at most, which differ in nothing but ``weight_decay``.
 
     Raises:
-        RecipeError: no parameter wants a gradient.
+        RecipeError: no parameter requires a gradient.
     """
     groups = parameter_groups(module, settings.weight_decay)
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
@@ -64,7 +64,7 @@ def parameter_groups(module: nn.Module, weight_decay: float | None) -> list[dict
         weight_decay: of the parameters that decay; None: one group, without a word on decay.
 
     Raises:
-        RecipeError: no parameter wants a gradient.
+        RecipeError: no parameter requires a gradient.
     """
     groups: dict[float, dict[str, Any]] = {}
     for parameter in module.parameters():
@@ -74,5 +74,5 @@ def parameter_groups(module: nn.Module, weight_decay: float | None) -> list[dict
         group = groups.setdefault(decay, {"params": []} | ({} if weight_decay is None else {"weight_decay": decay}))
         group["params"].append(parameter)
     if not groups:
-        raise RecipeError("no parameter of the model wants a gradient; there is nothing to train")
+        raise RecipeError("no parameter of the model requires a gradient; there is nothing to train")
     return list(groups.values())
