@@ -469,7 +469,7 @@ def test_the_models_own_recomputation_counts_batches_as_in_one_process():
         for name, expected in alone.named_buffers():
             torch.testing.assert_close(got[name], expected, msg=name)
     par = applied(net, "dp_shard=2", [ActivationCheckpoint(), FullyShard()])
-    with pytest.raises(MeshparError, match="leave one of the two out"):
+    with pytest.raises(MeshparError, match="remove one of the two"):
         par.module(x_of())
 
 

@@ -134,10 +134,10 @@ def refused():
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, use_cache=False))
     for model, told in (
         (Carried("recurrent"), "Carried does not keep the documents of a packed row separate: .*data.documents: joined"),
-        (Carried("one before"), "Carried lets the documents of a packed row see each other"),
+        (Carried("one before"), "Carried does not keep the documents of a packed row separate"),
         (Carried("counts"), "Carried counts positions itself"),
         (Masked(), "Masked takes no position_ids"),
-        (mamba, "MambaForCausalLM lets the documents of a packed row see each other"),
+        (mamba, "MambaForCausalLM does not keep the documents of a packed row separate"),
     ):
         with pytest.raises(MeshparError, match=told):
             check_documents(Plan("", []).apply(model), model, VOCAB, 64)
@@ -195,5 +195,5 @@ def tried(mesh, passes):
     check_documents(par, par.module, VOCAB, 64)
     if "cp" not in mesh:
         par.module.forward = lambda input_ids, position_ids, forward=par.module.forward: forward(input_ids)
-        with pytest.raises(MeshparError, match="Transformer lets the documents of a packed row see each other"):
+        with pytest.raises(MeshparError, match="Transformer does not keep the documents of a packed row separate"):
             check_documents(par, par.module, VOCAB, 64)

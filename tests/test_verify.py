@@ -212,7 +212,7 @@ def test_a_parameter_beside_split_layers_needs_a_word_about_it():
         Plan("tp=2", [TensorParallel()]).check(Scaled(), LAYOUT, 2)
     assert "1 problem" in str(raised.value)
     wrong = TensorParallel(styles={"blocks.*.gain": "grad_sum"})
-    with pytest.raises(ParallelError, match=r"gradient of gain.*\n.*sees the whole needs None"):
+    with pytest.raises(ParallelError, match=r"gradient of gain.*\n.*sees whole features needs None"):
         Plan("tp=2", [wrong]).prove(Scaled(), IDS, LAYOUT)
 
 
