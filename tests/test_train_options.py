@@ -181,7 +181,7 @@ def test_options_of_an_objective_are_checked() -> None:
         load_recipe("quickstart", ["training.objective_options={x: 1}"])
     with pytest.raises(RecipeError, match="causal_lm uses no teacher"):
         load_recipe("quickstart", ["teacher={model: {dim: 32, heads: 2}}"])
-    with pytest.raises(RecipeError, match="distillation needs a teacher; set teacher.model and its weights"):
+    with pytest.raises(RecipeError, match=r"distillation needs a teacher; set teacher\.model and its weights"):
         load_recipe("quickstart", ["training.objective=distillation"])
     assert make_objective("seq2seq", {}).examples == "pairs"
 
