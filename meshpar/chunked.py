@@ -47,11 +47,11 @@ def chunked_token_loss(
     Args:
         model: returns an output whose ``.logits`` are the unchanged output of ``head``.
         inputs: the keyword arguments of the model.
-        labels_BL: as of :func:`meshpar.token_loss`.
+        labels_BL: as for :func:`meshpar.token_loss`.
         head: the module in ``model`` that makes logits (B, L, V) of hidden states (B, L, D); None: what :func:`head_of` finds.
         chunk: positions at a time.
         ignore_index: the label of positions that do not count.
-        reduction: ``"mean"`` or ``"sum"``, as of :func:`meshpar.token_loss`.
+        reduction: ``"mean"`` or ``"sum"``, as for :func:`meshpar.token_loss`.
 
     Raises:
         MeshparError: the model has no such output, or changes its logits after the head (by a scale or a cap, say).

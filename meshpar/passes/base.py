@@ -102,7 +102,7 @@ class Pass:
         return iter(())
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-        """Yield what works and costs more than it needs to, one line each. Pure."""
+        """Yield avoidable costs of the pass in this plan, one line each. Pure."""
         return iter(())
 
     def machine_problems(self, device_type: str) -> Iterator[str]:
@@ -118,10 +118,10 @@ class Pass:
 
         Args:
             module: the model.
-            layout: its description.
-            mesh: has the plan's axes by name. Only a pass with a ``POSITIONS`` axis sees such axes: for the others they are a part of the
-                data axis before them, so that what holds parameters on that axis also averages gradients over positions. The same holds of
-                ``SAMPLES`` axes of passes before ``Stage.DATA``.
+            layout: description of the model.
+            mesh: mesh with the plan's axes by name. Only a pass with a ``POSITIONS`` axis sees such axes: for the others they are a part of
+                the data axis before them, so data passes also average gradients over positions. The same applies to ``SAMPLES`` axes of
+                passes before ``Stage.DATA``.
         """
         raise NotImplementedError
 

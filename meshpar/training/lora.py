@@ -45,8 +45,8 @@ class LoRA:
 
     Attributes:
         targets: endings of the names of linear layers (``q_proj``), or ``all-linear``: all except the head.
-        parameters: endings of the names of packed weights (experts, rows, columns), peft's ``target_parameters``:
-            ``experts.gate_up_proj``. Each expert gets adapters of its own.
+        parameters: endings of the names of packed weights (experts, rows, columns), as in peft's ``target_parameters``:
+            ``experts.gate_up_proj``. Each expert gets its own adapters.
         rank: rank of the product that is added to a weight.
         alpha: the product is scaled by ``alpha / rank``.
         dropout: probability of dropout on the adapters' input in training.
