@@ -157,10 +157,10 @@ def trained(folder):
     one, samples = packed(folder / "one", documents(40), 16), packed(folder, documents(9, 1, 14, 8), 16)
     unlabelled = MappedSamples([{"input_ids": torch.arange(8), "labels": torch.full((8,), -100)}] * 4, "unlabelled")
     for model, objective, data, told in (
-        (Carried("recurrent"), CausalLM(), samples, "Carried lets the documents"),
-        (Carried("recurrent"), CausalLM(), one, "Carried lets the documents"),
+        (Carried("recurrent"), CausalLM(), samples, "Carried does not keep the documents"),
+        (Carried("recurrent"), CausalLM(), one, "Carried does not keep the documents"),
         (transformer(), CausalLM(), unlabelled, "no label of the first 2 steps counted"),
-        (transformer(), Distillation(teacher=freeze(Carried("recurrent"))), samples, "Carried lets the documents"),
+        (transformer(), Distillation(teacher=freeze(Carried("recurrent"))), samples, "Carried does not keep the documents"),
         (transformer(), Distillation(teacher=freeze(transformer())), samples, None),
     ):
         par = Plan("", []).apply(model)
