@@ -12,7 +12,7 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /src
-# torch first, in a layer of its own, which changes of the code leave as it is.
+# torch first, in a separate layer that code changes do not invalidate.
 COPY constraints.txt ./
 RUN pip install --constraint constraints.txt --index-url "$INDEX" --extra-index-url https://pypi.org/simple torch
 COPY pyproject.toml README.md LICENSE ./

@@ -505,26 +505,26 @@ def _grid(head: list[str], rows: list[list[str]]) -> list[str]:
 
 HEAD = """# Architectures
 
-Each architecture that transformers {transformers} maps to a causal language model, an
-encoder-decoder or a masked language model, in a tiny size, under each plan, compared with one
-process. torch {torch}, gloo, float32. Made by `python benchmarks/architectures.py`.
+The table compares each architecture of transformers {transformers} (causal language models,
+encoder-decoders and masked language models, in a tiny size) under each plan with one process.
+torch {torch}, gloo, float32. Made by `python benchmarks/architectures.py`.
 
 - exact: the loss and every gradient agree with one process to {tolerance}, relative to the larger of
-  the tensor's largest value and {floor} times the model's largest gradient (a gradient that is zero
-  by theory holds rounding noise only). The rows of a batch are split over the data ranks, and rows
+  the tensor's largest value and {floor} times the model's largest gradient (a gradient that is zero in
+  theory has only rounding noise). The rows of a batch are split over the data ranks, and rows
   count different numbers of tokens.
 - refused: the plan is refused before anything runs, or in the first forward, with a reason and
-  with what would work.
+  a remedy.
 - wrong, crashed, hung: bugs.
 - export: the parallel model is exported, and transformers loads it with every parameter equal.
-- CP 2: [context parallelism](context.md) by `gather`, and by `heads`. Models that mix positions in a way
-  of their own compute on whole sequences.
+- CP 2: [context parallelism](context.md) by `gather`, and by `heads`. Models that mix positions in another
+  way compute on whole sequences.
 - EP 2: [whole experts are divided](experts.md).
-- documents: a [packed row](data.md#documents) computes what its documents compute one by one, and
-  another first document leaves the second as it was, bit for bit.
+- documents: a [packed row](data.md#documents) gives the results of its documents one by one, and
+  another first document does not change the results of the second, bit for bit.
 
-Weights are random, with noise on those that start at zero or one. Dropout is off. Models have half
-as many heads of keys and values as of queries where the config allows it, so that pairs of ranks
+Weights are random, with noise on weights that start at zero or one. Dropout is off. Models have half
+as many heads of keys and values as of queries if the config allows it, so that pairs of ranks
 share a head under `TP 4`. The models are small (32 features, 2 to 4 layers, one layer of every kind
 in the architecture's own config), so the table shows correctness, not speed.
 
@@ -532,19 +532,18 @@ in the architecture's own config), so the table shows correctness, not speed.
 
 - From the model's `tp_plan`, each style translated to meshpar's own. Parameters are ordinary shards,
   so that FSDP and checkpoints can read them.
-- Each rank gets whole experts where tp divides the number of experts. Otherwise each expert is
-  split.
-- Several ranks compute the same projection of keys and values where the model has fewer of these
+- Each rank gets whole experts if tp divides the number of experts. Otherwise each expert is split.
+- Several ranks compute the same projection of keys and values if the model has fewer of these
   heads than ranks. Their gradients are summed.
 - An architecture without a `tp_plan` is split by the names and shapes of its projections if this
   benchmark found the split exact (`VERIFIED` in `models/huggingface_styles.py`). Otherwise it is
   refused.
 - A weight of the vocabulary stays whole if the model's code reads it outside of its module. A
-  parameter that the plan does not name stays whole, too; meshpar warns if much of the model stays
+  parameter that the plan does not name also stays whole; meshpar warns if much of the model stays
   whole. A parameter among split projections that no style covers is refused.
 
 To leave a part whole over tp, use `TensorParallel(styles={{"model.layers.*.self_attn": None, ...}})`.
-The layout's weight map reads and writes the names that transformers stores, where its rules can
+The layout's weight map reads and writes the names that transformers stores, if its rules can
 express them.
 """
 

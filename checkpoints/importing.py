@@ -34,7 +34,7 @@ def import_safetensors(
     checksum: Checksum = "crc32",
     progress: Progress | None = None,
 ) -> Place:
-    """Convert a model's safetensors to a committed step that contains the model alone.
+    """Convert a model's safetensors to a committed step that contains only the model.
 
     An import runs without a process group and without building the model.
 
@@ -44,7 +44,7 @@ def import_safetensors(
         weights: rules from our names to those in ``src``; None: they are the same.
         dtype: dtype of the floating-point tensors; None: unchanged.
         step: number of the step.
-        config: the published ``config.json``; None: the one beside ``src``, if there is one.
+        config: the published ``config.json``; None: the ``config.json`` next to ``src``, if there is one.
         checksum: see :class:`CheckpointManager`.
         progress: called with the bytes written so far and the bytes to write.
 

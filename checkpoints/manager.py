@@ -42,7 +42,7 @@ class CheckpointManager:
             ``az://`` (extra ``object-store``); credentials come from the store's usual environment.
         keep: number of newest committed steps to keep; None: all.
         every: number of steps between two saves, for :meth:`due`; None: never due.
-        best: name of a metric. The step with its lowest value is kept, too. A leading ``+`` means highest (``"+accuracy"``).
+        best: name of a metric. The step with its lowest value is also kept. A leading ``+`` means highest (``"+accuracy"``).
         async_: write in the background. ``save`` then returns once the ranks have agreed on a plan. The next step of any optimizer waits
             until the values are copied to the host; call :meth:`before_step` before you change parameters in another way. The step is
             committed later. Use the manager as a context, or ``close`` it.
@@ -50,7 +50,7 @@ class CheckpointManager:
         threads: number of files that each rank writes at once.
         timeout_s: seconds that a rank waits for the others within one step of a save.
         staging: a folder on each host's own disk. With ``async_`` and a URL, the next step of the optimizer waits until the files are
-            there, instead of in host memory; the upload goes on beside training. None: in host memory.
+            there, instead of in host memory; the upload continues during training. None: in host memory.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class CheckpointManager:
             The step's folder; with ``async_`` it may not exist yet.
 
         Raises:
-            CheckpointError: on every rank, if any rank fails. Steps committed before stay untouched. Also raised for an earlier save
+            CheckpointError: on every rank, if any rank fails. Earlier steps do not change. Also raised for an earlier save
                 that failed in the background.
         """
         self._background.wait()
@@ -235,7 +235,7 @@ class CheckpointManager:
                 ``passed_over``.
 
         Returns:
-            The plain data that was saved beside the tensors.
+            The plain data that was saved with the tensors.
 
         Raises:
             CheckpointError: on every rank, before any tensor changes: no such step, a damaged file, or a list of every missing,

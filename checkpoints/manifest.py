@@ -27,7 +27,7 @@ _SEAL = re.compile(rb'"crc32": "([0-9a-f]{8})"\n}\n')
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The plain data of one checkpoint.
+    """Describe one checkpoint as plain data.
 
     Attributes:
         step: number of the step.

@@ -32,10 +32,10 @@ def export_module(
 
     Args:
         par: the parallel module.
-        dst: the folder to make; it appears when it is whole.
-        dtype: of the floating-point tensors; None: as they are.
+        dst: the folder to write; it appears once it is complete.
+        dtype: dtype of the floating-point tensors; None: unchanged.
         max_shard_size: bytes of tensors in one file, unless one tensor alone is larger.
-        tokenizer: a folder whose files (but for weights and ``config.json``) are copied beside the model.
+        tokenizer: a folder whose files (but for weights and ``config.json``) are copied next to the model.
         progress: called after each tile.
         overwrite: whether to replace an existing folder.
         timeout_s: seconds that a rank waits for the others within one step.

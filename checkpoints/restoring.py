@@ -31,7 +31,7 @@ from meshpar.placements import held_by_this_rank, local_tensor
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredState:
-    """The result of :meth:`CheckpointManager.restore`: plain data that was saved beside the tensors.
+    """Report the result of :meth:`CheckpointManager.restore`: the plain data that was saved with the tensors.
 
     Attributes:
         step: number of the step.

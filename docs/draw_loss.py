@@ -12,7 +12,7 @@ def main(source: Path, target: Path) -> None:
     train = [(record["step"], record["train/loss"]) for record in records if "train/loss" in record]
     validation = [(record["step"], record["val/loss"]) for record in records if "val/loss" in record]
     last, (low, high) = train[-1][0], (min(loss for _, loss in train) - 0.3, max(loss for _, loss in train) + 0.2)
-    change = int(last * 0.9)  # the quickstart goes on on another mesh for the last tenth
+    change = int(last * 0.9)  # the quickstart resumes on another mesh for the last tenth
 
     def place(step: float, loss: float) -> str:
         x = LEFT + step / last * (WIDTH - LEFT - 20)

@@ -81,7 +81,7 @@ def train(
 ) -> int:
     """Train a recipe.
 
-    Starts its own ranks on this machine. Inside torchrun or srun it runs as one of their ranks.
+    Starts the ranks on this machine. Inside torchrun or srun, the process becomes one of their ranks.
     """
     with quick_imports():
         from meshpar.launchers.commands.train import train_recipe
@@ -104,7 +104,7 @@ def export(
     layout: Annotated[str | None, typer.Option(help="Weights' names: own, llama, qwen3, gpt2, or rules.json; default: as saved.")] = None,
     quantize: Annotated[str | None, typer.Option(help="Quantise: fp8, fp8-block, int8, int4; as GGUF: f16, q8_0, q4_0.")] = None,
     keep_high: Annotated[
-        list[str] | None, typer.Option(help="Module to leave unquantised, '*' for one part: model.layers.0.mlp.*; may be given again.")
+        list[str] | None, typer.Option(help="Module to leave unquantised, '*' for one part: model.layers.0.mlp.*; repeatable.")
     ] = None,
     measure: Annotated[Path | None, typer.Option(help="Text on which to compare the quantised export with the step's own weights.")] = None,
     push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face Hub, with a model card.")] = None,
@@ -180,7 +180,7 @@ def convert(
 ) -> None:
     """Write a recipe in meshpar's own keys.
 
-    YAML of transformers' Trainer or of accelerate becomes a recipe, with comments that tell what became of each key.
+    YAML of transformers' Trainer or of accelerate becomes a recipe. Its comments list the result for each key.
     """
     with quick_imports():
         from meshpar.launchers.commands.inspecting import convert_recipe
@@ -201,9 +201,9 @@ def quickstart(
     minutes: Annotated[float, typer.Option(help="Approximate duration on two CPU cores.")] = 3.0,
     debug: Debug = False,
 ) -> int:
-    """Try everything in about three minutes.
+    """Train, resume, export and generate in about three minutes.
 
-    Trains a small model on Python's own source, resumes it on another mesh, exports it and loads it with transformers.
+    Trains a small model on Python's own source, resumes on another mesh, exports the model and loads the export with transformers.
     """
     with quick_imports():
         from meshpar.launchers.commands.quickstart import quickstart as run
@@ -219,12 +219,10 @@ def generate(
     tokens: Annotated[int, typer.Option(help="Largest number of new tokens.", min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: always the most likely token.", min=0.0)] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the fewest tokens whose probabilities reach this sum.", max=1.0)] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text before which the answer ends; may be given again.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling; default: another answer each time.")] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template; print the answer alone.")
-    ] = False,
-    engine: Annotated[str, typer.Option(help="What runs the model: transformers, or vllm where it is installed.")] = "transformers",
+    stop: Annotated[list[str] | None, typer.Option(help="Text before which the answer ends; repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling; default: a different answer each time.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template; print only the answer.")] = False,
+    engine: Annotated[str, typer.Option(help="Engine: transformers, or vllm if it is installed.")] = "transformers",
     debug: Debug = False,
 ) -> None:
     """Complete a text with an exported model."""

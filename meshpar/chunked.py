@@ -38,20 +38,20 @@ def chunked_token_loss(
     ignore_index: int = IGNORE_INDEX,
     reduction: str = "mean",
 ) -> Tensor:
-    """Run ``model`` and return the loss that :func:`meshpar.token_loss` would give for its logits.
+    """Run ``model`` and return the loss of :func:`meshpar.token_loss`, without ever holding all logits.
 
-    While the model runs, its head computes the loss of ``chunk`` positions after the other, and their gradients at once, in place of the
-    logits; the same products run as without, in other portions. Under tensor parallelism the logits of a chunk are what the head makes
-    of them: gathered, or split over the vocabulary. (The idea is that of Liger's fused linear cross entropy, arXiv 2410.10989.)
+    While the model runs, its head computes the loss and the gradients of ``chunk`` positions at a time, instead of all logits. Under
+    tensor parallelism the head's style decides whether the logits of a chunk are gathered or split over the vocabulary. (The idea is from
+    Liger's fused linear cross entropy, arXiv 2410.10989.)
 
     Args:
-        model: gives an output whose ``.logits`` are just what ``head`` returned.
+        model: returns an output whose ``.logits`` are the unchanged output of ``head``.
         inputs: the keyword arguments of the model.
-        labels_BL: as of :func:`meshpar.token_loss`.
+        labels_BL: as for :func:`meshpar.token_loss`.
         head: the module in ``model`` that makes logits (B, L, V) of hidden states (B, L, D); None: what :func:`head_of` finds.
         chunk: positions at a time.
         ignore_index: the label of positions that do not count.
-        reduction: ``"mean"`` or ``"sum"``, as of :func:`meshpar.token_loss`.
+        reduction: ``"mean"`` or ``"sum"``, as for :func:`meshpar.token_loss`.
 
     Raises:
         MeshparError: the model has no such output, or changes its logits after the head (by a scale or a cap, say).

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 
 class MeshparError(Exception):
-    """Anything that meshpar refuses or cannot do; catch this one to catch them all."""
+    """Base class of all errors of meshpar: catch it to catch them all."""
 
 
 class MeshError(MeshparError, ValueError):
-    """A mesh whose text, names or sizes do not fit."""
+    """Raised for a mesh whose text, names or sizes are invalid."""
 
 
 class LayoutError(MeshparError, ValueError):
-    """A model's description that does not match the model."""
+    """Raised for a layout that does not match its model."""
 
 
 class PlanError(MeshparError, ValueError):
-    """A plan that cannot run on this model and mesh.
+    """Raised for a plan that cannot run on this model and mesh.
 
     Attributes:
         problems: every problem found, one line each, in the same order on every rank.
@@ -34,11 +34,11 @@ class PlanError(MeshparError, ValueError):
 
 
 class ParallelError(MeshparError, RuntimeError):
-    """An error raised inside a parallel module, told with the module's name, its placements, the likely cause and the remedy."""
+    """Raised inside a parallel module, with the module's name, its placements, the likely cause and the remedy."""
 
 
 class CheckpointError(MeshparError):
-    """A checkpoint that cannot be written, read or trusted."""
+    """Raised for a checkpoint that cannot be written, read or trusted."""
 
 
 class StoreError(CheckpointError):
@@ -46,11 +46,11 @@ class StoreError(CheckpointError):
 
 
 class RecipeError(MeshparError, ValueError):
-    """A recipe that cannot be read or does not fit; the message names the line, the key and the nearest valid one."""
+    """Raised for a recipe that cannot be read or is invalid; the message names the line, the key and the nearest valid key."""
 
 
 class LaunchError(MeshparError):
-    """A job that cannot be started or has failed."""
+    """Raised for a job that cannot start or has failed."""
 
 
 class RepeatedFailureError(LaunchError):
@@ -62,7 +62,7 @@ class ReplicaError(LaunchError):
 
 
 class PreflightError(LaunchError):
-    """A machine that does not fit the job: what the doctor found before training."""
+    """Raised for machines that do not fit the job, with the findings of the doctor."""
 
 
 def brief(error: Exception) -> str:

@@ -14,7 +14,7 @@ from meshpar.weights import WeightMap
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLayout:
-    """The description of a model for the passes. Patterns are those of :mod:`meshpar.patterns`.
+    """Describe a model to the passes. Patterns are those of :mod:`meshpar.patterns`.
 
     >>> from meshpar import ModelLayout
     >>> layout = ModelLayout(blocks=("layers.*",), tensor={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
@@ -43,20 +43,20 @@ class ModelLayout:
         config: contents of the ``config.json`` of an export. Empty: the model has no published form.
         attention: patterns of the modules that call :func:`meshpar.attention` or :func:`meshpar.attention_mask`, for
             :class:`meshpar.ContextParallel`.
-        mixers: patterns of modules that mix positions without it (attention of a model's own, a recurrence, a convolution over positions):
-            under :class:`meshpar.ContextParallel` each rank computes them on the whole sequence.
-        experts: patterns of modules with stacked experts, for :class:`meshpar.ExpertParallel`: parameters whose first dim counts experts,
-            and a forward of (hidden states (N, D), chosen experts (N, K), their weights (N, K)) that returns (N, D). A number of experts
-            that the module stores is one attribute ``num_experts``, ``n_experts`` or ``num_local_experts`` (also ``routed``, ``total``).
-        experts_in_order: those of ``experts`` whose forward takes rows (R, D) in the order of experts instead, with a list of how many
-            rows each expert has; or alone, equally many for each expert, of which rows of zeros give zeros and zero gradients, and do
-            not travel.
+        mixers: patterns of modules that mix positions in another way (custom attention, a recurrence, a convolution over positions): under
+            :class:`meshpar.ContextParallel` each rank computes them on the whole sequence.
+        experts: patterns of modules with stacked experts, for :class:`meshpar.ExpertParallel`. The first dim of their parameters is the
+            number of experts. Their forward accepts (hidden states (N, D), chosen experts (N, K), their weights (N, K)) and returns (N, D).
+            If the module stores its number of experts, the attribute is ``num_experts``, ``n_experts`` or ``num_local_experts`` (also
+            ``routed``, ``total``).
+        experts_in_order: those of ``experts`` whose forward accepts rows (R, D) in the order of experts, with a list of the number of rows
+            of each expert; or rows alone, equally many for each expert. Rows of zeros must give zeros and zero gradients, and are not sent.
         routers: patterns of the modules whose output, or its first part, is the routers' logits (N, E), in the order of ``experts``.
-        router_bias: patterns of the buffers or frozen parameters (E,) that routers add to choose experts and not to weigh them, in the
-            order of ``experts``: what ``training.balance_rate`` moves.
-        exchange: lets the attention of a model that does not call it exchange positions, given the model and a
+        router_bias: patterns of the buffers or frozen parameters (E,) that routers add to choose experts but not to weigh them, in the
+            order of ``experts``. ``training.balance_rate`` changes them.
+        exchange: exchanges positions in the attention of a model that does not call :func:`meshpar.attention`; called with the model and a
             :class:`meshpar.passes.exchange.Exchange`.
-        counts_positions: the model finds out itself where its tokens stand, if nobody says so: ``par.split`` gives no ``position_ids``.
+        counts_positions: the model derives the positions of its tokens itself, so ``par.split`` adds no ``position_ids``.
         hidden_inputs: keyword names of the hidden states that a ``region`` receives.
         refusals: technique (``"tp"``, ``"cp"``, ``"cp without mixers"``, ``"ep"``, ``"documents"``, ``"recompute"``, ``"balance"``) ->
             reason why the model does not support it, and the remedy.

@@ -22,11 +22,16 @@ def token_loss(
 ) -> torch.Tensor:
     """Return the cross entropy of every token, in float32.
 
+    >>> import torch
+    >>> from meshpar import token_loss
+    >>> token_loss(torch.zeros(1, 2, 4), torch.tensor([[1, -100]]))
+    tensor(1.3863)
+
     Args:
-        logits_BLV: scores over the vocabulary, any floating dtype; plain, or a DTensor sharded over the vocabulary (what a head
-            under ``TensorParallel(loss_parallel=True)`` returns), of which no rank then ever holds the whole.
-        labels_BL: the right token of each position; positions with ``ignore_index`` do not count.
-        reduction: ``"sum"``, or ``"mean"`` over the tokens that count (not a number where none does, as torch's).
+        logits_BLV: scores over the vocabulary, any floating dtype; plain, or a DTensor sharded over the vocabulary (from a head under
+            ``TensorParallel(loss_parallel=True)``), which no rank ever holds whole.
+        labels_BL: the correct token of each position; positions with ``ignore_index`` do not count.
+        reduction: ``"sum"``, or ``"mean"`` over the tokens that count (NaN if none counts, like torch).
 
     Returns:
         A float32 scalar, equal on every rank of the vocabulary's axis.

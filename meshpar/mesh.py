@@ -30,7 +30,7 @@ def is_auto(text: str) -> bool:
 
 @final
 class MeshSpec:
-    """Names and sizes of mesh axes, outermost first. One size may be -1: it is inferred from the world size.
+    """Name the axes of a mesh and their sizes, outermost first. One size may be -1: it is inferred from the world size.
 
     ``MeshSpec("dp_replicate=2,dp_shard=-1,tp=4")`` and ``MeshSpec(dp_replicate=2, dp_shard=-1, tp=4)`` are equal. Known axes are sorted
     into the canonical order: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``ep``, ``tp``. Axes with other names come before them, in the
@@ -82,7 +82,7 @@ class MeshSpec:
 
     @classmethod
     def auto(cls, world_size: int, ranks_per_node: int, text: str = "auto") -> MeshSpec:
-        """Return the hybrid mesh that fits the nodes: replicas across nodes; shards, and the axes that are written, inside one.
+        """Return the hybrid mesh for nodes: replicas across nodes; shards, and the axes of ``text``, inside a node.
 
         Args:
             world_size: number of ranks.
@@ -109,7 +109,7 @@ class MeshSpec:
 
     @classmethod
     def placed(cls, text: str, world_size: int, ranks_per_node: int) -> MeshSpec:
-        """Return the resolved mesh that a text means on nodes; ``auto`` and ``auto,tp=4`` are :meth:`auto`, nothing is all shards.
+        """Return the resolved mesh of a text on nodes: ``auto`` and ``auto,tp=4`` as in :meth:`auto`, an empty text as all shards.
 
         Raises:
             MeshError: it does not fit.
@@ -120,7 +120,7 @@ class MeshSpec:
 
     @property
     def size(self) -> int:
-        """How many ranks the mesh has; only of a resolved one."""
+        """Number of ranks of the mesh, which must be resolved."""
         assert -1 not in self.axes.values(), "resolve() first"
         return math.prod(self.axes.values())
 
@@ -174,7 +174,7 @@ class MeshSpec:
         """Return this mesh with the axes ``behind`` an axis as a part of it. Every rank keeps its number.
 
         Raises:
-            MeshError: one of ``behind`` does not stand right behind ``axis``.
+            MeshError: one of ``behind`` is not directly behind ``axis``.
         """
         names = [name for name, size in self.axes.items() if size > 1 or name == axis]
         first = names.index(axis) + 1

@@ -46,7 +46,7 @@ class Planned(Protocol):
 
 @final
 class Parallelized:
-    """A module that trains on a mesh. :meth:`meshpar.Plan.apply` returns it.
+    """Train a module on a mesh. :meth:`meshpar.Plan.apply` returns this object.
 
     Attributes:
         module: the module that was passed to ``apply``. Its parameter names and ``state_dict`` keys are unchanged.
@@ -307,7 +307,7 @@ class Parallelized:
         return clip_grad_norm_(self.module.parameters(), groups, max_norm, norm_type, self.device)
 
     def mixing_test(self) -> MixingTest | None:
-        """Return the test of what else than attention mixes positions; None where attention exchanges none."""
+        """Return the test for modules other than attention that mix positions; None if attention exchanges none."""
         known = installed(self.module)
         if known is None or known.exchange is None:
             return None
@@ -325,7 +325,7 @@ class Parallelized:
         return SplitTest(self.module, split, [name for name, _ in find_blocks(self.module, self.layout)], whole)
 
     def verify(self, batch: object) -> Verification:
-        """Compare one split block of each kind with the unsplit block on a batch. The first forward does so without being asked.
+        """Compare one split block of each kind with the unsplit block on a batch. The first forward runs this test automatically.
 
         A block runs twice on the same input, in float32 or wider: as its author wrote it, with whole weights, and split. Outputs and
         gradients are compared. At most one block is gathered at a time. The module does not change.

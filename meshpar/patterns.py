@@ -15,7 +15,12 @@ from torch import nn
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Tell whether a dotted ``name`` fits ``pattern``, part by part."""
+    """Return whether a dotted ``name`` matches ``pattern``, part by part.
+
+    >>> from meshpar import matches
+    >>> matches("layers.*", "layers.0"), matches("layers.*", "layers.0.up")
+    (True, False)
+    """
     want, have = pattern.split("."), name.split(".")
     return len(want) == len(have) and all(map(fnmatchcase, have, want))
 

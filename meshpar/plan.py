@@ -43,7 +43,7 @@ LARGE_PARAMETER = 1 << 24
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class Plan:
-    """A mesh and a list of passes, in the order in which they apply.
+    """Combine a mesh and a list of passes, in the order in which they apply.
 
     >>> from meshpar import FullyShard, Plan, TensorParallel
     >>> plan = Plan("dp_shard=4,tp=2", [TensorParallel(), FullyShard()])
@@ -314,7 +314,7 @@ def _shape_problems(passes: Sequence[object]) -> Iterator[str]:
 def _order_problems(passes: Sequence[Pass]) -> Iterator[str]:
     ordered = sorted(passes, key=lambda each: each.stage)
     if [each.stage for each in passes] != [each.stage for each in ordered]:
-        yield f"passes stand out of order ({_arrows(passes)}); write {_arrows(ordered)}"
+        yield f"passes are out of order ({_arrows(passes)}); write {_arrows(ordered)}"
 
 
 def _arrows(passes: Sequence[object]) -> str:
@@ -359,7 +359,7 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
     """Yield what the passes find on this model, ties that are none, and large parameters that nothing splits."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     if split := [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]:
-        yield f"the module is parallelized already ({split[0]} is a DTensor); apply a plan once, to a module as it was built"
+        yield f"the module is already parallelized ({split[0]} is a DTensor); apply a plan once, to a module as it was built"
         return
     ready = [each for each in passes if all(axis in mesh.axes for axis in each.axes)]
     with suppress(MeshError):  # which _axis_problems tells
@@ -372,7 +372,7 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
     hooked = [name for name, each in parameters.items() if each._backward_hooks or each._post_accumulate_grad_hooks]
     if hooked and any(each.shards(module, layout) for each in ready):
         yield (
-            f"{hooked[0]} has a hook on its gradient, which the shards that take its place would not have; register hooks after "
+            f"{hooked[0]} has a hook on its gradient, which the shards that replace it would not have; register hooks after "
             "plan.apply, on the parameters of par.module"
         )
     for group in layout.tied:
@@ -380,7 +380,10 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
         if absent:
             yield f"layout.tied names {absent[0]!r}, which the model does not have"
         elif len({id(parameters[name]) for name in group}) > 1:
-            yield f"layout.tied says that {' and '.join(group)} are one tensor, but the model holds them apart; tie them or drop the entry"
+            yield (
+                f"layout.tied says that {' and '.join(group)} are one tensor, but the model has separate tensors; tie them or drop the "
+                "entry"
+            )
     with suppress(MeshError):
         yield from _unsharded_problems(ready, module, layout, mesh, parameters)
     yield from _divided_problems(ready, module, layout, mesh)

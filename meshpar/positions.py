@@ -54,22 +54,22 @@ def exchange_of(module: nn.Module) -> Exchange | None:
 def attention_mask(
     module: nn.Module, position_ids: Tensor | None, *, window: int | None = None, dtype: torch.dtype | None = None
 ) -> Tensor | Mask | None:
-    """Return which positions each query sees: its own document's, up to itself.
+    """Return the mask of the positions that each query attends to: its own document's, up to itself.
 
-    A document begins wherever a position is not the one after the position before it in its row. Call this once in a forward, and hand
-    the result to every :func:`attention`.
+    A document begins at each position that does not follow the position before it in its row. Call this function once in a forward, and
+    pass the result to every :func:`attention`.
 
     Args:
         module: the model, ``self``. Under :class:`ContextParallel` each rank has a part of the positions, and the mask is for this part.
         position_ids: (B, L) or (1, L) int64, restarting at 0 with each document; None: one document, 0 .. L-1.
-        window: number of positions that a query sees, its own included; None: all of its document.
-        dtype: of the hidden states, for a mask that is added to the scores. Torch makes such a mask of a bool one in every layer, and keeps
-            it for backward; one made here is shared by all layers.
+        window: number of positions that a query attends to, including its own; None: all of its document.
+        dtype: dtype of the hidden states, for a mask that is added to the scores. From a bool mask, torch makes such a mask in every layer
+            and keeps it for backward; this mask is shared by all layers.
 
     Returns:
         (B or 1, 1, queries, keys): bool, True where a query sees a key, or 0 and -inf in ``dtype``. None for plain causal attention. For
-        more than 1,024 queries, what makes such a mask piece by piece while :func:`attention` goes through them; on CUDA with the mask of
-        blocks that flex attention reads.
+        more than 1,024 queries, an object that builds the mask piece by piece in :func:`attention`; on CUDA with the block mask of flex
+        attention.
 
     Raises:
         MeshparError: no ``position_ids``, and this rank has a part of the positions, or there is a ``window``.
@@ -189,7 +189,7 @@ def attention(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Attend causally, as :func:`torch.nn.functional.scaled_dot_product_attention` does, over the positions of every rank.
+    """Attend causally over the positions of every rank, like :func:`torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
         module: the module that attends, ``self``; ``ModelLayout.attention`` names it.

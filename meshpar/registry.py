@@ -74,7 +74,7 @@ def imported(path: str) -> Any:  # noqa: ANN401 - whatever stands there
         if error.name is None or not f"{home}.".startswith(f"{error.name}."):
             raise MeshparError(f"{home} cannot be imported: {error}; install what it needs") from error
         raise MeshparError(
-            f"there is no module {error.name}; put it beside the recipe, install its package, or correct the import path {path!r}"
+            f"there is no module {error.name}; put it next to the recipe, install its package, or correct the import path {path!r}"
         ) from error
     except Exception as error:  # the code of a user
         last = traceback.extract_tb(error.__traceback__)[-1]

@@ -66,11 +66,11 @@ def _number(name: str, default: int) -> int:
 
 @contextmanager
 def distributed(device_type: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[torch.device]:
-    """Hold the process group open: torchrun's environment where there is one, else a world of this one process.
+    """Open a process group for the block: torchrun's ranks, or a world of this one process, and close it at the end.
 
-    Collective: every rank enters and leaves it. A group that is open already is used as it is and left open. On the way out
-    after success the ranks meet, drop what they hold and close the group in this order, because a rank that leaves gloo's
-    threads running can abort at interpreter exit.
+    Collective: every rank enters and leaves it. A group that is already open is used and stays open. After success the ranks
+    meet in a barrier, collect garbage and close the group, in this order: gloo's threads could otherwise abort the
+    interpreter at exit.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"``, ...; None: the accelerator where there is one.
@@ -128,7 +128,7 @@ def meeting_store(name: str, *, timeout_s: float) -> dist.Store:
         DistError: nobody answers there in time.
     """
     if not launched():
-        raise LaunchError("there is no launcher whose ranks could meet; start with meshpar run, torchrun or srun")
+        raise LaunchError("no launcher connects the ranks; start with meshpar run, torchrun or srun")
     _need_address()
     address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
     if rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -113,7 +113,7 @@ class Watchdog:
         where = {"step": str(self._progress()), "idle_s": round(idle_s, 1), "groups": counts, "host": socket.gethostname()}
         last = "; ".join(f"{group}: {what} (number {number})" for group, (number, what) in counts.items()) or "none"
         file.write(
-            f"watchdog: rank {self._rank} on {where['host']} has moved nothing for {idle_s:.0f} s; step {where['step']}; "
+            f"watchdog: rank {self._rank} on {where['host']} has made no progress for {idle_s:.0f} s; step {where['step']}; "
             f"last collective of each group: {last}\n"
         )
         file.flush()
@@ -153,7 +153,7 @@ class Watchdog:
         while time.monotonic() < deadline + self._answer_s and not all(store.check([f"done/{rank}"]) for rank in told):
             time.sleep(0.02)  # who leaves early breaks the connections of those that still write
         self._silent = lambda: self._end_silent(beats, told)
-        return text if self._rank == first else f"{text} (rank {first} tells the same)", True
+        return text if self._rank == first else f"{text} (rank {first} reports the same)", True
 
     def _end_silent(self, beats: Mapping[int, Mapping[str, Any]], told: Mapping[int, Mapping[str, Any]]) -> None:
         """Kill ranks of this host that do not answer; done by the host's first rank that does, to its launcher's children alone."""
@@ -188,5 +188,5 @@ def verdict_of(told: Mapping[int, Mapping[str, Any]], missing: Sequence[int], ho
             parts.append(f"ranks that did not arrive at {what}, number {most} of {group}: {', '.join(map(str, behind))}")
     if not parts:
         steps = ", ".join(f"rank {rank} at step {each['step']}" for rank, each in sorted(told.items()))
-        parts.append(f"every rank answers and none is behind in a collective ({steps}); their stacks say what they wait for")
-    return "the job stands still; " + "; ".join(parts)
+        parts.append(f"every rank answers and none is behind in a collective ({steps}); their stack traces show where they wait")
+    return "the job makes no progress; " + "; ".join(parts)

@@ -25,9 +25,11 @@ from meshpar.positions import Mask, attention, attention_mask
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPT2Config:
-    """The shape of a :class:`GPT2`, with transformers' field names. The defaults are the 124M model without dropout.
+    """Set the shape of a :class:`GPT2`, with transformers' field names. The defaults are the 124M model without dropout.
 
-    >>> GPT2(GPT2Config(n_layer=2, n_embd=64, n_head=4))  # doctest: +SKIP
+    >>> from meshpar.models import GPT2Config
+    >>> GPT2Config(n_layer=2, n_embd=64, n_head=4).vocab_size
+    50257
 
     Attributes:
         vocab_size: number of tokens in the vocabulary.
@@ -72,7 +74,17 @@ class GPT2Config:
 
 @final
 class GPT2(nn.Module):
-    """The GPT-2 language model. It has no buffers and can be built on the meta device."""
+    """Build the GPT-2 language model. It has no buffers and can be built on the meta device.
+
+    >>> import torch
+    >>> from meshpar.models import GPT2, GPT2Config
+    >>> model = GPT2(GPT2Config(vocab_size=64, n_layer=2, n_embd=32, n_head=4))
+    >>> model(torch.zeros(1, 8, dtype=torch.int64)).logits.shape
+    torch.Size([1, 8, 64])
+
+    Args:
+        config: the shape of the model.
+    """
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from meshpar.loss import IGNORE_INDEX, token_loss
 
 @final
 class ModelOutput(NamedTuple):
-    """The result of a forward pass.
+    """Return the loss and the logits of a forward pass.
 
     A named tuple, because FSDP2 finds the tensors of an output through pytree, which supports named tuples without registration.
 

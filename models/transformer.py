@@ -26,7 +26,17 @@ from meshpar.weights import Rename, WeightMap
 
 @final
 class Transformer(nn.Module):
-    """A decoder-only language model. It can be built on the meta device."""
+    """Build a decoder-only language model. It can be built on the meta device.
+
+    >>> import torch
+    >>> from meshpar.models import Transformer, TransformerConfig
+    >>> model = Transformer(TransformerConfig(vocab_size=64, dim=32, layers=2))
+    >>> model(torch.zeros(1, 8, dtype=torch.int64)).logits.shape
+    torch.Size([1, 8, 64])
+
+    Args:
+        config: the shape of the model.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from meshpar.weights import Unstack
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's scaling of RoPE for contexts beyond ``original_positions``.
+    """Scale RoPE for contexts beyond ``original_positions``, as Llama 3 does.
 
     Attributes:
         factor: divisor of the low frequencies.
@@ -29,9 +29,11 @@ class RopeScaling:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerConfig:
-    """The shape of a :class:`Transformer`. The defaults are a tiny model for trials.
+    """Set the shape of a :class:`Transformer`. The defaults are a tiny model for tests.
 
-    >>> Transformer(TransformerConfig.preset("llama-1b"))  # doctest: +SKIP
+    >>> from meshpar.models import TransformerConfig
+    >>> TransformerConfig.preset("llama-8b", layers=2).dim
+    4096
 
     Attributes:
         vocab_size: number of tokens in the vocabulary.
@@ -41,12 +43,12 @@ class TransformerConfig:
         kv_heads: number of key/value heads; None: ``heads``.
         head_dim: channels of a head; None: ``dim / heads``.
         hidden: width of the SwiGLU layer.
-        experts: number of experts that take the place of each SwiGLU layer; 0: none.
+        experts: number of experts that replace each SwiGLU layer; 0: none.
         experts_per_token: number of experts that compute each token.
         expert_hidden: width of an expert; None: ``hidden``.
-        shared_experts: number of experts that compute every token beside the chosen ones. The router then scores by sigmoids and has a
-            bias for each expert, which balances their load (``training.balance_rate``).
-        routed_scale: factor of the chosen experts' sum beside the shared ones.
+        shared_experts: number of experts that compute every token in addition to the chosen ones. The router then uses sigmoid scores and
+            has a bias for each expert, which balances their load (``training.balance_rate``).
+        routed_scale: factor of the chosen experts' sum, before the shared experts are added.
         max_positions: longest sequence in tokens.
         rope_theta: base of the rotary embedding's frequencies.
         rope_scaling: scaling of the rotary embedding; None: none.

@@ -150,12 +150,12 @@ def _told(error: MeshparError) -> str:
 UNKNOWN = Outcome(kind="unknown", message="not run yet")
 HEAD = """# What a training loop may do
 
-Each row is a habit of PyTorch loops and each column a plan. `exact`: loss, gradients and weights equal those of one process on the
-concatenated batch (float64, to 1e-9, unless the row names another dtype). `refused`: meshpar raises a `MeshparError`, listed below
-the table under its number, on every rank. `torch`: torch itself raises the error under that number, before any number is wrong.
+Each row is common code of PyTorch loops, and each column a plan. `exact`: loss, gradients and weights equal those of one process on the
+concatenated batch (float64, to 1e-9, unless the row names another dtype). `refused`: meshpar raises a `MeshparError` on every rank; its
+message is below the table. `torch`: torch itself raises the error, before any value is wrong.
 
-Written by `python docs/write_loops.py`, which runs every cell; [tests/test_loops.py](../tests/test_loops.py) compares the cells with a run
-of its own. The code of each row is in [tests/loop_habits.py](../tests/loop_habits.py), a function a row.
+`python docs/write_loops.py` runs every cell and writes this page. [tests/test_loops.py](../tests/test_loops.py) runs the cells again and
+compares. The code of each row is a function in [tests/loop_habits.py](../tests/loop_habits.py).
 """
 
 

@@ -313,7 +313,7 @@ class WithActivation(nn.BatchNorm1d):
         (nn.LazyBatchNorm1d, r"1 \(LazyBatchNorm1d\) has no number of features yet; run one forward before"),
         (
             lambda: WithActivation(4),
-            r"1 \(WithActivation\) is a batch norm with a forward of its own, which would take its statistics from",
+            r"1 \(WithActivation\) is a batch norm with a forward of its own, which would compute statistics of",
         ),
     ],
     ids=["lazy", "own-forward"],

@@ -254,7 +254,7 @@ def test_forms_of_conversations_and_tools_pass_through():
             "no token of the conversation would count .*another template",
         ),
         ('{"messages": [{"role": "assitant", "content": "x"}]}', "turn 1 has role 'assitant'; write assistant"),
-        ('{"system": "S", "messages": [{"role": "system", "content": "T"}]}', "turn 1 is the system's, .*; keep one of both"),
+        ('{"system": "S", "messages": [{"role": "system", "content": "T"}]}', "turn 1 is the system's, .*; keep one of the two"),
         ('{"text": "x"}', "there are .*'text'.*; expected messages, conversations, or prompt and completion"),
         ("[1]", "got a list; expected an object"),
     ],
@@ -293,7 +293,7 @@ def test_best_fit_cuts_no_document_that_fits(tmp_path):
     small = write_tokens(tmp_path / "small.bin", [[1] * each + [0] for each in (6, 4, 3, 3)], vocab_size=100, eos_id=0)
     samples = PackedTokens(small, 8, packing="best_fit")
     assert (len(samples), samples.padding) == (3, pytest.approx(1 / 3))
-    with pytest.raises(RecipeError, match="give one of both"):
+    with pytest.raises(RecipeError, match="use one of the two"):
         PackedTokens(small, 8, packing="best_fit", documents="joined")
 
 

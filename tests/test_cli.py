@@ -250,7 +250,7 @@ def test_the_page_of_keys_is_current() -> None:
     assert page.read_text() == invoke("check", "--keys").output, "write it again: meshpar check --keys > docs/recipe_keys.md"
     lines = page.read_text().splitlines()
     (nonfinite,) = (line for line in lines if line.startswith("| `nonfinite`"))
-    assert nonfinite.endswith("what came of such a step. |"), "a line of a meaning may have a colon"
+    assert nonfinite.endswith("no checkpoint contains the weights of such a step. |"), "a line of a meaning may have a colon"
     steps = lines[lines.index("## schedule") :][5]
     assert steps.startswith("| `steps` | a whole number or nothing |  |"), "the section's default, not that of its dataclass"
 

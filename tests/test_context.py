@@ -302,7 +302,7 @@ def strange():
         (Strange(reaches=(1, 3)), True, r"layers.1.near \(Conv1d\) mixes positions"),
         (Strange(shifted=True), True, "Strange mixes positions, or counts them itself"),
         (Strange(shifted=True), False, "Strange mixes positions, or counts them itself"),  # rank 0 alone would see nothing
-        (Counted(), True, "Counted computes something else where it gets no position_ids than from the 0, 1, 2, ... of par.split"),
+        (Counted(), True, "Counted computes other values without position_ids than with the 0, 1, 2, ... of par.split"),
     ):
         par = Plan("dp_shard=1,cp=2", [ContextParallel(balance=balance), FullyShard()]).apply(model)
         with pytest.raises(MeshparError, match=told), torch.no_grad():
@@ -417,7 +417,7 @@ def named_mixers():
 
 
 def test_what_cannot_be_split_is_refused():
-    with pytest.raises(PlanError, match=r"nothing says where Bare attends: let its attention call meshpar.attention"):
+    with pytest.raises(PlanError, match=r"the layout does not name the attention of Bare; call meshpar.attention"):
         Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).check(Bare(), ModelLayout(blocks=("layers.*",)), world_size=2)
     with pytest.raises(PlanError, match=r"transport='ring'.*must be 'gather' or 'heads'"):
         Plan("dp_shard=1,cp=2", [ContextParallel(transport="ring"), FullyShard()]).check(transformer(), world_size=2)

@@ -75,7 +75,7 @@ def applied(net, mesh, passes, layout=LAYOUT):
 def test_a_block_that_one_data_rank_leaves_out_is_refused_where_it_happens():
     par = applied(Net(), "dp_shard=2", [FullyShard()])
     par.module(x_of())
-    with pytest.raises(MeshparError, match=r"data ranks call different blocks at a time, this one blocks\.[01]"):
+    with pytest.raises(MeshparError, match=r"data ranks call different blocks at the same time, this rank blocks\.[01]"):
         par.module(x_of(), order=(0, 1) if par.data_rank else (1, 0))
 
 
@@ -83,7 +83,9 @@ def test_a_block_that_one_data_rank_leaves_out_is_refused_where_it_happens():
 def test_a_data_rank_that_calls_fewer_blocks_is_refused_before_its_backward():
     for passes in ([FullyShard()], [FullyShard(reshard_after_forward=False)], [Replicate()]):
         par = applied(Net(), f"{passes[0].axes[0]}=2", passes)
-        with pytest.raises(MeshparError, match=r"data ranks call different blocks at a time, this one (blocks\.1|the end of the forward)"):
+        with pytest.raises(
+            MeshparError, match=r"data ranks call different blocks at the same time, this rank (blocks\.1|the end of the forward)"
+        ):
             par.module(x_of(), order=(0,) if par.data_rank else (0, 1)).sum().backward()
 
 
@@ -375,7 +377,7 @@ def test_other_weights_are_noticed_also_after_a_forward():
     for passes in ([FullyShard()], [Replicate()]):
         par = applied(net := Net(), f"{passes[0].axes[0]}=2", passes)
         par.module(x_of())
-        with torch.no_grad(), pytest.raises(ParallelError, match="another tensor in the place"):
+        with torch.no_grad(), pytest.raises(ParallelError, match="was replaced by another tensor"):
             torch.func.functional_call(par.module, dict(net.named_parameters()), (x_of(),))
 
 
@@ -467,7 +469,7 @@ def test_the_models_own_recomputation_counts_batches_as_in_one_process():
         for name, expected in alone.named_buffers():
             torch.testing.assert_close(got[name], expected, msg=name)
     par = applied(net, "dp_shard=2", [ActivationCheckpoint(), FullyShard()])
-    with pytest.raises(MeshparError, match="leave one of the two out"):
+    with pytest.raises(MeshparError, match="remove one of the two"):
         par.module(x_of())
 
 

@@ -87,6 +87,17 @@ def test_the_example_of_every_pass_runs(name):
     assert doctest.DocTestRunner().run(example).failed == 0
 
 
+@pytest.mark.parametrize("package", PUBLIC)
+def test_the_examples_of_public_names_run(package):
+    module = importlib.import_module(package)
+    values = {name: getattr(module, name) for name in module.__all__}
+    kinds = {name: value for name, value in values.items() if inspect.isclass(value) or inspect.isroutine(value)}
+    examples = [
+        each for name, value in kinds.items() for each in doctest.DocTestFinder(recurse=False).find(value, name, globs=dict(values))
+    ]
+    assert [example.name for example in examples if doctest.DocTestRunner(verbose=False).run(example).failed] == []
+
+
 def documented(module, name, value):
     """Whether a class or function has a docstring of its own, or a text stands below a constant."""
     if inspect.isclass(value) or inspect.isroutine(value):

@@ -133,11 +133,11 @@ def refused():
     sizes = dict(vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2, conv_kernel=3, expand=2, time_step_rank=4)
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, use_cache=False))
     for model, told in (
-        (Carried("recurrent"), "Carried lets the documents of a packed row see each other: .*data.documents: joined"),
-        (Carried("one before"), "Carried lets the documents of a packed row see each other"),
+        (Carried("recurrent"), "Carried does not keep the documents of a packed row separate: .*data.documents: joined"),
+        (Carried("one before"), "Carried does not keep the documents of a packed row separate"),
         (Carried("counts"), "Carried counts positions itself"),
         (Masked(), "Masked takes no position_ids"),
-        (mamba, "MambaForCausalLM lets the documents of a packed row see each other"),
+        (mamba, "MambaForCausalLM does not keep the documents of a packed row separate"),
     ):
         with pytest.raises(MeshparError, match=told):
             check_documents(Plan("", []).apply(model), model, VOCAB, 64)
@@ -157,10 +157,10 @@ def trained(folder):
     one, samples = packed(folder / "one", documents(40), 16), packed(folder, documents(9, 1, 14, 8), 16)
     unlabelled = MappedSamples([{"input_ids": torch.arange(8), "labels": torch.full((8,), -100)}] * 4, "unlabelled")
     for model, objective, data, told in (
-        (Carried("recurrent"), CausalLM(), samples, "Carried lets the documents"),
-        (Carried("recurrent"), CausalLM(), one, "Carried lets the documents"),
+        (Carried("recurrent"), CausalLM(), samples, "Carried does not keep the documents"),
+        (Carried("recurrent"), CausalLM(), one, "Carried does not keep the documents"),
         (transformer(), CausalLM(), unlabelled, "no label of the first 2 steps counted"),
-        (transformer(), Distillation(teacher=freeze(Carried("recurrent"))), samples, "Carried lets the documents"),
+        (transformer(), Distillation(teacher=freeze(Carried("recurrent"))), samples, "Carried does not keep the documents"),
         (transformer(), Distillation(teacher=freeze(transformer())), samples, None),
     ):
         par = Plan("", []).apply(model)
@@ -195,5 +195,5 @@ def tried(mesh, passes):
     check_documents(par, par.module, VOCAB, 64)
     if "cp" not in mesh:
         par.module.forward = lambda input_ids, position_ids, forward=par.module.forward: forward(input_ids)
-        with pytest.raises(MeshparError, match="Transformer lets the documents of a packed row see each other"):
+        with pytest.raises(MeshparError, match="Transformer does not keep the documents of a packed row separate"):
             check_documents(par, par.module, VOCAB, 64)

@@ -328,7 +328,7 @@ def test_experts_of_ones_own_that_ranks_cannot_repeat_are_refused_in_the_first_f
     """Those that only look wrong, by an attribute that equals the number of experts, train as in one process."""
     assert_parity(OwnMixture, "dp_shard=1,ep=2", [ExpertParallel(), FullyShard()], token_steps(VOCAB), layout=OWN)
     for kind, message in [
-        (Normalised, r"layers.0.experts \(Normalised\) computes something else .*off by .*use a mesh without ep"),
+        (Normalised, r"layers.0.experts \(Normalised\) gives other results .*off by .*use a mesh without ep"),
         (Residual, "layers.0.experts .*a residual"),
         (Capacity, "layers.0.experts .*a capacity"),
         (Counted, "layers.0.experts .*off by 5.0e-01"),
@@ -436,7 +436,7 @@ def test_experts_that_take_rows_in_their_order_equal_one_process_and_are_counted
         load.step()
         counted.append({name: round(float(value), 6) for name, value in load.take().items()})
     assert counted[0] == counted[1] == counted[2] and counted[0]["experts/dropped"] == 0 and counted[0]["experts/most"] > 4, counted
-    with pytest.raises(ParallelError, match=r"layers.0.experts \(Biased\) computes something else"):
+    with pytest.raises(ParallelError, match=r"layers.0.experts \(Biased\) gives other results"):
         Plan("dp_shard=1,ep=2", passes).apply(OwnMixture(Biased, evenly), layout).module(torch.arange(8)[None])
     assert "forward(x, chosen, weights), expected (rows (R, D) in the order" in problems_of("dp_shard=1,ep=2", passes, OwnMixture(), layout)
 

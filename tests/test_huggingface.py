@@ -167,7 +167,7 @@ def test_parameters_among_split_projections_need_a_style() -> None:
     model = from_config(config("llama"))
     model.model.layers[0].self_attn.temperature = nn.Parameter(torch.ones(4, device="meta"))
     (problem,) = TensorParallel().problems(model, layout_of(model), MeshSpec("tp=2"))
-    assert problem.startswith("model.layers.0.self_attn.temperature (4,) stands without a style among projections")
+    assert problem.startswith("model.layers.0.self_attn.temperature (4,) has no style among projections")
     assert f"TensorParallel(styles={{'{LAYER}.self_attn.k_proj': None, " in problem
 
 

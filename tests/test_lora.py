@@ -138,7 +138,7 @@ def test_adapters_on_divided_experts_train_as_in_one_process_and_are_merged_as_p
 
     folder = shared_folder()
     par = check(qwen3_moe, ON_EXPERTS, folder, ("experts", "experts-tp"))
-    with pytest.raises(MeshparError, match=r"balance_rate=0.1 moves biases beside experts that are frozen"):
+    with pytest.raises(MeshparError, match=r"balance_rate=0.1 changes biases of frozen experts"):
         ExpertLoad(par, balance_rate=0.1)
     saved_and_exported(par, qwen3_moe, ON_EXPERTS, "fsdp-tp", folder)
     on_experts = peft.get_peft_model(qwen3_moe(), peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])).base_model.model

@@ -157,7 +157,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder: Path) -> N
     subprocess.run(["cp", "-r", folder / "stopped", folder / "moved"], check=True)
     moved = start(folder, "moved", "mesh=tp=2", "data.micro_batch=8")
     kill_launcher(folder, "stopped", until_step=int(step.name.removeprefix("step-")) + 3)
-    assert "going on after step" in run(folder, "stopped")
+    assert "resuming after step" in run(folder, "stopped")
     finish(whole)
     assert "saved on another mesh" in finish(moved)
     expected, got = weights(folder, "whole"), weights(folder, "stopped")
@@ -340,7 +340,7 @@ def test_a_dataset_that_changed_is_not_resumed_silently(folder: Path) -> None:
     other.write_text(text(3000))
     output = f"output={folder / 'changed'}"
     assert launch(small(folder, output, f"data.paths=[{folder / 'text.txt'}]"), 1, quiet=True) == 0
-    with pytest.raises(MeshparError, match=r"data: the checkpoint .*changed.* is of other data: .*text.txt"):
+    with pytest.raises(MeshparError, match=r"data: the checkpoint .*changed.* was saved with other data: .*text.txt"):
         launch(small(folder, output, f"data.paths=[{other}]", "training.steps=5"), 1, quiet=True)
 
 
@@ -377,13 +377,13 @@ def test_a_resume_with_other_data_or_another_batch_says_so(tmp_path: Path, monke
     assert train("training.steps=2", "training.log_every=2").exit_code == 0
     assert Path("runs/job/recipe.yaml").read_bytes() == kept, "a complete run keeps the recipe that made it"
     told = train("training.steps=3", "data.micro_batch=2")
-    assert "WARNING: a step had 8 samples before and has 4 from here on, on 1 data ranks" in told.stderr
+    assert "WARNING: a step had 8 samples before and has 4 from now on, on 1 data ranks" in told.stderr
     assert "to keep it, set data.micro_batch=2 data.accumulate=4" in told.stderr
     with Path("text.txt").open("a") as file:
         file.write("more\n")
     other = train("training.steps=4")
     assert other.exit_code == 78
-    assert re.search(r"data: the checkpoint .* is of other data: text.txt has changed \(it had [\d,]+ bytes and has", other.stderr)
+    assert re.search(r"data: the checkpoint .* was saved with other data: text.txt has changed \(it had [\d,]+ bytes and has", other.stderr)
 
 
 def test_a_run_of_joined_documents_goes_on_with_separate_ones_only_if_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +400,8 @@ def test_a_run_of_joined_documents_goes_on_with_separate_ones_only_if_told(tmp_p
     refused = train("training.steps=3")
     assert refused.exit_code == 78
     assert (
-        "data.documents was 'joined' and is 'separate'; restore what has changed, set checkpoint.allow: [data.documents]" in refused.stderr
+        "data.documents was 'joined' and is 'separate'; restore the files and settings that changed, set checkpoint.allow: [data.documents]"
+        in refused.stderr
     )
     told = train("training.steps=3", "checkpoint.allow=[data.documents]")
     assert told.exit_code == 0, told.stderr

@@ -63,7 +63,7 @@ def test_what_is_ignored_is_named_tensor_by_tensor_or_by_its_module():
 
 def test_a_pattern_that_fits_nothing_and_one_that_takes_what_is_needed_are_told():
     source = Given(nn.Linear(2, 2).state_dict())
-    with pytest.raises(MeshparError, match=r"ignore: 'wieght' fits no tensor of these weights; nearest: \['weight'"):
+    with pytest.raises(MeshparError, match=r"ignore: 'wieght' matches no tensor of these weights; nearest: \['weight'"):
         parallel(lambda: nn.Linear(2, 2)).materialize(weights=source, ignore=["wieght"])
     with pytest.raises(MeshparError, match=r"missing: bias \(2,\)"):
         parallel(lambda: nn.Linear(2, 2)).materialize(weights=source, ignore=["bias"])

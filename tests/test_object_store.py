@@ -141,7 +141,7 @@ def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket
     urls = (*train, f"data.paths=[{bucket}/data/text.txt]", f"output={run}")
     meshpar_in(tmp_path, *urls, "training.steps=4")
     shutil.rmtree(tmp_path / "runs")  # another machine goes on
-    assert f"going on after step 4 from {run}/checkpoints/step-00000004" in meshpar_in(tmp_path, *urls, "training.steps=8")
+    assert f"resuming after step 4 from {run}/checkpoints/step-00000004" in meshpar_in(tmp_path, *urls, "training.steps=8")
     local = tmp_path / "runs" / Path(run.replace("://", "/"))
     assert losses(local / "metrics.jsonl") == losses(tmp_path / "disk" / "metrics.jsonl") and len(losses(local / "metrics.jsonl")) == 8
     assert (local / "metrics.jsonl").read_bytes() == place(f"{run}/metrics.jsonl").read()[0], "nothing is on this machine alone"

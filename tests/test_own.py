@@ -153,7 +153,7 @@ def test_own_classes_train_on_ranks_and_resume_from_the_resolved_recipe(folder: 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["model.class=my_partz.Model"], "model.class: there is no module my_partz; put it beside the recipe"),
+        (["model.class=my_partz.Model"], "model.class: there is no module my_partz; put it next to the recipe"),
         (["model.class=my_parts.Modell"], "model.class: my_parts has no Modell; nearest: Model"),
         (["model.class=broken_parts.Model"], "model.class: broken_parts cannot be imported: ZeroDivisionError: division by zero ("),
         (["model.class=Model"], "model.class: 'Model' is no import path; expected package.module.Name"),
@@ -161,7 +161,7 @@ def test_own_classes_train_on_ranks_and_resume_from_the_resolved_recipe(folder: 
         (["model.dim=wide"], "model.dim: expected a whole number, got 'wide'"),
         (["model.rate=[1]"], "model.rate: expected a number, got [1]"),
         (["model={class: my_parts.Model}"], "model.dim: missing; expected a whole number"),
-        (["model={class: my_parts.number, dim: 3}"], "model.class: my_parts.number made a int; expected a torch.nn.Module"),
+        (["model={class: my_parts.number, dim: 3}"], "model.class: my_parts.number returned a int; expected a torch.nn.Module"),
         (["model.class=my_parts.Strict"], "model.class: Strict cannot be made with these keywords: KeyError: 'no such table'"),
         (["data.dataset.sise=3"], "data.dataset.sise: unknown key; nearest: size"),
         (

@@ -201,7 +201,7 @@ def test_transformers_own_loss_under_loss_parallelism():
 @on_ranks(2)
 def test_a_module_is_parallelized_once():
     par = Plan("dp_shard=2", [FullyShard()]).apply(on_meta(transformer))
-    with pytest.raises(PlanError, match="parallelized already"):
+    with pytest.raises(PlanError, match="already parallelized"):
         Plan("dp_shard=2", [FullyShard()]).apply(par.module)
 
 

@@ -151,7 +151,7 @@ def test_a_layout_pattern_that_matches_nothing():
 
 def test_a_star_does_not_cross_a_dot():
     text = only("dp_shard=8", [FullyShard(blocks=("l*",))], TwoLayers(), ModelLayout())
-    assert "'l*' matches layers, a ModuleList, which is never called itself; name what is in it: 'layers.*'" in text
+    assert "'l*' matches layers, a ModuleList, which is never called; name the modules in it: 'layers.*'" in text
     assert Plan("dp_shard=8", [FullyShard(blocks=("layers.*",))]).check(TwoLayers(), ModelLayout(), 8)
 
 
@@ -180,7 +180,7 @@ def test_an_override_replaces_what_the_table_says_of_its_modules():
     assert not [name for name in split if name.startswith("layers.0.mlp")] and "layers.1.mlp.up.weight" in split
     Plan("tp=2", [left]).check(module, world_size=2)
     text = only("tp=2", [TensorParallel(styles={"layers.*.mlp.upp": None})], world_size=2)
-    assert "'layers.*.mlp.upp': None}) leaves out nothing, for the table has no entry for it; nearest: layers.*.mlp.up" in text
+    assert "'layers.*.mlp.upp': None}) matches no entry of the table; nearest: layers.*.mlp.up" in text
 
 
 def test_a_part_of_torchs_multihead_attention_is_refused():
@@ -248,7 +248,7 @@ def test_tied_parameters_of_which_one_is_split():
 
 def test_a_tie_that_is_none():
     text = only("dp_shard=8", [FullyShard()], TwoLayers(), ModelLayout(blocks=("layers.*",), tied=(("layers.0.weight", "head.weight"),)))
-    assert "one tensor, but the model holds them apart" in text
+    assert "one tensor, but the model has separate tensors" in text
 
 
 def test_a_mesh_that_does_not_fit_is_one_of_the_problems():
@@ -342,7 +342,7 @@ def test_a_module_that_nobody_describes_is_read_from_its_structure():
     assert registry.layout_for(TwoLayers()).blocks == ("layers.*",)
     assert registry.layout_for(nn.Linear(2, 2)).blocks == ()
     assert Plan("dp_shard=8", [FullyShard()]).check(nn.Linear(2, 2), world_size=8)
-    assert "names none; give ModelLayout(blocks=...)" in only("dp_shard=8", [Compile(), FullyShard()], nn.Linear(2, 2))
+    assert "names no blocks; give ModelLayout(blocks=...)" in only("dp_shard=8", [Compile(), FullyShard()], nn.Linear(2, 2))
     assert "the layout has no table" in only("tp=8", [TensorParallel()], TwoLayers())
 
 

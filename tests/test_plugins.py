@@ -157,7 +157,7 @@ def split_wrongly():
         par.split(torch.zeros(1, 5))
     with pytest.raises(MeshparError, match=r"one length along dim 1, got \[4, 6\]"):
         par.split([torch.zeros(1, 6), torch.zeros(1, 4)])
-    with pytest.raises(MeshparError, match="a model that shifts labels loses one at the end of each part"):
+    with pytest.raises(MeshparError, match="a model that shifts labels loses one label at the end of each part"):
         par.module(**par.split({"input_ids": whole["input_ids"], "labels": whole["input_ids"]}))
 
 

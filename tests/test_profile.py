@@ -140,7 +140,7 @@ def test_the_page_suggests_what_the_times_say() -> None:
     text = str(Page(title="t", steps=2, times=times, ranks=ranks, holders={"activations": 9, "parameters": 1}))
     for wanted in ("waits for tp", "data.workers", "Compile", "2.00 times", "ActivationCheckpoint"):
         assert wanted in text, wanted
-    page = Page(title="t", steps=2, times=times, ranks=ranks, unseen="`memory.pickle` tells it")
-    assert "Who holds the memory at its peak: `memory.pickle` tells it" in str(page)
+    page = Page(title="t", steps=2, times=times, ranks=ranks, unseen="`memory.pickle` shows it")
+    assert "Use of the memory at its peak: `memory.pickle` shows it" in str(page)
     quiet = Times(total=1.0, compute=1.0, communication={}, exposed={}, data=0.0, idle=0.0)
     assert "nothing stands out" in str(Page(title="t", steps=2, times=quiet, ranks=ranks[:1]))

@@ -30,7 +30,7 @@ def test_the_quickstart_trains_resumes_elsewhere_exports_and_completes(tmp_path:
     assert done.returncode == 0, done.stderr
     told = done.stdout
     assert "1  Train on dp_replicate=2,dp_shard=1: 18 steps" in told
-    assert "2  Go on from its checkpoint on another mesh, tp=2, to step 20" in told
+    assert "2  Resume from the checkpoint on another mesh, tp=2, to step 20" in told
     assert "step-00000018, saved on another mesh" in done.stderr
     fell = re.search(r"the training loss fell from ([\d.]+) to ([\d.]+)", told)
     assert fell is not None

@@ -130,7 +130,7 @@ def test_overrides_reach_into_passes_by_place_and_by_name() -> None:
     [
         ("- a\n- b\n", "small.yaml is not a recipe: expected fields (model: ..., data: ...), got list"),
         ("name: [\n", "small.yaml is not YAML"),
-        ("name: a\nmodel: {}\nname: b\n", "small.yaml:3: name stands twice (first in line 1); keep one"),
+        ("name: a\nmodel: {}\nname: b\n", "small.yaml:3: name appears twice (first in line 1); keep one"),
     ],
 )
 def test_text_that_is_no_recipe_is_refused(text: str, message: str) -> None:
@@ -148,8 +148,8 @@ def test_fields_of_other_models_are_their_own() -> None:
 def test_what_a_run_cannot_measure_is_no_wrong_recipe_but_does_not_start() -> None:
     recipe = read(SMALL, "checkpoint.best=+val/accuracy", "profile=true")
     assert build.check_job(recipe, 2) == [
-        "override 'checkpoint.best=+val/accuracy': checkpoint.best: nothing measures val/accuracy; give data.validation_fraction or data.validation_paths",
-        "override 'profile=true': profile: a profile takes 8 steps, and training.steps is 5; train longer, or profile: off",
+        "override 'checkpoint.best=+val/accuracy': checkpoint.best: no validation measures val/accuracy; set data.validation_fraction or data.validation_paths",
+        "override 'profile=true': profile: a profile requires 8 steps, and training.steps is 5; raise it, or set profile: off",
     ]
 
 
@@ -193,29 +193,29 @@ def test_an_unknown_recipe_names_those_that_come_with_meshpar() -> None:
         (["data={mix: [{source: files}]}"], "data.mix: source: files with paths []; expected none for stdlib"),
         (["data={mix: [{source: stdlib}], paths: [x]}"], "data.mix: paths, validation_paths and template are written in each source"),
         (["data.source=mix"], "data.mix: a mixture is written mix:"),
-        (["data={mix: [{source: stdlib, name: a}, {source: stdlib, name: a}]}"], "two sources have one name"),
+        (["data={mix: [{source: stdlib, name: a}, {source: stdlib, name: a}]}"], "two sources share a name"),
         (["data={mix: [{source: stdlib, weight: 0}]}"], "must be greater than 0, got 0"),
         (["data={mix: [{source: stdlib, weight: .inf}]}"], "data.mix: expected weights above 0 and finite"),
         (["data={mix: [{source: stdlib, weight: 1e-99}, {source: stdlib}]}"], "data.mix: expected weights above 0 and finite"),
-        (["data={mix: [{source: stdlib, name: stdlib1}, {source: stdlib}]}"], "two sources have one name in ['stdlib1', 'stdlib1']"),
-        (["data={mix: [{source: stdlib}]}", "training.epochs=1"], "training.epochs: a mixture is read until the epochs of its sources"),
-        (["data={mix: [{source: stdlib}]}", "checkpoint.every=epoch"], "checkpoint.every: a mixture with a source that is read again"),
+        (["data={mix: [{source: stdlib, name: stdlib1}, {source: stdlib}]}"], "two sources share a name in ['stdlib1', 'stdlib1']"),
+        (["data={mix: [{source: stdlib}]}", "training.epochs=1"], "training.epochs: a mixture ends with the epochs of its sources"),
+        (["data={mix: [{source: stdlib}]}", "checkpoint.every=epoch"], "checkpoint.every: a mixture with a source that repeats"),
         (["data={mix: [{source: stdlib, wieght: 1}]}"], "unknown key; nearest: weight"),
         (["data={source: chat, paths: [stdlib]}"], "tokenizer bytes has no chat template; write template: chatml or llama3"),
         (["data={mix: [{source: jsonl, paths: [x.json]}]}"], "data.mix: source: jsonl reads files ending in .jsonl, got 'x.json'"),
         (["data={source: parquet, paths: [x.txt]}"], "source: parquet reads files ending in .parquet or .arrow, got 'x.txt'"),
-        (["data={eos: x}"], "data.eos: tokenizer bytes ends a document with a token of its own"),
+        (["data={eos: x}"], "data.eos: tokenizer bytes ends a document with its own token"),
         (
             [
                 "data={tokenizer: bpe, mix: ["
                 + ", ".join(f"{{source: chat, paths: [stdlib], template: {each}}}" for each in TEMPLATES)
                 + "]}"
             ],
-            "data.mix: the conversations have several templates, chatml and llama3; a model learns one",
+            "data.mix: the conversations have several templates, chatml and llama3, and a model learns one",
         ),
-        (["data={template: chatml}"], "a chat template goes with source: chat"),
+        (["data={template: chatml}"], "a chat template requires source: chat"),
         (["data={packing: best_fit, documents: joined}"], "best_fit keeps documents whole"),
-        (["data={mix: [{source: stdlib}]}", "training.objective=seq2seq"], "learns from pairs, and a mixture is of texts"),
+        (["data={mix: [{source: stdlib}]}", "training.objective=seq2seq"], "learns from pairs, and a mixture contains texts"),
     ],
 )
 def test_mixtures_and_packing_that_cannot_be_are_refused(overrides: list[str], told: str) -> None:
@@ -366,10 +366,10 @@ def test_the_vocabulary_comes_from_the_data_unless_a_shape_has_its_own(tmp_path:
 
 def test_a_model_too_small_for_its_data_is_refused_before_anything_runs() -> None:
     assert build.check_job(read(SMALL, "model.vocab_size=200"), 2) == [
-        "small.yaml:3: model: the data has 257 different tokens and the model a vocab_size of 200; raise the model's"
+        "small.yaml:3: model: the data has 257 different tokens and the model's vocab_size is 200; raise it"
     ]
     assert build.check_job(read(SMALL, "data.sequence_length=4096"), 2) == [
-        "small.yaml:3: model: data.sequence_length is 4096 and the model has 2048 positions; shorten it, or give the model more"
+        "small.yaml:3: model: data.sequence_length is 4096 and the model has 2048 positions; lower it, or raise the number of positions"
     ]
 
 

@@ -159,7 +159,7 @@ def test_a_recipe_that_cannot_lose_replicas_is_refused_before_a_process_starts(t
         ("script.py", {}, [], "starts recipes; .* is a script"),
         ("job.yaml", {"nodes": "1:2"}, [], "two kinds of elastic jobs"),
         ("job.yaml", {"nodes": "2"}, [], "--head .*HOST:PORT"),
-        ("job.yaml", {"rejoin_s": 3}, [], "does not take --rejoin-s"),
+        ("job.yaml", {"rejoin_s": 3}, [], "does not support --rejoin-s"),
         ("job.yaml", {}, ["mesh=dp_shard=2"], "has one replica"),
     ):
         (tmp_path / what).touch()
@@ -420,4 +420,4 @@ def test_four_hosts_by_hand(tmp_path):
     except Unavailable as reason:
         pytest.skip(str(reason))
     assert [record["step"] for record in records() if "train/loss" in record] == list(range(1, 401))
-    assert "going on after step" in "".join(path.read_text() for path in tmp_path.glob("told-*"))
+    assert "resuming after step" in "".join(path.read_text() for path in tmp_path.glob("told-*"))

@@ -176,7 +176,7 @@ def test_a_worker_killed_in_mid_run_is_requeued_and_ends_as_if_it_had_not_been(
     assert done["Restarts"] == "1"
     errors = "".join(path.read_text() for path in (folder / "killed" / "logs").glob("*/rank-*.error.json"))
     assert "was ended by SIGKILL" in told(folder, "killed") + errors, "srun may end the step before the launcher tells it"
-    assert "going on after step" in told(folder, "killed")
+    assert "resuming after step" in told(folder, "killed")
     assert_losses(folder, "killed", expected)
 
 
@@ -187,7 +187,7 @@ def test_the_signal_before_the_time_limit_saves_requeues_and_resumes(
     assert done["Restarts"] == "1"
     text = told(folder, "limited")
     step = int(re.findall(r"asked to stop \(SIGUSR1\) after step (\d+)", text)[0])
-    assert f"going on after step {step} from" in text
+    assert f"resuming after step {step} from" in text
     assert_losses(folder, "limited", expected)
 
 
@@ -233,7 +233,7 @@ def test_the_second_task_of_an_array_goes_on_where_the_first_one_was_stopped(slu
     slurm.call("scancel", "--batch", "--signal=USR1", f"{array}_1")
     for task in (2, 1):
         slurm.wait(f"{array}_{task}")
-    assert re.search(r"going on after step \d+ from", told(folder, "array"))
+    assert re.search(r"resuming after step \d+ from", told(folder, "array"))
     assert_losses(folder, "array", expected)
 
 
@@ -292,7 +292,7 @@ def test_replicas_go_on_from_a_checkpoint_where_the_node_of_their_lighthouse_is_
     for task in (0, 1):
         slurm.wait(f"{array}_{task}", ("RUNNING", "COMPLETED"))
     told_once(slurm, folder, "lighthouse", array)
-    assert "going on after step" in told(folder, "lighthouse")
+    assert "resuming after step" in told(folder, "lighthouse")
 
 
 def told_once(slurm: Slurm, folder: Path, output: str, array: str) -> None:

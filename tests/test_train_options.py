@@ -48,7 +48,7 @@ def test_the_largest_micro_batch_keeps_the_step(tmp_path: Path, capsys: pytest.C
     assert len(tried) <= 4 and 8 in tried
     told = capsys.readouterr().err
     assert "12: 12.00 GiB a rank, too much" in told
-    assert "found: data.micro_batch=8 data.accumulate=3, 24 samples of a data rank in a step as before" in told
+    assert "found: data.micro_batch=8 data.accumulate=3, 24 samples per data rank and step, as before" in told
     assert found.training == recipe(tmp_path).training
 
 
@@ -179,9 +179,9 @@ def test_options_of_an_objective_are_checked() -> None:
         load_recipe("qwen3_moe_distillation", ["training.objective_options={temperature: 0}"])
     with pytest.raises(RecipeError, match=r"training\.objective_options\.x: unknown key"):
         load_recipe("quickstart", ["training.objective_options={x: 1}"])
-    with pytest.raises(RecipeError, match="causal_lm has no use for a teacher"):
+    with pytest.raises(RecipeError, match="causal_lm uses no teacher"):
         load_recipe("quickstart", ["teacher={model: {dim: 32, heads: 2}}"])
-    with pytest.raises(RecipeError, match="distillation needs a teacher: give it a model and its weights"):
+    with pytest.raises(RecipeError, match=r"distillation needs a teacher; set teacher\.model and its weights"):
         load_recipe("quickstart", ["training.objective=distillation"])
     assert make_objective("seq2seq", {}).examples == "pairs"
 

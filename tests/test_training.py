@@ -139,7 +139,7 @@ def test_a_schedule_sets_every_group_also_a_tensor_rate() -> None:
 def test_wrong_schedules_are_named() -> None:
     with pytest.raises(RecipeError, match=r"no schedule 'cosin'; nearest: cosine.*; lr must be above 0, got -1"):
         Schedule(name="cosin", lr=-1)
-    with pytest.raises(RecipeError, match="warmup_steps must lie in 0 to steps, got 9 of 5"):
+    with pytest.raises(RecipeError, match="warmup_steps must be from 0 to steps, got 9 of 5"):
         Schedule(steps=5, warmup_steps=9)
 
 
@@ -487,7 +487,7 @@ def test_random_state_of_a_step_needs_only_seed_and_step(group: None, tmp_path: 
 
 
 def test_settings_are_checked_together() -> None:
-    with pytest.raises(RecipeError, match=r"how long to train.*log_every must be a whole number from 1, got 0; clip must be above 0"):
+    with pytest.raises(RecipeError, match=r"length of the training.*log_every must be a whole number from 1, got 0; clip must be above 0"):
         TrainSettings(log_every=0, clip=-1)
     with pytest.raises(RecipeError, match=r"^validate_every must be a whole number from 1 or 'epoch' or None, got 0$"):
         TrainSettings(steps=1, validate_every=0)

@@ -208,11 +208,11 @@ def stays_whole(styles, layout):
 
 
 def test_a_parameter_beside_split_layers_needs_a_word_about_it():
-    with pytest.raises(PlanError, match=r"blocks\.0\.gain \(8,\) stands without a style.*None where it meets whole features") as raised:
+    with pytest.raises(PlanError, match=r"blocks\.0\.gain \(8,\) has no style.*None where it meets whole features") as raised:
         Plan("tp=2", [TensorParallel()]).check(Scaled(), LAYOUT, 2)
     assert "1 problem" in str(raised.value)
     wrong = TensorParallel(styles={"blocks.*.gain": "grad_sum"})
-    with pytest.raises(ParallelError, match=r"gradient of gain.*\n.*sees the whole needs None"):
+    with pytest.raises(ParallelError, match=r"gradient of gain.*\n.*sees whole features needs None"):
         Plan("tp=2", [wrong]).prove(Scaled(), IDS, LAYOUT)
 
 

@@ -179,6 +179,6 @@ def test_a_stalled_run_ends_and_its_restart_goes_on(tmp_path: Path) -> None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, told
     assert "ranks that do not answer, stopped or dead or their host is lost: 1 (" in told
-    assert "going on after step" in told
+    assert "resuming after step" in told
     steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "train/loss" in line]
     assert steps[-1] == 600

@@ -1,4 +1,4 @@
-"""A layout of one's own: what the guide's model tells the passes, so that it can be split over ``tp`` too."""
+"""A layout for the guide's model, so that ``tp`` can split it: ``python layout.py`` compares it with one process."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The model and the data of the guide's examples: a language model as one writes it, without a word about parallelism."""
+"""The model and the data of the guide's examples: an ordinary language model, without any code for parallelism."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""A pass of one's own: freeze the parameters that a pattern names."""
+"""A pass of your own: freeze the parameters that a pattern names."""
 
 from collections.abc import Iterator
 

@@ -28,7 +28,7 @@ def register(app: typer.Typer, reported: Reported) -> None:
 
 
 def ls(root: Root, debug: Debug = False) -> None:
-    """List the committed steps, and unfinished folders beside them."""
+    """List the committed steps and unfinished folders."""
     from meshpar.checkpoints import list_steps
 
     print(list_steps(_steps_in(root)))

@@ -163,7 +163,7 @@ class _Drill:
 
 def _told(lost: Mapping[str, Any], back: Mapping[str, Any]) -> Sequence[str]:
     """Return the report on the records of the loss and of the return."""
-    told = [f"lost: after step {lost['step']}; the others waited {lost['replicas/seconds']:.1f} s and went on"]
+    told = [f"lost: after step {lost['step']}; the others waited {lost['replicas/seconds']:.1f} s, then continued"]
     if back is lost:
         return [*told, "back: with the same step"]
     later, waited = back["time"] - lost["time"], back["replicas/seconds"]

@@ -52,7 +52,7 @@ def export(
     if held_out_text is not None and options["quantize"] is None:
         raise CheckpointError("--measure compares a quantised export with the step's own weights; pass --quantize FORMAT as well")
     if dry_run and push_to is None:
-        raise CheckpointError("--dry-run says what --push would upload; pass --push OWNER/NAME as well")
+        raise CheckpointError("--dry-run lists what --push would upload; pass --push OWNER/NAME as well")
     if every is not None and (not watched or best is not None):
         raise CheckpointError("--every chooses steps of --watch; pass --watch, and either --every or --best")
     if push_to is not None:

@@ -57,9 +57,10 @@ def run(
     nodes: Annotated[str | None, typer.Option(help="Number of nodes; MIN:MAX: continue with fewer nodes when some are lost.")] = None,
     node_rank: Annotated[int | None, typer.Option(help="Number of this node, from 0. Ranks are numbered in this order.", min=0)] = None,
     head: Annotated[
-        str | None, typer.Option(help="HOST:PORT of node 0, to which all nodes connect; for replicas also a FOLDER/FILE that all see.")
+        str | None,
+        typer.Option(help="HOST:PORT of node 0, to which all nodes connect; for replicas also a FOLDER/FILE that all nodes see."),
     ] = None,
-    restarts: Annotated[int | None, typer.Option(help="How many times to restart failed ranks.", min=0)] = None,
+    restarts: Annotated[int | None, typer.Option(help="Number of restarts of failed ranks.", min=0)] = None,
     elastic: Annotated[
         str | None, typer.Option(help="replicas: a lost replica (dp_replicate) costs the others a step, no restart.")
     ] = None,
@@ -72,7 +73,7 @@ def run(
 ) -> int:
     """Run a script or a recipe on ranks of this node.
 
-    Starts the ranks with torch's elastic agent. Inside torchrun or srun it runs as one of their ranks.
+    Starts the ranks with torch's elastic agent. Inside torchrun or srun, the process becomes one of their ranks.
     """
     with quick_imports():
         from meshpar.launchers.commands.run import run as run_it
@@ -138,7 +139,7 @@ def jobs_ls(root: Root = Path("runs"), debug: Debug = False) -> None:
 
 
 def jobs_status(launch: Launch, debug: Debug = False) -> None:
-    """Print the state of a job, and what its engine says of it."""
+    """Print the state of a job, and its engine's description of the job."""
     from meshpar.launchers.targets.launched import job_status
 
     print(job_status(launch))
@@ -146,7 +147,7 @@ def jobs_status(launch: Launch, debug: Debug = False) -> None:
 
 def jobs_logs(
     launch: Launch,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print what is written from now on, until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print new output until Ctrl-C.")] = False,
     debug: Debug = False,
 ) -> int:
     """Print the output of a job."""
@@ -180,9 +181,9 @@ def doctor(
     head: Annotated[str | None, typer.Option(help="HOST:PORT of node 0.")] = None,
     debug: Debug = False,
 ) -> int:
-    """Check the machines and the network before training, or with --drill, that a job survives the loss of a replica.
+    """Check the machines and the network before training; --drill tests that a job survives the loss of a replica.
 
-    Under torchrun or srun it runs as one of their ranks. Elsewhere it starts its own ranks, as meshpar run does.
+    Under torchrun or srun, the command uses their ranks. Otherwise it starts its own ranks, like meshpar run.
     """
     place = {"nproc": nproc, "nodes": nodes, "node_rank": node_rank, "head": head}
     if drill:

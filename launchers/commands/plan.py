@@ -19,7 +19,7 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set: mesh=dp_shard=-1,tp=8", show_default=False)
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes; default: those that the mesh's ranks fill, or 1.", min=1)] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes; default: as many as the mesh's ranks fill, or 1.", min=1)] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="Accelerators per node; default: the profile's.", min=1)] = None,
     hardware: Annotated[str, typer.Option(help="h100, h200, a100, b200, or the YAML file of a profile.")] = "h100",
     search: Annotated[bool, typer.Option("--search", help="Rank every legal mesh and setting instead.")] = False,
@@ -91,7 +91,7 @@ def _forecasts(
         ranking = search_plans(model, layout_for(model), batch_of(recipe), profile, ranks, plan=plan, told=told)
     if not ranking.best:
         nearest = min(ranking.out, key=lambda each: each.peak or float("inf"))
-        raise MeshparError(f"nothing fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; use more nodes")
+        raise MeshparError(f"no setting fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; use more nodes")
     return ranking.best, ranking, None
 
 

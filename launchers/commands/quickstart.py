@@ -60,7 +60,7 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
     code = launch(load_recipe("quickstart", first), RANKS, quiet=True)
     if code:
         return code
-    _title(f"2  Go on from its checkpoint on another mesh, {OTHER_MESH}, to step {10 * tenth}")
+    _title(f"2  Resume from the checkpoint on another mesh, {OTHER_MESH}, to step {10 * tenth}")
     recipe = load_recipe("quickstart", second)
     code = launch(recipe, RANKS, quiet=True)
     if code:
@@ -120,12 +120,12 @@ def _farewell(out: Path) -> str:
         (out / METRICS, "every reported number"),
     ]
     commands = [
-        ("the curves", f"tensorboard --logdir {out / TENSORBOARD}"),
-        ("more of what it has learned", f"meshpar generate {out / 'export'} 'def main('"),
-        ("go on, on a third mesh", f"meshpar train {out / 'recipe.yaml'} mesh=dp_replicate=2 passes=auto training.steps=1000"),
-        ("your own text", "meshpar train quickstart data.source=files data.paths=[FOLDER] output=runs/mine"),
-        ("what each of 512 ranks would hold", "meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8"),
+        ("show the curves", f"tensorboard --logdir {out / TENSORBOARD}"),
+        ("complete your own beginning", f"meshpar generate {out / 'export'} 'def main('"),
+        ("resume on a third mesh", f"meshpar train {out / 'recipe.yaml'} mesh=dp_replicate=2 passes=auto training.steps=1000"),
+        ("train on your own text", "meshpar train quickstart data.source=files data.paths=[FOLDER] output=runs/mine"),
+        ("print the bytes of each of 512 ranks", "meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8"),
     ]
     width = max(len(str(place)) for place, _ in places)
     lines = [f"  {place!s:<{width}}  {what}" for place, what in places]
-    return "\n".join([*lines, "", "What to try next:", *(f"  {command}    # {what}" for what, command in commands)])
+    return "\n".join([*lines, "", "Try next:", *(f"  {command}    # {what}" for what, command in commands)])

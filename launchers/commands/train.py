@@ -128,7 +128,7 @@ def _run_replicas(recipe: Recipe, given: Given, logs: Path | None, elastic: str)
     if elastic != "replicas":
         raise LaunchError(f"--elastic is {elastic!r}; expected replicas (--nodes MIN:MAX is the job that restarts on fewer nodes)")
     if odd := [f"--{name.replace('_', '-')}" for name in ("rejoin_s", "run_id", "meeting_s") if name in given]:
-        raise LaunchError(f"--elastic=replicas does not take {', '.join(odd)}; set patience in the recipe instead")
+        raise LaunchError(f"--elastic=replicas does not support {', '.join(odd)}; set patience in the recipe instead")
     division = division_of(recipe, given)
     head, node_rank, nodes = given.get("head", ""), given.get("node_rank", 0), node_range(str(given.get("nodes", 1)))[1]
     if nodes > 1 and not (head or runtime.lighthouse()):

@@ -315,7 +315,7 @@ def _limits(found: Found) -> Iterator[Finding]:
     few = [each for each in _one_a_host(found) if 0 < each["open_files"] < (OPEN_FILES if len(found) > 16 else FEW_FILES)]
     if few:
         yield Finding(
-            what="the limit of open files is low; each peer uses some",
+            what="the limit of open files is low, and each peer needs several",
             where="; ".join(f"{each['host']}: {each['open_files']}" for each in few),
             do=f"raise it: ulimit -n {16 * OPEN_FILES}",
         )

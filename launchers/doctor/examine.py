@@ -214,7 +214,7 @@ def _connection_findings(facts: Sequence[Facts], seen: Sequence[dict[str, Any]])
         yield Finding(
             what="hosts that cannot connect to each other",
             where="; ".join(f"{here} to {there} at {address}: {why}" for here, there, address, why in failed[:8]),
-            do="open all ports between the nodes (the system chooses those of collectives), and check routes and host names",
+            do="open all ports between the nodes (the operating system chooses the ports of collectives), and check routes and host names",
             severs=True,
         )
 

@@ -270,11 +270,11 @@ def _links(hosts: int, per_host: int, device: torch.device, inside_a_rank: float
     inside, across = speeds.get(("dp_shard", "all_gather")), speeds.get(("dp_replicate", "all_gather"))
     said = [f"meshpar doctor --profile on {hosts} x {per_host} {device.type}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"]
     if inside is None and across is None:
-        said.append("one rank: no link was measured; the numbers are memory's, start more ranks")
+        said.append("one rank: no link was measured; the link values are those of memory; start more ranks")
     elif inside is None:
-        said.append("one rank a host: links inside one were not measured, the numbers are the network's")
+        said.append("one rank per host: links inside a host were not measured; their values are the network's")
     elif across is None:
-        said.append("one host: the network was not measured, the numbers are those inside it")
+        said.append("one host: the network was not measured; its values are those of links inside the host")
     rates = [each.bus for each in (inside, across) if each is not None] or [inside_a_rank]
     wait = {axis: _latency(mesh.get_group(axis), device) for axis in ("dp_shard", "dp_replicate") if mesh[axis].size() > 1}
     latency = list(wait.values()) or [0.0]

@@ -168,7 +168,7 @@ def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
         a, b, on = adapters[f"{layer}.lora_A.weight"], adapters[f"{layer}.lora_B.weight"], packed.get(layer)
         weight = f"{base_name(layer)}.{'weight' if on is None else on.leaf}"
         if weight not in ours.shapes():
-            raise CheckpointError(f"the weights have no {weight}, which an adapter belongs to; give the folder of weights that was adapted")
+            raise CheckpointError(f"the weights have no {weight}, to which an adapter belongs; give the folder of the adapted weights")
         if on is not None:
             factors[weight] = on.factors(a, b, ours.shapes()[weight][0])
         else:

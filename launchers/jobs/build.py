@@ -165,7 +165,7 @@ def _own_model(section: Own, vocab_size: int) -> nn.Module:
     with torch.device("meta"):
         model = make_own(factory, section.keywords, **({"vocab_size": rounded_vocabulary(vocab_size)} if takes else {}))
     if not isinstance(model, nn.Module):
-        raise RecipeError(f"{section.class_} made a {type(model).__name__}; expected a torch.nn.Module")
+        raise RecipeError(f"{section.class_} returned a {type(model).__name__}; expected a torch.nn.Module")
     return model
 
 
@@ -199,7 +199,7 @@ def own_optimizer(path: str, keywords: Mapping[str, Any], module: nn.Module) -> 
     groups = parameter_groups(module, keywords.get("weight_decay"))
     made = make_own(registry.imported(path), keywords, groups)
     if not isinstance(made, torch.optim.Optimizer):
-        raise RecipeError(f"{path} made a {type(made).__name__}; expected a torch.optim.Optimizer")
+        raise RecipeError(f"{path} returned a {type(made).__name__}; expected a torch.optim.Optimizer")
     return made
 
 
@@ -319,9 +319,11 @@ def _unmeasured(recipe: Recipe) -> Iterator[str]:
         yield f"{recipe.where('checkpoint.resume')}: there is no {resume}; expected auto, never, or the folder of a step or of a run"
     best, data, steps = (recipe.checkpoint.best or "").removeprefix("+"), recipe.data, recipe.training.steps
     if best.startswith("val/") and not data.validates:
-        yield f"{recipe.where('checkpoint.best')}: nothing measures {best}; give data.validation_fraction or data.validation_paths"
+        yield f"{recipe.where('checkpoint.best')}: no validation measures {best}; set data.validation_fraction or data.validation_paths"
     if recipe.profile and steps is not None and steps < PROFILED:
-        yield f"{recipe.where('profile')}: a profile takes {PROFILED} steps, and training.steps is {steps}; train longer, or profile: off"
+        yield (
+            f"{recipe.where('profile')}: a profile requires {PROFILED} steps, and training.steps is {steps}; raise it, or set profile: off"
+        )
 
 
 def machine_problems(recipe: Recipe, ranks: int) -> list[str]:
@@ -334,14 +336,16 @@ def machine_problems(recipe: Recipe, ranks: int) -> list[str]:
         )
     elif kind != "cpu" and ranks > (devices := torch.accelerator.device_count()):
         problems.append(
-            f"{recipe.where('mesh')}: {ranks} ranks want a {kind} device each, and this machine has {devices}; start fewer (--nproc)"
+            f"{recipe.where('mesh')}: {ranks} ranks need a {kind} device each, and this machine has {devices}; start fewer (--nproc)"
         )
     return problems
 
 
 def _check_room(recipe: Recipe, vocab_size: int, model_vocab: int, positions: int | None) -> None:
     if vocab_size > model_vocab:
-        raise RecipeError(f"the data has {vocab_size} different tokens and the model a vocab_size of {model_vocab}; raise the model's")
+        raise RecipeError(f"the data has {vocab_size} different tokens and the model's vocab_size is {model_vocab}; raise it")
     length = recipe.data.sequence_length
     if positions is not None and length > positions:
-        raise RecipeError(f"data.sequence_length is {length} and the model has {positions} positions; shorten it, or give the model more")
+        raise RecipeError(
+            f"data.sequence_length is {length} and the model has {positions} positions; lower it, or raise the number of positions"
+        )

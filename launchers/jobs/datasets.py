@@ -266,10 +266,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence
         f"{name} was {old[name]!r} and is {new[name]!r}" for name in new if name in old and name not in allowed and old[name] != new[name]
     ]
     old, new = before["files"], now["files"]
-    found += [f"{name} is gone from data.paths" for name in old if name not in new]
+    found += [f"{name} is missing from data.paths" for name in old if name not in new]
     found += [f"{name} was not in data.paths" for name in new if name not in old]
     for name in old.keys() & new.keys():
-        sizes = f"it had {old[name][0]:,} bytes and has {new[name][0]:,}" if old[name][0] != new[name][0] else "it was written since"
+        sizes = f"it had {old[name][0]:,} bytes and has {new[name][0]:,}" if old[name][0] != new[name][0] else "modified since the save"
         found += [f"{name} has changed ({sizes})"] if list(old[name]) != list(new[name]) else []
     return found
 
@@ -459,7 +459,10 @@ def _too_few(recipe: Recipe, most: int) -> str:
     if most >= section.micro_batch:
         return ""
     length = f" of {section.sequence_length} tokens" if examples_of(recipe) == "tokens" else ""
-    return f"a micro-batch has {section.micro_batch} samples{length}, and all the training data gives {most}; lower it, or give more data"
+    return (
+        f"a micro-batch has {section.micro_batch} samples{length}, and the training data has only {most}; lower data.micro_batch, or give "
+        "more data"
+    )
 
 
 def _source(

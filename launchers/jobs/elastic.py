@@ -67,18 +67,18 @@ def _data_ranks(spec: MeshSpec) -> int:
 def replica_problems(recipe: Recipe) -> Iterator[str]:
     """Yield what ``--elastic=replicas`` does not support in a recipe, one line each; the plan's and the data's own come with them."""
     if recipe.teacher is not None:
-        yield f"{recipe.where('teacher')}: --elastic=replicas trains without a teacher; drop one of both"
+        yield f"{recipe.where('teacher')}: --elastic=replicas does not support a teacher; remove one of the two"
     if recipe.training.balance_rate or recipe.training.balance_loss:
         yield (
-            f"{recipe.where('training')}: --elastic=replicas adds up gradients over replicas, and not how often each expert is chosen; set "
+            f"{recipe.where('training')}: --elastic=replicas sums gradients over replicas, but not the counts of chosen experts; set "
             "balance_rate and balance_loss to 0"
         )
     if recipe.kept != recipe.folder:
-        yield f"{recipe.where('output')}: --elastic=replicas keeps a run where every node sees it as files, got {recipe.output}"
+        yield f"{recipe.where('output')}: --elastic=replicas requires an output folder that every node sees, got {recipe.output}"
     if recipe.profile:
-        yield f"{recipe.where('profile')}: --elastic=replicas writes no profile; write profile: false"
+        yield f"{recipe.where('profile')}: --elastic=replicas writes no profile; set profile: false"
     if recipe.data.workers:
-        yield f"{recipe.where('data.workers')}: --elastic=replicas reads data in the training process; write data.workers: 0"
+        yield f"{recipe.where('data.workers')}: --elastic=replicas reads data in the training process; set data.workers: 0"
 
 
 @final

@@ -229,8 +229,8 @@ def _resume(
             raise
         allowed = "" if not any(each.startswith("data.documents ") for each in differ) else ", set checkpoint.allow: [data.documents]"
         raise RecipeError(
-            f"{recipe.where('data')}: the checkpoint {restored.folder} is of other data: {'; '.join(differ)}; restore what has changed"
-            f"{allowed}, or start a new run in another output folder"
+            f"{recipe.where('data')}: the checkpoint {restored.folder} was saved with other data: {'; '.join(differ)}; restore the files "
+            f"and settings that changed{allowed}, or start a new run in another output folder"
         ) from error
     told = f"{restored.folder}{'' if restored.same_mesh else ', saved on another mesh'}"
     return told if before is None else f"{told}{_other_batch(recipe, before['batch'], trainer.data.global_batch)}"
@@ -244,7 +244,7 @@ def _other_batch(recipe: Recipe, before: int, now: int) -> str:
     each, rest = divmod(before, ranks)
     sizes = [size for size in range(1, min(each, recipe.data.micro_batch) + 1) if each % size == 0]
     keep = "" if rest else f"; to keep it, set data.micro_batch={sizes[-1]} data.accumulate={each // sizes[-1]}"
-    return f"\nWARNING: a step had {before:,} samples before and has {now:,} from here on, on {ranks} data ranks{keep}"
+    return f"\nWARNING: a step had {before:,} samples before and has {now:,} from now on, on {ranks} data ranks{keep}"
 
 
 def _model_only(source: CheckpointManager, step: int) -> Place | None:
@@ -262,14 +262,14 @@ def _model_only(source: CheckpointManager, step: int) -> Place | None:
 def _begin_from(folder: Place, recipe: Recipe, trainer: Trainer, own_step: int | None) -> str:
     """Read the first weights from a step that contains a model alone, and describe their origin."""
     if recipe.lora is not None:
-        raise RecipeError(f"{folder} contains a model and no adapters; export it (`meshpar export`) and set model.weights to the export")
+        raise RecipeError(f"{folder} contains a model without adapters; export it (`meshpar export`) and set model.weights to the export")
     if own_step:
         raise RecipeError(
-            f"{folder} contains a model alone, so the run would begin at step 0 and step {own_step} would stay the newest; import it as "
-            "step 0, or into another folder and set checkpoint.resume to that"
+            f"{folder} contains only a model, so the run would begin at step 0, and step {own_step} would remain the newest; import it "
+            "as step 0, or into another folder and set checkpoint.resume to that"
         )
     trainer.par.materialize(weights=stored_model(folder), ignore=recipe.model.ignore)
-    return f"{folder}, which holds a model alone"
+    return f"{folder}, which contains only a model"
 
 
 def _elsewhere(path: Place) -> tuple[CheckpointManager, int]:
@@ -358,9 +358,9 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
         f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over {schedule.steps:,} steps",
     ]
     if come_from:
-        lines += f"going on after step {trainer.step} from {come_from}".split("\n")
+        lines += f"resuming after step {trainer.step} from {come_from}".split("\n")
     if trainer.settings.steps is not None and trainer.step >= trainer.settings.steps:
-        lines.append(f"all {trainer.settings.steps} steps are done already; raise training.steps to go on")
+        lines.append(f"all {trainer.settings.steps} steps are done already; raise training.steps to continue")
     for reporter in trainer.reporters[:1]:
         for line in lines:
             reporter.note(line)

@@ -121,7 +121,7 @@ def find_batch_size(recipe: Recipe, run: Callable[[Recipe], int], memory: int | 
     if not best:
         raise RecipeError("not even a micro-batch of 1 fits; shard more (mesh), recompute (ActivationCheckpoint) or shorten the sequence")
     print(
-        f"found: data.micro_batch={best} data.accumulate={whole // best}, {whole} samples of a data rank in a step as before",
+        f"found: data.micro_batch={best} data.accumulate={whole // best}, {whole} samples per data rank and step, as before",
         file=sys.stderr,
     )
     return _with(recipe, [f"data.micro_batch={best}", f"data.accumulate={whole // best}"])

@@ -62,7 +62,7 @@ def _lines() -> Iterator[str]:
     yield "Relative paths start in the working directory of the command.\n"
     for title, section, sources in _SECTIONS:
         yield f"## {title or 'The recipe'}\n"
-        yield "| key | takes | default | meaning |"
+        yield "| key | type | default | meaning |"
         yield "| --- | --- | --- | --- |"
         own = {each.name: each.default for source in sources if dataclasses.is_dataclass(source) for each in dataclasses.fields(source)}
         meanings = {name: text for source in sources for name, text in attributes(source).items()}

@@ -114,7 +114,9 @@ def own_problems(factory: object, keywords: Mapping[str, Any], document: Documen
         given: names of keywords, or of leading arguments, that meshpar passes itself.
     """
     if not callable(factory) or (not isinstance(factory, type) and not inspect.isroutine(factory)):
-        return [f"{document.where((*place, name))}: {type(factory).__name__} is made already and takes no keywords" for name in keywords]
+        return [
+            f"{document.where((*place, name))}: {type(factory).__name__} is an object already and accepts no keywords" for name in keywords
+        ]
     try:
         found = validate(section_of_call(factory, given), dict(keywords), document, place)
     except ValueError as error:  # a builtin without a signature
@@ -261,7 +263,7 @@ def _made(name: str, options: Mapping[str, Any], document: Document, place: Plac
         elif callable(factory):
             yield cast("Pass", factory(**options))
         elif options:
-            problems.append(f"{document.where(place)}: {name} takes no options")
+            problems.append(f"{document.where(place)}: {name} has no options")
         else:
             yield cast("Pass", factory)
     except (TypeError, ValueError, MeshparError) as error:

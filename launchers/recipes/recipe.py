@@ -55,29 +55,29 @@ class UnknownRecipeError(RecipeError):
 
 @final
 class Recipe(Section):
-    """A run.
+    """Describe a run.
 
     Attributes:
-        name: of the run; without it the file's.
-        seed: of initial weights, order of the data and dropout.
-        device: ``auto``: the accelerator where there is one.
-        preflight: whether the doctor looks at the machines before training, and whether what it finds ends the job.
-        watchdog: seconds without any progress after which ranks say where they are, and the job ends; None: never.
-        patience: seconds that replicas (``--elastic=replicas``) wait for one that does not answer, before they go on without it.
-        optimizer_copies: number of replicas (``--elastic=replicas``) that hold each parameter's optimizer state, where ``HybridShard`` has
+        name: name of the run; default: the recipe file's name.
+        seed: seed of initial weights, order of the data and dropout.
+        device: type of the devices; ``auto``: the accelerator if there is one, else the CPU.
+        preflight: run the doctor's checks before training: ``warn`` logs findings, ``fail`` ends the job on any finding.
+        watchdog: seconds without progress after which every rank prints its stack trace and the job ends; None: never.
+        patience: seconds that replicas (``--elastic=replicas``) wait for a replica that does not answer, before they continue without it.
+        optimizer_copies: number of replicas (``--elastic=replicas``) that hold each parameter's optimizer state, if ``HybridShard`` has
             ``optimizer: world``; 1: the loss of a replica ends the job, which resumes from the newest checkpoint.
-        profile: write a profile of a few early steps into the run's folder (:mod:`meshpar.training.profile`).
-        output: the run's folder, or a URL in an object store (``s3://bucket/run``), whose logs are in ``runs/s3/bucket/run``; without it
-            ``runs/NAME``.
-        code: the folder from which classes of your own are imported; None: the recipe's.
+        profile: write a profile of a few early steps to the run's folder (:mod:`meshpar.training.profile`).
+        output: the run's folder; default: ``runs/NAME``. A URL in an object store (``s3://bucket/run``) keeps its logs in
+            ``runs/s3/bucket/run``.
+        code: folder from which your own classes are imported; None: the recipe's folder.
         mesh: axes and sizes; empty: one process.
-        passes: name -> options, in their order; without them those that the mesh's axes call for.
-        dtype: of the stored parameters, and with them of gradients and optimizer state; what the layout keeps in float32 stays so. A
-            pass computes in its own ``param_dtype``.
-        model: see the sections below; the same holds for the other headings.
-        teacher: of a distillation.
-        lora: adapters, which alone are trained.
-        notes: what became of names that are not meshpar's own.
+        passes: passes with their options, in order; default: the passes that the mesh's axes require.
+        dtype: dtype of the stored parameters, their gradients and the optimizer state. Modules that the layout keeps in float32 stay
+            float32. A pass computes in its own ``param_dtype``.
+        model: see the sections below; the same applies to the other headings.
+        teacher: the frozen teacher of a distillation.
+        lora: adapters; nothing else is trained.
+        notes: how foreign or old names were translated.
     """
 
     name: str = ""
@@ -347,15 +347,15 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
     """Yield fields that are right by themselves and wrong together."""
     data, training = recipe.data, recipe.training
     if training.steps is None and training.epochs is None:
-        yield ("training",), "say how long to train: steps, epochs or both"
+        yield ("training",), "set the length of the training: steps, epochs or both"
     if data.source == "stdlib" and data.paths:
         yield ("data", "paths"), "stdlib needs no paths; for files of your own write source: files"
     if (data.source == "dataset") != (data.dataset is not None):
         yield ("data", "source"), "a dataset of your own is written dataset: {class: mypackage.Dataset}, without another source"
     if data.validation_dataset is not None and (data.dataset is None or data.validation_fraction):
-        yield ("data", "validation_dataset"), "it goes with data.dataset, and without validation_fraction"
+        yield ("data", "validation_dataset"), "requires data.dataset, and excludes validation_fraction"
     if data.source == "dataset" and (data.paths or data.validation_paths):
-        yield ("data", "paths"), "a dataset of your own reads its files itself; give them to it as keywords"
+        yield ("data", "paths"), "a dataset of your own reads its files itself; pass them as keywords of the class"
     if data.source not in ("stdlib", "dataset", "mix") and not data.paths:
         yield ("data", "paths"), f"source: {data.source} needs paths"
     yield from _packing_problems(recipe)
@@ -364,7 +364,7 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
     if data.source == "tokens" and data.tokenizer in ("bytes", "bpe"):
         yield (
             ("data", "tokenizer"),
-            "the input is tokens already: leave it out, or give the folder of the tokenizer that made them, for the export",
+            "the input is tokens already: remove data.tokenizer, or name the folder of their tokenizer, for the export",
         )
     weights = recipe.model.weights
     there = weights is not None and storage.place(weights).expanduser().exists()
@@ -389,17 +389,17 @@ def _conflicts(recipe: Recipe, *, disks: bool) -> Iterator[tuple[tuple[str, ...]
         and recipe.model.weights is None
         and data.source not in ("tokens", "dataset")
     ):
-        yield ("data", "eos"), "tokenizer bytes ends a document with a token of its own; leave it out, or use another tokenizer"
+        yield ("data", "eos"), "tokenizer bytes ends a document with its own token; remove data.eos, or use another tokenizer"
     yield from _objective_problems(recipe)
     if data.validation_paths and data.validation_fraction:
-        yield ("data", "validation_fraction"), "validation is text of its own (validation_paths) or a part of this text, not both"
+        yield ("data", "validation_fraction"), "set either validation_paths or validation_fraction, not both"
     if training.validate_every is not None and not data.validates:
-        yield ("training", "validate_every"), "there is nothing to validate on; give data.validation_fraction or data.validation_paths"
+        yield ("training", "validate_every"), "there is no validation data; set data.validation_fraction or data.validation_paths"
     length = recipe.schedule.steps or training.steps
     if length is not None and recipe.schedule.warmup_steps > length:
         yield ("schedule", "warmup_steps"), f"{recipe.schedule.warmup_steps} steps of warm-up do not fit in {length} steps"
     if recipe.schedule.warmup_steps and recipe.schedule.warmup_ratio:
-        yield ("schedule", "warmup_ratio"), "the warm-up is told in steps (warmup_steps) or as a part of the run, not both"
+        yield ("schedule", "warmup_ratio"), "set either warmup_steps or warmup_ratio, not both"
     if recipe.lora is not None and (recipe.model.kind != "huggingface" or recipe.model.weights is None):
         yield ("lora",), "adapters need a model of transformers (kind: huggingface) with its weights"
     if recipe.lora is not None:
@@ -424,7 +424,7 @@ def _packing_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     if len({*mixed_names(data)}) < len(data.mix):
         yield (
             ("data", "mix"),
-            f"two sources have one name in {mixed_names(data)}; their losses could not be told apart: name them otherwise",
+            f"two sources share a name in {mixed_names(data)}; give each its own name, under which its loss is logged",
         )
     for each in data.mix:
         if bool(each.paths) == (each.source == "stdlib") or (each.source == "tokens" and len(each.paths) > 1):
@@ -440,17 +440,17 @@ def _packing_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     if data.mix and training.epochs is not None and (endless or training.epochs > 1):
         yield (
             ("training", "epochs"),
-            "a mixture is read until the epochs of its sources are used up; write training.steps, and epochs in data.mix",
+            "a mixture ends with the epochs of its sources; set training.steps, and epochs in data.mix",
         )
     for place, value in ((("training", "validate_every"), training.validate_every), (("checkpoint", "every"), recipe.checkpoint.every)):
         if endless and value == "epoch":
-            yield place, "a mixture with a source that is read again and again has no epoch; write a number of steps"
+            yield place, "a mixture with a source that repeats without end has no epoch; set a number of steps"
     if data.template is not None and data.source != "chat":
-        yield ("data", "template"), "a chat template goes with source: chat"
+        yield ("data", "template"), "a chat template requires source: chat"
     templates = {each.template for each in data.mix if each.source == "chat"}
     if len(templates) > 1:
         named = " and ".join(sorted(each or "that of the tokenizer" for each in templates))
-        yield ("data", "mix"), f"the conversations have several templates, {named}; a model learns one: write the same for all sources"
+        yield ("data", "mix"), f"the conversations have several templates, {named}, and a model learns one; set one template for all"
     unnamed = [each for each in (data.mix or (data,)) if each.source == "chat" and each.template is None]
     if unnamed and data.tokenizer in (None, "bytes", "bpe") and recipe.model.weights is None:
         yield (
@@ -458,13 +458,13 @@ def _packing_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
             f"tokenizer {data.tokenizer or 'bytes'} has no chat template; write template: chatml or llama3, or a file",
         )
     if data.packing == "best_fit" and data.documents == "joined":
-        yield ("data", "packing"), "best_fit keeps documents whole, and documents: joined makes one text of them; give one of both"
+        yield ("data", "packing"), "best_fit keeps documents whole, and documents: joined makes one text of them; use one of the two"
     try:
         examples = getattr(objective_factory(training.objective), "examples", "tokens")
     except MeshparError:
         return
     if examples != "tokens" and data.mix:
-        yield ("data", "mix"), f"the objective {training.objective} learns from {examples}, and a mixture is of texts"
+        yield ("data", "mix"), f"the objective {training.objective} learns from {examples}, and a mixture contains texts"
 
 
 def _objective_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -474,7 +474,7 @@ def _objective_problems(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
     except MeshparError:
         return  # told before; an objective that is not installed by build.check_job, with what is
     if wants_teacher(factory) != (recipe.teacher is not None):
-        words = "needs a teacher: give it a model and its weights" if recipe.teacher is None else "has no use for a teacher"
+        words = "needs a teacher; set teacher.model and its weights" if recipe.teacher is None else "uses no teacher"
         yield ("teacher",), f"the objective {training.objective} {words}"
     if getattr(factory, "examples", "tokens") != "tokens" and data.source not in ("stdlib", "jsonl", "csv", "parquet", "dataset"):
         yield (

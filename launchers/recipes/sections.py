@@ -27,7 +27,7 @@ class TransformerSection(_TransformerFields):
     """A :class:`meshpar.models.Transformer`: the fields of its config.
 
     Attributes:
-        preset: a shape by name (``124m``, ``llama-8b``), from which the other fields depart.
+        preset: name of a shape (``124m``, ``llama-8b``); other fields override its values.
     """
 
     kind: Literal["transformer"] = "transformer"
@@ -50,11 +50,11 @@ class HuggingFaceSection(Section):
     """A model of transformers.
 
     Attributes:
-        config: the contents of a ``config.json``, or the folder that holds one; None: that of ``weights``. Nothing is downloaded.
-        head: what stands on the model; None: what the objective needs (for packed text ``causal_lm``).
-        weights: a folder of safetensors to start from; None: drawn from the seed.
-        new: patterns of parameters that are drawn from the seed although there are weights: ``classifier.*`` on a pretrained encoder.
-        ignore: patterns of tensors, or of modules, in the weights that the model has no use for: ``lm_head`` under a classifier.
+        config: contents of a ``config.json``, or the folder that contains one; None: that of ``weights``. Nothing is downloaded.
+        head: type of the head; None: the objective's (for packed text ``causal_lm``).
+        weights: folder of safetensors to start from; None: initial weights from the seed.
+        new: patterns of parameters that are initialised from the seed although weights are given: ``classifier.*`` on a pretrained encoder.
+        ignore: patterns of tensors, or of modules, in the weights that the model does not have: ``lm_head`` under a classifier.
     """
 
     kind: Literal["huggingface"] = "huggingface"
@@ -66,10 +66,10 @@ class HuggingFaceSection(Section):
 
 
 class Own(Section):
-    """A class of the user's own, and the keywords that it is called with: every other key of the section.
+    """A class of your own, and the keywords that it is called with: every other key of the section.
 
     Attributes:
-        class_: its import path, ``package.module.Name``.
+        class_: import path of the class, ``package.module.Name``.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -84,11 +84,11 @@ class Own(Section):
 
 @final
 class OwnModel(Own):
-    """A model of the user's own: ``{class: mypackage.Model, dim: 512}``.
+    """A model of your own: ``{class: mypackage.Model, dim: 512}``.
 
     Attributes:
-        weights: a folder of safetensors to start from; None: drawn from the seed.
-        ignore: patterns of tensors, or of modules, in the weights that the model has no use for.
+        weights: folder of safetensors to start from; None: initial weights from the seed.
+        ignore: patterns of tensors, or of modules, in the weights that the model does not have.
     """
 
     kind: Literal["own"] = "own"
@@ -101,7 +101,7 @@ Model = Annotated[TransformerSection | GPT2Section | HuggingFaceSection | OwnMod
 
 @final
 class LoRASection(_LoRAFields):
-    """Adapters beside frozen weights, see :class:`meshpar.training.lora.LoRA`; the model needs ``weights``."""
+    """Adapters on frozen weights, see :class:`meshpar.training.lora.LoRA`; the model needs ``weights``."""
 
 
 @final
@@ -109,10 +109,10 @@ class TeacherSection(Section):
     """The frozen teacher of a distillation, on the same ranks as the student.
 
     Attributes:
-        model: the teacher; it needs ``weights`` to have anything to teach.
-        mesh: axes and sizes; without them the student's.
-        passes: name -> options; None: those that the mesh's axes call for.
-        dtype: of its parameters; None: float32.
+        model: the teacher; requires ``weights``.
+        mesh: axes and sizes; default: the student's.
+        passes: passes with their options; None: the passes that the mesh's axes require.
+        dtype: dtype of the teacher's parameters; None: float32.
     """
 
     model: Model
@@ -123,12 +123,12 @@ class TeacherSection(Section):
 
 @final
 class MixSection(Section):
-    """One source of a mixture; keys that are not written are those of ``data``.
+    """One source of a mixture; missing keys have the values of ``data``.
 
     Attributes:
-        name: of the source, in metrics (``train/loss/<name>``); None: ``source`` and the place in the list.
-        weight: its share of the samples; only the ratios count.
-        epochs: how often it is read at most; None: again and again.
+        name: name of the source in metrics (``train/loss/<name>``); None: ``source`` and the position in the list.
+        weight: share of the samples; only the ratios count.
+        epochs: largest number of passes over the source; None: no limit.
         source, paths, field, separator, template, validation_paths: as in ``data``.
     """
 
@@ -145,40 +145,40 @@ class MixSection(Section):
 
 @final
 class DataSection(Section):
-    """The data, and how it becomes batches.
+    """The data, and its division into batches.
 
     Attributes:
-        source: ``stdlib`` (the source of Python's standard library; for pairs of texts its functions with the first sentence of their
-            docstrings, for labels its lines with their modules), ``files`` (text), ``jsonl``, ``csv``, ``parquet`` (also Arrow files and
-            folders of ``datasets``), ``chat`` (conversations in such tables, of which the assistant's tokens count; or ``paths:
+        source: ``stdlib`` (the source of Python's standard library; for pairs of texts: its functions and the first sentence of their
+            docstrings; for labels: its lines and their modules), ``files`` (text), ``jsonl``, ``csv``, ``parquet`` (also Arrow files and
+            folders of ``datasets``), ``chat`` (conversations in such tables, whose assistant tokens are the labels; or ``paths:
             [stdlib]``), ``tokens`` (a ``.bin`` and its ``.json``), ``mix``, or ``dataset``. Text may be compressed by gzip or zstd.
         mix: several sources, interleaved by weight: ``[{source: files, paths: [code], weight: 0.7}, {source: chat, ...}]``.
-        template: of ``chat``: ``chatml``, ``llama3``, or a file in Jinja; None: the tokenizer's own.
+        template: chat template of ``chat``: ``chatml``, ``llama3``, or a Jinja file; None: the tokenizer's own.
         dataset: a class of your own, ``{class: mypackage.Dataset, ...keywords}``: samples that need no tokenizer.
-        validation_dataset: the same, to validate on.
+        validation_dataset: the class of the validation data, written like ``dataset``.
         paths: files, folders and globs; one token file for ``tokens``.
-        field: the key of the text in a line of JSON, or its column in CSV.
-        target_field: the key of the target text, where the objective wants pairs of texts.
-        label_field: the key of the label, where it wants labels.
-        separator: text that divides a file into documents; None: a file is one document.
+        field: key of the text in a line of JSON, or its column in CSV.
+        target_field: key of the target text, if the objective requires pairs of texts.
+        label_field: key of the label, if the objective requires labels.
+        separator: text that separates the documents of a file; None: a file is one document.
         tokenizer: ``bytes``, ``bpe`` (trained on the text) or a folder with a ``tokenizer.json``; None: that of ``model.weights``, else
             ``bytes`` for text, none for tokens.
-        vocab_size: of a trained BPE.
-        eos: the token that ends a document, where the tokenizer's folder does not say.
-        documents: ``separate``: the documents of a packed sample do not see each other; ``joined``: a sample is one text.
-        packing: ``cut`` documents where a sample ends, or ``best_fit``: cut none that fits a sample, and pad.
-        sequence_length: tokens of a sample; a text with a target or a label is cut to it.
-        target_length: tokens of a target text, which is cut to it.
+        vocab_size: vocabulary size of a trained BPE.
+        eos: token that ends a document, if the tokenizer's folder does not name one.
+        documents: ``separate``: the documents of a packed sample do not attend to each other; ``joined``: they do, as one text.
+        packing: ``cut``: cut documents where a sample ends; ``best_fit``: pad samples, and cut no document that fits one.
+        sequence_length: tokens of a sample; a text with a target or a label is cut to this length.
+        target_length: tokens of a target text, which is cut to this length.
         micro_batch: samples of a data rank in one forward pass.
-        accumulate: micro-batches in a step.
-        shuffle: whether an epoch's order is drawn from the seed.
-        validation_fraction: part of the documents that is kept for validation.
-        validation_paths: text (or a token file) of its own to validate on.
-        workers: processes that read ahead; 0: the training process itself.
-        pin_memory: copy batches to page-locked memory; None: where there is an accelerator.
+        accumulate: micro-batches per step.
+        shuffle: draw the order of an epoch from the seed.
+        validation_fraction: share of the documents that is reserved for validation.
+        validation_paths: files of the validation data: text, or a token file.
+        workers: number of processes that read ahead; 0: the training process reads.
+        pin_memory: copy batches to page-locked memory; None: if there is an accelerator.
         persistent_workers: keep the workers from one epoch to the next.
-        prefetch: batches that each worker keeps ready.
-        cache: where tokenizers and tokens are kept.
+        prefetch: number of batches that each worker reads ahead.
+        cache: folder that caches tokenizers and tokens.
     """
 
     source: Literal["stdlib", "files", "jsonl", "csv", "parquet", "chat", "tokens", "mix", "dataset"] = "stdlib"
@@ -226,8 +226,8 @@ class OptimizerSection(_AdamWFields):
     """AdamW, see :class:`meshpar.training.optimizer.AdamWSettings`.
 
     Attributes:
-        lr: the peak that the schedule reaches.
-        scale_lr: how ``lr`` grows with the number of data ranks, see :func:`meshpar.training.optimizer.scaled_rate`.
+        lr: peak learning rate of the schedule.
+        scale_lr: growth of ``lr`` with the number of data ranks, see :func:`meshpar.training.optimizer.scaled_rate`.
     """
 
     name: Literal["adamw"] = "adamw"
@@ -236,11 +236,11 @@ class OptimizerSection(_AdamWFields):
 
 @final
 class OwnOptimizer(Own):
-    """An optimizer of the user's own: ``{class: mypackage.Lion, lr: 1e-4, weight_decay: 0.1}``, called with parameters as torch's are.
+    """An optimizer of your own: ``{class: mypackage.Lion, lr: 1e-4, weight_decay: 0.1}``, called with parameters like torch's.
 
     Attributes:
-        lr: the peak that the schedule reaches.
-        scale_lr: how ``lr`` grows with the number of data ranks, see :func:`meshpar.training.optimizer.scaled_rate`.
+        lr: peak learning rate of the schedule.
+        scale_lr: growth of ``lr`` with the number of data ranks, see :func:`meshpar.training.optimizer.scaled_rate`.
     """
 
     name: Literal["own"] = "own"
@@ -256,8 +256,8 @@ class ScheduleSection(_ScheduleFields):
     """The learning rate over the run, see :class:`meshpar.training.optimizer.Schedule`; its peak is the optimizer's ``lr``.
 
     Attributes:
-        steps: the length that it is laid out for, where the run stops before or goes on after; None: the run's.
-        warmup_ratio: the warm-up as a part of the length, in place of ``warmup_steps``.
+        steps: length of the schedule, if it differs from the run's; None: the run's length.
+        warmup_ratio: length of the warm-up as a share of the schedule, instead of ``warmup_steps``.
     """
 
     steps: Count | None = None
@@ -266,15 +266,15 @@ class ScheduleSection(_ScheduleFields):
 
 @final
 class TrainingSection(_TrainFields):
-    """How long, and what how often, see :class:`meshpar.training.settings.TrainSettings`.
+    """Length of the training and frequency of its events, see :class:`meshpar.training.settings.TrainSettings`.
 
     Attributes:
-        objective: a plugin of the group ``meshpar.objectives``, or the import path of a class of your own.
-        objective_options: its options.
-        loss_scaling: for float16; None: where a pass computes in float16.
+        objective: name of a plugin of the group ``meshpar.objectives``, or the import path of your own class.
+        objective_options: options of the objective.
+        loss_scaling: scale the loss for float16; None: if a pass computes in float16.
         tensorboard: write TensorBoard scalars.
-        forecast: make the job's forecast beside its first steps and say how they compare: on an accelerator with a profile of its own,
-            or with the profile named here (``h100``, or a file that ``meshpar doctor --profile`` wrote).
+        forecast: forecast the job during its first steps and print the comparison: on an accelerator with a built-in profile, or with the
+            profile named here (``h100``, or a file written by ``meshpar doctor --profile``).
     """
 
     objective: str = "causal_lm"
@@ -286,18 +286,18 @@ class TrainingSection(_TrainFields):
 
 @final
 class CheckpointSection(Section):
-    """When checkpoints are written, which stay, and what a run starts from.
+    """Frequency and retention of checkpoints, and the step from which a run starts.
 
     Attributes:
-        every: steps between two, ``epoch``, or None: at the end only.
-        keep: how many of the newest stay; None: all.
-        best: a metric (``val/loss``; ``+name`` for the highest) whose best step stays as well.
-        background: write beside training; the optimizer is held back only while the state is copied.
-        staging: with ``background`` and an output in an object store: a folder on each host's own disk for files on the way there, instead
-            of host memory.
-        resume: ``auto`` continues from the newest undamaged one in the output folder; ``never`` refuses a folder that holds any;
-            a path or a URL (of a step or a run) is taken where the output folder holds none.
-        allow: settings that may differ from those of the run that is resumed: ``[data.documents]``.
+        every: steps between two checkpoints, or ``epoch``; None: only at the end.
+        keep: number of newest checkpoints to keep; None: all.
+        best: metric (``val/loss``; ``+name`` for the highest) whose best step is also kept.
+        background: write during training; the optimizer waits only until the state is copied.
+        staging: with ``background`` and an output in an object store: folder on each host's disk for files that wait for their upload;
+            None: host memory.
+        resume: ``auto`` resumes from the newest undamaged checkpoint in the output folder; ``never`` refuses a folder that has one; a path
+            or a URL (of a step or a run) is used if the output folder has none.
+        allow: settings that may differ from those of the resumed run: ``[data.documents]``.
     """
 
     every: Every = None

@@ -159,7 +159,7 @@ def _note_lines(node: yaml.Node | None, place: Place, lines: dict[Place, int]) -
         for key, value in node.value:
             here = (*place, str(key.value))
             if here in lines:
-                yield f"{key.start_mark.line + 1}: {dotted(here)} stands twice (first in line {lines[here]}); keep one"
+                yield f"{key.start_mark.line + 1}: {dotted(here)} appears twice (first in line {lines[here]}); keep one"
             lines[here] = key.start_mark.line + 1
             yield from _note_lines(value, here, lines)
     elif isinstance(node, yaml.SequenceNode):

@@ -22,7 +22,7 @@ from meshpar.state.initialize import state
 _RELATIVE, _FLOOR = 1e-2, 1e-4
 _FACTOR = 6364136223846793005
 _SAME_BATCH = (
-    "they compute one sample together and must get the same: give the sampler par.data_rank and par.data_size, "
+    "they compute one sample together, so pass par.data_rank and par.data_size to the sampler: "
     "DistributedSampler(data, num_replicas=par.data_size, rank=par.data_rank)"
 )
 
@@ -115,8 +115,8 @@ class Agreement:
         together, alike = same(marks, self._data_groups())
         if not together:
             raise MeshparError(
-                f"data ranks call different blocks at a time, this one {name or '(the outermost)'}; each block is gathered and reduced by "
-                "all of them together: call every block on every rank, or make what some ranks skip a part of a larger block (blocks=...)"
+                f"data ranks call different blocks at the same time, this rank {name or '(the outermost)'}; all data ranks gather and "
+                "reduce a block together: call every block on every rank, or make a skipped part one block with its neighbours (blocks=...)"
             )
         if not alike:
             raise MeshparError(
@@ -142,15 +142,15 @@ class Agreement:
             dist.all_reduce(both, dist.ReduceOp.MAX)
         except RuntimeError as error:
             raise MeshparError(
-                "the other ranks did not come to this micro-batch: every rank must run the same number of steps and of micro-batches in "
+                "the other ranks did not reach this micro-batch: every rank must run the same number of steps and of micro-batches in "
                 f"each; cut the data to the same length on all ranks. The wait ended with: {str(error).splitlines()[0]}"
             ) from error
         most, least = both.tolist()
         if most != -least:
-            here = ("has none", "is at its last one", "has more")[left]
+            here = ("has none", "is at its last", "has more")[left]
             raise MeshparError(
-                f"ranks have different numbers of micro-batches in one step (this rank {here}), so that some would wait for ever; hand the "
-                "same number to par.accumulate on every rank, for instance by leaving the rest of an epoch out"
+                f"ranks have different numbers of micro-batches in one step (this rank {here}), so that some would wait forever; pass "
+                "the same number to par.accumulate on every rank, for instance by dropping the rest of an epoch"
             )
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
@@ -204,7 +204,7 @@ class Agreement:
             without = [name for (name, each), mark in zip(trained, marks) if each.requires_grad and not mark]
             raise MeshparError(
                 f"data ranks have gradients for different parameters; here these have none: {', '.join(without[:6]) or '(all have one)'}; "
-                "let every rank call the same blocks, and leave out what a block is not to do by multiplying its output with 0"
+                "call the same blocks on every rank; to leave out a block, multiply its output by 0 instead of skipping it"
             )
 
     def _same_buffers(self) -> None:
@@ -216,8 +216,8 @@ class Agreement:
         if odd := [name for name, equal in zip(buffers, agree) if not equal]:
             raise MeshparError(
                 f"data ranks hold different values of the buffers {', '.join(odd[:6])}, each computed from its own part of the batch, "
-                "where one process has the whole; reduce what they are computed from over the ranks (par.data_sum), or register them with "
-                "persistent=False where ranks may differ"
+                "while one process computes them from the whole; sum their input over the ranks (par.data_sum), or, where ranks may "
+                "differ, register the buffers with persistent=False"
             )
 
 
@@ -232,9 +232,9 @@ def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> No
     for axis in axes:
         if odd := differing_gradients(module, axis, mesh.get_group(axis)):
             raise MeshparError(
-                f"ranks of {axis} have different gradients of what each of them keeps whole: {', '.join(odd[:6])}; where such a module "
-                "sees a slice of the heads or features, give it the style 'grad_sum' in the layout's tensor-parallel table; where it has "
-                "noise of its own, draw it from a generator that is seeded alike on these ranks"
+                f"ranks of {axis} have different gradients for parameters that each keeps whole: {', '.join(odd[:6])}; where such a module "
+                "sees a slice of the heads or features, give it the style 'grad_sum' in the layout's tensor-parallel table; where it "
+                "draws random numbers, draw them from a generator with the same seed on these ranks"
             )
 
 

@@ -260,7 +260,7 @@ class Cycle:
             self._refuse_whole_sequences(args, kwargs)
         if foreign := self._units.foreign_parameter():
             raise ParallelError(
-                f"somebody put another tensor in the place of the parameter {foreign}, and sharding would gather the old one: "
+                f"the parameter {foreign} was replaced by another tensor, and sharding would gather the old one: "
                 "torch.func.functional_call cannot work on sharded modules; use par.load_state_dict, or par.averaged(decay) for averages"
             )
         # Parameters that an earlier forward left gathered may be older than the last step: any code may have changed the shards since.
@@ -291,16 +291,16 @@ class Cycle:
         named = dict(zip(inspect.signature(type(self.module).forward).parameters, (None, *args))) | dict(kwargs)
         if any(named.get(each) is not None for each in ("labels", "shift_labels")):
             raise MeshparError(
-                "the module got labels, and each rank has a part of the positions: a model that shifts labels loses one at the end of each "
-                "part, and its mean is over the part alone; compute the sum of the loss from the logits and aligned labels, times "
-                "par.token_scale"
+                "the module got labels, but each rank has only a part of the positions: a model that shifts labels loses one label at the "
+                "end of each part, and its mean covers the part alone; compute the sum of the loss from the logits and aligned labels, "
+                "and multiply it by par.token_scale"
             )
         ids = (each for each in leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim == 2 and not each.is_floating_point())
         length = next((each.shape[1] for each in ids), None)
         if self.parts and length is not None and length not in self.parts:
             raise MeshparError(
-                f"the module got {length} positions, and par.split gave parts of {sorted(self.parts)}: every batch goes through par.split, "
-                "that of an evaluation, too"
+                f"the module got {length} positions, and par.split gave parts of {sorted(self.parts)}: pass every batch "
+                "through par.split, also in evaluation"
             )
 
     @_torch.eager
@@ -368,13 +368,13 @@ class Cycle:
                 )
             if forward.steps != self._steps:
                 raise MeshparError(
-                    "an optimizer changed weights between a forward and its backward, which would use the new ones; run the backward "
-                    "before the step, or the forward again after it"
+                    "an optimizer changed weights between a forward and its backward, and the backward would use the new weights; run the "
+                    "backward before the step, or the forward again after it"
                 )
         elif forward.done and self._selective:
             raise MeshparError(
-                "a second backward runs through one forward (retain_graph=True), whose kept results selective recomputation has freed; add "
-                "the losses and run one backward, or use ActivationCheckpoint(mode='full')"
+                "a second backward runs through one forward (retain_graph=True), whose saved results selective recomputation has freed; "
+                "add the losses and run one backward, or use ActivationCheckpoint(mode='full')"
             )
         if self._backward not in (-1, _torch.backward()):
             raise MeshparError(
@@ -419,14 +419,14 @@ class Cycle:
             self.agreement.gradients(unused)
         if any(each.grad is None and each._post_accumulate_grad_hooks for each in unused):
             raise MeshparError(
-                "a hook for after a gradient is accumulated ran for a parameter that no rank used in this backward; use every parameter in "
+                "a post-accumulate-grad hook ran for a parameter that no rank used in this backward; use every parameter in "
                 "each step, or change gradients between backward and step instead"
             )
         self._run_hooks([each for each in self._units.hooked() if each.grad is not None])
 
     def _refuse_hooks(self) -> None:
         raise MeshparError(
-            "a hook on a parameter gets the gradient of one backward, and here several are added up before it could run; change "
+            "a hook on a parameter gets the gradient of one backward, but here several are added up before it can run; change "
             "gradients between the last backward and the step instead, or run one backward a step"
         )
 
@@ -451,7 +451,7 @@ class Cycle:
         old = sum(1 for each in held if (known := self._replaced.get(id(each))) is not None and known() is each)
         if old:
             raise MeshparError(
-                f"{type(optimizer).__name__} holds {old} parameters from before plan.apply, which the module no longer has, and would "
+                f"{type(optimizer).__name__} holds {old} parameters from before plan.apply, which the module no longer has, so it would "
                 "train nothing; build the optimizer after plan.apply, from par.module.parameters()"
             )
         own = {id(each) for each in self.module.parameters()}
@@ -459,13 +459,13 @@ class Cycle:
             return optimizer
         if isinstance(optimizer, torch.optim.LBFGS) and any(unevenly_split(each) for each in held):
             raise MeshparError(
-                "LBFGS takes all parameters for one vector, and torch cannot make one of parameters that ranks hold unequal parts of; use "
-                "Replicate(), or an optimizer that looks at each element, or at each parameter, alone"
+                "LBFGS flattens all parameters into one vector, which torch cannot do with parameters that are split unevenly over ranks; "
+                "use Replicate(), or an optimizer that updates each element, or each parameter, alone"
             )
         if isinstance(optimizer, torch.optim.LBFGS) and len({each.device_mesh for each in held if isinstance(each, DTensor)}) > 1:
             raise MeshparError(
-                "LBFGS takes all parameters for one vector, and torch cannot make one of parameters on several meshes, as divided experts "
-                "and all others are; use a mesh without ep, or an optimizer that looks at each element, or at each parameter, alone"
+                "LBFGS flattens all parameters into one vector, which torch cannot do with parameters on several meshes, such as divided "
+                "experts and the rest; use a mesh without ep, or an optimizer that updates each element, or each parameter, alone"
             )
         self._steps += 1
         self._refuse_left()
@@ -492,10 +492,7 @@ class Cycle:
             grads = (local_tensor(each.grad) for each in self.module.parameters() if each.grad is not None)
             self._cut_short = any(bool(grad.count_nonzero()) for grad in grads)
         if self._cut_short:
-            raise MeshparError(
-                "an error ended a backward, and the gradients that are left are those of a part of it; call optimizer.zero_grad() after "
-                "such an error"
-            )
+            raise MeshparError("an error ended a backward, so the gradients are incomplete; call optimizer.zero_grad() after such an error")
         if any(each.grad is grad and local_tensor(grad)._version == version for each, grad, version in self._left):
             raise MeshparError(
                 "par.accumulate was left before its last micro-batch, so that the gradients of this step were never reduced; call "

@@ -26,7 +26,7 @@ _SHAPES: _Cause = (
 )
 _WHOLE: _Cause = (
     r"mat1 and mat2 shapes cannot be multiplied",
-    "it has no style and so its whole weight, and its input is this rank's part, which a 'colwise' layer before it left",
+    "it has no style, so its weight is whole, but its input is this rank's part, the output of a 'colwise' layer",
     "give it the style 'rowwise' in the tensor-parallel table ('{module}': 'rowwise'), or leave the layer before it whole",
 )
 _OUTSIDE: _Cause = (
@@ -57,7 +57,7 @@ _COMPILED: _Cause = (
 
 _IN_PLACE: _Cause = (
     r"is a view and is being modified inplace",
-    "it changes its input in place, and the plan hands that input to it as a view, whose gradient torch could not follow",
+    "it changes its input in place, and the plan passes that input as a view, whose gradient torch cannot track",
     "write x = x + y instead of x += y, and F.relu(x) instead of F.relu(x, inplace=True), where x is the input of a block",
 )
 _GONE: _Cause = (

@@ -34,9 +34,9 @@ _LONGEST = 256
 _UNTRIED = "whether parts of a sequence compute what the whole does was not tried"
 _ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
 _REMEDY = (
-    "positions are exchanged in attention alone, through transformers' attention interface or in the modules of ModelLayout.attention, "
-    "which call meshpar.attention: use a mesh without cp for this model, or name what mixes them, ContextParallel(mixers=(...)), for each "
-    "rank to compute it on whole sequences; Plan(..., verify=False) skips this test"
+    "only attention exchanges positions, through transformers' attention interface or in the modules of ModelLayout.attention, which "
+    "call meshpar.attention: use a mesh without cp for this model, or name the module, ContextParallel(mixers=(...)), so that each rank "
+    "computes it on whole sequences; Plan(..., verify=False) skips this test"
 )
 
 
@@ -113,9 +113,8 @@ class MixingTest:
             return  # it needs them
         if counted is not None and off(counted, want, 0.0) > self._tolerance(want):
             raise ParallelError(
-                f"{class_name(self._module)} computes something else where it gets no position_ids than from the 0, 1, 2, ... of "
-                "par.split: it counts its positions itself; put those that it counts into the batch as position_ids, or use a mesh "
-                "without cp"
+                f"{class_name(self._module)} computes other values without position_ids than with the 0, 1, 2, ... of par.split, "
+                "so it counts its positions itself; put its positions into the batch as position_ids, or use a mesh without cp"
             )
 
     def _tolerance(self, output: Tensor) -> float:

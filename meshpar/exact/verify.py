@@ -197,7 +197,9 @@ class SplitTest:
                 continue
             same_input, same_mask = (bool((table[:, column] == table[0, column]).all()) for column in (0, 1))
             if same_input != same_mask:
-                what = "draws one mask for the parts of different ranks" if same_mask else "draws other masks on ranks that hold the same"
+                what = (
+                    "draws the same mask for parts of different ranks" if same_mask else "draws other masks on ranks with the same values"
+                )
                 yield Difference(module=f"{name}.{inner}", what=what, size=1.0)
 
     def _try(self, name: str, seen: _Seen) -> dict[str, float]:
@@ -328,11 +330,11 @@ def verified(verification: Verification) -> Verification:
     if verification.differences:
         listed = "\n  ".join(f"{each.module or 'the model'}: {each.what}, off by {each.size:.1e}" for each in verification.differences[:8])
         raise ParallelError(
-            f"split over ranks, these do not compute what they compute whole:\n  {listed}\n"
-            "look at the layout's tensor-parallel table for them: a module between two projections that looks across features or heads "
-            "cannot be split ('colwise_gather' joins the features before it, as 'head' does what the model returns; {pattern: None} leaves "
-            "it whole), one that is whole and sees a part needs 'grad_sum', one that is whole and sees the whole needs None, one that "
-            "mixes positions cannot stand under sequence_parallel; Plan(..., verify=False) skips this test"
+            f"these modules compute other values split over ranks than whole:\n  {listed}\n"
+            "check their styles in the layout's tensor-parallel table: a module between two projections that works across features or "
+            "heads cannot be split ('colwise_gather' joins the features before it, 'head' those of the model's output; {pattern: None} "
+            "leaves it whole); a whole module that sees a part needs 'grad_sum'; a whole module that sees whole features needs None; a "
+            "module that mixes positions does not work under sequence_parallel; Plan(..., verify=False) skips this test"
         )
     return verification
 

@@ -37,19 +37,19 @@ class Span:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """The step in time.
+    """Report the time of a step.
 
     Attributes:
-        seconds: of the step.
+        seconds: seconds of the step.
         computing: kind of work -> seconds on the main stream (``matmul``, ``attention``, ``memory``).
         sending: (axis, kind) -> seconds of collectives, hidden behind computing or not.
-        exposed: axis -> seconds in which the main stream stood still for it.
-        idle: seconds in which it waited for the host.
-        tokens_per_second: of all ranks.
+        exposed: axis -> seconds in which the main stream waited for it.
+        idle: seconds in which the main stream waited for the host.
+        tokens_per_second: tokens per second of all ranks.
         mfu: model FLOP utilisation: operations without recomputation, attention's whole square, over the peak (as PaLM and torchtitan
             count).
         spans: the timeline.
-        ends: for each event of the trace, when it ends.
+        ends: end of each event of the trace, in seconds.
     """
 
     seconds: float
@@ -64,7 +64,7 @@ class Cost:
 
 
 def cost(trace: Trace, hardware: Hardware) -> Cost:
-    """Return what one step of ``trace`` costs in time on ``hardware``."""
+    """Return the time of one step of ``trace`` on ``hardware``."""
     clock = _Clock(trace, hardware)
     for phase, event in trace.events():
         clock.step(phase, event)

@@ -22,7 +22,7 @@ def deepened(shallow: Trace, deeper: Trace, depth: int) -> Trace:
     """
     step = deeper.depth - shallow.depth
     if step < 1 or depth < deeper.depth or (depth - shallow.depth) % step:
-        raise MeshparError(f"cannot tell {depth} blocks from probes of {shallow.depth} and {deeper.depth}")
+        raise MeshparError(f"cannot extrapolate {depth} blocks from probes of {shallow.depth} and {deeper.depth}")
     times = (depth - shallow.depth) // step
     phases, places = [], _Places()
     for few, more in _pairs(shallow, deeper):

@@ -18,31 +18,32 @@ from meshpar.training.metrics import PEAK_FLOPS
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One kind of accelerator and how many are wired together.
+    """Describe one kind of accelerator and the links between several.
 
     Attributes:
-        name: of the profile.
-        peak: dtype -> floating-point operations a second, dense, as the maker states them; float8 is both of its formats. A profile
-            may name a device of :data:`meshpar.training.metrics.PEAK_FLOPS` instead.
+        name: name of the profile.
+        peak: dtype -> floating-point operations per second, dense, as the maker states them; float8 stands for both of its formats. A
+            profile may name a device of :data:`meshpar.training.metrics.PEAK_FLOPS` instead.
         memory: bytes of device memory.
-        reserved: bytes of it that tensors cannot have: the driver's context, collectives' buffers, fragments.
-        memory_bandwidth: bytes a second of device memory, as stated.
+        reserved: bytes of this memory that tensors cannot use: the driver's context, collectives' buffers, fragments.
+        memory_bandwidth: bytes per second of device memory, as stated by the maker.
         matmul: fraction of ``peak`` that a large matrix product sustains at full power.
         attention_forward, attention_backward: fractions of ``peak`` that fused attention sustains.
-        clock: part of the full-power card's clock that this card's power limit leaves under load; 1.0 for that one.
-        tile: elements of a matrix product's dim at which it reaches half of its fraction.
+        clock: share of the full-power card's clock that this card's power limit allows under load; 1.0 for the full-power card.
+        tile: size of a matrix product's dim at which it reaches half of its fraction.
         memory_fraction: fraction of ``memory_bandwidth`` that element-wise kernels reach.
         node: accelerators in a node.
-        node_bandwidth: bytes a second that one sends to the others of its node (one direction), as stated.
-        switched: a switch joins the node, so that any two reach ``node_bandwidth``; otherwise each pair has its share of the wires.
-        node_fraction: fraction of it that collectives reach.
-        network_bandwidth: bytes a second that one sends to other nodes.
-        network_fraction: fraction of it that collectives reach.
+        node_bandwidth: bytes per second that an accelerator sends to the others of its node (one direction), as stated by the maker.
+        switched: a switch connects the node, so any two accelerators reach ``node_bandwidth``; otherwise each pair has its share of the
+            links.
+        node_fraction: fraction of ``node_bandwidth`` that collectives reach.
+        network_bandwidth: bytes per second that an accelerator sends to other nodes.
+        network_fraction: fraction of ``network_bandwidth`` that collectives reach.
         node_latency, network_latency: seconds before a collective's first byte, and for each further node.
-        contention: by which fraction computing is slower while a collective runs beside it.
+        contention: fraction by which compute is slower during a collective.
         launch: seconds that the device needs between two kernels.
         host: seconds that the host needs to issue an operator.
-        sources: where the numbers are from.
+        sources: origin of the numbers.
     """
 
     name: str
@@ -111,7 +112,7 @@ class Hardware:
         """
         if dtype == FLOAT8 and FLOAT8 not in self.peak:
             known = ", ".join(self.peak)
-            raise MeshparError(f"{self.name} tells no speed of float8 (its peak has {known}); leave Float8 out, or add peak.float8 to it")
+            raise MeshparError(f"{self.name} has no speed for float8 (its peak has {known}); leave Float8 out, or add peak.float8 to it")
         return self.peak.get(dtype, self.peak["float32"])
 
 

@@ -34,7 +34,7 @@ def page(forecasts: Sequence[Forecast], ranking: Ranking | None = None) -> str:
         _curve(first),
         "<h2>Streams over the step</h2>",
         _timeline(first, 0.0, first.cost.seconds),
-        f"<small>computing stands still for: {_exposed(first)}. Below, a few blocks of backward:</small>",
+        f"<small>compute waits for: {_exposed(first)}. Below, a few blocks of backward:</small>",
         _timeline(first, *_few_blocks(first)),
         "<h2>Mesh</h2>",
         _mesh(first),

@@ -161,7 +161,7 @@ def _exposed(timed: Cost) -> Iterator[Lint]:
         }.get(axis, "a larger micro-batch")
         yield Lint(
             name="exposed communication",
-            text=f"computing stands still for {axis} {seconds / timed.seconds:.0%} of the step: {help_}",
+            text=f"compute waits for {axis} {seconds / timed.seconds:.0%} of the step: {help_}",
             seconds=seconds,
         )
 

@@ -26,7 +26,7 @@ MEMORY_RANGE = 0.10
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The forecast of a plan; ``str()`` returns the report.
+    """Report the forecast of a plan; ``str()`` returns the report.
 
     Attributes:
         title: the model, the plan and the ranks.
@@ -140,7 +140,7 @@ def _verdict(forecast: Forecast) -> str:
     room = (forecast.hardware.memory - forecast.hardware.reserved) / GIB
     peak = forecast.memory.peak / GIB
     verdict = "fits" if forecast.fits else "DOES NOT FIT"
-    how = "every block replayed" if forecast.replayed == "all" else "told from probes of a few blocks"
+    how = "every block replayed" if forecast.replayed == "all" else "extrapolated from a few blocks"
     return f"peak {peak:.2f} GiB of {room:.1f} GiB that tensors can have: {verdict} ({how})"
 
 
@@ -183,7 +183,7 @@ def _time(forecast: Forecast) -> Table:
     for kind, seconds in timed.computing.items():
         table.add_row(f"computing: {kind}", f"{seconds * 1e3:,.1f} ms")
     for axis, seconds in timed.exposed.items():
-        table.add_row(f"standing still for {axis}", f"{seconds * 1e3:,.1f} ms")
+        table.add_row(f"waiting for {axis}", f"{seconds * 1e3:,.1f} ms")
     if timed.idle > 0:
         table.add_row("waiting for the host", f"{timed.idle * 1e3:,.1f} ms")
     return table

@@ -187,11 +187,11 @@ def like_blocks(model: nn.Module, layout: ModelLayout) -> tuple[str, int]:
     lists = {name.rpartition(".")[0] for name, _ in blocks}
     if len(lists) != 1 or not isinstance(model.get_submodule(next(iter(lists))), nn.ModuleList):
         where = sorted(lists) or "no list"
-        raise MeshparError(f"blocks stand in {where}; only those of one nn.ModuleList can be told from a few: replay the full depth")
+        raise MeshparError(f"blocks are in {where}; only those of one nn.ModuleList can be extrapolated: replay the full depth")
     kinds = {_signature(block) for _, block in blocks}
     if len(kinds) > 1:
         raise MeshparError(
-            f"the blocks of {next(iter(lists))} are of {len(kinds)} kinds, so a few do not tell the rest: replay the full depth"
+            f"the blocks of {next(iter(lists))} are of {len(kinds)} kinds, so a few do not represent the rest: replay the full depth"
         )
     return next(iter(lists)), len(blocks)
 

@@ -27,7 +27,11 @@ from meshpar.training.objectives import EXAMPLES
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The samples of one data rank in a step.
+    """Describe the samples of one data rank in a step.
+
+    >>> from meshpar.forecasting import Batch
+    >>> Batch(sequence=8192, micro_batch=2).tokens
+    16384
 
     Attributes:
         sequence: tokens of a sample.

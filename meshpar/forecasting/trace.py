@@ -92,18 +92,18 @@ class Phase:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """One step of one rank.
+    """Record one step of one rank.
 
     Attributes:
         axes: the mesh, name -> size, outermost first.
-        depth: how many like blocks the model has.
+        depth: number of equal blocks of the model.
         tokens: tokens that this rank's data axis sees in the step (its micro-batches).
-        data_size: how many different batches the ranks see at a time.
-        held: held by -> bytes at the start of the step.
+        data_size: number of different batches of the ranks at a time.
+        held: holder -> bytes at the start of the step.
         exact: ``parameters``, ``gradients``, ``optimizer``, ``buffers`` -> bytes of this rank, without an allocator's rounding.
         parameters: number of parameters of the whole model.
-        phases: what happens.
-        compiled: blocks are compiled, so that their element-wise operators are joined.
+        phases: the events of each phase.
+        compiled: blocks are compiled, so their element-wise operators are joined.
     """
 
     axes: Mapping[str, int]
@@ -165,12 +165,12 @@ class Trace:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The memory of a rank over the step.
+    """Report the memory of a rank over the step.
 
     Attributes:
         peak: most bytes at any moment.
-        held: held by -> bytes at that moment.
-        event: index of the event at which it is reached.
+        held: holder -> bytes at that moment.
+        event: index of the event with the peak.
         curve: bytes after the start and at each event (the highest within it).
         end: bytes after the step.
     """

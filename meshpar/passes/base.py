@@ -18,11 +18,11 @@ from meshpar.patterns import find_modules, is_called, nearest
 
 
 class Stage(enum.IntEnum):
-    """When a pass applies.
+    """Declare when a pass applies, relative to other passes.
 
-    Whole experts are divided before tensor parallelism splits the features of each. A wrapper that computes a whole sequence goes
-    inside of the one that splits its features. Tensor parallelism decides what a layer computes, so it applies before anything that
-    wraps the layer. Data parallelism shards the parameters that the others left, so it applies last.
+    Whole experts are divided before tensor parallelism splits the features of each expert. Passes over positions wrap modules before
+    tensor parallelism splits their features. Tensor parallelism decides what a layer computes, so it applies before all passes that
+    wrap the layer. Data parallelism shards the parameters as the other passes left them, so it applies last.
     """
 
     EXPERTS = 0
@@ -35,7 +35,7 @@ class Stage(enum.IntEnum):
 
 
 class Role(enum.Enum):
-    """The difference between the ranks of an axis. The core derives batches, seeds, reductions and checks from the roles.
+    """Declare the difference between the ranks of an axis. The core derives batches, seeds, reductions and checks from the roles.
 
     - ``SAMPLES``: each rank gets different samples; gradients are averaged over the axis, and random state differs.
     - ``POSITIONS``: each rank gets different positions of the same samples, from :meth:`meshpar.Parallelized.split`. Gradients are
@@ -52,7 +52,7 @@ class Role(enum.Enum):
 
 
 class Pass:
-    """One technique. Inherit this class, declare what differs from the defaults, and define ``apply``.
+    """Define a technique of your own: inherit this class, override defaults, and define ``apply``.
 
     >>> class Double(Pass):
     ...     name, stage = "Double", Stage.TENSOR
@@ -61,16 +61,16 @@ class Pass:
     ...         module.register_forward_hook(lambda module, args, output: 2 * output)
 
     Attributes:
-        name: the name in messages.
+        name: name of the pass in messages.
         stage: when the pass applies: a :class:`Stage` or its number.
-        roles: mesh axis -> what differs between its ranks. The pass claims these axes: each must be in the mesh, and no other pass may
-            claim it.
+        roles: mesh axis -> role: the difference between its ranks. The pass claims these axes: each must be in the mesh, and no other pass
+            may claim it.
         splits_sequence: activations between layers are split along the sequence over the pass's axis. The axis's ranks then draw
             different random numbers everywhere, and a block cannot be called alone.
         divides_optimizer: optimizer state is divided over ``dp_replicate``. Replicas that may be lost, each a job of its own, then divide
             it among them (:class:`meshpar.training.Replicas`).
         keeps_on_host: parameters, gradients and optimizer state live in host memory.
-        compiles: the pass changes how fast a step runs, and not what it computes. The forecast replays a step without it.
+        compiles: the pass changes the speed of a step, but not its values. The forecast replays a step without it.
         period: number of blocks after which the treatment of blocks repeats. The forecast replays at least one period.
         blocks_ahead: largest number of blocks whose parameters are gathered before they are used.
     """
@@ -102,7 +102,7 @@ class Pass:
         return iter(())
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-        """Yield what works and costs more than it needs to, one line each. Pure."""
+        """Yield avoidable costs of the pass in this plan, one line each. Pure."""
         return iter(())
 
     def machine_problems(self, device_type: str) -> Iterator[str]:
@@ -118,10 +118,10 @@ class Pass:
 
         Args:
             module: the model.
-            layout: its description.
-            mesh: has the plan's axes by name. Only a pass with a ``POSITIONS`` axis sees such axes: for the others they are a part of the
-                data axis before them, so that what holds parameters on that axis also averages gradients over positions. The same holds of
-                ``SAMPLES`` axes of passes before ``Stage.DATA``.
+            layout: description of the model.
+            mesh: mesh with the plan's axes by name. Only a pass with a ``POSITIONS`` axis sees such axes: for the others they are a part of
+                the data axis before them, so data passes also average gradients over positions. The same applies to ``SAMPLES`` axes of
+                passes before ``Stage.DATA``.
         """
         raise NotImplementedError
 
@@ -210,9 +210,9 @@ def block_problems(
         for name, child in found.items():
             if not is_called(child):
                 kind = type(child).__name__
-                yield f"{source} {pattern!r} matches {name}, a {kind}, which is never called itself; name what is in it: '{name}.*'"
+                yield f"{source} {pattern!r} matches {name}, a {kind}, which is never called; name the modules in it: '{name}.*'"
     if required and override is None and not layout.blocks:
-        yield f"{owner} works block by block and the layout names none; give ModelLayout(blocks=...) or {owner}(blocks=...)"
+        yield f"{owner} works block by block, but the layout names no blocks; give ModelLayout(blocks=...) or {owner}(blocks=...)"
 
 
 def unmatched(what: str, pattern: str, module: nn.Module) -> str:

@@ -30,9 +30,9 @@ def batch_norm_problems(module: nn.Module) -> Iterator[str]:
             yield f"{title} has no number of features yet; run one forward before the plan is applied, or build it with its num_features"
         elif not _has_torchs_forward(child):
             yield (
-                f"{title} is a batch norm with a forward of its own, which would take its statistics from one data rank's part of the "
-                "batch; use torch's BatchNorm with the rest of that forward in a module of its own, or a norm that does not look across "
-                "the batch"
+                f"{title} is a batch norm with a forward of its own, which would compute statistics of one data rank's part of the "
+                "batch; use torch's BatchNorm and move the rest of that forward to a separate module, or use a norm that does not work "
+                "across the batch"
             )
 
 

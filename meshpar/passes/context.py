@@ -24,11 +24,11 @@ from meshpar.patterns import find_modules
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallel(Pass):
-    """Split sequences over ``cp``: each rank holds a part of the positions of the same samples, so that longer sequences fit.
+    """Split sequences over ``cp``: each rank holds a part of the positions of the same samples, so longer sequences fit.
 
-    The batch comes from ``par.split(batch)``. Everything but attention works on a rank's own positions. Attention is the model's own:
-    transformers' models attend through its attention interface, others call :func:`meshpar.attention`. The first forward tries whether
-    anything else mixes positions, and names it.
+    Call the model with ``par.split(batch)``. All layers except attention compute on a rank's own positions. transformers' models
+    exchange positions in transformers' attention interface; other models call :func:`meshpar.attention`. The first forward checks that
+    no other module mixes positions, and names those that do.
 
     >>> from meshpar import ContextParallel, FullyShard, Plan
     >>> print(Plan("dp_shard=2,cp=4", [ContextParallel(), FullyShard()]))
@@ -37,11 +37,11 @@ class ContextParallel(Pass):
     Args:
         transport: ``gather`` gives every rank the keys and values of all positions, and divides their gradients; ``heads`` exchanges
             positions for heads (Ulysses), and needs a number of heads that ``cp`` divides.
-        balance: give each rank a piece of the head of a sequence and one of its tail, because late positions see more keys. Sequences
-            that 2 x ``cp`` does not divide are cut in consecutive parts.
-        mixers: patterns of modules that mix positions in another way (``"backbone.layers.*.mixer"``), with those of
-            ``ModelLayout.mixers``. Each rank computes them on the whole sequence, (B, L, D), and keeps its own part: exact, while
-            their time and memory are not divided.
+        balance: give each rank a piece from the start of a sequence and one from its end, because late positions attend to more keys.
+            Sequences that 2 x ``cp`` does not divide are cut in consecutive parts.
+        mixers: patterns of modules that mix positions in another way (``"backbone.layers.*.mixer"``), in addition to
+            ``ModelLayout.mixers``. Each rank computes them on the whole sequence, (B, L, D), and keeps its own part: this is exact, but
+            does not divide their time and memory.
     """
 
     transport: Transport = "gather"
@@ -62,8 +62,8 @@ class ContextParallel(Pass):
             yield layout.refusals["cp without mixers"]
         elif layout.exchange is None and not layout.attention and not mixers:
             yield (
-                f"nothing says where {type(module).__name__} attends: let its attention call meshpar.attention(self, q, k, v, mask), and "
-                "give ModelLayout(attention=('layers.*.attn',)), or drop ContextParallel"
+                f"the layout does not name the attention of {type(module).__name__}; call meshpar.attention(self, q, k, v, mask) in it, "
+                "and give ModelLayout(attention=('layers.*.attn',)), or drop ContextParallel"
             )
         for pattern in (*layout.attention, *mixers):
             if not any(True for _ in find_modules(module, pattern)):
@@ -73,8 +73,8 @@ class ContextParallel(Pass):
         found = [name for pattern in (*layout.mixers, *self.mixers) for name, _ in find_modules(module, pattern)]
         if mesh.axes["cp"] > 1 and found:
             yield (
-                f"ContextParallel: each rank computes {len(found)} modules ({found[0]}, ...) on whole sequences, for they mix positions in "
-                "a way of their own: exact, but their time and memory are not divided"
+                f"ContextParallel: each rank computes {len(found)} modules ({found[0]}, ...) on whole sequences, because they mix "
+                "positions in another way: exact, but their time and memory are not divided"
             )
 
     def positions(self, length: int, size: int, index: int) -> Tensor:

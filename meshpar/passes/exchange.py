@@ -144,8 +144,8 @@ class Exchange:
             raise
         except RuntimeError as error:
             raise MeshparError(
-                f"attention does not run with {heads // self.size} of its {heads} heads ({str(error).splitlines()[0]}): it has values of "
-                "its own for each head; use ContextParallel(transport='gather')"
+                f"attention does not run with {heads // self.size} of its {heads} heads ({str(error).splitlines()[0]}): it has "
+                "separate values for each head; use ContextParallel(transport='gather')"
             ) from error
         return _ToPositions.apply(attended, self)
 

@@ -54,14 +54,14 @@ _INTERFACE = "(hidden states (N, D), chosen experts (N, K) of an integer dtype, 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertParallel(Pass):
-    """Divide whole experts over ``ep``, whose ranks get different samples; each token travels to the ranks that hold its experts.
+    """Divide whole experts over ``ep``, whose ranks get different samples; each token is sent to the ranks of its experts.
 
-    Everything that is no expert is sharded over ``dp_shard`` and ``ep`` together, the experts of a rank over ``dp_shard`` alone. No token
+    All other parameters are sharded over ``dp_shard`` and ``ep`` together, the experts of a rank over ``dp_shard`` alone. No token
     is dropped. ``tp`` then splits the features of each expert.
 
     Attributes:
-        skew: rows that the busiest rank of ``ep`` gets over those of equal routing, which a forecast assumes for the rank that it tells of.
-            Training follows the routers.
+        skew: rows of the busiest rank of ``ep`` relative to equal routing. The forecast assumes them for this rank; training ignores the
+            value.
 
     >>> from meshpar import ExpertParallel, FullyShard, Plan
     >>> print(Plan("dp_shard=2,ep=4", [ExpertParallel(), FullyShard()]))
@@ -91,8 +91,8 @@ class ExpertParallel(Pass):
         divided, tied = self.shards(module, layout), [names for names in owners.values() if len(names) > 1]
         for names in (each for each in tied if not divided.isdisjoint(each)):
             yield (
-                f"{' and '.join(names)} are one parameter, which ExpertParallel would divide for each module apart; let both layers use "
-                "one experts module, untie them, or use a mesh without ep"
+                f"{' and '.join(names)} are one parameter, which ExpertParallel would divide separately for each module; use one "
+                "experts module for both layers, untie them, or use a mesh without ep"
             )
         for pattern in layout.experts:
             found = list(find_modules(module, pattern))
@@ -368,7 +368,9 @@ def _try(
             facts = gather_values(torch.tensor([[random, endless]], device=device), group).any(0).tolist()
             if any(facts):
                 if facts[1]:
-                    log.warning("%s (%s) gives no finite numbers for noise and is not compared", call.name, class_name(call.module))
+                    log.warning(
+                        "%s (%s) returns no finite values for random inputs and is not compared", call.name, class_name(call.module)
+                    )
                 return
             have = _with_gradients(_passing_zeros(divided) if call.dense else divided, hidden, chosen, weights)
         except MeshparError:
@@ -387,10 +389,10 @@ def _try(
     )
     if worst > (HALF_TOLERANCE if narrow else TOLERANCE):
         raise ParallelError(
-            f"{call.name} ({class_name(call.module)}) computes something else by its experts of each rank of ep than by all of them "
-            f"(off by {worst:.1e}{', in training' if training else ''}), expected for each token the sum over its chosen experts, each by "
-            "its own row, weight and parameters alone; move what is for all experts of a token (a normalisation of weights, a residual, a "
-            "capacity) to the module around it, or use a mesh without ep; Plan(..., verify=False) skips this test"
+            f"{call.name} ({class_name(call.module)}) gives other results with the experts of each rank of ep than with all experts (off "
+            f"by {worst:.1e}{', in training' if training else ''}), expected for each token the sum over its chosen experts, each by its "
+            "own row, weight and parameters alone; move computations over all experts of a token (a normalisation of weights, a residual, "
+            "a capacity) to the module around it, or use a mesh without ep; Plan(..., verify=False) skips this test"
         )
 
 

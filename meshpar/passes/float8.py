@@ -66,7 +66,7 @@ class Float8(Pass):
         if self.recipe not in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
             yield f"Float8(recipe={self.recipe!r}) is not known; use 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'"
         if not self._layers(module, layout):
-            yield f"Float8 finds no linear layer in the blocks whose features are multiples of {_MULTIPLE} and that skip leaves"
+            yield f"Float8 finds no linear layer in the blocks whose features are multiples of {_MULTIPLE}, apart from those in skip"
 
     def machine_problems(self, device_type: str) -> Iterator[str]:
         """Yield what this machine lacks to compute in float8."""

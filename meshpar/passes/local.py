@@ -105,7 +105,7 @@ def local(parameter: Any) -> Any:
     if isinstance(parameter, DTensor):
         return parameter.to_local()
     raise ParallelError(
-        f"a plain tensor {tuple(parameter.shape)} stands where a layer holds its part of a parameter as a DTensor; "
+        f"a plain tensor {tuple(parameter.shape)} replaced a layer's part of a parameter, a DTensor; "
         "torch.func.functional_call with whole weights cannot work on a parallel module: load them with par.load_state_dict, "
         "average weights with par.averaged, or hand in DTensors placed like the parameters"
     )

@@ -88,8 +88,8 @@ def _counted_once(inner: Callable[[], Any] | None) -> Any:
     """Return the contexts of a block's forward and its recomputation, in which batch norms leave their running statistics alone."""
     if _torch.in_checkpoint():
         raise MeshparError(
-            "the model recomputes a block by torch.utils.checkpoint, the plan does so by ActivationCheckpoint, and its batch norms would "
-            "count a batch less often than in one process; leave one of the two out"
+            "both the model (torch.utils.checkpoint) and the plan (ActivationCheckpoint) recompute a block, so its batch norms would count "
+            "a batch less often than in one process; remove one of the two"
         )
     forward, again = (nullcontext(), nullcontext()) if inner is None else inner()
     return forward, _Recomputing(again)

@@ -118,7 +118,7 @@ class _Sharding(Precision):
         if not isinstance(keep, bool) and not (1 < keep < shards and shards % keep == 0):
             fits = [each for each in divisors(shards) if each < shards]
             would = fits or "no number"
-            yield f"{owner}(reshard_after_forward={keep}) must be a divisor of dp_shard={shards} between 1 and it; {would} would do"
+            yield f"{owner}(reshard_after_forward={keep}) must be a divisor of dp_shard={shards}, between 1 and {shards}; use {would}"
         if self.offload not in (None, "cpu"):
             yield f"{owner}(offload={self.offload!r}) is not known; use 'cpu' or None"
         if self.prefetch_forward < 0 or self.prefetch_backward < 0:
@@ -247,10 +247,10 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap. Defaults to FSDP2's overlap alone.
         prefetch_backward: number of units that backward gathers ahead. 1 is FSDP2's default; 0 gathers each unit when it is needed.
         min_params: merge blocks with fewer parameters than this into the unit around them.
-        optimizer: ``"replica"``: each replica has the whole optimizer state. ``"world"``: the replicas split it, with gradients and
-            parameters. With ``par.accumulate(reduce_each=True)``, each micro-batch is then reduced over ``dp_replicate``, too, into slices.
-            With ``offload="cpu"``, the shard in ``param_dtype`` stays on the device. Replicas that may be lost, each a job of its own
-            (:class:`meshpar.training.Replicas`), split the optimizer state alone.
+        optimizer: ``"replica"``: each replica has the whole optimizer state. ``"world"``: the replicas share the optimizer state, gradients
+            and parameters. With ``par.accumulate(reduce_each=True)``, each micro-batch is then also reduced over ``dp_replicate``, into
+            slices. With ``offload="cpu"``, the shard in ``param_dtype`` stays on the device. Replicas that may be
+            lost, each a job of its own (:class:`meshpar.training.Replicas`), share the optimizer state alone.
     """
 
     optimizer: Literal["replica", "world"] = "replica"
@@ -362,7 +362,7 @@ class Replicate(Precision, Pass):
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from self.common_problems(module, layout)
         if mesh.axes.get("dp_shard", 1) > 1:
-            yield "Replicate keeps whole copies and cannot stand beside dp_shard; use HybridShard() for copies of a sharded model"
+            yield "Replicate keeps whole replicas and cannot be combined with dp_shard; use HybridShard() for replicas of a sharded model"
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         cast_buffers(module, self.buffer_dtype)

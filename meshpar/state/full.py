@@ -160,12 +160,13 @@ def refuse_copies(module: Any) -> None:  # noqa: ANN401 - a module that gets att
     """Refuse what would copy or write this rank's part as if it were the model."""
     module.__deepcopy__ = functools.partial(
         _refuse,
-        "a parallel module cannot be copied, for the copy would run the original's weights; for averaged weights use "
-        "par.averaged(decay), for a second model build another and apply a plan to it",
+        "a parallel module cannot be copied, because the copy would run the original's weights; for averaged weights use "
+        "par.averaged(decay), for a second model build another one and apply a plan to it",
     )
     if hasattr(module, "save_pretrained"):
         module.save_pretrained = functools.partial(
-            _refuse, "save_pretrained knows no shards; use meshpar.checkpoints: CheckpointManager(...).save, then export_safetensors"
+            _refuse,
+            "save_pretrained does not support shards; use meshpar.checkpoints: CheckpointManager(...).save, then export_safetensors",
         )
     module._ddp_params_and_buffers_to_ignore = _NotForDDP()  # which DistributedDataParallel reads first
     guard_state(module)
@@ -174,7 +175,7 @@ def refuse_copies(module: Any) -> None:  # noqa: ANN401 - a module that gets att
     _torch.refuse_parts_as_numbers(
         functools.partial(
             _refuse,
-            "a DTensor whose ranks hold parts of it was read as a number (.item(), float()), which would be this rank's part; use "
+            "a DTensor whose ranks hold parts of it was read as a number (.item(), float()), which would give only this rank's part; use "
             "tensor.full_tensor().item() on every rank, or par.clip_grad_norm_(float('inf')) for the norm of all gradients",
         )
     )

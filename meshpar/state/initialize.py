@@ -111,7 +111,7 @@ def from_source(
     covered = {pattern: {name for name in told if _covers(pattern, name) or _covers(pattern, told[name])} for pattern in ignore}
     ignored = set[str]().union(*covered.values())
     problems = [
-        f"ignore: {pattern!r} fits no tensor of these weights; nearest: {nearest(pattern, told.values())}"
+        f"ignore: {pattern!r} matches no tensor of these weights; nearest: {nearest(pattern, told.values())}"
         for pattern, found in covered.items()
         if not found
     ]

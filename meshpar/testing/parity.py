@@ -25,7 +25,7 @@ from meshpar.registry import layout_for
 @final
 @dataclass(slots=True)
 class Record:
-    """The results of a training run: whole tensors, on the CPU.
+    """Hold the results of a training run: whole tensors, on the CPU.
 
     Attributes:
         losses: the loss of each step.
@@ -145,17 +145,17 @@ def assert_parity(
 
     Args:
         build: makes the model; called twice, on the meta device. Modules with parameters of their own need ``reset_parameters``.
-        mesh: of the whole world.
+        mesh: mesh of the whole world.
         passes: the plan.
         steps: see :func:`train_steps`.
         layout: the model's description; None asks the module.
         seed: of the initial weights.
         tolerance: relative to each tensor's largest absolute value.
         loss_sum: the loss.
-        max_norm: gradients are clipped to this norm, so that clipping is part of what must agree.
-        alone: passes without axes that the one process has too, because they change what is trained.
+        max_norm: gradients are clipped to this norm, so clipping is also compared.
+        alone: passes without axes that the one process also applies, because they change the training itself.
         optimizer: makes the optimizer of each run from its parameters; None: the AdamW of :func:`train_steps`.
-        expected: what :func:`one_process` returned for the same model and steps, to hold several plans against it; None: runs it.
+        expected: the result of :func:`one_process` for the same model and steps, to compare several plans with one run; None: runs it.
 
     Returns:
         The parallel module after training.
@@ -196,7 +196,7 @@ def one_process(
     passes: Sequence[Pass] = (),
     optimizer: MakeOptimizer | None = None,
 ) -> Record:
-    """Return what training in one process leaves, on rank 0; an empty record on the others, which wait for nobody.
+    """Train in one process on rank 0 and return the record; an empty record on the other ranks, which do not wait.
 
     ``passes`` are applied first; they have no axes, and get no mesh.
     """

@@ -34,7 +34,7 @@ PRELOAD = [
 
 
 class RankFailure(AssertionError):
-    """The first failing rank's traceback, or the ranks that did not end in time."""
+    """Raised with the first failing rank's traceback, or the ranks that did not end in time."""
 
 
 def on_ranks(count: int, *, timeout_s: float = 90.0) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -64,7 +64,7 @@ def on_ranks(count: int, *, timeout_s: float = 90.0) -> Callable[[Callable[P, No
 def launch(
     module: str, qualname: str, count: int, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, timeout_s: float = 90.0
 ) -> None:
-    """Run ``module.qualname(*args, **kwargs)`` on ``count`` ranks; what :func:`on_ranks` does.
+    """Run ``module.qualname(*args, **kwargs)`` on ``count`` ranks, as :func:`on_ranks` does.
 
     Raises:
         RankFailure: a rank failed, ended early or did not end in ``timeout_s`` seconds.
@@ -106,7 +106,7 @@ def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str
                 report = connection.recv()
             except EOFError:
                 started[rank][0].join(5)
-                report = f"rank {rank} ended without a word, exit code {started[rank][0].exitcode}"
+                report = f"rank {rank} ended without a message, exit code {started[rank][0].exitcode}"
             if report is not None:
                 failures[rank] = report
     if failures:

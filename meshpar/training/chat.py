@@ -122,7 +122,8 @@ class ChatTemplate:
         if any(message.get("weight") == 0 for message in said):
             if len(said) != len(spans):
                 raise RecipeError(
-                    f"the chat template writes {len(spans)} answers of {len(said)}, so those of weight 0 cannot be told; remove weight"
+                    f"the chat template writes {len(spans)} answers of {len(said)}, so those of weight 0 cannot be identified; remove "
+                    "weight"
                 )
             spans = [span for span, message in zip(spans, said, strict=True) if message.get("weight") != 0]
         if not any(begin < end for begin, end in spans):
@@ -392,7 +393,7 @@ def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # n
     messages = [_message(each, place) for place, each in enumerate(said, 1)]
     if record.get("system"):
         if messages and messages[0]["role"] == "system":
-            raise RecipeError("turn 1 is the system's, and there is a system beside the turns; keep one of both")
+            raise RecipeError("turn 1 is the system's, and there is also a system key; keep one of the two")
         messages.insert(0, _message({"role": "system", "content": record["system"]}, 0))
     if not messages:
         raise RecipeError("the conversation is empty; expected at least one turn of the assistant: remove the line, or write its turns")

@@ -77,15 +77,19 @@ class PackedSamples(Samples, Protocol):
 class PackedTokens:
     """Pack a token file into sequences of ``length`` tokens.
 
-    ``documents="separate"``: the documents of a sample do not see each other. Every token is a label exactly once an epoch, except the
-    first of each document, which nothing predicts. A batch in which a sample has several documents gets ``position_ids`` (B, L), which
-    restart at 0 with each document; the other batches need none. ``"joined"``: a sample is one text, and every token except the file's
-    first is a label.
+    >>> PackedTokens(TokenFile.open("text.bin"), 1024, packing="best_fit")  # doctest: +SKIP
 
-    ``packing="cut"``: sample i predicts tokens ``i*length+1`` to ``(i+1)*length``, wherever they cut a document. ``"best_fit"``: no
-    document is cut that fits a sample (:func:`meshpar.training.order.best_fit`); ``padding`` is the share of positions that stay empty.
+    If the file marks the tokens that count, the others are no labels. Empty positions are padded: label -100, input ``eos_id``.
 
-    Where the file marks which tokens count, the others are no labels. Empty positions are padded: label -100, input ``eos_id``.
+    Args:
+        tokens: the token file.
+        length: tokens of a sample.
+        documents: ``"separate"``: the documents of a sample do not attend to each other. Every token except the first of each document is
+            a label exactly once an epoch. A batch in which a sample has several documents gets ``position_ids`` (B, L), which restart at
+            0 with each document; other batches need none. ``"joined"``: a sample is one text, and every token except the file's first is
+            a label.
+        packing: ``"cut"``: sample i predicts tokens ``i*length+1`` to ``(i+1)*length``, and cuts documents there. ``"best_fit"``: no
+            document that fits a sample is cut (:func:`meshpar.training.order.best_fit`); ``padding`` is the share of empty positions.
 
     Raises:
         RecipeError: wrong options, or no token of the file counts as a label.
@@ -97,7 +101,7 @@ class PackedTokens:
         if documents not in ("separate", "joined") or packing not in ("cut", "best_fit"):
             raise RecipeError(f"got {documents=} and {packing=}; expected documents 'separate' or 'joined', packing 'cut' or 'best_fit'")
         if documents == "joined" and packing == "best_fit":
-            raise RecipeError("packing='best_fit' keeps documents whole, and documents='joined' makes one text of them; give one of both")
+            raise RecipeError("packing='best_fit' keeps documents whole, and documents='joined' makes one text of them; use one of the two")
         self.tokens, self.length, self.documents, self.vocab_size = tokens, length, documents, tokens.vocab_size
         tokens.check_labels()
         self.eos_id = tokens.eos_id
@@ -238,7 +242,7 @@ class MappedSamples:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """Settings for reading batches ahead.
+    """Configure how batches are read ahead.
 
     Attributes:
         workers: number of reading processes; 0: the training process reads, which is fast enough for packed tokens.

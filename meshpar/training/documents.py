@@ -39,7 +39,7 @@ def takes_positions(module: nn.Module) -> bool:
 
 def untaken(module: nn.Module) -> str:
     """Return why a model that takes no ``position_ids`` cannot keep documents apart."""
-    return f"{class_name(module)} takes no position_ids, so the documents of a packed row would see each other; {REMEDY}"
+    return f"{class_name(module)} takes no position_ids, so the documents of a packed row would attend to each other; {REMEDY}"
 
 
 @torch.no_grad()
@@ -98,12 +98,12 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
     most = control * (_PART if torch.finfo(min(seen, key=lambda each: torch.finfo(each).bits)).bits >= 32 else _NARROW_PART)
     if moved > most:
         raise MeshparError(
-            f"{class_name(module)} lets the documents of a packed row see each other: another first document moved what the second one "
-            f"gives by {moved:.1e} ({control:.1e} in one text); {REMEDY}"
+            f"{class_name(module)} does not keep the documents of a packed row separate: another first document changed the output of "
+            f"the second by {moved:.1e} ({control:.1e} in one text); {REMEDY}"
         )
     if misplaced > most:
         raise MeshparError(
-            f"{class_name(module)} counts positions itself: a document of a packed row gives something else than alone "
+            f"{class_name(module)} counts positions itself: a document of a packed row gives other results than alone "
             f"(off by {misplaced:.1e}); {REMEDY}"
         )
 

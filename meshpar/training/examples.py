@@ -29,7 +29,7 @@ _ABOUT = "examples.json"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleFile:
-    """Examples on the disk: the concatenated ids of all inputs with the end of each, and the same for all outputs.
+    """Describe examples on the disk: the concatenated ids of all inputs with the end of each, and the same for all outputs.
 
     Attributes:
         folder: folder of ``input.npy``, ``input_ends.npy``, ``output.npy``, ``output_ends.npy`` and a description.
@@ -70,7 +70,7 @@ class ExampleFile:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleSplit:
-    """The examples of a run; ``validation`` is None without validation data."""
+    """Hold the examples of a run; ``validation`` is None without validation data."""
 
     train: ExampleFile
     validation: ExampleFile | None

@@ -20,7 +20,7 @@ from meshpar.patterns import class_name, find_modules, matches
 
 @final
 class ExpertLoad:
-    """Count the tokens of each expert over all ranks, and balance them. It counts in training alone, and a recomputation not again.
+    """Count the tokens of each expert over all ranks in training, and balance them. Recomputation is not counted twice.
 
     >>> load = ExpertLoad(par, balance_rate=1e-3, balance_loss=0.01)  # doctest: +SKIP
     >>> ((loss_sum + load.loss(tokens)) * scale).backward()  # each micro-batch # doctest: +SKIP
@@ -166,7 +166,7 @@ def balance_problems(module: nn.Module, layout: ModelLayout, balance_rate: float
     if "balance" in layout.refusals:
         yield layout.refusals["balance"]
     if balance_rate and experts and not any(each.requires_grad for module in experts for each in module.parameters()):
-        yield f"balance_rate={balance_rate} moves biases beside experts that are frozen, as adapters leave them; set it to 0"
+        yield f"balance_rate={balance_rate} changes biases of frozen experts, as with adapters; set it to 0"
     elif balance_rate:
         biases = _biases(module, layout)
         if not experts or [each.shape for each in biases] != [next(each.parameters(recurse=False)).shape[:1] for each in experts]:

@@ -37,12 +37,16 @@ NAME = "default"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRA:
-    """Settings of LoRA adapters.
+    """Configure LoRA adapters.
+
+    >>> from meshpar.training import LoRA
+    >>> LoRA(targets=("q_proj", "v_proj"), rank=4).alpha
+    16.0
 
     Attributes:
         targets: endings of the names of linear layers (``q_proj``), or ``all-linear``: all except the head.
-        parameters: endings of the names of packed weights (experts, rows, columns), peft's ``target_parameters``:
-            ``experts.gate_up_proj``. Each expert gets adapters of its own.
+        parameters: endings of the names of packed weights (experts, rows, columns), as in peft's ``target_parameters``:
+            ``experts.gate_up_proj``. Each expert gets its own adapters.
         rank: rank of the product that is added to a weight.
         alpha: the product is scaled by ``alpha / rank``.
         dropout: probability of dropout on the adapters' input in training.
@@ -176,7 +180,7 @@ class PackedAdapter(nn.Module):
 
 @final
 class WithAdapters:
-    """A published model's weights as a source for a model with adapters. A is random and B is zero, as in peft.
+    """Combine published weights with new adapters, as one weight source. A is random and B is zero, as in peft.
 
     >>> par.materialize(weights=WithAdapters(Safetensors(folder), par.module, seed=0))  # doctest: +SKIP
 
@@ -209,7 +213,11 @@ class WithAdapters:
 
 @final
 class Adapters:
-    """The adapters of a parallel model, to save and restore: ``manager.save(step, Adapters(par), optimizer)``."""
+    """Save and restore only the adapters of a parallel model: ``manager.save(step, Adapters(par), optimizer)``.
+
+    Args:
+        par: the parallel model with adapters.
+    """
 
     def __init__(self, par: Parallelized) -> None:
         self.module: nn.Module = _TrainedOnly(par.module)

@@ -47,7 +47,7 @@ Metrics = Mapping[str, float]
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the device's bfloat16 peak in FLOP/s, by the longest name that fits; None where it is not known (a CPU's never is)."""
+    """Return the device's bfloat16 peak in FLOP/s, by the longest name that matches; None if unknown, as for a CPU."""
     if device.type != "cuda":
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()

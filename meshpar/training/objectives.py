@@ -31,7 +31,7 @@ EXAMPLES = ("tokens", "pairs", "labels")
 
 
 class Objective(Protocol):
-    """The protocol of objectives. Losses are sums, so that they add up over micro-batches and ranks before one division."""
+    """Define the loss of a training, as a protocol. Losses are sums, so they can be added over micro-batches and ranks."""
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Return the number of tokens (or examples) of this batch that the loss counts, without computing it. The batch may be on a CPU."""

@@ -24,14 +24,18 @@ Scaling = Literal["none", "linear", "sqrt"]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWSettings:
-    """Settings of AdamW (Loshchilov and Hutter, 2019).
+    """Configure AdamW (Loshchilov and Hutter, 2019).
+
+    >>> from meshpar.training import AdamWSettings
+    >>> AdamWSettings(lr=1e-3).betas
+    (0.9, 0.95)
 
     Attributes:
-        lr: the learning rate, until a schedule sets another.
+        lr: learning rate, until a schedule sets another.
         betas: decay of the two moments.
         eps: added to the root of the second moment.
-        weight_decay: of parameters with two dims or more; biases and norms do not decay.
-        fused: one kernel for many parameters; None: where the device has it.
+        weight_decay: decay of parameters with two dims or more; biases and norms do not decay.
+        fused: one kernel for many parameters; None: if the device supports it.
     """
 
     lr: Annotated[float, Bound(gt=0)] = 3e-4
@@ -46,12 +50,12 @@ class AdamWSettings:
 
 
 def build_adamw(module: nn.Module, settings: AdamWSettings) -> torch.optim.AdamW:
-    """Return AdamW over the module's parameters that want a gradient; build it after ``plan.apply`` and ``materialize``.
+    """Return AdamW over the trainable parameters of the module; build it after ``plan.apply`` and ``materialize``.
 
     There are two groups at most, which differ in nothing but ``weight_decay``.
 
     Raises:
-        RecipeError: no parameter wants a gradient.
+        RecipeError: no parameter requires a gradient.
     """
     groups = parameter_groups(module, settings.weight_decay)
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
@@ -67,7 +71,7 @@ def parameter_groups(module: nn.Module, weight_decay: float | None) -> list[dict
         weight_decay: of the parameters that decay; None: one group, without a word on decay.
 
     Raises:
-        RecipeError: no parameter wants a gradient.
+        RecipeError: no parameter requires a gradient.
     """
     groups: dict[float, dict[str, Any]] = {}
     for parameter in module.parameters():
@@ -77,26 +81,30 @@ def parameter_groups(module: nn.Module, weight_decay: float | None) -> list[dict
         group = groups.setdefault(decay, {"params": []} | ({} if weight_decay is None else {"weight_decay": decay}))
         group["params"].append(parameter)
     if not groups:
-        raise RecipeError("no parameter of the model wants a gradient; there is nothing to train")
+        raise RecipeError("no parameter of the model requires a gradient; there is nothing to train")
     return list(groups.values())
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The learning rate of every step.
+    """Set the learning rate of every step.
+
+    >>> from meshpar.training import Schedule
+    >>> Schedule(name="constant", lr=1e-3, steps=100, warmup_steps=3).rate(1)
+    0.0005
 
     Attributes:
-        name: ``constant``, ``linear`` or ``cosine`` (both reach ``min_ratio`` when the last step is done), ``step`` (times ``gamma`` every
-            ``step_every`` steps, as StepLR) or ``wsd`` (warm-up, stable, then linear decay over the last ``decay_fraction``;
-            Hu et al., MiniCPM, 2024).
+        name: ``constant``, ``linear`` or ``cosine`` (both reach ``min_ratio`` at the last step), ``step`` (times ``gamma`` every
+            ``step_every`` steps, like StepLR) or ``wsd`` (warm-up, stable, then linear decay over the last ``decay_fraction``; Hu et al.,
+            MiniCPM, 2024).
         lr: the peak learning rate.
-        steps: of the whole run.
-        warmup_steps: of linear growth at the beginning; step 0 has ``lr / (warmup_steps + 1)``.
-        min_ratio: the rate never falls below this part of the peak after the warm-up, under every name; 0: no floor, as in torch.
+        steps: number of steps of the run.
+        warmup_steps: number of steps with linear growth at the beginning; step 0 has ``lr / (warmup_steps + 1)``.
+        min_ratio: lowest rate after the warm-up, as a share of the peak, for every schedule; 0: no floor, like torch.
         step_every: steps between two drops of ``step``.
-        gamma: the factor of a drop.
-        decay_fraction: the part of the steps over which ``wsd`` decays.
+        gamma: factor of a drop.
+        decay_fraction: share of the steps over which ``wsd`` decays.
     """
 
     name: Name = "cosine"
@@ -112,7 +120,7 @@ class Schedule:
         problems = [] if self.name in _SHAPES else [f"no schedule {self.name!r}; {suggestion(self.name, _SHAPES)}"]
         problems += bound_problems(self)
         if self.warmup_steps > self.steps:
-            problems.append(f"warmup_steps must lie in 0 to steps, got {self.warmup_steps} of {self.steps} steps")
+            problems.append(f"warmup_steps must be from 0 to steps, got {self.warmup_steps} of {self.steps} steps")
         if problems:
             raise RecipeError("; ".join(problems))
 
@@ -191,6 +199,11 @@ class LossScaler:
 
     ``torch.amp.GradScaler`` detects overflow in each rank's own shards. Here the gradient norm, which is equal on every rank of every axis,
     decides, so that all ranks skip together.
+
+    >>> from meshpar.training import LossScaler
+    >>> scaler = LossScaler(scale=1024.0)
+    >>> scaler.update(norm=float("inf")), scaler.scale
+    (False, 512.0)
 
     Attributes:
         scale: factor of the loss.

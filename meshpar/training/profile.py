@@ -119,7 +119,7 @@ class Page:
             for name, size in sorted(self.holders.items(), key=lambda item: -item[1]):
                 yield f"| {name} | {size / 2**20:,.1f} | {size / total:.0%} |"
         elif self.unseen:
-            yield f"\nWho holds the memory at its peak: {self.unseen}"
+            yield f"\nUse of the memory at its peak: {self.unseen}"
         yield ""
         yield from (f"- `{name}`: {what}" for name, what in self.files.items())
 
@@ -329,7 +329,7 @@ class Profiled:
         with suppress(FileNotFoundError):
             files |= {SNAPSHOT: f"{(self._folder / SNAPSHOT).stat().st_size >> 10} KiB, open in https://pytorch.org/memory_viz"}
         title = f"{self._par.plan} on {len(ranks)} ranks ({self._par.device.type})"
-        where = f"`{SNAPSHOT}` tells it" if SNAPSHOT in files else "compiled blocks do not show it; `meshpar plan` forecasts it"
+        where = f"`{SNAPSHOT}` shows it" if SNAPSHOT in files else "compiled blocks do not show it; `meshpar plan` forecasts it"
         page = Page(title=title, steps=STEPS, times=times, ranks=ranks, holders=holders, unseen=where, files=files)
         (self._folder / SUMMARY).write_text(str(page), encoding="utf-8")
 

@@ -64,7 +64,7 @@ def padded(rows: Sequence[np.ndarray], fill: int, length: int) -> tuple[torch.Te
 
 @final
 class PairedExamples:
-    """Batches of input and target texts for an encoder and a decoder, see :class:`meshpar.training.objectives.Seq2Seq`."""
+    """Batch input and target texts for an encoder and a decoder, for :class:`meshpar.training.Seq2Seq`."""
 
     def __init__(self, file: ExampleFile, *, length: int, target_length: int, start_id: int) -> None:
         """Use the examples of ``file``.
@@ -98,10 +98,15 @@ class PairedExamples:
 
 @final
 class LabelledExamples:
-    """Batches of texts with a class, see :class:`meshpar.training.objectives.SequenceClassification`."""
+    """Batch texts with a class, for :class:`meshpar.training.SequenceClassification`."""
 
     def __init__(self, file: ExampleFile, *, length: int) -> None:
-        """Use the examples of ``file``, with inputs truncated to ``length`` tokens."""
+        """Use the examples of ``file``.
+
+        Args:
+            file: examples with labels.
+            length: largest length of an input in tokens; longer inputs are truncated.
+        """
         self.file = file
         self._inputs, self._labels = _Rows(file, "input", length), _Rows(file, "output", 1)
         self.fingerprint = f"{file.fingerprint}/{length}"
@@ -120,14 +125,14 @@ class LabelledExamples:
 
 @final
 class MixedSamples:
-    """Packed samples of several sources, interleaved by weight (:class:`meshpar.training.order.Interleave`).
+    """Mix packed samples of several sources, interleaved by weight (:class:`meshpar.training.order.Interleave`).
 
-    ``len()`` is the number of samples until all sources are used up, or of one epoch of each where a source is read again and again.
+    ``len()`` is the number of samples until all sources are used up, or of one epoch of each if a source repeats without end.
 
     Args:
         sources: name -> samples, all of one length.
         weights: the share of each source in the samples; only their ratios count.
-        epochs: how often each source is read at most; None: again and again.
+        epochs: largest number of passes over each source; None: no limit.
 
     Raises:
         RecipeError: samples of different lengths or vocabularies, or wrong weights or epochs.

@@ -73,27 +73,31 @@ def bound_problems(settings: Any) -> Iterator[str]:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """How long, and what how often. A step is one optimizer step; ``every`` is steps, ``"epoch"`` (at its end) or None (never).
+    """Set the length of the training and the frequency of its events, in optimizer steps.
+
+    >>> from meshpar.training import TrainSettings
+    >>> TrainSettings(steps=100, epochs=3).total_steps(steps_per_epoch=20)
+    60
 
     Attributes:
-        steps: stop after so many steps (None: no bound) ...
-        epochs: ... or so many passes over the data, whichever comes first.
-        log_every: steps between two records. A checkpoint between them adds a record, also the one of a job that is stopped.
-        validate_every: between two validations; there is one at the end, too.
-        validate_steps: how many batches of the validation data; None: all.
-        checkpoint_every: between two checkpoints; there is one at the end, too.
-        check_replicas_every: between two comparisons of parameters that must be equal; there is one at the start, too.
-        clip: bound on the gradient norm; None: the norm is measured only.
-        nonfinite: a loss or gradient that is not finite: ``"raise"``, or ``"skip"`` the step (float16 with a scaler always skips).
-            To skip, the host reads the norm of every step. To raise, an accelerator is read when a record is due and before a
-            checkpoint is written: no checkpoint ever holds what came of such a step.
-        balance_rate: step of the bias of each expert, which a router adds to choose experts: after each optimizer step it rises where the
-            expert got fewer tokens than the mean of its layer, over all ranks, and falls where it got more (DeepSeek-V3, arXiv
-            2412.19437, section 2.1.2, which takes 0.001). 0: biases stay.
-        balance_loss: coefficient of Switch's loss (arXiv 2101.03961, section 2.2), which is added to each micro-batch's: of the tokens of
-            all ranks together, mean over layers. 0: none.
-        reduce_each: reduce gradients after every micro-batch, for memory.
-        seed: of the random state. Step s draws from a state made of ``seed`` and s, so that there is none to save.
+        steps: stop after this number of steps; None: no limit.
+        epochs: stop after this number of passes over the data, if that is earlier; None: no limit.
+        log_every: steps between two records. A checkpoint between them adds a record, also that of a stopped job.
+        validate_every: steps between two validations, or ``"epoch"``; None: only at the end. The end of a run always has one.
+        validate_steps: number of validation batches; None: all.
+        checkpoint_every: steps between two checkpoints, or ``"epoch"``; None: only at the end. The end of a run always has one.
+        check_replicas_every: steps between two comparisons of parameters that must be equal; None: only at the start. The start of a run
+            always has one.
+        clip: largest gradient norm; None: only measure the norm.
+        nonfinite: reaction to a loss or gradient that is not finite: ``"raise"``, or ``"skip"`` the step (float16 with a scaler always
+            skips). To skip, the host reads the norm of every step. To raise, the host reads an accelerator's norm at each record and before
+            each checkpoint: no checkpoint contains the weights of such a step.
+        balance_rate: change of each expert's bias per optimizer step (DeepSeek-V3, arXiv 2412.19437, section 2.1.2, which uses 0.001): the
+            bias rises if the expert got fewer tokens than the mean of its layer, over all ranks, and falls if it got more. 0: biases stay.
+        balance_loss: coefficient of Switch's loss (arXiv 2101.03961, section 2.2), added to the loss of each micro-batch: computed from the
+            tokens of all ranks, mean over layers. 0: none.
+        reduce_each: reduce gradients after every micro-batch, which saves memory.
+        seed: seed of the random state. Step s draws from a state made of ``seed`` and s, so no random state is saved.
     """
 
     steps: Count | None = None
@@ -111,7 +115,7 @@ class TrainSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        problems = ["say how long to train: steps=, epochs= or both"] if self.steps is None and self.epochs is None else []
+        problems = ["set the length of the training: steps=, epochs= or both"] if self.steps is None and self.epochs is None else []
         problems += bound_problems(self)
         if self.nonfinite not in ("raise", "skip"):
             problems.append(f"nonfinite is 'raise' or 'skip', got {self.nonfinite!r}")
@@ -127,7 +131,7 @@ class TrainSettings:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended: after how many ``steps``, ``stopped`` by whom (None: it is complete), and its last values."""
+    """Hold the end of a run: its ``steps``, the reason why it ``stopped`` (None: it is complete), and its last values."""
 
     steps: int
     stopped: str | None

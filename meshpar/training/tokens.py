@@ -36,18 +36,18 @@ Piece = tuple["Sequence[int] | np.ndarray", bool, "np.ndarray | None"]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFile:
-    """The ids of documents one after another, each followed by ``eos_id``.
+    """Describe a file of token ids: the documents one after another, each followed by ``eos_id``.
 
     Attributes:
-        path: the ``.bin`` file: little-endian ``dtype``, no header. The other fields are those of the ``.json`` beside it.
+        path: the ``.bin`` file: little-endian ``dtype``, no header. The other fields are those of the ``.json`` next to it.
         dtype: ``uint16`` or ``uint32``.
         tokens: number of ids.
         documents: number of documents.
         vocab_size: ids are in ``range(vocab_size)``.
         eos_id: id that ends a document.
         fingerprint: SHA-256 of the ids; empty if the file's ``.json`` has none.
-        marked: a ``.marks`` file is beside it, with a byte for each id: ``BEGINS`` a document, ``COUNTS`` as a label. Without it each
-            ``eos_id`` ends a document, and every id counts.
+        marked: there is a ``.marks`` file with a byte for each id: ``BEGINS`` a document, ``COUNTS`` as a label. Without it each ``eos_id``
+            ends a document, and every id counts.
     """
 
     path: Path

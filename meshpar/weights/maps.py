@@ -17,7 +17,7 @@ from meshpar.weights.rules import Rule, View, names_of, rule_from_json, spans_of
 
 
 class WeightSource(Protocol):
-    """Named tensors that can be read piece by piece; what ``materialize(weights=)`` asks for."""
+    """Read named tensors piece by piece; ``materialize(weights=)`` accepts any such source."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return every tensor's name and shape, without reading any."""
@@ -38,10 +38,18 @@ class TypedSource(WeightSource, Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """A model's names and shapes <-> those of its published form.
+    """Translate a model's tensor names and shapes into those of its published form, and back.
 
-    The rules are stages: top down on the way out, bottom up on the way in, and each sees the names that the one before it left. So a
-    tensor can be split by one rule and its parts permuted by the next. A name that no rule fits is kept: ``WeightMap()`` changes nothing.
+    The rules apply in order for an export, and in reverse order for a load. Each rule sees the names that the previous rule produced, so
+    one rule can split a tensor and the next can permute its parts. A name that no rule matches is kept: ``WeightMap()`` changes nothing.
+
+    >>> from meshpar import WeightMap
+    >>> from meshpar.weights import Rename
+    >>> WeightMap([Rename(ours="layers.*.up", theirs="model.layers.*.mlp.up_proj")]).theirs("layers.0.up")
+    ('model.layers.0.mlp.up_proj',)
+
+    Attributes:
+        rules: the rules, in the order of an export.
     """
 
     rules: tuple[Rule, ...] = ()

@@ -176,7 +176,7 @@ class Context:
 
 
 class Style:
-    """How one kind of module is split. Inherit this class, declare what differs from the defaults, and define ``install``.
+    """Define how one kind of module is split: inherit this class, override defaults, and define ``install``.
 
     Attributes:
         splits: each rank holds a part of the module's own parameters.
@@ -184,7 +184,7 @@ class Style:
         sums_gradients: ranks use parameters whole on their part of heads or features, so that gradients are summed over the axis.
         splits_logits: the output may stay split over the vocabulary for the loss.
         splits_positions: the module, an embedding, can return this rank's positions of the sequence.
-        stands_alone: input and output are not split, so that the module can be tried by itself.
+        stands_alone: input and output are not split, so the module can be tested by itself.
     """
 
     __slots__ = ()

@@ -106,8 +106,8 @@ class TensorParallel(Pass):
         if self.sequence_parallel and not _splits_sequence(module, table):
             yield (
                 "sequence_parallel needs an embedding in the layout's tensor-parallel table that splits the sequence ('vocab', or "
-                "'sequence' for positions); it names none, so that every rank would take the whole for its part: name it, or leave "
-                "sequence_parallel off"
+                "'sequence' for positions); it names none, so every rank would treat the whole sequence as its part: name it, or "
+                "leave sequence_parallel off"
             )
         if self.loss_parallel and not any(style.splits_logits for style in table.modules.values()):
             yield "loss_parallel needs a 'head' in the layout's tensor-parallel table; it names none: leave it off"
@@ -184,7 +184,7 @@ class TensorParallel(Pass):
             elif not replaced:
                 near = nearest(pattern, entries)
                 table.problems.append(
-                    f"TensorParallel(styles={{{pattern!r}: None}}) leaves out nothing, for the table has no entry for it"
+                    f"TensorParallel(styles={{{pattern!r}: None}}) matches no entry of the table"
                     + (f"; nearest: {', '.join(near)}" if near else "")
                 )
         for pattern, text in entries.items():
@@ -192,7 +192,7 @@ class TensorParallel(Pass):
                 table.parameters[pattern] = text
                 if text not in (*PARAMETER_STYLES, None):
                     known = ", ".join(PARAMETER_STYLES)
-                    table.problems.append(f"{pattern!r} names a parameter, which takes one of the styles {known}, or None; got {text!r}")
+                    table.problems.append(f"{pattern!r} names a parameter, which supports the styles {known}, or None; got {text!r}")
                 continue
             if text is None:
                 continue
@@ -292,7 +292,7 @@ def _own_problems(module: nn.Module, table: _Table) -> Iterator[str]:
             if owner not in styled and not table.covers(f"{owner}.{name}"):
                 inside = ", ".join(sorted(f"{each!r}: None" for each in table.patterns if matches(each.rpartition(".")[0], owner)))
                 yield (
-                    f"{owner}.{name} {tuple(parameter.shape)} stands without a style among projections split by heads or features; "
+                    f"{owner}.{name} {tuple(parameter.shape)} has no style among projections split by heads or features; "
                     f"give '{owner}.{name}' 'per_head' where its first dim counts them, 'grad_sum' where each rank uses the whole of it "
                     "with its heads or features, None where it meets whole features (a scale of the output), or leave its "
                     f"projections whole: TensorParallel(styles={{{inside}}})"
@@ -310,8 +310,8 @@ def _sum_problems(module: nn.Module, table: _Table) -> Iterator[str]:
         owner = name.rpartition(".")[0]
         if not any(each == owner or each.startswith(f"{owner}.") for each in split):
             yield (
-                f"{name} sums its gradient over tp, but nothing in {owner or 'the model'} is split, so that it would count once a rank; "
-                f"leave it whole too: TensorParallel(styles={{{name!r}: None}})"
+                f"{name} sums its gradient over tp, but nothing in {owner or 'the model'} is split, so the gradient would count once "
+                f"per rank; leave {name} whole, too: TensorParallel(styles={{{name!r}: None}})"
             )
 
 
@@ -327,7 +327,7 @@ def _region_problems(module: nn.Module, table: _Table) -> Iterator[str]:
         if not any(owner == each or owner.startswith(each + ".") for each in styled):
             shape = tuple(module.get_parameter(name).shape)
             yield (
-                f"{name} {shape} stands in region {outer} without a style, so its gradient would be a part's; give {name!r} 'grad_sum' "
+                f"{name} {shape} in region {outer} has no style, so its gradient would be incomplete; give {name!r} 'grad_sum' "
                 "where each rank's heads use it whole, 'per_head' where its first dim counts heads or features, None where it meets "
                 "whole features"
             )

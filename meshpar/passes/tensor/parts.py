@@ -44,7 +44,7 @@ class Parts(Style):
         for parameter, value in module.named_parameters(recurse=False):
             if parameter not in self.dims:
                 if self.sums and parameter not in self.added:
-                    yield f"{name}.{parameter} has no rule for the split over tp, and its gradient would be a part's; leave {name} whole"
+                    yield f"{name}.{parameter} has no rule for the split over tp, and its gradient would be incomplete; leave {name} whole"
                 continue
             dim, parts = self.dims[parameter]
             length = value.shape[dim]

@@ -134,7 +134,7 @@ class Region(Style):
         if not (isinstance(value, Tensor) and value.requires_grad) or key in self.local:
             return value
         if context.sequence_parallel:
-            raise PlanError([f"{name} takes a second input that wants a gradient, whose place in the sequence is not known; use "
+            raise PlanError([f"{name} has a second input with a gradient, whose positions in the sequence are unknown; use "
                              "TensorParallel(sequence_parallel=False)"])  # fmt: skip
         return copy_to(value, context.group)
 
