@@ -524,7 +524,8 @@ def _adafactor_on(kind: type, replace: Callable[..., Any]) -> type:
 
 def adafactor_on(optimizer: torch.optim.Adafactor, replace: Callable[..., Any]) -> Any:
     """Return an optimizer that shares everything with ``optimizer`` and steps on what ``replace`` returns (see :class:`AdafactorOn`)."""
-    stands_in = object.__new__(_adafactor_on(type(optimizer), replace))
+    kind: Any = type(optimizer)
+    stands_in: Any = object.__new__(_adafactor_on(kind, replace))
     stands_in.__dict__ = optimizer.__dict__
     return stands_in
 
