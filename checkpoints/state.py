@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.dcp import Stored
 from meshpar.errors import CheckpointError
-from meshpar.placements import local_tensor, sharded_axes
+from meshpar.placements import local_tensor, placed_like, sharded_axes
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """One optimizer, or several by name, of different parameters."""
@@ -253,7 +253,12 @@ def _room(stored: Stored, trained: torch.dtype, key: str, parameter: Tensor, gro
     if like:
         return torch.zeros_like(parameter.detach(), dtype=dtype)
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-    return torch.zeros(stored.shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+    room = torch.zeros(stored.shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+    if isinstance(parameter, DTensor) and room.ndim == parameter.ndim > 0:
+        reduced = {dim for dim, size in enumerate(stored.shape) if size != parameter.shape[dim]}
+        if all(stored.shape[dim] == 1 for dim in reduced):  # a factor of rows or columns
+            return placed_like(room, parameter, reduced)
+    return room
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:

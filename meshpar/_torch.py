@@ -32,6 +32,8 @@
 - ``share_timeout``: a mesh's groups do not take the time-out of the group that they are made in; private without a public form.
 - ``bound``: as ``share_timeout``, of a backend; ``set_timeout`` is public since torch 2.14.
 - ``eager``: ``torch.compiler.disable`` loads the compiler where it decorates, torch's own form at the first call.
+- ``adafactor_on``: Adafactor's ``_init_group`` lists the tensors on which its step works; there is no public place between its state and
+  its arithmetic.
 - ``stored_at``: the class in which a distributed checkpoint's ``.metadata`` names each part's place, and stock ``dcp.load`` looks for it;
   private without a public form.
 """
@@ -482,6 +484,43 @@ def gloo_threads() -> dict[int, str]:
     if rest or not each:
         return {}
     return {number: group_title(groups[place // each]) for place, (_, number) in enumerate(sorted(threads))}
+
+
+class AdafactorOn:
+    """Let an Adafactor's step work on other objects than its tensors, one at a time; the bases after this one are its class.
+
+    Attributes:
+        replace: is called with a parameter, its gradient and its state, and returns what takes the place of the parameter, of the gradient
+            and, by key, of the tensors of the state.
+    """
+
+    replace: Callable[[Tensor, Tensor, dict[str, Any]], tuple[Any, Any, dict[str, Any]]]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [{**group, "foreach": False} for group in vars(self)["param_groups"]]
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
+        parent: Any = super()
+        has_complex: bool = parent._init_group(group, *lists)
+        parameters, grads, rows, columns, variances, _ = lists
+        for place, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
+            parameters[place], grads[place], state = self.replace(parameter, grad, self.state[parameter])  # type: ignore[attr-defined]
+            rows[place], columns[place], variances[place] = (state.get(key) for key in ("row_var", "col_var", "variance"))
+        return has_complex
+
+
+@functools.cache
+def _adafactor_on(kind: type, replace: Callable[..., Any]) -> type:
+    return type(kind.__name__, (AdafactorOn, kind), {"replace": staticmethod(replace)})
+
+
+def adafactor_on(optimizer: torch.optim.Adafactor, replace: Callable[..., Any]) -> Any:
+    """Return an optimizer that shares everything with ``optimizer`` and steps on what ``replace`` returns (see :class:`AdafactorOn`)."""
+    kind: Any = type(optimizer)
+    stands_in: Any = object.__new__(_adafactor_on(kind, replace))
+    stands_in.__dict__ = optimizer.__dict__
+    return stands_in
 
 
 def forget_meshes() -> None:

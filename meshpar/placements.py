@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from meshpar._torch import StridedShard, quiet_gathers
@@ -68,6 +69,30 @@ def whole_tensor(tensor: Tensor) -> Tensor:
         return tensor
     with quiet_gathers():
         return tensor.full_tensor()
+
+
+def undivided(placements: Sequence[Placement], dims: Collection[int]) -> tuple[Placement, ...]:
+    """Return ``placements`` without those that split ``dims``."""
+    return tuple(Replicate() if shard_dim(each) in dims else each for each in placements)
+
+
+def placed_like(value: Tensor, like: DTensor, reduced: Collection[int]) -> DTensor:
+    """Return ``value`` divided as ``like`` is, but for the dims ``reduced``, of which ``value`` has one element.
+
+    Args:
+        value: the same whole tensor on every rank, or a DTensor. A DTensor that is divided so is returned itself.
+        like: has the dims of ``value``.
+        reduced: dims of either.
+
+    Collective where ``value`` is a DTensor that is divided otherwise.
+    """
+    mesh, placements = like.device_mesh, undivided(like.placements, reduced)
+    if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):
+        return value
+    whole, coordinate = whole_tensor(value), mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the tensor's mesh"
+    part = whole[local_index(value.shape, placements, mesh.shape, coordinate)].clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=value.shape, stride=whole.stride())
 
 
 def unevenly_split(tensor: Tensor) -> bool:

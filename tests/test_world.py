@@ -322,14 +322,3 @@ def test_what_cannot_be_is_refused():
     ):
         with pytest.raises(PlanError, match=message):
             Plan("dp_replicate=2,dp_shard=4", [HybridShard(**options)]).check(module, world_size=8)
-
-
-@on_ranks(4)
-def test_adafactor_is_refused_before_it_changes_anything():
-    par = sharded()
-    optimizer = torch.optim.Adafactor(par.module.parameters())
-    before = weights(par)
-    token_loss_sum(par.module, random_tokens(99, 1, 8, seed=0))[0].backward()
-    with pytest.raises(MeshparError, match=r"torch\.optim\.Adafactor reads norms of whole parameters"):
-        optimizer.step()
-    same_bits(weights(par), before)

@@ -27,6 +27,7 @@ from meshpar.errors import MeshparError, ParallelError
 from meshpar.exact.agreement import leaves
 from meshpar.exact.explain import Explanation
 from meshpar.exact.mixing import MixingTest
+from meshpar.exact.parts import adafactor_by_parts
 from meshpar.exact.verify import SplitTest, verified
 from meshpar.passes.applied import applied
 from meshpar.passes.installed import set_forward
@@ -125,9 +126,13 @@ class Cycle:
             module._is_fsdp_managed_module = True  # by which transformers' generate knows that ranks must go in step
         me = weakref.ref(self)
 
-        def before_step(optimizer: Optimizer, *_: Any) -> None:
-            if (cycle := me()) is not None:
-                cycle._before_step(optimizer)
+        def before_step(
+            optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            if (cycle := me()) is None or isinstance(optimizer, _torch.AdafactorOn):  # whose class may call the step of a base
+                return None
+            steps = cycle._before_step(optimizer)
+            return None if steps is optimizer else ((steps, *args[1:]), kwargs)
 
         # Never removed: a collector that runs inside of an optimizer's step would remove it from the hooks that torch iterates over.
         register_optimizer_step_pre_hook(before_step)
@@ -439,7 +444,8 @@ class Cycle:
 
     # Step
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer) -> Optimizer:
+        """Check a step of ``optimizer`` and return what steps: itself, or for Adafactor what knows the norms of sharded parameters."""
         self._unwind()
         held = [each for group in optimizer.param_groups for each in group["params"]]
         old = sum(1 for each in held if (known := self._replaced.get(id(each))) is not None and known() is each)
@@ -450,7 +456,7 @@ class Cycle:
             )
         own = {id(each) for each in self.module.parameters()}
         if not any(id(each) in own for each in held):
-            return
+            return optimizer
         if isinstance(optimizer, torch.optim.LBFGS) and any(unevenly_split(each) for each in held):
             raise MeshparError(
                 "LBFGS takes all parameters for one vector, and torch cannot make one of parameters that ranks hold unequal parts of; use "
@@ -461,16 +467,14 @@ class Cycle:
                 "LBFGS takes all parameters for one vector, and torch cannot make one of parameters on several meshes, as divided experts "
                 "and all others are; use a mesh without ep, or an optimizer that looks at each element, or at each parameter, alone"
             )
-        if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(each) for each in held):
-            raise MeshparError(
-                "torch.optim.Adafactor reads norms of whole parameters and keeps factors of their rows and columns, and cannot where ranks "
-                "hold parts of them; use Replicate(), or an optimizer whose state has the shape of the parameters: AdamW, SGD, RMSprop"
-            )
         self._steps += 1
         self._refuse_left()
         if optimizer not in self._guarded:
             self._guarded.add(optimizer)
             guard_optimizer(optimizer)
+        if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(each) for each in held):
+            return _torch.adafactor_on(optimizer, adafactor_by_parts)
+        return optimizer
 
     def leave_step(self) -> None:
         """Remember that a step was left before its gradients were reduced, until somebody clears gradients."""

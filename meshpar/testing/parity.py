@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -42,6 +42,8 @@ class Record:
 
 LossSum = Callable[[nn.Module, Any], tuple[Tensor, int]]
 """``(model, batch) -> (summed loss, number of tokens counted)``."""
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def token_loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
@@ -134,6 +136,7 @@ def assert_parity(
     max_norm: float = 1.0,
     expected: Record | None = None,
     alone: Sequence[Pass] = (),
+    optimizer: MakeOptimizer | None = None,
 ) -> Parallelized:
     """Assert that training under a plan equals training in one process on the concatenated batches.
 
@@ -151,6 +154,7 @@ def assert_parity(
         loss_sum: the loss.
         max_norm: gradients are clipped to this norm, so that clipping is part of what must agree.
         alone: passes without axes that the one process has too, because they change what is trained.
+        optimizer: makes the optimizer of each run from its parameters; None: the AdamW of :func:`train_steps`.
         expected: what :func:`one_process` returned for the same model and steps, to hold several plans against it; None: runs it.
 
     Returns:
@@ -162,11 +166,13 @@ def assert_parity(
     Collective: every rank calls it.
     """
     if expected is None:
-        expected = one_process(build, steps, layout=layout, seed=seed, loss_sum=loss_sum, max_norm=max_norm, passes=alone)
+        expected = one_process(
+            build, steps, layout=layout, seed=seed, loss_sum=loss_sum, max_norm=max_norm, passes=alone, optimizer=optimizer
+        )
     with torch.device("meta"):
         module = build()
     par = Plan(mesh, passes).apply(module, layout).materialize(seed=seed)
-    got = train_steps(par, steps, loss_sum=loss_sum, max_norm=max_norm)
+    got = train_steps(par, steps, loss_sum=loss_sum, max_norm=max_norm, optimizer=optimizer and optimizer(par.module.parameters()))
     verdict: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -188,6 +194,7 @@ def one_process(
     loss_sum: LossSum = token_loss_sum,
     max_norm: float = 1.0,
     passes: Sequence[Pass] = (),
+    optimizer: MakeOptimizer | None = None,
 ) -> Record:
     """Return what training in one process leaves, on rank 0; an empty record on the others, which wait for nobody.
 
@@ -195,7 +202,8 @@ def one_process(
     """
     if dist.get_rank() != 0:
         return Record()
-    return train_steps(_alone(build, layout, seed, passes), steps, loss_sum=loss_sum, max_norm=max_norm)
+    par = _alone(build, layout, seed, passes)
+    return train_steps(par, steps, loss_sum=loss_sum, max_norm=max_norm, optimizer=optimizer and optimizer(par.module.parameters()))
 
 
 def _alone(build: Callable[[], nn.Module], layout: ModelLayout | None, seed: int, passes: Sequence[Pass] = ()) -> Parallelized:
