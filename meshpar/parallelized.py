@@ -114,6 +114,8 @@ class Parallelized:
         """Yield this rank's process groups with their axes. A group over a data axis and over positions has the data axis's name."""
         for mesh in self._meshes.values():
             yield from ((axis, mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ())
+        if (shards := applied(self.module).replica_shards) is not None:
+            yield from shards.groups
 
     def split(self, batch: Values, dim: int = 1) -> Values:
         """Return this rank's positions of a batch, where a pass splits positions; else the batch itself.

@@ -244,6 +244,17 @@ def test_micro_batches_of_a_step_share_what_was_gathered():
 
 
 @on_ranks(4)
+def test_slices_of_all_units_travel_from_the_start_of_a_forward_in_a_group_of_their_own():
+    par = sharded()
+    shards, begun = applied(par.module).replica_shards, []
+    ((axis, group),) = shards.groups
+    assert axis == "dp_replicate" and (axis, group) in list(par.groups()) and group is not dict(par.groups())["dp_shard"]
+    par.module.layers[0].register_forward_pre_hook(lambda *_: begun.append([each.fresh for each in shards._gathers]))
+    token_loss_sum(par.module, random_tokens(99, 1, 8, seed=0))
+    assert all(begun[0]) and len(begun[0]) > 2
+
+
+@on_ranks(4)
 def test_weights_swapped_for_an_evaluation_leave_the_backward_around_it_alone():
     batch, found = random_tokens(99, 1, 8, seed=0), []
     for passes in (WORLD,), (HybridShard(),):

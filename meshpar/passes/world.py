@@ -18,7 +18,7 @@ _WRITTEN = (
     "a parameter was written between the micro-batches of one step, which share their weights; write before the first of them, or after "
     "the optimizer's step"
 )
-_AHEAD = 2  # units: one leaves the link between replicas idle while ranks compare notes, all would put these behind everything
+_AHEAD = 2  # units whose slices are gathered before they are needed, where all of them share a group with what ranks compare
 
 
 class _Allocates:
@@ -115,6 +115,18 @@ class _Reduce(_Allocates):
                 output /= group.size()
 
 
+def _slices_group(axis: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return another group of the same ranks, for slices alone, where collectives wait for earlier ones of their group (gloo).
+
+    What ranks compare before each unit would wait for the slices of later units, and the link between replicas for the comparison.
+    """
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        return group
+    made: Any = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True, group_desc=f"{axis} slices")
+    _torch.share_timeout([made])
+    return made
+
+
 def _together(works: Iterable[dist.Work | None]) -> None:
     for work in list(works):
         if work is not None:
@@ -136,21 +148,30 @@ class ReplicaShards:
         divided: modules that another axis divides -> a mesh of their own, which has both axes, too.
         replicas: the axis over which a shard is gathered once a step.
         shards: the axis inside a replica.
+
+    Attributes:
+        groups: process groups made for slices alone, with their axis.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, divided: Mapping[nn.Module, DeviceMesh], replicas: str, shards: str) -> None:
         self._module = module
         self._replicas = mesh[replicas].size()
+        over: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         unit: Any  # FSDP2 names the classes of its collectives in private modules alone
         self._gathers, self._reduces = list[_Gather](), list[_Reduce]()
         for unit in _torch.units_with_parameters(module):
             held_on = divided.get(unit, mesh)
-            groups = held_on.get_group(replicas), held_on.get_group(shards)
+            axis = held_on.get_group(replicas)
+            if axis not in over:
+                over[axis] = _slices_group(replicas, axis)
+            groups = over[axis], held_on.get_group(shards)
             self._gathers.append(_Gather(unit, *groups))
             self._reduces.append(_Reduce(*groups, exchanges=mesh.device_type == "cpu"))
             unit.set_custom_all_gather(self._gathers[-1])
             unit.set_custom_reduce_scatter(self._reduces[-1])
-        for each, following in zip(self._gathers, self._gathers[_AHEAD:]):
+        self.groups = [(replicas, made) for axis, made in over.items() if made is not axis]
+        self._ahead = len(self._gathers) if self.groups else _AHEAD
+        for each, following in zip(self._gathers, self._gathers[self._ahead :]):
             each.following = following
 
     def exchange(self, exchanges: bool) -> None:
@@ -177,7 +198,7 @@ class ReplicaShards:
 
     def begin(self) -> None:
         """Start to gather the first units' shards, if out of date; each unit starts a later one's. Collective over replicas."""
-        for each in self._gathers[:_AHEAD]:
+        for each in self._gathers[: self._ahead]:
             each.begin()
 
     def tensors(self) -> list[Tensor]:
