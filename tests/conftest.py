@@ -10,6 +10,7 @@ import torch
 
 from meshpar.testing import PRELOAD
 from tests import object_store
+from tests.warm import start_warm
 
 # Ranks are forked from a server; what it has loaded, no rank loads again.
 PRELOAD += [
@@ -23,6 +24,29 @@ PRELOAD += [
 
 WAITING = ("test_slurm.py", "test_watchdog.py", "test_main_job.py", "test_jobs.py", "test_profile.py", "test_quickstart.py")
 """Files whose few long tests mostly wait for processes of their own: they come first, so that no worker is left with them at the end."""
+
+
+COMMANDS = [
+    *PRELOAD,
+    "meshpar.launchers.cli",
+    "meshpar.launchers.jobs.job",
+    "meshpar.training",
+    "meshpar.forecasting",
+    "torch.distributed.launcher.api",
+    "torch.distributed._tools.fake_collectives",  # every simulation needs it
+    "tensorboard",
+    "torchdata.stateful_dataloader",
+]
+"""What a command loads sooner or later."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cold", action="store_true", help="start each command in a new interpreter, which takes seconds to load torch")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--cold"):
+        start_warm(COMMANDS)
 
 
 @pytest.fixture
