@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
+import subprocess
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
-from meshpar.testing import PRELOAD
+from meshpar.testing import PRELOAD, ranks
 from tests.stores import Store, missing, served
+from tests.warm import start_warm
 
 # Ranks are forked from a server; what it has loaded, no rank loads again.
 PRELOAD += [
@@ -26,6 +31,68 @@ PRELOAD += [
 
 WAITING = ("test_slurm.py", "test_watchdog.py", "test_main_job.py", "test_jobs.py", "test_profile.py", "test_quickstart.py")
 """Files whose few long tests mostly wait for processes of their own: they come first, so that no worker is left with them at the end."""
+
+
+COMMANDS = [
+    *PRELOAD,
+    "meshpar.launchers.cli",
+    "meshpar.launchers.jobs.job",
+    "meshpar.training",
+    "meshpar.forecasting",
+    "torch.distributed.launcher.api",
+    "torch.distributed._tools.fake_collectives",  # every simulation needs it
+    "tensorboard",
+    "torchdata.stateful_dataloader",
+]
+"""What a command loads sooner or later."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cold", action="store_true", help="start each command in a new interpreter, which takes seconds to load torch")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--cold"):
+        start_warm(COMMANDS)
+
+
+class Patience:
+    """How many times as long as on a quiet machine a piece of work takes, measured as tests begin, at most every 20 seconds."""
+
+    def __init__(self) -> None:
+        self._factor, self._measured = 1.0, -math.inf
+
+    def factor(self) -> float:
+        if time.monotonic() - self._measured > 20:
+            began, used = time.monotonic(), time.process_time()
+            while time.process_time() - used < 0.1:
+                pass
+            self._measured = time.monotonic()
+            self._factor = min(10.0, max(self._factor / 2, (self._measured - began) / 0.1, 1.0))  # it may be busy again in a moment
+        return self._factor
+
+
+PATIENCE = Patience()
+
+
+@pytest.hookimpl(tryfirst=True, wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Give each test, its ranks and the commands that it waits for as much longer as this machine is slower now."""
+    marker, factor = item.get_closest_marker("timeout"), PATIENCE.factor()
+    quiet = marker.args[0] if marker else float(item.config.getini("timeout"))
+    item.add_marker(pytest.mark.timeout(factor * quiet), append=False)
+    await_ranks, communicate = ranks._await, subprocess.Popen.communicate
+
+    def ranks_awaited(started: Any, deadline: float, name: str) -> None:
+        await_ranks(started, deadline + (factor - 1) * (deadline - time.monotonic()), name)
+
+    def communicated(process: subprocess.Popen[Any], input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
+        return communicate(process, input, timeout and factor * timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "_await", ranks_awaited)
+        patch.setattr(subprocess.Popen, "communicate", communicated)
+        return (yield)
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from meshpar.testing import on_ranks
 from meshpar.training.stop import StopRequest
 from meshpar.training.tokenizer import byte_tokenizer
 from meshpar.training.tokens import write_tokens
+from tests.warm import ranks_of
 
 STEPS = 100
 RECIPE = """\
@@ -99,10 +100,6 @@ def running(folder: Path, output: str, *overrides: str, until_step: int) -> Iter
         process.wait()
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def rest_of(process: subprocess.Popen[str]) -> str:
     """What a run says from here to its end. Of lines read so far Python may hold more, which communicate() would lose."""
     assert process.stderr is not None
@@ -117,7 +114,7 @@ def rest_of(process: subprocess.Popen[str]) -> str:
 
 
 def stop(process: subprocess.Popen[str]) -> str:
-    ranks = children_of(process.pid)
+    ranks = ranks_of(process.pid)
     assert len(ranks) == 2
     process.send_signal(signal.SIGTERM)
     rest = rest_of(process)
@@ -131,7 +128,7 @@ def kill_launcher(folder: Path, output: str, *, until_step: int) -> None:
     """End a run's launcher without a word; its ranks write a checkpoint and go."""
     before = set((folder / output / "checkpoints").glob("step-*"))
     with running(folder, output, until_step=until_step) as process:
-        ranks = children_of(process.pid)
+        ranks = ranks_of(process.pid)
         process.kill()
         deadline = time.monotonic() + 90
         while (left := [rank for rank in ranks if Path(f"/proc/{rank}").exists()]) and time.monotonic() < deadline:
@@ -207,7 +204,7 @@ def _published(shape: object) -> list[tuple[str, str]]:
 
 def test_a_killed_rank_ends_the_job_with_one_message(folder: Path) -> None:
     with running(folder, "killed", "training.steps=100000", until_step=2) as process:
-        ranks = children_of(process.pid)
+        ranks = ranks_of(process.pid)
         os.kill(ranks[1], signal.SIGKILL)
         rest = rest_of(process)
         assert process.returncode == 1

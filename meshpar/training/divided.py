@@ -20,7 +20,7 @@ from meshpar.placements import local_tensor
 from meshpar.replicas import digest
 from meshpar.state.full import mark_divided
 from meshpar.training.quorum import Peers
-from meshpar.training.wire import Part, like, received, send
+from meshpar.training.wire import Part, received, send
 
 _BUCKET = 1 << 22  # elements
 _TAG = 1
@@ -215,7 +215,7 @@ class Divided:
                 for number, values in received(group, source, on_host=on_host).items():
                     parameter = self.parameters[number]
                     self._optimizer.state[parameter] = {
-                        key: like(parameter, value.tensor) if isinstance(value, Part) else value for key, value in values.items()
+                        key: value.on(parameter.device_mesh) if isinstance(value, Part) else value for key, value in values.items()
                     }
 
     def keep(self, share: int) -> None:

@@ -18,7 +18,7 @@ from meshpar.state.initialize import state as tensors_of
 from meshpar.training.data import Batches
 from meshpar.training.divided import Divided
 from meshpar.training.quorum import Peers, Quorum
-from meshpar.training.wire import Part, like, received, send
+from meshpar.training.wire import Part, received, send
 
 
 class Stateful(Protocol):
@@ -82,7 +82,7 @@ class Replicated:
         for number, values in held["optimizer"]["state"].items():
             for name, value in values.items():
                 if isinstance(value, Part):
-                    values[name] = like(parameters[number], value.tensor)
+                    values[name] = value.on(parameters[number].device_mesh)
         self._optimizer.load_state_dict(held["optimizer"])
         if self._divided is not None:
             self._divided.keep(0)

@@ -9,7 +9,9 @@ from typing import Any, cast, final
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from meshpar.placements import local_tensor
 from meshpar.training.quorum import Peers
@@ -17,23 +19,22 @@ from meshpar.training.quorum import Peers
 
 @final
 class Part:
-    """A part of a DTensor on its way."""
+    """A part of a DTensor on its way, with the shape, the stride and the placements of the whole."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: Tensor, shape: torch.Size, stride: tuple[int, ...], placements: tuple[Placement, ...]) -> None:
+        self.tensor, self._shape, self._stride, self._placements = tensor, shape, stride, placements
 
-
-def like(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return the DTensor of a part as ``parameter`` is split, in the memory in which the part is."""
-    if not isinstance(parameter, DTensor):
-        return part
-    if part.device.type != parameter.device_mesh.device_type:  # from_local would move it
-        held = torch.empty_like(parameter, dtype=part.dtype, device=part.device, requires_grad=False)
-        local_tensor(held).copy_(part)
+    def on(self, mesh: DeviceMesh) -> DTensor:
+        """Return the DTensor on the receiver's mesh, in the memory in which the part is."""
+        if self.tensor.device.type == mesh.device_type:
+            return self._of(self.tensor, mesh)
+        # from_local would move it
+        held = torch.empty_like(self._of(self.tensor.to(mesh.device_type), mesh), device=self.tensor.device)
+        local_tensor(held).copy_(self.tensor)
         return held
-    return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+
+    def _of(self, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(tensor, mesh, self._placements, run_check=False, shape=self._shape, stride=self._stride)
 
 
 class _Packed(pickle.Pickler):
@@ -43,12 +44,13 @@ class _Packed(pickle.Pickler):
         super().__init__(file)
         self.tensors: list[Tensor] = []
 
-    def persistent_id(self, value: object) -> tuple[bool, torch.Size, torch.dtype, str] | None:
+    def persistent_id(self, value: object) -> tuple[object, ...] | None:
         if not isinstance(value, Tensor):
             return None
         part = local_tensor(value).detach()
         self.tensors.append(part)
-        return isinstance(value, DTensor), part.shape, part.dtype, part.device.type
+        whole = (value.shape, value.stride(), value.placements) if isinstance(value, DTensor) else None
+        return whole, part.shape, part.dtype, part.device.type
 
 
 class _Unpacked(pickle.Unpickler):
@@ -58,12 +60,12 @@ class _Unpacked(pickle.Unpickler):
         super().__init__(file)
         self._receive, self._on_host = receive, on_host
 
-    def persistent_load(self, told: tuple[bool, torch.Size, torch.dtype, str]) -> object:
-        split, shape, dtype, device = told
+    def persistent_load(self, told: tuple[Any, torch.Size, torch.dtype, str]) -> object:
+        whole, shape, dtype, device = told
         value = torch.empty(shape, dtype=dtype)
         self._receive(value)
         value = value if self._on_host or device == "cpu" else value.to(device)
-        return Part(value) if split else value
+        return value if whole is None else Part(value, *whole)
 
 
 def send(group: Peers, to: int, held: dict[Any, Any]) -> None:

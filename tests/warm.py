@@ -1,0 +1,208 @@
+"""meshpar's commands and ranks without the seconds that a new interpreter takes to import torch: forked from a server that has done so.
+
+``start_warm()`` makes ``subprocess.Popen`` of this process fork ``python -m meshpar.launchers ...`` and the forecast's workers from a server;
+``run`` and ``train`` fork their ranks in the same way. Each is a real process: a child of the process that asks, with a command line,
+environment, folder, streams and signals of its own. Everything else starts as ever. ``pytest --cold`` forks nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import inspect
+import io
+import multiprocessing.process
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+COMMANDS = ("meshpar.launchers", "meshpar.forecasting.worker")
+"""What ``python -m`` runs warm from a test,"""
+RANKS = ("meshpar.launchers.jobs.worker",)
+"""and from the command ``run`` or ``train``."""
+
+_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_MOST_BYTES = 1 << 17
+_COMMAND_LINE = 4000
+
+
+def start_warm(preload: Sequence[str]) -> None:
+    """From now on, fork the commands of this process from a server that has imported ``preload``."""
+    if sys.platform == "linux":
+        _patch(COMMANDS, _Server(preload))
+
+
+def _patch(modules: Sequence[str], server: _Server) -> None:
+    start = subprocess.Popen._execute_child
+    parameters = inspect.signature(start)
+
+    def started(self: Any, *given: Any) -> None:
+        options = parameters.bind(self, *given).arguments
+        if _warm(options, modules):
+            _fork(self, options, server)
+        else:
+            start(self, *given)
+
+    subprocess.Popen._execute_child = started
+
+
+def _warm(options: dict[str, Any], modules: Sequence[str]) -> bool:
+    args, env = options["args"], options["env"] or os.environ
+    known = isinstance(args, list | tuple) and list(args[:2]) == [sys.executable, "-m"] and args[2] in modules
+    unusual = any(options[name] for name in ("preexec_fn", "pass_fds", "shell"))
+    return known and not unusual and all(env.get(name) == os.environ.get(name) for name in {*env, *os.environ} if name.startswith("PYTHON"))
+
+
+def _fork(process: Any, options: dict[str, Any], server: _Server) -> None:
+    wanted = {
+        "owner": os.getpid(),
+        "args": list(map(os.fspath, options["args"])),
+        "folder": os.fspath(options["cwd"] or os.getcwd()),
+        "environment": dict(options["env"] or os.environ),
+        "session": options["start_new_session"],
+    }
+    given = (options["p2cread"], options["c2pwrite"], options["errwrite"])
+    process.pid = server.fork(wanted, [number if stream == -1 else stream for number, stream in enumerate(given)])
+    process._child_created = True
+    process._close_pipe_fds(*(options[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))
+
+
+class _Server:
+    """The asking end of a server, which is started with the first command."""
+
+    def __init__(self, preload: Sequence[str] = (), connection: socket.socket | None = None) -> None:
+        self._preload, self._connection, self._lock = preload, connection, threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def fork(self, wanted: dict[str, Any], streams: list[int]) -> int:
+        with self._lock:
+            self._connection = self._connection or self._started()
+            prctl = ctypes.CDLL(None).prctl
+            prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # the server's grandchildren become children of this process
+            try:
+                socket.send_fds(self._connection, [pickle.dumps(wanted)], streams)
+                return int(self._connection.recv(100))
+            finally:
+                prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+    def _started(self) -> socket.socket:
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        code = (
+            f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import warm; warm.start({theirs.fileno()}, {list(self._preload)!r})"
+        )
+        room = "#" * _COMMAND_LINE  # for the command lines of what is forked
+        self._process = subprocess.Popen([sys.executable, "-c", f"{code} {room}"], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        theirs.close()
+        return ours
+
+
+def start(connection: int, preload: Sequence[str]) -> None:
+    """Import ``preload`` and serve. Where it returns, the process is a command that has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in preload:
+        with contextlib.suppress(ImportError):  # an extra that is not installed
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    _serve(socket.socket(fileno=connection))
+
+
+def _serve(asked: socket.socket) -> None:
+    """Fork what is asked for until whoever asks has ended."""
+    while True:
+        data, streams, _, _ = socket.recv_fds(asked, _MOST_BYTES, 3)
+        if not data:
+            os._exit(0)
+        reading, writing = os.pipe()
+        if not (between := os.fork()):
+            if child := os.fork():
+                os.write(writing, str(child).encode())
+                os._exit(0)
+            for each in (reading, writing):
+                os.close(each)
+            asked.close()
+            _become(**pickle.loads(data), streams=streams)
+            return
+        os.waitpid(between, 0)
+        asked.send(os.read(reading, 100))
+        for each in (reading, writing, *streams):
+            os.close(each)
+
+
+def _become(owner: int, args: list[str], folder: str, environment: dict[str, str], session: bool, streams: list[int]) -> None:
+    """Run a module in this process as ``python -m`` does in a new one."""
+    import torch
+
+    while os.getppid() != owner:
+        time.sleep(0.001)
+    _name(args)
+    for number, each in enumerate(streams):
+        os.dup2(each, number)
+        os.close(each)
+    if session:
+        os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if args[2] == "meshpar.launchers" and args[3] in ("run", "train") and _serves_ranks():
+        return
+    _open_streams()
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    sys.path[0], sys.argv = folder, args[2:]
+    multiprocessing.process.ORIGINAL_DIR = folder  # from which a pool finds the script
+    vars(sys.modules["__main__"]).pop("warm", None)
+    runpy._run_module_as_main(args[2])
+
+
+def _serves_ranks() -> bool:
+    """Fork a server of this process's own; true in a rank that came from it and has ended."""
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    if os.fork():
+        theirs.close()
+        _patch(RANKS, _Server(connection=ours))
+        return False
+    ours.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nothing, number)
+    os.close(nothing)
+    _serve(theirs)
+    return True
+
+
+def _name(args: Sequence[str]) -> None:
+    """Show ``args`` as this process's command line, which is read from its own memory."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    line = b"".join(os.fsencode(each) + b"\0" for each in args)
+    if len(line) <= end - begin:
+        ctypes.memmove(begin, line.ljust(end - begin, b"\0"), end - begin)
+
+
+def _open_streams() -> None:
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+    for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+        bytes_out = io.BufferedWriter(io.FileIO(number, "wb", closefd=False))
+        by_line = number == 2 or os.isatty(number)
+        stream = io.TextIOWrapper(bytes_out, encoding="utf-8", errors=errors, line_buffering=by_line or unbuffered)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Return the ranks that a launcher has started, without the server that it has here."""
+    started = map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
+    return [each for each in started if RANKS[0].encode() in Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")]
