@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, final
 
 import torch
@@ -180,6 +181,8 @@ class Parallelized:
         """
         if (seed is None) == (weights is None):
             raise MeshparError(f"materialize takes either seed= or weights=, got seed={seed} and weights={weights}")
+        if isinstance(weights, (str, Path)):
+            raise MeshparError(f"weights is a path; expected what reads it, such as meshpar.checkpoints.Safetensors({str(weights)!r})")
         if seed is not None and (ignore or cast):
             raise MeshparError(f"ignore and cast are of weights=, and a seed was given; got ignore={list(ignore)} and cast={cast}")
         missing = initialize.without_memory(self.module)

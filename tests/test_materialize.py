@@ -61,6 +61,11 @@ def test_what_is_ignored_is_named_tensor_by_tensor_or_by_its_module():
         assert torch.equal(tensor, whole.state_dict()[name])
 
 
+def test_a_path_in_the_place_of_weights_is_told_what_reads_it():
+    with pytest.raises(MeshparError, match=r"weights is a path; expected what reads it, such as .*Safetensors\('s3://bucket/hf'\)"):
+        parallel(lambda: nn.Linear(2, 2)).materialize(weights="s3://bucket/hf")
+
+
 def test_a_pattern_that_fits_nothing_and_one_that_takes_what_is_needed_are_told():
     source = Given(nn.Linear(2, 2).state_dict())
     with pytest.raises(MeshparError, match=r"ignore: 'wieght' matches no tensor of these weights; nearest: \['weight'"):
