@@ -207,7 +207,7 @@ class Membership:
     def ask(self, member: Member) -> Quorum | None:
         """Ask once to be in the next quorum, for some seconds; None: there is none yet."""
         fields = ("sum", "waits", "failures", "drawn", "life", "phase", "stops")
-        data: dict[Any, object] = {field: getattr(member, field) for field in fields} | {"holds": f"{member.holds:x}"}
+        data: dict[Any, object] = {"holds": f"{member.holds:x}", **{field: getattr(member, field) for field in fields}}
         try:
             found = self._client.quorum(self.name, timedelta(seconds=_SLICE_S), self._address, self.store, member.step + 1, 1, False, data)
         except TimeoutError:
