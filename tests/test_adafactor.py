@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from models_for_parity import VOCAB
 from test_world import MIXTURE, ODD, SEQUENCE, WORLD, moments, same_bits, sharded, weights
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, MeshparError, TensorParallel, _torch
 from meshpar.checkpoints import CheckpointManager
@@ -18,6 +19,7 @@ from meshpar.exact.parts import adafactor_by_parts
 from meshpar.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, token_steps, whole
 from meshpar.testing.parity import train_steps
+from meshpar.training.wire import _Packed, _Unpacked
 
 FACTORS = functools.partial(torch.optim.Adafactor, lr=0.05, weight_decay=0.01)
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
@@ -214,3 +216,24 @@ def test_whole_plain_state_of_one_process_is_divided_by_the_next_step():
         MeshparError, match=r"Adafactor's col_var has shape \(3, 4\), and of a parameter of shape \(99, 36\) it has \(1, 36\)"
     ):
         train_steps(other, STEPS[:1], optimizer=again)
+
+
+@on_ranks(2)
+def test_factors_arrive_at_another_replica_as_they_were():
+    """They have other shapes than their parameter, and columns are whole where rows are split."""
+    par = sharded([FullyShard()], "dp_shard=2")
+    optimizer = torch.optim.Adafactor(par.module.parameters(), lr=1e-2)
+    train_steps(par, token_steps(VOCAB, parts=2, steps=1), optimizer=optimizer)
+    sent = _Packed(file := io.BytesIO())
+    sent.dump(list(optimizer.state.values()))
+    parts = iter(sent.tensors)
+    received = _Unpacked(io.BytesIO(file.getvalue()), lambda into: into.copy_(next(parts)), on_host=False).load()
+    split = 0
+    for (parameter, state), other in zip(optimizer.state.items(), received, strict=True):
+        for key, value in state.items():
+            if isinstance(value, DTensor):
+                arrived = other[key].on(parameter.device_mesh)
+                assert (arrived.shape, arrived.placements) == (value.shape, value.placements)
+                assert torch.equal(arrived.to_local(), value.to_local())
+                split += value.shape != parameter.shape
+    assert split, "a factor has another shape"

@@ -24,7 +24,7 @@ class Part:
     def __init__(self, tensor: Tensor, shape: torch.Size, stride: tuple[int, ...], placements: tuple[Placement, ...]) -> None:
         self.tensor, self._shape, self._stride, self._placements = tensor, shape, stride, placements
 
-    def on(self, mesh: DeviceMesh) -> DTensor:
+    def on(self, mesh: DeviceMesh) -> Tensor:
         """Return the DTensor on the receiver's mesh, in the memory in which the part is."""
         if self.tensor.device.type == mesh.device_type:
             return self._of(self.tensor, mesh)
