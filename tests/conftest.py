@@ -29,7 +29,15 @@ PRELOAD += [
     "transformers.models.qwen3.modeling_qwen3",
 ]
 
-WAITING = ("test_slurm.py", "test_watchdog.py", "test_main_job.py", "test_jobs.py", "test_profile.py", "test_quickstart.py")
+WAITING = (
+    "test_slurm.py",
+    "test_replicas.py",
+    "test_watchdog.py",
+    "test_main_job.py",
+    "test_jobs.py",
+    "test_profile.py",
+    "test_quickstart.py",
+)
 """Files whose few long tests mostly wait for processes of their own: they come first, so that no worker is left with them at the end."""
 
 

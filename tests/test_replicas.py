@@ -303,7 +303,7 @@ def test_a_replica_that_dies_in_backward_costs_a_step(tmp_path):
     assert [(lost, joined) for _, lost, joined in sorted(found["changes"], key=str)] in ([(1, 1)], [(0, 1), (1, 0)], [(1, 0), (0, 1)])
 
 
-FAULTS = int(os.environ.get("MESHPAR_REPLICA_FAULTS", "3"))
+FAULTS = int(os.environ.get("MESHPAR_REPLICA_FAULTS", "20"))
 
 
 @pytest.mark.timeout(900)
