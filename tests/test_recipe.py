@@ -95,7 +95,7 @@ passes:
         "small.yaml:6: optimizer.betas: expected a list of 2, got [0.9]",
         "small.yaml:4: training.steps: expected a whole number or nothing, got '5'",
         "small.yaml:4: training.validate_every: expected a whole number, 'epoch' or nothing, got 0.5",
-        "small.yaml:5: optimiser: unknown key; nearest: optimizer",
+        "small.yaml:5: optimiser: unknown key; nearest: optimizer, optimizer_copies",
         "small.yaml:1: mesh: cannot read 'dp_shad=2=' in mesh 'dp_shad=2='; write it like 'dp_replicate=2,dp_shard=-1,tp=4'",
         "small.yaml:8: passes.0: no pass 'FullShard' is installed; nearest: FullyShard, HybridShard",
         "small.yaml:10: passes.1.FullyShard.param_dtype: expected a dtype such as float32, bfloat16 or float16, got 'float17'",

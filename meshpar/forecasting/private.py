@@ -70,7 +70,7 @@ def settle(par: Parallelized, device_type: str) -> None:
     if (split := applied(par.module).split) is not None and split.arrivals is not None:
         split.arrivals.sends = device_type == "cpu"
     if (shards := applied(par.module).replica_shards) is not None:
-        shards.exchange(device_type == "cpu")
+        shards.send_as_on(device_type)
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -18,7 +19,9 @@ _WRITTEN = (
     "a parameter was written between the micro-batches of one step, which share their weights; write before the first of them, or after "
     "the optimizer's step"
 )
-_AHEAD = 2  # units whose slices are gathered before they are needed, where all of them share a group with what ranks compare
+_AHEAD = (
+    2  # units whose slices are gathered before they are needed, on an accelerator; on a CPU they have a group of their own, and all are
+)
 
 
 class _Allocates:
@@ -170,14 +173,18 @@ class ReplicaShards:
             unit.set_custom_all_gather(self._gathers[-1])
             unit.set_custom_reduce_scatter(self._reduces[-1])
         self.groups = [(replicas, made) for axis, made in over.items() if made is not axis]
-        self._ahead = len(self._gathers) if self.groups else _AHEAD
-        for each, following in zip(self._gathers, self._gathers[self._ahead :]):
-            each.following = following
+        self._look_ahead(mesh.device_type)
 
-    def exchange(self, exchanges: bool) -> None:
-        """Let every reduction exchange and sum, as on a CPU, or reduce and scatter."""
+    def send_as_on(self, device_type: str) -> None:
+        """Send what is sent on devices of this type: on a CPU, reductions exchange and sum, and all slices travel from the start."""
         for each in self._reduces:
-            each.exchanges = exchanges
+            each.exchanges = device_type == "cpu"
+        self._look_ahead(device_type)
+
+    def _look_ahead(self, device_type: str) -> None:
+        self._ahead = len(self._gathers) if device_type == "cpu" else _AHEAD
+        for each, following in itertools.zip_longest(self._gathers, self._gathers[self._ahead :]):
+            each.following = following
 
     def changed(self) -> None:
         """Forget the shards: slices may have other values."""
