@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
 
@@ -27,9 +26,8 @@ TILE_BYTES = 4 << 20  # of tensors that are rearranged
 BLOCK_BYTES = 512 << 10  # of bytes that go through as they are: stays in a core's cache, and larger writes, for which the kernel looks for
 # memory in one piece, cost several times as much where that is short (or was given back to a virtual machine's host)
 PAGE_BYTES = 4096  # of the page cache
-_BEHIND_BYTES = 32 << 20  # written before the disk is asked to take them
-# Of Linux, without a name in Python 3.11. MADV_POPULATE_READ (5.14) raises for a page that cannot be read; an access would be a signal.
-_POPULATE_READ, _SYNC_FILE_RANGE_WRITE = 22, 2
+# MADV_POPULATE_READ of Linux 5.14, without a name in Python 3.11: an error for a page that cannot be read, where an access is a signal.
+_POPULATE_READ = 22
 ALIGNMENT = 64  # of payloads in files, as torch.save has it: unlike places in a cache line make copies half as slow again
 
 _Into = Callable[[torch.Tensor, int], None]  # fills a tensor from a position of a file
@@ -315,34 +313,6 @@ def write_all(descriptor: int, data: memoryview) -> None:
     """Write all of ``data``; a system call may write less."""
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-@final
-class WrittenBehind:
-    """Write a new file, and have the disk take bytes while later ones are written, so that a flush at the end finds little to do."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._written, self._begun = descriptor, 0, 0
-
-    def write(self, data: Any) -> None:  # noqa: ANN401 - bytes, or memory
-        """Write the next bytes."""
-        write_all(self._descriptor, memoryview(data))
-        self._written += len(data)
-        if self._written - self._begun >= _BEHIND_BYTES:
-            end = self._written // PAGE_BYTES * PAGE_BYTES  # the last page will be written to again
-            begin_write_back(self._descriptor, self._begun, end - self._begun)
-            self._begun = end
-
-
-def begin_write_back(descriptor: int, start: int, count: int) -> None:
-    """Ask the kernel to begin to write pages of a file to the disk. A hint: errors of the disk are raised by fsync."""
-    if sys.platform == "linux" and (begin := getattr(_libc(), "sync_file_range", None)) is not None:
-        begin(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
-
-
-@lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 def aligned(count: int, position: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:

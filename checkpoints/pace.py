@@ -17,7 +17,7 @@ from meshpar.checkpoints.files import BLOCK_BYTES
 
 TURN_BYTES = 4 << 20  # copied in one way before the next choice
 _LEAST_BYTES = 1 << 20  # of a turn whose cost counts: less is mostly overhead
-_KEPT = 0.99  # of a cost, at each turn of another way: so that each way is tried again
+_KEPT = 0.997  # of a cost, at each turn of another way: so that each way is tried again
 
 
 @final

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from meshpar.checkpoints.files import Readable, ReadFile, WrittenBehind
+from meshpar.checkpoints.files import Readable, ReadFile
 from meshpar.checkpoints.objects import SCHEMES, ObjectPath, ReadObject
+from meshpar.checkpoints.writeback import WrittenBehind
 from meshpar.errors import CheckpointError
 
 Place = Path | ObjectPath
@@ -118,8 +119,9 @@ def writing(path: Place, expected_bytes: int = 0) -> Iterator[Callable[[Any], ob
             yield write
         return
     with path.open("wb", buffering=0) as file:
-        yield WrittenBehind(file.fileno()).write
-        os.fsync(file.fileno())
+        behind = WrittenBehind(file.fileno(), expected_bytes)
+        yield behind.write
+        behind.finish()
 
 
 def write_durably(path: Place, text: str) -> None:

@@ -43,7 +43,7 @@ def step(tmp_path_factory):
             os.write(descriptor, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshpar.checkpoints.files.write_all", write)
+        patch.setattr("meshpar.checkpoints.writeback.write_all", write)
         file = write_file(folder / "__0_0.distcp", items, "crc32")
     parts = {"model.huge": ((HUGE,), torch.uint8), "model.small": ((3, 4), torch.float32)}
     plan = SavePlan([write_item(name, (0,) * len(shape), shape, shape, dtype) for name, (shape, dtype) in parts.items()])
