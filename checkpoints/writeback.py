@@ -14,7 +14,7 @@ from typing import Any, final
 
 from meshpar.checkpoints.files import PAGE_BYTES, write_all
 
-_BEHIND_BYTES = 32 << 20  # written before the disk is asked to take them
+_BEHIND_BYTES = 8 << 20  # written before the disk is asked to take them; more at once would make single turns of a copy look dear
 _SYNC_FILE_RANGE_WRITE = 2
 
 
