@@ -97,7 +97,7 @@ class Copier:
         wide, narrow = box.dtype.itemsize, dtype.itemsize
         first, last = (box.position + each // narrow * wide for each in span)
         view = self._run.mapped(first, last - first) if way.mapped and first % wide == 0 else None
-        for start, stop in aligned(span[1] - span[0], position + span[0], min(way.block_bytes, len(self._in) * narrow // wide)):
+        for start, stop in aligned(span[1] - span[0], position + span[0], min(way.block_bytes, len(self._in_memory) * narrow // wide)):
             at, count = start // narrow * wide, (stop - start) // narrow * wide
             if view is not None:
                 read = view[at : at + count]
@@ -111,8 +111,8 @@ class Copier:
 
     def _cast(self, memory: memoryview, own: torch.dtype, dtype: torch.dtype) -> memoryview:
         values = torch.frombuffer(memory, dtype=torch.uint8).view(own)
-        self._out.view(dtype)[: len(values)].copy_(values)
-        return self._out_memory[: len(values) * dtype.itemsize]
+        self._out.view(dtype)[: values.numel()].copy_(values)
+        return self._out_memory[: values.numel() * dtype.itemsize]
 
 
 def check_piece(piece: Piece) -> None:
