@@ -36,9 +36,8 @@ class Steps:
 
     def __init__(self, root: str | Place) -> None:
         self.root = place(root)
-        self._replaced: dict[
-            Place, tuple[Version | None, str]
-        ] = {}  # in a store: version and folder of what a save replaces, by its own folder
+        # In a store: version and folder of what a save replaces, by its own folder.
+        self._replaced: dict[Place, tuple[Version | None, str]] = {}
 
     def path(self, step: int) -> Place:
         """Return the path of a step, which may not exist yet."""

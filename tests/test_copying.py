@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 from itertools import pairwise
 
 import pytest
@@ -145,10 +146,14 @@ def test_what_is_written_behind_is_all_there_and_begun_once_by_pages(tmp_path, m
     assert len(begun) == 3 and all(count % files.PAGE_BYTES == 0 for _, count in begun)
 
 
-def test_the_kernel_is_asked_to_begin(tmp_path, monkeypatch):
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked")
+def test_the_kernel_does_as_it_is_asked(tmp_path, monkeypatch):
+    answers, begin = [], writeback._of_linux("sync_file_range")
+    monkeypatch.setattr(writeback, "_of_linux", lambda _: lambda *given: answers.append(begin(*given)))
     monkeypatch.setattr(writeback, "_BEHIND_BYTES", files.PAGE_BYTES)
     data = os.urandom(1 << 16)
     assert written(tmp_path / "file", data, 0) == data
+    assert len(answers) > 5 and not any(answers)
 
 
 def refusing(number):
