@@ -22,6 +22,9 @@ _WRITTEN = (
 _AHEAD = (
     2  # units whose slices are gathered before they are needed, on an accelerator; on a CPU they have a group of their own, and all are
 )
+_PARTS = (
+    4  # exchanges of one unit that are under way at once, because a link between replicas stands still between one exchange and the next
+)
 
 
 class _Allocates:
@@ -103,7 +106,12 @@ class _Reduce(_Allocates):
         count = self._replicas.size()
         sums = input_tensor.new_empty(count * output_tensor.numel())
         self._hop(list(sums.chunk(count)), list(input_tensor.chunk(count)), op, self._shards)
-        self._hop([output_tensor], [sums], op if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM, self._replicas)
+        outputs, inputs = [output_tensor], [sums]
+        if self.exchanges:
+            parts = max(1, min(_PARTS, output_tensor.numel()))
+            outputs = list(output_tensor.tensor_split(parts))
+            inputs = [part.contiguous() for part in sums.view(count, -1).tensor_split(parts, dim=1)]
+        self._hop(outputs, inputs, op if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM, self._replicas)
 
     def _hop(self, outputs: list[Tensor], inputs: list[Tensor], op: Any, group: dist.ProcessGroup) -> None:
         """Reduce-scatter several tensors over a group."""
