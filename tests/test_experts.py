@@ -30,7 +30,7 @@ from meshpar import (
     distributed,
 )
 from meshpar.checkpoints import CheckpointManager, export_module, export_safetensors
-from meshpar.passes.experts import by_experts
+from meshpar.passes.routing import Routing, by_experts
 from meshpar.testing import assert_parity, launch, on_ranks, token_steps, train_steps, whole
 from meshpar.training import ExpertLoad
 
@@ -164,7 +164,9 @@ def test_a_thousand_routings_equal_the_dense_computation_bitwise():
         weights.requires_grad_()
         held = count // 4
         mine = tables[:, rank * held : (rank + 1) * held]
-        got = by_experts(lambda rows, number, scale, own=mine: expert(rows, number[:, 0], scale, own), x, chosen, weights, count, group)
+        got = by_experts(
+            lambda rows, number, scale, own=mine: expert(rows, number[:, 0], scale, own), x, chosen, weights, count, group, Routing()
+        )
         want = torch.stack([expert(x, chosen[:, slot], weights[:, slot, None], tables) for slot in range(slots)], 1).sum(1)
         assert torch.equal(got, want), f"routing {trial} differs on rank {rank}"
         if trial % 20 == 0:

@@ -189,6 +189,17 @@ def test_the_core_knows_no_pass_by_name():
     assert not found
 
 
+def test_no_code_asks_whether_ranks_are_simulated():
+    """The forecast hands in what differs; a pass does the same on real ranks and on simulated ones."""
+    askers = [
+        name
+        for path, name in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare) and any(isinstance(side, ast.Constant) and side.value == "fake" for side in node.comparators)
+    ]
+    assert not askers
+
+
 def test_the_core_needs_torch_alone():
     foreign = []
     for path, name in sources():

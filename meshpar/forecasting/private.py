@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar import runtime
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
+from meshpar.passes.routing import Routing
 
 __all__ = ["FakeTensor", "Settled", "fake_mode", "hidden_propagation", "register_device", "settle"]
 
@@ -71,6 +72,33 @@ def settle(par: Parallelized, device_type: str) -> None:
         split.arrivals.sends = device_type == "cpu"
     if (shards := applied(par.module).replica_shards) is not None:
         shards.send_as_on(device_type)
+    applied(par.module).routing = Assumed(applied(par.module).routing.skew)
+
+
+@final
+class Assumed(Routing):
+    """As many rows for the busiest rank, which this one is, as its skew says; the others' share the rest equally, and so do experts."""
+
+    __slots__ = ()
+
+    def filled(self, rows: Tensor, count: int) -> Tensor:
+        """Return as many rows as one expert would have."""
+        return torch.arange(len(rows) // count, device=rows.device)
+
+    def sizes(self, numbers: Tensor, held: int) -> list[int]:
+        """Return equal numbers of rows."""
+        rows = len(numbers)
+        return [rows * (each + 1) // held - rows * each // held for each in range(held)]
+
+    def exchanged(self, mine: Tensor, heard: Tensor, rows: int, rank: int) -> tuple[list[int], list[int], list[int], Tensor]:
+        """Return what the skew says, no choice that is no expert, and equally many rows for each expert."""
+        size, held = mine.shape
+        mine_of, others = round(rows * self.skew / size), size - 1
+        rest = rows - mine_of
+        sent = [rest * (place + 1) // others - rest * place // others for place in range(others)]
+        sent.insert(rank, mine_of)
+        came = mine_of * size
+        return sent, [mine_of] * size, [], torch.arange(came, device=heard.device) * held // max(1, came)
 
 
 @final

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.layout import ModelLayout
 from meshpar.passes.local import WholeParameters
+from meshpar.passes.routing import Routing
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.world import ReplicaShards
 
@@ -24,6 +25,7 @@ class Applied:
         verify: the first forward tries what the passes divide.
         split: what the styles that split features share.
         divided: modules whose own parameters an axis of samples divides -> the mesh, which has that axis apart from the data axes.
+        routing: what decides how many rows go to which experts.
         whole: the parameters that data ranks keep whole.
         replica_shards: what the ranks of a replica keep of parameters that all data ranks split.
         recomputed: the blocks whose forward runs once more in backward.
@@ -34,6 +36,7 @@ class Applied:
     verify: bool = False
     split: Context | None = None
     divided: dict[nn.Module, DeviceMesh] = field(default_factory=dict)
+    routing: Routing = field(default_factory=Routing)
     whole: WholeParameters | None = None
     replica_shards: ReplicaShards | None = None
     recomputed: list[nn.Module] = field(default_factory=list)

@@ -18,8 +18,6 @@ from types import MappingProxyType
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -28,17 +26,16 @@ from meshpar._torch import eager, without_modes
 from meshpar.errors import MeshparError, ParallelError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, sizes_text
-from meshpar.passes.applied import applied
+from meshpar.passes.applied import Applied, applied
 from meshpar.passes.base import Pass, Role, Stage, unmatched
 from meshpar.passes.installed import set_forward
 from meshpar.passes.local import local, part_of
-from meshpar.passes.tensor.collectives import _all_to_all, gather_values
+from meshpar.passes.routing import INTERFACE, Inner, Mean, Routing, by_experts, refuse_shapes
+from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.parts import with_own
 from meshpar.patterns import class_name, find_modules, matches
 
 log = logging.getLogger(__name__)
-
-Inner = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.1
 """How far divided experts may be off in the first forward, relative to the largest value; the second in 16 bits on an accelerator."""
@@ -48,7 +45,6 @@ _COUNTS = re.compile(r"_?(moe_)?(n|num)_(local_|routed_|total_)?experts")
 _PLACES = re.compile(r"(^|_)(idx|id|index|layer|number|place|layer_number)$")
 _TORCHS = {"parameters", "buffers", "modules", "non_persistent_buffers_set", "meshpar"}
 _IN_ORDER = "(rows (R, D) in the order of experts) or (such rows, the number of each expert's)"
-_INTERFACE = "(hidden states (N, D), chosen experts (N, K) of an integer dtype, their weights (N, K))"
 
 
 @final
@@ -102,7 +98,7 @@ class ExpertParallel(Pass):
                 counts = {leaf: len(each) if each.ndim else 0 for leaf, each in child.named_parameters(recurse=False)}
                 if isinstance(child, nn.ModuleList):
                     yield (
-                        f"{name} is a list of {len(child)} modules, expected one module with their parameters stacked, and {_INTERFACE} "
+                        f"{name} is a list of {len(child)} modules, expected one module with their parameters stacked, and {INTERFACE} "
                         "into its forward; stack them, or use a mesh without ep"
                     )
                 elif len(set(counts.values())) != 1:
@@ -129,11 +125,12 @@ class ExpertParallel(Pass):
         axis, names = mesh["ep"], mesh.mesh_dim_names or ()
         if axis.size() == 1:
             return
-        inside = mesh[names[names.index("ep") :]]
+        record, inside = applied(module), mesh[names[names.index("ep") :]]
+        record.routing = Routing(self.skew)
         placements = [Shard(0), *[Replicate()] * (inside.ndim - 1)]
         placed: dict[int, nn.Parameter] = {}
         found = {child: name for pattern in layout.experts for name, child in find_modules(module, pattern)}
-        untried = {_kind(child, place): child for place, child in reversed([*enumerate(found)])} if applied(module).verify else {}
+        untried = {_kind(child, place): child for place, child in reversed([*enumerate(found)])} if record.verify else {}
         for child, name in found.items():
             for leaf, parameter in child.named_parameters(recurse=False):
                 if id(parameter) not in placed:
@@ -141,9 +138,8 @@ class ExpertParallel(Pass):
                     placed[id(parameter)] = part_of(parameter, mine.clone(), inside, placements)
                 child._parameters[leaf] = placed[id(parameter)]
             kind = _InOrder if _is_in_order(name, layout) else _Chosen
-            call = kind(name, child, simulated=dist.get_backend(axis.get_group()) == "fake")
-            _install(call, axis.get_group(), tried=child not in untried.values(), skew=self.skew)
-            applied(module).divided[child] = mesh
+            _install(kind(name, child, record), axis.get_group(), tried=child not in untried.values())
+            record.divided[child] = mesh
 
 
 def _is_in_order(name: str, layout: ModelLayout) -> bool:
@@ -162,7 +158,7 @@ def _undivided_problems(name: str, module: nn.Module, count: int, in_order: bool
         yield f"{name} stores its number of experts as {' and as '.join(numbers)}, expected one attribute, such as num_experts; keep one"
     given = list(inspect.signature(module.forward).parameters.values())
     if (len(given) not in (1, 2) if in_order else len(given) < 3) or any(each.kind == each.VAR_POSITIONAL for each in given):
-        got, want = ", ".join(map(str, given)), _IN_ORDER if in_order else _INTERFACE
+        got, want = ", ".join(map(str, given)), _IN_ORDER if in_order else INTERFACE
         yield f"{name} has forward({got}), expected {want}; take it out of ModelLayout.experts, or use a mesh without ep"
 
 
@@ -190,8 +186,8 @@ class _Chosen:
 
     dense = False
 
-    def __init__(self, name: str, module: nn.Module, *, simulated: bool) -> None:
-        self.name, self.module, self.inner, self.simulated = name, module, module.forward, simulated
+    def __init__(self, name: str, module: nn.Module, record: Applied) -> None:
+        self.name, self.module, self.inner, self.record = name, module, module.forward, record
         self.count = len(next(module.parameters(recurse=False)))
         self.names, self._signature = _numbers(module, self.count), inspect.signature(module.forward)
 
@@ -223,8 +219,8 @@ class _Chosen:
 class _InOrder(_Chosen):
     """How experts are called with rows in their order: the number of each expert's, or equally many, most of them zeros."""
 
-    def __init__(self, name: str, module: nn.Module, *, simulated: bool) -> None:
-        super().__init__(name, module, simulated=simulated)
+    def __init__(self, name: str, module: nn.Module, record: Applied) -> None:
+        super().__init__(name, module, record)
         self.dense = len(self._signature.parameters) == 1
 
     def read(self, *args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, Tensor, Tensor, Tensor]:
@@ -235,10 +231,7 @@ class _InOrder(_Chosen):
     def compute(self, bound: inspect.BoundArguments, own: Mapping[str, Tensor], *inputs: Tensor) -> Tensor:
         rows, chosen, weights = inputs
         held, order = len(next(iter(own.values()))), chosen[:, 0].argsort(stable=True)
-        if self.simulated:
-            sizes = [len(rows) * (each + 1) // held - len(rows) * each // held for each in range(held)]
-        else:
-            sizes = torch.bincount(chosen[:, 0], minlength=held).tolist()
+        sizes = self.record.routing.sizes(chosen[:, 0], held)
         given, places = rows[order], torch.arange(len(rows), device=rows.device)
         if self.dense:  # as many rows for each as for the one with most
             places = torch.cat([places[:size] + each * max(sizes) for each, size in enumerate(sizes)])
@@ -259,21 +252,20 @@ def rows_in_order(arguments: Mapping[Any, Any], count: int) -> tuple[Tensor, Ten
     return rows, numbers.repeat_interleave(torch.as_tensor(sizes[0], device=rows.device), output_size=len(rows))
 
 
-def _passing_zeros(compute: Inner, simulated: int = 0) -> Inner:
-    """Return ``compute`` for rows of which those of zeros are not sent, and give zeros; of simulated ranks' the first of ``simulated``."""
+def _passing_zeros(compute: Inner, call: _Chosen) -> Inner:
+    """Return ``compute`` for rows of which those of zeros are not sent, and give zeros."""
 
     def passing(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        some = torch.arange(len(rows) // simulated, device=rows.device) if simulated else rows.ne(0).any(1).nonzero()[:, 0]
+        some = call.record.routing.filled(rows, call.count)
         computed = compute(rows[some], chosen[some], weights[some])
         return computed.new_zeros(len(rows), computed.shape[-1]).index_copy(0, some, computed)
 
     return passing
 
 
-def _install(call: _Chosen, group: Any, *, tried: bool, skew: float) -> None:
+def _install(call: _Chosen, group: Any, *, tried: bool) -> None:
     """Let a module of experts compute with those of this rank, on the rows of all ranks that chose them."""
     module, untried = call.module, set() if tried else {False, True}
-    simulated = call.count if call.simulated else 0
 
     @eager
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -281,16 +273,16 @@ def _install(call: _Chosen, group: Any, *, tried: bool, skew: float) -> None:
         if len(next(iter(own.values()))) == call.count:  # all of them, in a test against the unsplit module
             return with_own(module, own, lambda: call.inner(*args, **kwargs))
         bound, hidden, chosen, weights = call.read(*args, **kwargs)
-        _refuse_shapes(hidden, chosen, weights)
+        refuse_shapes(hidden, chosen, weights)
         for training in sorted(untried & {False, module.training}):
             untried.discard(training)
             _try(call, bound, own, hidden, weights.dtype, chosen.shape[-1], group, training=training)
-        own = {leaf: _Mean.apply(each, group.size()) for leaf, each in own.items()}
+        own = {leaf: Mean.apply(each, group.size()) for leaf, each in own.items()}
 
         def divided(x: Tensor, who: Tensor, scale: Tensor) -> Tensor:
-            return by_experts(partial(call.compute, bound, own), x, who, scale, call.count, group, skew)
+            return by_experts(partial(call.compute, bound, own), x, who, scale, call.count, group, call.record.routing)
 
-        return (_passing_zeros(divided, simulated) if call.dense else divided)(hidden, chosen, weights)
+        return (_passing_zeros(divided, call) if call.dense else divided)(hidden, chosen, weights)
 
     set_forward(module, forward, reads_parameters=True)
 
@@ -308,7 +300,7 @@ def _inputs(name: str, module: nn.Module, given: Mapping[str, Any]) -> tuple[str
         return floats[0], numbers[0], floats[1]
     got = ", ".join(f"{key} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for key, each in tensors.items())
     raise ParallelError(
-        f"{name} ({class_name(module)}) got the tensors ({got}), expected {_INTERFACE} and no other tensor, which would not travel with "
+        f"{name} ({class_name(module)}) got the tensors ({got}), expected {INTERFACE} and no other tensor, which would not travel with "
         "its tokens; compute with others outside of the module, or use a mesh without ep"
     )
 
@@ -356,7 +348,7 @@ def _try(
     chosen = chosen.repeat(1, -(-slots // chosen.shape[1]))[:, :slots].contiguous().to(device)
 
     def divided(x: Tensor, who: Tensor, scale: Tensor) -> Tensor:
-        return by_experts(partial(call.compute, bound, mine), x, who, scale, held * size, group)
+        return by_experts(partial(call.compute, bound, mine), x, who, scale, held * size, group, call.record.routing)
 
     with _by_itself(call.module, training, device, noise), ExitStack() as stack:
         if widened:
@@ -372,11 +364,11 @@ def _try(
                         "%s (%s) returns no finite values for random inputs and is not compared", call.name, class_name(call.module)
                     )
                 return
-            have = _with_gradients(_passing_zeros(divided) if call.dense else divided, hidden, chosen, weights)
+            have = _with_gradients(_passing_zeros(divided, call) if call.dense else divided, hidden, chosen, weights)
         except MeshparError:
             raise
         except Exception as error:
-            expected = _IN_ORDER if isinstance(call, _InOrder) else _INTERFACE
+            expected = _IN_ORDER if isinstance(call, _InOrder) else INTERFACE
             raise ParallelError(
                 f"{call.name} ({class_name(call.module)}) does not run with {held} of its experts on rows of noise "
                 f"({type(error).__name__}: {str(error).partition(chr(10))[0]}), expected {expected} and its number of experts read from "
@@ -444,112 +436,3 @@ def _with_gradients(compute: Inner, hidden: Tensor, chosen: Tensor, weights: Ten
     up = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
     grads = torch.autograd.grad(output, leaves, up, allow_unused=True) if output.requires_grad else (None, None)
     return [output.detach().double(), *((torch.zeros_like(each) if grad is None else grad).double() for each, grad in zip(leaves, grads))]
-
-
-def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, count: int, group: Any, skew: float = 1.0) -> Tensor:
-    """Compute each token by the experts that it chose, which the ranks of ``group`` hold in consecutive equal parts.
-
-    The host waits for the device once: the ranks' counts decide how many rows arrive.
-
-    Args:
-        run: computes (R, D) rows by this rank's experts, numbered from 0: (R, 1) int64, with weights (R, 1). Returns (R, D).
-        hidden: this rank's tokens, (..., D).
-        chosen: each token's experts, (..., K) integers from 0 to ``count`` - 1.
-        weights: their weights, (..., K).
-        count: experts of all ranks.
-        group: process group of the axis.
-        skew: see :class:`ExpertParallel`; of simulated ranks alone.
-
-    Returns:
-        Each token's sum over its experts, (..., D).
-
-    Raises:
-        ParallelError: weights or chosen experts of another shape; on every rank, if one chose an expert that does not exist.
-
-    Collective: every rank of ``group`` calls it, also one without tokens.
-    """
-    x, expert = hidden.reshape(-1, hidden.shape[-1]), chosen.reshape(-1).long()
-    _refuse_shapes(hidden, chosen, weights)
-    slots = chosen.shape[-1]
-    order = expert.argsort(stable=True)
-    sent, received, numbers = _routed(expert, count, group, skew)
-    rows, scales = x.index_select(0, order // slots), weights.reshape(-1, 1).index_select(0, order)
-    if rows.dtype == scales.dtype:  # one exchange instead of two
-        rows, scales = _Exchange.apply(torch.cat([rows, scales], 1), received, sent, group).split([x.shape[1], 1], 1)
-    else:
-        rows, scales = (_Exchange.apply(each, received, sent, group) for each in (rows, scales))
-    arrived = len(rows)
-    if (
-        not arrived
-    ):  # one row, so that the same modules run and the same collectives follow in backward; no zeros, which may divide something
-        ramp = torch.linspace(-1, 1, x.shape[1], device=x.device, dtype=rows.dtype)[None]
-        rows, scales, numbers = torch.cat([rows, ramp]), F.pad(scales, (0, 0, 0, 1), value=1.0), numbers.new_zeros(1)
-    computed = run(rows, numbers[:, None], scales)[:arrived]
-    back = _Exchange.apply(computed, sent, received, group)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    # The sum comes last: a view cannot be changed in place behind an FSDP2 unit.
-    return back.index_select(0, places).view(*hidden.shape[:-1], slots, back.shape[-1]).sum(-2)
-
-
-def _refuse_shapes(hidden: Tensor, chosen: Tensor, weights: Tensor) -> None:
-    """Refuse other shapes than each token's chosen experts and their weights."""
-    if weights.shape != chosen.shape or chosen.ndim < 2 or chosen.numel() != hidden.numel() // hidden.shape[-1] * chosen.shape[-1]:
-        raise ParallelError(
-            f"experts got chosen experts {tuple(chosen.shape)} and weights {tuple(weights.shape)} for hidden states {tuple(hidden.shape)}, "
-            f"expected {_INTERFACE}; use a mesh without ep for this model"
-        )
-
-
-def _routed(expert: Tensor, count: int, group: Any, skew: float) -> tuple[list[int], list[int], Tensor]:
-    """Return how many rows go to each rank, how many come from each, and by which of this rank's experts each that comes is computed.
-
-    Beside its counts each rank sends how many of its choices are no expert, so that all ranks raise, instead of one while others wait.
-    """
-    size, held = group.size(), count // group.size()
-    known = (expert >= 0) & (expert < count)
-    mine = torch.zeros(count, dtype=torch.int64, device=expert.device).index_add_(0, expert.clamp(0, count - 1), known.long())
-    told = torch.cat([mine.view(size, held), (~known).sum().expand(size, 1)], 1).flatten()
-    heard = _all_to_all(told, [held + 1] * size, [held + 1] * size, group).view(size, held + 1)
-    theirs, lost = heard.split([held, 1], 1)
-    if dist.get_backend(group) == "fake":  # simulated ranks, of which this one gets the most
-        mine_of = round(len(expert) * skew / size)
-        rest, others = len(expert) - mine_of, size - 1
-        sent = [rest * (place + 1) // others - rest * place // others for place in range(others)]
-        sent.insert(group.rank(), mine_of)
-        rows = mine_of * size
-        return sent, [mine_of] * size, torch.arange(rows, device=expert.device) * held // max(1, rows)
-    sent, received, outside = torch.stack([mine.view(size, held).sum(1), theirs.sum(1), lost[:, 0]]).tolist()
-    if any(outside):
-        ranks = ", ".join(str(rank) for rank, each in enumerate(outside) if each)
-        raise ParallelError(
-            f"{sum(outside)} chosen experts of rank(s) {ranks} of ep are no experts, expected numbers from 0 to {count - 1}; choose "
-            "expert 0 with weight 0 for a slot that is dropped, or use a mesh without ep"
-        )
-    numbers = torch.arange(held, device=expert.device).repeat(size)
-    return sent, received, numbers.repeat_interleave(theirs.flatten(), output_size=sum(received))
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows to the ranks, in the order of ranks; their gradients come back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
-        ctx.received, ctx.sent, ctx.group = received, sent, group
-        return _all_to_all(x.contiguous(), received, sent, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Exchange.apply(grads[0], ctx.sent, ctx.received, ctx.group), None, None, None
-
-
-class _Mean(torch.autograd.Function):
-    """A weight that saw the tokens of ``size`` ranks: its gradient is their sum, of which data ranks want the mean, as of every other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
-        ctx.size = size
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] / ctx.size, None
