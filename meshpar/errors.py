@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 
@@ -72,3 +73,9 @@ def brief(error: Exception) -> str:
     """
     text = f"{type(error).__name__}: {error}"
     return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def seen_at(error: BaseException) -> float:
+    """Return when this error was asked about first, in seconds since the epoch: a rank's peers fail from it before the rank tells."""
+    seconds: float = error.__dict__.setdefault("_meshpar_seen_at", time.time())
+    return seconds

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from meshpar.errors import LaunchError
+from meshpar.errors import LaunchError, seen_at
 from meshpar.mesh import default_device_type
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -92,6 +92,9 @@ def distributed(device_type: str | None = None, *, timeout_s: float = DEFAULT_TI
     try:
         yield here
         dist.barrier()
+    except BaseException as error:
+        seen_at(error)  # without the group the other ranks fail
+        raise
     finally:
         gc.collect()
         dist.destroy_process_group()

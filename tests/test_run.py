@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -33,15 +33,11 @@ from meshpar.launchers.commands.placing import from_kubeflow, placed
 from meshpar.launchers.jobs.job import _new_steps_noted
 
 RUN = [sys.executable, "-m", "meshpar.launchers", "run"]
-COLD = [sys.executable, "-u", *RUN[1:]]
-"""In a new interpreter, and so are its ranks: ``tests.warm`` forks none of them."""
 
 
-def run(
-    folder: Path, script: str, *options: str, arguments: tuple[str, ...] = (), command: Sequence[str] = RUN
-) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, script: str, *options: str, arguments: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     (folder / "job.py").write_text(script)
-    return subprocess.run([*command, *options, "job.py", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=150)
+    return subprocess.run([*RUN, *options, "job.py", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=150)
 
 
 def logs(folder: Path) -> dict[str, str]:
@@ -110,7 +106,7 @@ def test_a_rank_that_ends_without_an_exception_is_named_and_not_its_victim(tmp_p
         f"    if dist.get_rank() == 1: {end}\n"
         "    dist.barrier()\n"
     )
-    done = run(tmp_path, script, "--nproc", "2", command=COLD)
+    done = run(tmp_path, script, "--nproc", "2")
     assert done.returncode == 1 and done.stderr.startswith(told)
     if end in ("os._exit(0)", "sys.exit()"):
         assert "\nThen rank 0 failed with" in done.stderr, "alone it is no failure"

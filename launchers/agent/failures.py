@@ -26,6 +26,7 @@ from meshpar.errors import (
     RecipeError,
     RepeatedFailureError,
     ReplicaError,
+    seen_at,
 )
 
 NO_USE = 78
@@ -99,7 +100,7 @@ def record(logs: Path, rank: int, error: BaseException, *, hide: str = "") -> No
             message=str(error),
             trace="" if isinstance(error, MeshparError) else text,
             problems=problems,
-            seconds=time.time(),
+            seconds=seen_at(error),
         ),
     )
 
@@ -145,7 +146,7 @@ def note_os_exit(logs: Path, rank: int) -> None:
     def noted(status: int) -> NoReturn:
         if os.getpid() == own and status not in STOPPED and not error_file(logs, rank).exists():
             trace = "".join(traceback.format_stack()[:-1])
-            _note_exit(logs, rank, "os._exit", status, trace)
+            _note_exit(logs, rank, "os._exit", status, trace, time.time())
         end(status)
 
     os._exit = noted
@@ -153,11 +154,11 @@ def note_os_exit(logs: Path, rank: int) -> None:
 
 def note_sys_exit(logs: Path, rank: int, error: SystemExit) -> None:
     """Write who called ``sys.exit`` without an error, which is no failure by itself; where others then fail, it is the likely cause."""
-    _note_exit(logs, rank, "sys.exit", 0, "".join(traceback.format_tb(error.__traceback__)))
+    _note_exit(logs, rank, "sys.exit", 0, "".join(traceback.format_tb(error.__traceback__)), seen_at(error))
 
 
-def _note_exit(logs: Path, rank: int, kind: str, status: int, trace: str) -> None:
-    _write(logs, Failure(rank=rank, host=socket.gethostname(), kind=kind, message=str(status), trace=trace, seconds=time.time()))
+def _note_exit(logs: Path, rank: int, kind: str, status: int, trace: str, seconds: float) -> None:
+    _write(logs, Failure(rank=rank, host=socket.gethostname(), kind=kind, message=str(status), trace=trace, seconds=seconds))
 
 
 def forget(logs: Path, rank: int) -> None:
