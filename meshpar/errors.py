@@ -58,6 +58,10 @@ class RepeatedFailureError(LaunchError):
     """A job that is not started again, because its last starts failed before their first step."""
 
 
+class FullMemoryError(LaunchError):
+    """A rank whose memory was full, or that was killed, as the kernel does when memory runs out."""
+
+
 class ReplicaError(LaunchError):
     """A replica that cannot go on with the others; another start resumes from them or from the newest checkpoint."""
 

@@ -114,10 +114,17 @@ def test_a_rank_that_ends_without_an_exception_is_named_and_not_its_victim(tmp_p
         assert 'File "job.py", line 3' in done.stderr
 
 
-def test_a_full_memory_of_the_device_comes_with_what_to_do(tmp_path: Path) -> None:
-    done = run(tmp_path, "import torch\nraise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')\n", "--nproc", "1")
-    assert done.returncode == 1 and "rank 0 failed with OutOfMemoryError: CUDA out of memory." in done.stderr
-    assert "the device's memory is full; use a smaller data.micro_batch" in done.stderr.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("fills", "told"),
+    [
+        ("raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')", "OutOfMemoryError: CUDA out of memory."),
+        ("torch.empty(1 << 60)", "RuntimeError: "),
+    ],
+)
+def test_a_full_memory_comes_with_what_to_do(tmp_path: Path, fills: str, told: str) -> None:
+    done = run(tmp_path, f"import torch\n{fills}\n", "--nproc", "1")
+    assert done.returncode == 1 and f"rank 0 failed with {told}" in done.stderr
+    assert "memory is full; use a smaller data.micro_batch" in done.stderr.splitlines()[-1]
 
 
 def test_a_full_disk_of_logs_ends_no_job_and_hides_no_error(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from meshpar import LaunchError, MeshparError, RecipeError
+from meshpar.errors import FullMemoryError
 from meshpar.launchers.jobs import forecasting
 from meshpar.launchers.jobs.job import Saver
 from meshpar.launchers.jobs.preflight import find_batch_size
@@ -33,7 +34,7 @@ def machine(gib_a_sample: float, limit: float = float("inf")) -> Any:
         tried.append(size)
         assert recipe.data.accumulate == 1 and recipe.training.steps == 3 and recipe.checkpoint.best is None
         if size * gib_a_sample > limit:
-            raise LaunchError("rank 0 failed with OutOfMemoryError: CUDA out of memory")
+            raise FullMemoryError("rank 0 failed with OutOfMemoryError: CUDA out of memory")
         recipe.folder.mkdir(exist_ok=True)
         (recipe.folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "memory_gib": size * gib_a_sample}) + "\n")
         return 0

@@ -17,6 +17,7 @@ from typing import NoReturn, final
 
 from meshpar import errors
 from meshpar.errors import (
+    FullMemoryError,
     LaunchError,
     LayoutError,
     MeshError,
@@ -53,7 +54,7 @@ OTHERS_S = 1.0
 
 _EXITS = ("os._exit", "sys.exit")
 _FULL_MEMORY = (
-    "the device's memory is full; use a smaller data.micro_batch with more data.accumulate (meshpar train RECIPE --find-batch-size tries "
+    "memory is full; use a smaller data.micro_batch with more data.accumulate (meshpar train RECIPE --find-batch-size tries "
     "them), ActivationCheckpoint, or more shards; meshpar plan RECIPE lists what holds the memory"
 )
 MOST_STARTS = 2
@@ -73,6 +74,7 @@ class Failure:
         trace: traceback; empty for errors of meshpar, whose message is enough.
         problems: problems of a PlanError.
         seconds: time of the failure since the epoch; clocks of hosts may differ.
+        full: memory may have been full.
     """
 
     rank: int
@@ -82,6 +84,7 @@ class Failure:
     trace: str = ""
     problems: tuple[str, ...] = ()
     seconds: float = 0.0
+    full: bool = False
 
 
 def record(logs: Path, rank: int, error: BaseException, *, hide: str = "") -> None:
@@ -101,8 +104,15 @@ def record(logs: Path, rank: int, error: BaseException, *, hide: str = "") -> No
             trace="" if isinstance(error, MeshparError) else text,
             problems=problems,
             seconds=seen_at(error),
+            full=_found_full(error),
         ),
     )
+
+
+def _found_full(error: BaseException) -> bool:
+    """Return whether an error says that memory is full; torch has a class for devices, and a RuntimeError for the host."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "out of memory" in str(error)))
 
 
 @contextmanager
@@ -190,9 +200,10 @@ def record_kills(logs: Path, exit_codes: Mapping[int, int]) -> None:
             message = f"rank {rank} ended with exit code {code} and without a Python error; see its log"
             _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message))
         if code < 0 and code != -signal.SIGTERM:
-            out_of_memory = "; a person or a scheduler does this, or the kernel when memory runs out" if code == -signal.SIGKILL else ""
-            message = f"rank {rank} was ended by {signal.Signals(-code).name}{out_of_memory}"
-            _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message))
+            killed = code == -signal.SIGKILL
+            why = "; a person or a scheduler does this, or the kernel when memory runs out" if killed else ""
+            message = f"rank {rank} was ended by {signal.Signals(-code).name}{why}"
+            _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message, full=killed))
 
 
 def error_file(logs: Path, rank: int) -> Path:
@@ -253,14 +264,19 @@ def exit_code(error: MeshparError) -> int:
 
 def _as_raised(failure: Failure) -> MeshparError:
     kind = getattr(errors, failure.kind, None)
+    if failure.full:
+        return FullMemoryError(f"{_told(failure)}\n{_FULL_MEMORY}" if failure.trace else failure.message)
     if kind is PlanError:
         return PlanError(failure.problems)
     if isinstance(kind, type) and issubclass(kind, MeshparError):
         return kind(failure.message)
     if failure.kind in _EXITS:
         return LaunchError(f"rank {failure.rank} ended itself with {failure.kind}({failure.message})\n{failure.trace}".rstrip())
-    text = f"rank {failure.rank} failed with {failure.kind}: {failure.message}\n{failure.trace}".rstrip()
-    return LaunchError(f"{text}\n{_FULL_MEMORY}" if failure.kind == "OutOfMemoryError" else text)
+    return LaunchError(_told(failure))
+
+
+def _told(failure: Failure) -> str:
+    return f"rank {failure.rank} failed with {failure.kind}: {failure.message}\n{failure.trace}".rstrip()
 
 
 def note_start(logs: Path) -> None:

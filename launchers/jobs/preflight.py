@@ -14,7 +14,7 @@ from typing import final
 import torch
 
 from meshpar import runtime
-from meshpar.errors import LaunchError, PreflightError, RecipeError
+from meshpar.errors import FullMemoryError, PreflightError, RecipeError
 from meshpar.launchers.agent.local import MEETING_S
 from meshpar.launchers.doctor.examine import Folder, Meeting, Report
 from meshpar.launchers.doctor.rank import examined, measured, mesh_of
@@ -27,7 +27,6 @@ _LATER_S = 120.0  # by which the time-out of collectives exceeds the watchdog's
 _SKEW_S = 10.0
 _STATE = 3  # AdamW: a parameter and its two moments, in float32
 _STEPS = 3
-_OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "memory runs out", "can't allocate memory")
 
 
 @contextmanager
@@ -146,10 +145,8 @@ def try_batch(recipe: Recipe, run: Callable[[Recipe], int], size: int) -> Trial:
         overrides += ["checkpoint.every=null", "checkpoint.best=null", "training.forecast=false"]
         try:
             run(_with(recipe, overrides))
-        except LaunchError as error:
-            if any(text in str(error) for text in _OUT_OF_MEMORY):
-                return Trial(size, None)
-            raise
+        except FullMemoryError:
+            return Trial(size, None)
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     peaks = [record["memory_gib"] for record in map(json.loads, lines) if record.get("memory_gib")]
     return Trial(size, int(max(peaks) * 2**30))
