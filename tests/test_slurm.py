@@ -263,20 +263,23 @@ def test_of_two_submissions_of_one_run_the_second_is_told_who_writes(slurm: Slur
 
 
 @pytest.mark.long
-def test_a_replica_whose_node_is_lost_comes_back_on_a_node_that_is_given_back(slurm: Slurm, folder: Path) -> None:
-    options = ("training.steps=1200", "checkpoint.every=300", "--elastic", "replicas", "-o", "partition=spare")
-    array = submit(slurm, folder, "replicas", *options)
-    until(lambda: step_of(folder, "replicas") >= 12)
+@pytest.mark.parametrize("optimizer", ["replica", "world"])
+def test_a_replica_whose_node_is_lost_comes_back_on_a_node_that_is_given_back(slurm: Slurm, folder: Path, optimizer: str) -> None:
+    passes = f"passes=[{{HybridShard: {{optimizer: {optimizer}}}}}]"
+    options = ("training.steps=1200", "checkpoint.every=300", passes, "--elastic", "replicas", "-o", "partition=spare")
+    name = f"replicas-{optimizer}"
+    array = submit(slurm, folder, name, *options)
+    until(lambda: step_of(folder, name) >= 12)
     lost = slurm.job(f"{array}_1")["BatchHost"]
     slurm.hosts.kill(lost)
-    until(lambda: "lost 1" in told(folder, "replicas"))
+    until(lambda: "lost 1" in told(folder, name))
     slurm.call("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=lost")  # not when it misses the job
     slurm.start_node(lost)
     until(lambda: slurm.job(f"{array}_1")["JobState"] != "RUNNING")
     slurm.wait(f"{array}_1", ("RUNNING",))
-    until(lambda: "joined 1" in told(folder, "replicas"))
-    told_once(slurm, folder, "replicas", array)
-    records = [json.loads(line) for line in (folder / "replicas/metrics.jsonl").read_text().splitlines()]
+    until(lambda: "joined 1" in told(folder, name))
+    told_once(slurm, folder, name, array)
+    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     assert [record["replicas"] for record in records if "replicas" in record][-2:] == [1, 2]
 
 
