@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +12,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from models_for_parity import transformer
 
-from meshpar import Plan, PlanError
+from meshpar import HybridShard, Plan, PlanError, forecast
 from meshpar.checkpoints import CheckpointManager
 from meshpar.errors import MeshparError, ReplicaError
+from meshpar.forecasting import Batch, Hardware
+from meshpar.forecasting.search import search
 from meshpar.passes import Pass, Stage
-from meshpar.testing import on_ranks
+from meshpar.placements import local_tensor
+from meshpar.state.shares import assigned, routes
+from meshpar.testing import on_ranks, token_loss_sum
 from meshpar.training import Batches, Lighthouse, Replicas
-from meshpar.training.divided import assigned, check_separable, routes
+from meshpar.training.divided import check_separable
+from meshpar.training.optimizer import AdamWSettings, build_adamw
 from meshpar.training.quorum import Member, Quorum
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -413,6 +421,100 @@ def test_replicas_that_save_together_stop_together():
         assert told == [[False, False], [False, False], [True, False]]
         with job.replicas[0].saving() as writes:
             assert not writes
+
+
+def adamw(module):
+    return build_adamw(module, AdamWSettings(lr=1e-3))
+
+
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
+
+
+def uneven(optimizer="world", layers=2):
+    """Return the plan of a replica of two ranks, and a model that they cannot share evenly."""
+    with torch.device("meta"):
+        return Plan("dp_replicate=1,dp_shard=2", [HybridShard(optimizer=optimizer)]), transformer(vocab_size=97, layers=layers)
+
+
+def bytes_of(tensors):
+    return sum(local_tensor(each).nbytes for each in tensors)
+
+
+@on_ranks(6)
+def note_bytes(folder, make, copies, port):
+    """Train three replicas of two ranks, and write down what each rank holds and exchanges."""
+    rank = dist.get_rank()
+    replica, inside = divmod(rank, 2)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store-{replica}", 2), rank=inside, world_size=2)
+    plan, module = uneven()
+    par = plan.apply(module).materialize(seed=0)
+    optimizer = make(par.module)
+    data = Batches(lab.Rows(32), micro_batch=2, data_rank=par.data_rank, data_size=par.data_size, seed=0)
+    options = {"lighthouse": f"http://127.0.0.1:{port}", "name": str(replica), "replicas": 3, "optimizer_copies": copies}
+    with Replicas(par, optimizer, data, **options) as replicas:
+        for _ in range(2):
+            (batch,) = replicas.begin()
+            loss_sum, tokens = token_loss_sum(par.module, batch)
+            (loss_sum * par.token_scale(tokens)).backward()
+            replicas.reduce(tokens)
+            optimizer.step()
+            gradients = bytes_of(each.grad for each in par.module.parameters())
+            optimizer.zero_grad()
+        parameters, sent = bytes_of(par.module.parameters()), replicas.optimizer_sent
+        got = bytes_of(each for each in par.module.parameters() if not optimizer.state.get(each))
+        state = [value for states in optimizer.state.values() for value in states.values() if value.ndim]
+        held = {"parameters": parameters, "gradients": gradients, "optimizer": bytes_of(state), "exchanged": max(sent, got)}
+    Path(folder, f"held-{rank}").write_text(json.dumps(held))
+
+
+@needs_torchft
+@pytest.mark.parametrize(("make", "copies"), [(adamw, 2), (adamw, 1), (sgd, 2)])
+def test_ranks_hold_and_exchange_the_bytes_that_were_forecast(tmp_path, make, copies):
+    """Three replicas of two ranks: describe and the forecast tell what the fullest rank holds, to the byte."""
+    lighthouse = Lighthouse(patience_s=20.0)
+    try:
+        note_bytes(str(tmp_path), make, copies, lighthouse.port)
+    finally:
+        lighthouse.close()
+    ranks = [json.loads(path.read_text()) for path in tmp_path.glob("held-*")]
+    fullest = {name: max(each[name] for each in ranks) for name in ranks[0]}
+    plan, module = uneven()
+    made = forecast(plan, module, Batch(sequence=8), hardware="h100", replicas=3, optimizer_copies=copies, optimizer=make)
+    sent = [each.size for _, each in made.trace.collectives() if each.kind == "send"]
+    assert dict(made.trace.exact) | {"exchanged": sum(sent)} == fullest | {"buffers": 0}
+    assert made.world_size == 6 and dict(made.mesh.axes) == {"dp_replicate": 3, "dp_shard": 2}
+    summed = [each.size for _, each in made.trace.collectives() if (each.axis, each.ranks, each.kind) == ("dp_replicate", 3, "all_reduce")]
+    assert sum(summed) == fullest["gradients"]
+    if make is adamw:
+        told = plan.describe(module, replicas=3, optimizer_copies=copies)
+        assert [told.parameter_bytes, told.gradient_bytes, told.optimizer_bytes] == list(fullest.values())[:3]
+        assert f"the largest of 3 replicas' shares, {copies} of which hold" in str(told)
+
+
+def test_a_search_lets_replicas_divide_state_that_does_not_fit():
+    """Replicas inside of nodes; the optimizer is divided where a whole one does not fit, and the best of these is replayed."""
+    model = uneven(layers=5)[1]
+    node = Hardware.load("h100")
+    node = dataclasses.replace(node, node=2, memory=node.reserved + 580_000)  # a replica with all state takes 582,144 bytes at least
+    asked = {"recompute": ("none",), "micro_batches": (1,), "optimizer_copies": 2}
+    found = search(model, model.meshpar_layout(), Batch(sequence=8), node, 6, top=1, **asked)
+    assert all(each.settings.world and each.settings.replicas > 1 and each.settings.job().size <= 2 for each in found.fitting)
+    (best,), settings = found.best, found.fitting[0].settings
+    assert best.world_size == 6 and best.mesh.axes == settings.mesh().axes
+    told = Plan(settings.job(), settings.passes()).describe(uneven(layers=5)[1], replicas=settings.replicas)
+    assert best.trace.exact["optimizer"] == told.optimizer_bytes < 2 * told.parameter_bytes
+    with pytest.raises(MeshparError, match="2 ranks are one replica, in nodes of 2"):
+        search(model, model.meshpar_layout(), Batch(sequence=8), node, 2, **asked)
+
+
+def test_undivided_replicas_hold_all_optimizer_state():
+    plan, module = uneven("replica")
+    told, one = (plan.describe(uneven()[1], replicas=count) for count in (3, 1))
+    assert told.optimizer_bytes == one.optimizer_bytes and "replicas" not in str(told)
+    with pytest.raises(PlanError, match="dp_replicate=2 inside of one replica"):
+        Plan("dp_replicate=2,dp_shard=2", [HybridShard()]).describe(module, replicas=2)
 
 
 FAULTS = 3

@@ -15,7 +15,6 @@ from meshpar import registry
 from meshpar.errors import LaunchError, MeshError, PlanError
 from meshpar.launchers.agent.replicas import divided
 from meshpar.launchers.jobs import build
-from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 from meshpar.launchers.targets.job import Job, Target, ask, make_target
 from meshpar.launchers.targets.launched import LAUNCH
@@ -159,10 +158,11 @@ def _problems_or_notes(
 ) -> Sequence[str]:
     """Raise PlanError with every problem, or return notes about what only the job itself can check."""
     seen, notes = (recipe, []) if shares_disks else _seen_from_here(recipe)
-    problems = [] if seen is None else build.check_job(seen, spec.size)
-    if elastic == "replicas":
-        divided(spec, nodes, 0)
-        problems += replica_problems(recipe)
+    ranks, replica = spec.size, elastic == "replicas"
+    if replica:
+        division = divided(spec, nodes, 0)
+        seen, ranks = None if seen is None else division.recipe(seen), division.ranks
+    problems = [] if seen is None else build.check_job(seen, ranks, replica=replica)
     if gpus_per_node and recipe.device == "cpu":
         problems.append(f"the recipe has device: cpu and the job has {gpus_per_node} GPUs per node; remove one of the two")
     if not gpus_per_node and recipe.device not in ("auto", "cpu"):
