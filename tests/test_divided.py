@@ -16,7 +16,7 @@ import torch.distributed as dist
 from models_for_parity import transformer
 
 from meshpar import HybridShard, Plan, PlanError, forecast
-from meshpar.checkpoints import CheckpointManager
+from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, read_manifest
 from meshpar.errors import MeshparError, ReplicaError
 from meshpar.forecasting import Batch, Hardware
 from meshpar.forecasting.search import search
@@ -24,7 +24,7 @@ from meshpar.passes import Pass, Stage
 from meshpar.placements import local_tensor
 from meshpar.state.shares import assigned, routes
 from meshpar.testing import on_ranks, token_loss_sum
-from meshpar.training import Batches, Lighthouse, Replicas
+from meshpar.training import Batches, Lighthouse, Replicas, elastic
 from meshpar.training.divided import check_separable
 from meshpar.training.optimizer import AdamWSettings, build_adamw
 from meshpar.training.quorum import Member, Quorum
@@ -377,6 +377,101 @@ def test_a_checkpoint_has_all_optimizer_state(tmp_path):
         job.train(2)
         job.check()
         assert sum(map(nbytes, job.replicas)) == 4 * sum(each.nbytes for each in Net().parameters())
+
+
+def saved(job, manager, step):
+    """Save a step of all replicas."""
+
+    def save(replica):
+        with replica.saving() as writes:
+            if writes:
+                manager.save(step, replica.par, replica.optimizer, {"data": replica.data.state_dict(), "step": step})
+
+    job.all(save)
+
+
+def restored(job, manager, **options):
+    """Let all replicas find that nobody has a state, and restore; return the bytes of optimizer state that each has read."""
+    assert job.all(Replicas.join) == [False] * len(job.replicas)
+    found, inner = [], DistributedCheckpoint.read
+
+    def read(source, name, index, out):
+        found[-1] += out.nbytes if name.startswith("optimizer.") and out.ndim else 0
+        inner(source, name, index, out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedCheckpoint, "read", read)
+        for replica in job.replicas:
+            found.append(0)
+            extra = manager.restore(replica.par, replica.optimizer, **options).extra
+            replica.data.load_state_dict(extra["data"])
+            replica.step = extra["step"]
+    return found
+
+
+@needs_torchft
+@on_ranks(1)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_restore_reads_the_share_that_a_replica_holds(tmp_path, copies):
+    manager, whole = CheckpointManager(tmp_path), 2 * sum(each.nbytes for each in Net().parameters())
+    with Job(3, copies=copies) as job:
+        job.train(3)
+        saved(job, manager, 3)
+        counted = job.counted
+    with Job(3, copies=copies) as job:
+        read = restored(job, manager)
+        assert read == list(map(nbytes, job.replicas)) and sum(read) == copies * whole and max(read) <= 1.15 * whole * copies / 3
+        with pytest.raises(MeshparError, match="other replicas hold a part"):
+            manager.save(4, job.replicas[0].par, job.replicas[0].optimizer)
+        job.counted = counted
+        job.train(2)
+        job.check()
+        assert read == list(map(nbytes, job.replicas)), "nothing had to move"
+    with Job(3, copies=copies) as job, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elastic, "_MOST_S", 1.0)
+        job.lose(2)
+        assert restored(job, manager) == [whole] * 2, "a replica that is awaited may come and read no share"
+
+
+@needs_torchft
+@on_ranks(1)
+def test_replicas_that_fall_back_read_all_so_that_the_others_can_join_them(tmp_path):
+    """A part of the newest step is damaged, which its two holders see and the third does not: the older step is the job's."""
+    manager = CheckpointManager(tmp_path)
+    with Job(3) as job:
+        job.train(2)
+        saved(job, manager, 2)
+        counted = list(job.counted)
+        job.train(2)
+        saved(job, manager, 4)
+    manifest = read_manifest(tmp_path / "step-00000004")
+    ((_, _, file, position, length, _),) = manifest.tensors["optimizer.down.weight.exp_avg"]["chunks"]
+    with (manifest.files_in(tmp_path / "step-00000004") / file).open("r+b") as stream:
+        stream.seek(position + length // 2)
+        (value,) = stream.read(1)
+        stream.seek(position + length // 2)
+        stream.write(bytes([value ^ 1]))
+    with Job(3) as job, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elastic, "_MOST_S", 3.0)  # the two wait for the third
+        whole = 2 * sum(each.nbytes for each in Net().parameters())
+        restored(job, manager, fallback=True)
+        assert sorted(replica.step for replica in job.replicas) == [2, 2, 4]
+        ahead = next(number for number, replica in enumerate(job.replicas) if replica.step == 4)
+        assert [nbytes(replica) == whole for replica in job.replicas] == [replica.step == 2 for replica in job.replicas]
+
+        def enter(replica):
+            if replica is not job.replicas[ahead]:
+                return job.stepped(replica)
+            with pytest.raises(ReplicaError, match="the others have resumed from a checkpoint of before step 4"):
+                replica.begin()
+            replica.close()
+            return [], False
+
+        found = job.all(enter)
+        job.counted = [*counted, [row for rows, counts in found if counts for row in rows]]
+        job.lose(ahead)
+        job.train(1)
+        job.check()
 
 
 @needs_torchft

@@ -18,8 +18,8 @@ from meshpar.errors import MeshparError
 from meshpar.exact.agreement import leaves
 from meshpar.placements import local_tensor
 from meshpar.replicas import digest
-from meshpar.state.full import mark_divided
-from meshpar.state.shares import Routes, assigned, held_of, routes, sizes_of
+from meshpar.state.full import mark_divided, restore_by
+from meshpar.state.shares import Routes, assigned, first_shares, held_of, routes, sizes_of
 from meshpar.training.quorum import Peers
 from meshpar.training.wire import Part, received, send
 
@@ -50,7 +50,7 @@ class Divided:
         held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
         self.parameters: list[Tensor] = sorted(held, key=lambda each: places.get(id(each), len(places)))
         self._sizes = sizes_of(self.parameters)
-        self.whole = self.holds = (1 << len(self.parameters)) - 1
+        self.whole = self.holds = self._first = (1 << len(self.parameters)) - 1
         self._numbers = {id(each): number for number, each in enumerate(self.parameters)}
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._known: tuple[tuple[int, ...], int, list[tuple[int, int, list[list[Tensor]]]]] | None = None
@@ -188,6 +188,20 @@ class Divided:
         for number, each in enumerate(self.parameters):
             if not share >> number & 1:
                 self._optimizer.state.pop(each, None)
+        self._note(share)
+        restore_by(self._optimizer, None)
+
+    def expect_restore(self, place: int, count: int) -> None:
+        """Let a restore of a checkpoint read the first share of replica ``place`` of ``count`` alone, until :meth:`keep`."""
+        self._first = first_shares(self.parameters, count, self._copies)[place]
+        restore_by(self._optimizer, self._restored)
+
+    def _restored(self, whole: bool) -> list[Tensor]:
+        self._note(self.whole if whole else self._first)
+        held = [each for group in self._optimizer.param_groups for each in group["params"]]
+        return [each for each in held if (number := self._numbers.get(id(each))) is None or self.holds >> number & 1]
+
+    def _note(self, share: int) -> None:
         self.holds = share
         why = "other replicas hold a part of the optimizer's state; save and read it inside of `with replicas.saving() as writes:`"
         mark_divided(self._optimizer, "" if share == self.whole else why)

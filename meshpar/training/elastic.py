@@ -166,12 +166,18 @@ class Replicas:
         self._drop_group()
 
     def join(self) -> bool:
-        """Return whether living replicas have a state, which :meth:`begin` copies. If not, restore a checkpoint. Call it once, first."""
+        """Return whether living replicas have a state, which :meth:`begin` copies. If not, restore a checkpoint. Call it once, first.
+
+        The restore then reads this replica's share of divided optimizer state alone, if all replicas are there to read theirs.
+        """
         self._blank = True
         self._ask(waits=False)
         assert self._quorum is not None
         self._blank = self._quorum.best[0] >= 0 and self._quorum.covered
         if not self._blank:
+            names = [each.name for each in self._quorum.members]
+            if self._divided is not None and len(set(map(_plain, names))) == len(names) == self._expected:
+                self._divided.expect_restore(names.index(self._name), len(names))
             self._quorum = None  # the next one tells from where this replica starts
         return self._blank
 
