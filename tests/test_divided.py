@@ -17,9 +17,10 @@ from models_for_parity import transformer
 
 from meshpar import HybridShard, Plan, PlanError, forecast
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, read_manifest
-from meshpar.errors import MeshparError, ReplicaError
+from meshpar.errors import LaunchError, MeshparError, ReplicaError
 from meshpar.forecasting import Batch, Hardware
 from meshpar.forecasting.search import search
+from meshpar.launchers.commands.inspecting import check_recipe, describe_recipe
 from meshpar.passes import Pass, Stage
 from meshpar.placements import local_tensor
 from meshpar.state.shares import assigned, routes
@@ -610,6 +611,35 @@ def test_undivided_replicas_hold_all_optimizer_state():
     assert told.optimizer_bytes == one.optimizer_bytes and "replicas" not in str(told)
     with pytest.raises(PlanError, match="dp_replicate=2 inside of one replica"):
         Plan("dp_replicate=2,dp_shard=2", [HybridShard()]).describe(module, replicas=2)
+
+
+RECIPE = """
+mesh: dp_replicate=3,dp_shard=2
+passes: [{HybridShard: {optimizer: world}}]
+device: cpu
+model: {dim: 32, layers: 2, heads: 2, hidden: 48, max_positions: 64}
+data: {source: stdlib, sequence_length: 64, micro_batch: 2}
+training: {steps: 10}
+"""
+
+
+def test_the_commands_know_elastic_replicas_of_a_recipe(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(RECIPE)
+    told = describe_recipe(str(path), ["optimizer_copies=1"], elastic="replicas")
+    assert "the largest of 3 replicas' shares, 1 of which hold" in told and "dp_replicate=1,dp_shard=2" in told
+    assert "dp_replicate+dp_shard" in describe_recipe(str(path)), "one job splits parameters over both axes"
+    assert "fits 3 replicas of 2 ranks" in check_recipe(str(path), elastic="replicas")
+    coupled = ["optimizer={class: test_divided.Coupled, lr: 1e-3}"]
+    assert "fits 6 ranks" in check_recipe(str(path), coupled)
+    with pytest.raises(PlanError, match="step that Coupled makes of one parameter depends on others"):
+        check_recipe(str(path), coupled, elastic="replicas")
+    with pytest.raises(PlanError, match="--elastic=replicas reads data in the training process"):
+        check_recipe(str(path), ["data.workers=1"], elastic="replicas")
+    with pytest.raises(LaunchError, match="has one replica"):
+        check_recipe(str(path), ["mesh=dp_shard=2", "passes=[FullyShard]"], elastic="replicas")
+    with pytest.raises(LaunchError, match="expected replicas"):
+        describe_recipe(str(path), elastic="nodes")
 
 
 FAULTS = 3

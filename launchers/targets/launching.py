@@ -15,6 +15,7 @@ from meshpar import registry
 from meshpar.errors import LaunchError, MeshError, PlanError
 from meshpar.launchers.agent.replicas import divided
 from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
 from meshpar.launchers.targets.job import Job, Target, ask, make_target
 from meshpar.launchers.targets.launched import LAUNCH
@@ -162,7 +163,8 @@ def _problems_or_notes(
     if replica:
         division = divided(spec, nodes, 0)
         seen, ranks = None if seen is None else division.recipe(seen), division.ranks
-    problems = [] if seen is None else build.check_job(seen, ranks, replica=replica)
+    problems = list(replica_problems(recipe)) if replica and seen is None else []
+    problems += [] if seen is None else build.check_job(seen, ranks, replica=replica)
     if gpus_per_node and recipe.device == "cpu":
         problems.append(f"the recipe has device: cpu and the job has {gpus_per_node} GPUs per node; remove one of the two")
     if not gpus_per_node and recipe.device not in ("auto", "cpu"):
