@@ -424,8 +424,8 @@ def _replayed(chosen: Sequence[Simulation], layout: ModelLayout, hardware: Hardw
     for job, some in zip(chosen, jobs):
         (trace, *more), replayed = [next(traces) for _ in some], "all"
         try:
-            if more:
-                trace, replayed = deepened(trace, *more, depth), "probes"
+            for deeper in more:
+                trace, replayed = deepened(trace, deeper, depth), "probes"
         except MeshparError:  # as in _estimates
             (trace,) = simulates([job])
         yield evaluated(trace, hardware, job, replayed)
