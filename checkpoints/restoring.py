@@ -91,7 +91,8 @@ class Restoring:
 
     def read(self, *, random: bool, passed_over: tuple[str, ...] = ()) -> RestoredState:
         """Restore; collective. Raises CheckpointError on every rank if a tensor's bytes are damaged; the state is partly restored then."""
-        self._ranks.everyone("reading (the state is partly restored)", self._read)
+        # Replicas that share optimizer state restore one step. This one alone may have found that step damaged.
+        self._ranks.everyone("reading (the state is partly restored)", lambda: self._read(whole=bool(passed_over)))
         manifest, par = self._manifest, self._par
         same = mesh_axes(par.mesh) == manifest.mesh and self._ranks.size == manifest.world_size and par.device.type == manifest.device
         return RestoredState(
@@ -164,19 +165,19 @@ class Restoring:
     def _saved_name(self, name: str) -> str:
         return MODEL + self._renamed.get(name, name)
 
-    def _read(self) -> None:
+    def _read(self, *, whole: bool) -> None:
         wanted = [(self._saved_name(name), tensor) for name, tensor in self._model.tensors.items()]
         if self._optimizer is not None and self._manifest.optimizer is not None:
-            room = restore_optimizer(self._optimizer, self._model, self._manifest.optimizer, self._renamed, self._source.tensors)
-            wanted += room
-        stored = [(name, tensor) for name, tensor in wanted if name in self._source.tensors]
-        self._source.locate({name: held_by_this_rank(tensor) for name, tensor in stored})
+            table, stored = self._manifest.optimizer, self._source.tensors
+            wanted += restore_optimizer(self._optimizer, self._model, table, self._renamed, stored, whole=whole)
+        found = [(name, tensor) for name, tensor in wanted if name in self._source.tensors]
+        self._source.locate({name: held_by_this_rank(tensor) for name, tensor in found})
 
         def read(pair: tuple[str, torch.Tensor]) -> None:
             with torch.no_grad():  # of this thread
                 self._source.read(pair[0], held_by_this_rank(pair[1]), local_tensor(pair[1]))
 
-        self._source.each(read, sorted(stored, key=lambda each: self._source.place(each[0])))
+        self._source.each(read, sorted(found, key=lambda each: self._source.place(each[0])))
 
     def _restore_random(self, same: bool) -> str:
         prefix = f"random.rank-{self._ranks.rank}."

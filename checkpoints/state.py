@@ -24,7 +24,7 @@ from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.dcp import Stored
 from meshpar.errors import CheckpointError
 from meshpar.placements import local_tensor, placed_like, sharded_axes
-from meshpar.state.full import check_undivided
+from meshpar.state.full import check_undivided, restored_parameters
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """One optimizer, or several by name, of different parameters."""
@@ -197,7 +197,13 @@ def plain(value: object, what: str) -> Any:  # noqa: ANN401 - plain data
 
 
 def restore_optimizer(
-    given: Optimizers, model: ModelState, table: Mapping[str, Any], renamed: Mapping[str, str], stored: Mapping[str, Stored]
+    given: Optimizers,
+    model: ModelState,
+    table: Mapping[str, Any],
+    renamed: Mapping[str, str],
+    stored: Mapping[str, Stored],
+    *,
+    whole: bool = False,
 ) -> list[tuple[str, Tensor]]:
     """Set the options of optimizers from a checkpoint, and allocate their state to be read.
 
@@ -208,12 +214,12 @@ def restore_optimizer(
         table: the table saved by :func:`optimizer_state`.
         renamed: our name of each parameter -> the checkpoint's.
         stored: the checkpoint's tensors.
+        whole: read also the state that other replicas hold.
 
     Returns:
         Names in the checkpoint, and the tensor to read each into.
     """
-    for optimizer in optimizers_of(given).values():
-        check_undivided(optimizer)
+    read = {id(each) for optimizer in optimizers_of(given).values() for each in restored_parameters(optimizer, whole=whole)}
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     wanted: list[tuple[str, Tensor]] = []
     options, classes = options_by_parameter(table), class_by_parameter(table)
@@ -225,7 +231,7 @@ def restore_optimizer(
             saved = saved_names[id(parameter)]
             old = dict(optimizer.state.pop(parameter, {}))
             new: dict[str, Any] = {}
-            for key, kind in table["state"].get(saved, {}).items() if saved in known else ():
+            for key, kind in table["state"].get(saved, {}).items() if saved in known and id(parameter) in read else ():
                 if kind == "tensor":
                     name = optimizer_key(saved, key)
                     new[key] = _room(stored[name], stored[MODEL + saved].dtype, key, parameter, group, old.get(key))

@@ -42,6 +42,7 @@ Overrides = Annotated[
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 WorldSize = Annotated[int | None, typer.Option("--world-size", help="Number of ranks; default: the size of the mesh.", min=1)]
+Elastic = Annotated[str | None, typer.Option(help="replicas: as `meshpar run --elastic replicas` starts it.")]
 
 
 def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
@@ -134,6 +135,7 @@ def describe(
     overrides: Overrides = None,
     mesh: Annotated[str | None, typer.Option(help="The mesh, instead of the recipe's: dp_replicate=8,dp_shard=8,tp=8")] = None,
     world_size: WorldSize = None,
+    elastic: Elastic = None,
     debug: Debug = False,
 ) -> None:
     """Print the parameters that each rank would store.
@@ -143,7 +145,7 @@ def describe(
     with quick_imports():
         from meshpar.launchers.commands.inspecting import describe_recipe
 
-    print(describe_recipe(recipe, overrides or [], mesh=mesh, world_size=world_size))
+    print(describe_recipe(recipe, overrides or [], mesh=mesh, world_size=world_size, elastic=elastic))
 
 
 def _keys(wanted: bool) -> None:
@@ -160,6 +162,7 @@ def check(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     world_size: WorldSize = None,
+    elastic: Elastic = None,
     keys: Annotated[bool, typer.Option("--keys", callback=_keys, is_eager=True, help="Print every key of a recipe, and stop.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -167,7 +170,7 @@ def check(
     with quick_imports():
         from meshpar.launchers.commands.inspecting import check_recipe
 
-    print(check_recipe(recipe, overrides or [], world_size=world_size))
+    print(check_recipe(recipe, overrides or [], world_size=world_size, elastic=elastic))
 
 
 @app.command()

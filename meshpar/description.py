@@ -16,6 +16,7 @@ from meshpar.passes.applied import applied
 from meshpar.passes.base import find_blocks
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, shard_dim
+from meshpar.state.shares import first_shares, held_of
 
 ADAM_STATE_TENSORS = 2
 
@@ -55,10 +56,13 @@ class Description:
         parameters: number of parameters of the whole model; tied ones count once.
         parameter_bytes: bytes of parameters that this rank stores.
         gradient_bytes: the same for gradients (of trainable parameters).
-        optimizer_bytes: AdamW's two moments of trainable parameters; None: another optimizer, whose state is not known.
+        optimizer_bytes: AdamW's two moments of trainable parameters; None: another optimizer, whose state is not known. Of replicas that
+            divide the optimizer state, those of the largest share.
         buffer_bytes: buffers, which every rank holds whole.
         shard_bytes: the shard that this rank keeps for its replica, in the computing dtype, where it stores a slice of the shard
             (``HybridShard(optimizer="world")``).
+        replicas: number of replicas, each a job of its own, that divide the optimizer state; 1: nobody does.
+        copies: number of these that hold each parameter's.
     """
 
     title: str
@@ -69,6 +73,8 @@ class Description:
     optimizer_bytes: int | None
     buffer_bytes: int
     shard_bytes: int
+    replicas: int = 1
+    copies: int = 1
 
     @property
     def total_bytes(self) -> int:
@@ -90,6 +96,8 @@ class Description:
         ]
         lines = table(head, body)
         optimizer = "optimizer state of unknown size" if self.optimizer_bytes is None else f"{_size(self.optimizer_bytes)} of AdamW state"
+        if self.replicas > 1:
+            optimizer += f" (the largest of {self.replicas} replicas' shares, {self.copies} of which hold each parameter's)"
         shards = f", {_size(self.shard_bytes)} of shards for its replica" if self.shard_bytes else ""
         totals = (
             f"{self.parameters:,} parameters; this rank stores "
@@ -100,8 +108,16 @@ class Description:
         return "\n".join([self.title, "", lines[0], "-" * len(lines[0]), *lines[1:], "", totals])
 
 
-def describe(module: nn.Module, layout: ModelLayout, title: str) -> Description:
-    """Return what this rank holds of ``module``; like blocks share their rows."""
+def describe(module: nn.Module, layout: ModelLayout, title: str, replicas: int = 1, copies: int = 1) -> Description:
+    """Return what this rank holds of ``module``; like blocks share their rows.
+
+    Args:
+        module: after its passes.
+        layout: its description.
+        title: of the table.
+        replicas: number of replicas that divide the optimizer state.
+        copies: number of these that hold each parameter's.
+    """
     blocks = sorted(((name, child) for name, child in find_blocks(module, layout)), key=lambda item: -len(item[0]))
     rows: dict[str, list[Row]] = {}
     parameters = stored = gradients = 0
@@ -121,6 +137,8 @@ def describe(module: nn.Module, layout: ModelLayout, title: str) -> Description:
             rank_bytes=size,
         )
         rows.setdefault(block, []).append(row)
+    trained = [each for each in module.parameters() if each.requires_grad]
+    held = (held_of(share, trained) for share in first_shares(trained, replicas, copies))
     shards = applied(module).replica_shards
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     return Description(
@@ -129,9 +147,11 @@ def describe(module: nn.Module, layout: ModelLayout, title: str) -> Description:
         parameters=parameters,
         parameter_bytes=stored,
         gradient_bytes=gradients,
-        optimizer_bytes=ADAM_STATE_TENSORS * gradients,
+        optimizer_bytes=ADAM_STATE_TENSORS * max(sum(local_tensor(each).nbytes for each in some) for some in held),
         buffer_bytes=buffers,
         shard_bytes=0 if shards is None else shards.nbytes,
+        replicas=replicas,
+        copies=min(copies, replicas),
     )
 
 

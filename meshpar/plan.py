@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshpar import registry, runtime
-from meshpar.description import Description
+from meshpar.description import Description, describe
 from meshpar.errors import LayoutError, MeshError, MeshparError, PlanError
 from meshpar.exact.agreement import Agreement
 from meshpar.exact.cycle import Cycle
@@ -33,6 +33,7 @@ from meshpar.passes.random import draws_random
 from meshpar.replicas import check_equal
 from meshpar.state.full import refuse_copies
 from meshpar.state.initialize import state, tied_names
+from meshpar.state.shares import plan_problems
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +242,15 @@ class Plan:
             if tied_names(module) != ties:
                 raise MeshparError(f"{each.name} untied tied parameters: expected {ties}, got {tied_names(module)}")
 
-    def describe(self, module: nn.Module, layout: ModelLayout | None = None, *, world_size: int | None = None) -> Description:
+    def describe(
+        self,
+        module: nn.Module,
+        layout: ModelLayout | None = None,
+        *,
+        world_size: int | None = None,
+        replicas: int = 1,
+        optimizer_copies: int = 2,
+    ) -> Description:
         """Return what the rank with the most parameters would store, block by block. See :meth:`Parallelized.describe`.
 
         Applies the passes to ``module`` in this one process. The module must be on the meta device and cannot be used afterwards.
@@ -250,14 +259,20 @@ class Plan:
             module: the model.
             layout: description of the model. Defaults to the module's own, then to the registered layouts.
             world_size: number of ranks. Defaults to the size of the mesh, or the ranks of this job.
+            replicas: number of replicas of :class:`meshpar.training.Replicas`, each a job of its own with this plan.
+            optimizer_copies: as :class:`meshpar.training.Replicas` takes it.
 
         Raises:
             PlanError: problems that :meth:`check` finds.
         """
         size = self._size(world_size)
-        self.check(module, layout, size)
+        spec = self.check(module, layout, size)
+        if replicas > 1 and (problems := list(plan_problems(spec, module, optimizer_copies))):
+            raise PlanError(problems)
+        divides = any(each.divides_optimizer for each in self.passes)
         with runtime.simulated(size):
-            return self.apply(module, layout, device_type="cpu").describe()
+            par = self.apply(module, layout, device_type="cpu")
+            return describe(module, par.layout, str(self), replicas if divides else 1, optimizer_copies)
 
 
 def _split_copy(each: Pass, layout: ModelLayout, module: nn.Module, mesh: Any, group: Any, rank: int) -> Any:

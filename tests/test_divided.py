@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +12,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from models_for_parity import transformer
 
-from meshpar import Plan, PlanError
-from meshpar.checkpoints import CheckpointManager
-from meshpar.errors import MeshparError, ReplicaError
+from meshpar import HybridShard, Plan, PlanError, forecast
+from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, read_manifest
+from meshpar.errors import LaunchError, MeshparError, ReplicaError
+from meshpar.forecasting import Batch, Hardware
+from meshpar.forecasting.search import search
+from meshpar.launchers.commands.inspecting import check_recipe, describe_recipe
 from meshpar.passes import Pass, Stage
-from meshpar.testing import on_ranks
-from meshpar.training import Batches, Lighthouse, Replicas
-from meshpar.training.divided import assigned, check_separable, routes
+from meshpar.placements import local_tensor
+from meshpar.state.shares import assigned, routes
+from meshpar.testing import on_ranks, token_loss_sum
+from meshpar.training import Batches, Lighthouse, Replicas, elastic
+from meshpar.training.divided import check_separable
+from meshpar.training.optimizer import AdamWSettings, build_adamw
 from meshpar.training.quorum import Member, Quorum
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -371,6 +380,101 @@ def test_a_checkpoint_has_all_optimizer_state(tmp_path):
         assert sum(map(nbytes, job.replicas)) == 4 * sum(each.nbytes for each in Net().parameters())
 
 
+def saved(job, manager, step):
+    """Save a step of all replicas."""
+
+    def save(replica):
+        with replica.saving() as writes:
+            if writes:
+                manager.save(step, replica.par, replica.optimizer, {"data": replica.data.state_dict(), "step": step})
+
+    job.all(save)
+
+
+def restored(job, manager, **options):
+    """Let all replicas find that nobody has a state, and restore; return the bytes of optimizer state that each has read."""
+    assert job.all(Replicas.join) == [False] * len(job.replicas)
+    found, inner = [], DistributedCheckpoint.read
+
+    def read(source, name, index, out):
+        found[-1] += out.nbytes if name.startswith("optimizer.") and out.ndim else 0
+        inner(source, name, index, out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedCheckpoint, "read", read)
+        for replica in job.replicas:
+            found.append(0)
+            extra = manager.restore(replica.par, replica.optimizer, **options).extra
+            replica.data.load_state_dict(extra["data"])
+            replica.step = extra["step"]
+    return found
+
+
+@needs_torchft
+@on_ranks(1)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_restore_reads_the_share_that_a_replica_holds(tmp_path, copies):
+    manager, whole = CheckpointManager(tmp_path), 2 * sum(each.nbytes for each in Net().parameters())
+    with Job(3, copies=copies) as job:
+        job.train(3)
+        saved(job, manager, 3)
+        counted = job.counted
+    with Job(3, copies=copies) as job:
+        read = restored(job, manager)
+        assert read == list(map(nbytes, job.replicas)) and sum(read) == copies * whole and max(read) <= 1.15 * whole * copies / 3
+        with pytest.raises(MeshparError, match="other replicas hold a part"):
+            manager.save(4, job.replicas[0].par, job.replicas[0].optimizer)
+        job.counted = counted
+        job.train(2)
+        job.check()
+        assert read == list(map(nbytes, job.replicas)), "nothing had to move"
+    with Job(3, copies=copies) as job, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elastic, "_MOST_S", 1.0)
+        job.lose(2)
+        assert restored(job, manager) == [whole] * 2, "a replica that is awaited may come and read no share"
+
+
+@needs_torchft
+@on_ranks(1)
+def test_replicas_that_fall_back_read_all_so_that_the_others_can_join_them(tmp_path):
+    """A part of the newest step is damaged, which its two holders see and the third does not: the older step is the job's."""
+    manager = CheckpointManager(tmp_path)
+    with Job(3) as job:
+        job.train(2)
+        saved(job, manager, 2)
+        counted = list(job.counted)
+        job.train(2)
+        saved(job, manager, 4)
+    manifest = read_manifest(tmp_path / "step-00000004")
+    ((_, _, file, position, length, _),) = manifest.tensors["optimizer.down.weight.exp_avg"]["chunks"]
+    with (manifest.files_in(tmp_path / "step-00000004") / file).open("r+b") as stream:
+        stream.seek(position + length // 2)
+        (value,) = stream.read(1)
+        stream.seek(position + length // 2)
+        stream.write(bytes([value ^ 1]))
+    with Job(3) as job, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elastic, "_MOST_S", 3.0)  # the two wait for the third
+        whole = 2 * sum(each.nbytes for each in Net().parameters())
+        restored(job, manager, fallback=True)
+        assert sorted(replica.step for replica in job.replicas) == [2, 2, 4]
+        ahead = next(number for number, replica in enumerate(job.replicas) if replica.step == 4)
+        assert [nbytes(replica) == whole for replica in job.replicas] == [replica.step == 2 for replica in job.replicas]
+
+        def enter(replica):
+            if replica is not job.replicas[ahead]:
+                return job.stepped(replica)
+            with pytest.raises(ReplicaError, match="the others have resumed from a checkpoint of before step 4"):
+                replica.begin()
+            replica.close()
+            return [], False
+
+        found = job.all(enter)
+        job.counted = [*counted, [row for rows, counts in found if counts for row in rows]]
+        job.lose(ahead)
+        job.train(1)
+        job.check()
+
+
 @needs_torchft
 @on_ranks(1)
 def test_what_would_differ_from_one_process_is_refused():
@@ -413,6 +517,129 @@ def test_replicas_that_save_together_stop_together():
         assert told == [[False, False], [False, False], [True, False]]
         with job.replicas[0].saving() as writes:
             assert not writes
+
+
+def adamw(module):
+    return build_adamw(module, AdamWSettings(lr=1e-3))
+
+
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
+
+
+def uneven(optimizer="world", layers=2):
+    """Return the plan of a replica of two ranks, and a model that they cannot share evenly."""
+    with torch.device("meta"):
+        return Plan("dp_replicate=1,dp_shard=2", [HybridShard(optimizer=optimizer)]), transformer(vocab_size=97, layers=layers)
+
+
+def bytes_of(tensors):
+    return sum(local_tensor(each).nbytes for each in tensors)
+
+
+@on_ranks(6)
+def note_bytes(folder, make, copies, port):
+    """Train three replicas of two ranks, and write down what each rank holds and exchanges."""
+    rank = dist.get_rank()
+    replica, inside = divmod(rank, 2)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store-{replica}", 2), rank=inside, world_size=2)
+    plan, module = uneven()
+    par = plan.apply(module).materialize(seed=0)
+    optimizer = make(par.module)
+    data = Batches(lab.Rows(32), micro_batch=2, data_rank=par.data_rank, data_size=par.data_size, seed=0)
+    options = {"lighthouse": f"http://127.0.0.1:{port}", "name": str(replica), "replicas": 3, "optimizer_copies": copies}
+    with Replicas(par, optimizer, data, **options) as replicas:
+        for _ in range(2):
+            (batch,) = replicas.begin()
+            loss_sum, tokens = token_loss_sum(par.module, batch)
+            (loss_sum * par.token_scale(tokens)).backward()
+            replicas.reduce(tokens)
+            optimizer.step()
+            gradients = bytes_of(each.grad for each in par.module.parameters())
+            optimizer.zero_grad()
+        parameters, sent = bytes_of(par.module.parameters()), replicas.optimizer_sent
+        got = bytes_of(each for each in par.module.parameters() if not optimizer.state.get(each))
+        state = [value for states in optimizer.state.values() for value in states.values() if value.ndim]
+        held = {"parameters": parameters, "gradients": gradients, "optimizer": bytes_of(state), "exchanged": max(sent, got)}
+    Path(folder, f"held-{rank}").write_text(json.dumps(held))
+
+
+@needs_torchft
+@pytest.mark.parametrize(("make", "copies"), [(adamw, 2), (adamw, 1), (sgd, 2)])
+def test_ranks_hold_and_exchange_the_bytes_that_were_forecast(tmp_path, make, copies):
+    """Three replicas of two ranks: describe and the forecast tell what the fullest rank holds, to the byte."""
+    lighthouse = Lighthouse(patience_s=20.0)
+    try:
+        note_bytes(str(tmp_path), make, copies, lighthouse.port)
+    finally:
+        lighthouse.close()
+    ranks = [json.loads(path.read_text()) for path in tmp_path.glob("held-*")]
+    fullest = {name: max(each[name] for each in ranks) for name in ranks[0]}
+    plan, module = uneven()
+    made = forecast(plan, module, Batch(sequence=8), hardware="h100", replicas=3, optimizer_copies=copies, optimizer=make)
+    sent = [each.size for _, each in made.trace.collectives() if each.kind == "send"]
+    assert dict(made.trace.exact) | {"exchanged": sum(sent)} == fullest | {"buffers": 0}
+    assert made.world_size == 6 and dict(made.mesh.axes) == {"dp_replicate": 3, "dp_shard": 2}
+    summed = [each.size for _, each in made.trace.collectives() if (each.axis, each.ranks, each.kind) == ("dp_replicate", 3, "all_reduce")]
+    assert sum(summed) == fullest["gradients"]
+    if make is adamw:
+        told = plan.describe(module, replicas=3, optimizer_copies=copies)
+        assert [told.parameter_bytes, told.gradient_bytes, told.optimizer_bytes] == list(fullest.values())[:3]
+        assert f"the largest of 3 replicas' shares, {copies} of which hold" in str(told)
+
+
+def test_a_search_lets_replicas_divide_state_that_does_not_fit():
+    """Replicas inside of nodes; the optimizer is divided where a whole one does not fit, and the best of these is replayed."""
+    model = uneven(layers=5)[1]
+    node = Hardware.load("h100")
+    node = dataclasses.replace(node, node=2, memory=node.reserved + 580_000)  # a replica with all state takes 582,144 bytes at least
+    asked = {"recompute": ("none",), "micro_batches": (1,), "optimizer_copies": 2}
+    found = search(model, model.meshpar_layout(), Batch(sequence=8), node, 6, top=1, **asked)
+    assert all(each.settings.world and each.settings.replicas > 1 and each.settings.job().size <= 2 for each in found.fitting)
+    (best,), settings = found.best, found.fitting[0].settings
+    assert best.world_size == 6 and best.mesh.axes == settings.mesh().axes
+    told = Plan(settings.job(), settings.passes()).describe(uneven(layers=5)[1], replicas=settings.replicas)
+    assert best.trace.exact["optimizer"] == told.optimizer_bytes < 2 * told.parameter_bytes
+    with pytest.raises(MeshparError, match="2 ranks are one replica, in nodes of 2"):
+        search(model, model.meshpar_layout(), Batch(sequence=8), node, 2, **asked)
+
+
+def test_undivided_replicas_hold_all_optimizer_state():
+    plan, module = uneven("replica")
+    told, one = (plan.describe(uneven()[1], replicas=count) for count in (3, 1))
+    assert told.optimizer_bytes == one.optimizer_bytes and "replicas" not in str(told)
+    with pytest.raises(PlanError, match="dp_replicate=2 inside of one replica"):
+        Plan("dp_replicate=2,dp_shard=2", [HybridShard()]).describe(module, replicas=2)
+
+
+RECIPE = """
+mesh: dp_replicate=3,dp_shard=2
+passes: [{HybridShard: {optimizer: world}}]
+device: cpu
+model: {dim: 32, layers: 2, heads: 2, hidden: 48, max_positions: 64}
+data: {source: stdlib, sequence_length: 64, micro_batch: 2}
+training: {steps: 10}
+"""
+
+
+def test_the_commands_know_elastic_replicas_of_a_recipe(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(RECIPE)
+    told = describe_recipe(str(path), ["optimizer_copies=1"], elastic="replicas")
+    assert "the largest of 3 replicas' shares, 1 of which hold" in told and "dp_replicate=1,dp_shard=2" in told
+    assert "dp_replicate+dp_shard" in describe_recipe(str(path)), "one job splits parameters over both axes"
+    assert "fits 3 replicas of 2 ranks" in check_recipe(str(path), elastic="replicas")
+    coupled = ["optimizer={class: test_divided.Coupled, lr: 1e-3}"]
+    assert "fits 6 ranks" in check_recipe(str(path), coupled)
+    with pytest.raises(PlanError, match="step that Coupled makes of one parameter depends on others"):
+        check_recipe(str(path), coupled, elastic="replicas")
+    with pytest.raises(PlanError, match="--elastic=replicas reads data in the training process"):
+        check_recipe(str(path), ["data.workers=1"], elastic="replicas")
+    with pytest.raises(LaunchError, match="has one replica"):
+        check_recipe(str(path), ["mesh=dp_shard=2", "passes=[FullyShard]"], elastic="replicas")
+    with pytest.raises(LaunchError, match="expected replicas"):
+        describe_recipe(str(path), elastic="nodes")
 
 
 FAULTS = 3

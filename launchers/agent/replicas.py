@@ -47,6 +47,16 @@ class Division:
     ranks: int
     mesh: MeshSpec
 
+    def recipe(self, whole: Recipe) -> Recipe:
+        """Return the recipe of each replica, from that of the whole job."""
+        return whole.model_copy(update={"mesh": str(self.mesh)})
+
+
+def check_elastic(elastic: str) -> None:
+    """Raise LaunchError if ``--elastic`` is not ``replicas``."""
+    if elastic != "replicas":
+        raise LaunchError(f"--elastic is {elastic!r}; expected replicas (--nodes MIN:MAX is the job that restarts on fewer nodes)")
+
 
 def divided(mesh: MeshSpec, nodes: int, node_rank: int) -> Division:
     """Return the replicas of a resolved mesh on ``nodes`` nodes.
@@ -98,7 +108,7 @@ def launch_replicas(
             manager.own()
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshpar-")))
         path = folder / f"{recipe.name}.yaml"
-        path.write_text(recipe.model_copy(update={"mesh": str(division.mesh)}).to_yaml(), encoding="utf-8")
+        path.write_text(division.recipe(recipe).to_yaml(), encoding="utf-8")
         restarts = _RESTARTS if restarts is None else restarts
         kept = [_Replica(number, division, path, place, logs, restarts, quiet=quiet) for number in division.here]
         before = {number: signal.signal(number, lambda got, _: _pass_on(kept, got)) for number in _SIGNALS}

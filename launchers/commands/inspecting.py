@@ -8,14 +8,18 @@ from importlib.metadata import entry_points
 
 from meshpar import registry
 from meshpar.errors import PlanError
+from meshpar.launchers.agent.replicas import check_elastic, divided
 from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.recipe import Recipe, UnknownRecipeError, load_recipe, resolve, shipped
 from meshpar.launchers.recipes.sections import Own
 from meshpar.launchers.recipes.yamlfile import Document, apply_overrides
+from meshpar.mesh import MeshSpec
 from meshpar.models.transformer_config import PRESETS
 
 
-def describe_recipe(source: str, overrides: Sequence[str] = (), *, mesh: str | None = None, world_size: int | None = None) -> str:
+def describe_recipe(
+    source: str, overrides: Sequence[str] = (), *, mesh: str | None = None, world_size: int | None = None, elastic: str | None = None
+) -> str:
     """Return a table of the parameters that a rank stores.
 
     Args:
@@ -23,30 +27,53 @@ def describe_recipe(source: str, overrides: Sequence[str] = (), *, mesh: str | N
         overrides: fields of the recipe to set.
         mesh: replaces the recipe's mesh.
         world_size: number of ranks; None: the size of the mesh.
+        elastic: ``"replicas"``: each replica of the mesh is a job of its own.
 
     Raises:
         MeshparError: the recipe or the plan has problems.
     """
     recipe = recipe_or_shape(source, [*overrides, *([] if mesh is None else [f"mesh={mesh}"])])
+    recipe, ranks, replicas = one_replica(recipe, build.world_size_of(recipe) if world_size is None else world_size, elastic)
     model = build.build_shape(recipe)
-    ranks = build.world_size_of(recipe) if world_size is None else world_size
-    made = build.plan_of(recipe).describe(model, build.layout_of(recipe, model), world_size=ranks)
+    made = build.plan_of(recipe).describe(
+        model, build.layout_of(recipe, model), world_size=ranks, replicas=replicas, optimizer_copies=recipe.optimizer_copies
+    )
     return str(replace(made, optimizer_bytes=None) if isinstance(recipe.optimizer, Own) else made)
 
 
-def check_recipe(source: str, overrides: Sequence[str] = (), *, world_size: int | None = None) -> str:
+def one_replica(recipe: Recipe, ranks: int, elastic: str | None, nodes: int = 1) -> tuple[Recipe, int, int]:
+    """Return the recipe of one replica of an elastic job, its number of ranks, and the number of replicas.
+
+    Args:
+        recipe: of the whole job; None of the three changes unless it is ``elastic``.
+        ranks: number of ranks of the whole job.
+        elastic: the option ``--elastic``.
+        nodes: number of nodes, each of which must have whole replicas.
+
+    Raises:
+        LaunchError: see :func:`meshpar.launchers.agent.replicas.divided`.
+    """
+    if elastic is None:
+        return recipe, ranks, 1
+    check_elastic(elastic)
+    division = divided(MeshSpec.placed(recipe.mesh, ranks, ranks // nodes), nodes, 0)
+    return division.recipe(recipe), division.ranks, division.count
+
+
+def check_recipe(source: str, overrides: Sequence[str] = (), *, world_size: int | None = None, elastic: str | None = None) -> str:
     """Check a recipe and return a line that says that it fits.
 
     Raises:
         RecipeError, PlanError: listing every problem.
     """
     recipe = load_recipe(source, overrides)
-    ranks = build.world_size_of(recipe) if world_size is None else world_size
-    problems = build.check_job(recipe, ranks)
+    recipe, ranks, replicas = one_replica(recipe, build.world_size_of(recipe) if world_size is None else world_size, elastic)
+    problems = build.check_job(recipe, ranks, replica=replicas > 1)
     if problems:
         raise PlanError(problems)
     notes = "".join(f"\nnote: {note}" for note in recipe.notes)
-    return f"{source} fits {ranks} rank{'s' if ranks > 1 else ''}: {build.plan_of(recipe)}{notes}"
+    each = f"{replicas} replicas of " if replicas > 1 else ""
+    return f"{source} fits {each}{ranks} rank{'s' if ranks > 1 else ''}: {build.plan_of(recipe)}{notes}"
 
 
 def convert_recipe(source: str, overrides: Sequence[str] = ()) -> str:

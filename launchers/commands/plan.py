@@ -22,6 +22,9 @@ def plan(
     nodes: Annotated[int | None, typer.Option(help="Number of nodes; default: as many as the mesh's ranks fill, or 1.", min=1)] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="Accelerators per node; default: the profile's.", min=1)] = None,
     hardware: Annotated[str, typer.Option(help="h100, h200, a100, b200, or the YAML file of a profile.")] = "h100",
+    elastic: Annotated[
+        str | None, typer.Option(help="replicas: each replica (dp_replicate) is a job of its own, as `meshpar run` starts it.")
+    ] = None,
     search: Annotated[bool, typer.Option("--search", help="Rank every legal mesh and setting instead.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Replay every block instead of extrapolating from a few.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write the report as one HTML file.")] = None,
@@ -37,7 +40,7 @@ def plan(
     if gpus_per_node is not None:
         profile = replace(profile, node=gpus_per_node)
     ranks = None if nodes is None and gpus_per_node is None else (nodes or 1) * profile.node
-    forecasts, ranking, without = _forecasts(recipe, overrides or [], profile, ranks, search=search, full=full)
+    forecasts, ranking, without = _forecasts(recipe, overrides or [], profile, ranks, elastic, search=search, full=full)
     if ranking is not None:
         from meshpar.forecasting.search import ranking_text
 
@@ -59,13 +62,14 @@ def plan(
 
 
 def _forecasts(
-    source: str, overrides: Sequence[str], profile: Hardware, ranks: int | None, *, search: bool, full: bool
+    source: str, overrides: Sequence[str], profile: Hardware, ranks: int | None, elastic: str | None, *, search: bool, full: bool
 ) -> tuple[Sequence[Forecast], Ranking | None, Forecast | None]:
     """Return the forecasts to report, the best first, the ranking of a search, and the forecast without the plan's recomputation."""
     from meshpar.errors import MeshparError
     from meshpar.forecasting.search import search as search_plans
     from meshpar.launchers import progress
-    from meshpar.launchers.commands.inspecting import recipe_or_shape
+    from meshpar.launchers.agent.replicas import check_elastic
+    from meshpar.launchers.commands.inspecting import one_replica, recipe_or_shape
     from meshpar.launchers.jobs import build
     from meshpar.launchers.jobs.forecasting import batch_of, forecast_job
     from meshpar.launchers.recipes.sections import Own
@@ -75,20 +79,24 @@ def _forecasts(
 
     recipe = recipe_or_shape(source, overrides)
     ranks = ranks or ranks_of(recipe.mesh, profile, search=search)
-    plan = build.plan_of(recipe)
     if not search:
+        recipe, ranks, replicas = one_replica(recipe, ranks, elastic, max(1, ranks // profile.node))
+        plan = build.plan_of(recipe)
         depth: Literal["all", "probes"] = "all" if full else "probes"
         plain = Plan(plan.mesh, [each for each in plan.passes if each.stage != Stage.RECOMPUTE])
         plans = [plan, plain] if len(plain.passes) < len(plan.passes) else [plan]
-        made = [forecast_job(recipe, profile, ranks, plan=each, depth=depth) for each in plans]
+        made = [forecast_job(recipe, profile, ranks, plan=each, depth=depth, replicas=replicas) for each in plans]
         return made[:1], None, made[1] if len(made) > 1 else None
+    if elastic is not None:
+        check_elastic(elastic)
+    plan = build.plan_of(recipe)
     if recipe.training.objective != "causal_lm" or recipe.lora is not None or isinstance(recipe.optimizer, Own):
         raise MeshparError(
             "--search trains a whole model on packed text with AdamW; forecast this recipe's plans one by one, without --search"
         )
-    model = build.build_shape(recipe)
+    model, copies = build.build_shape(recipe), None if elastic is None else recipe.optimizer_copies
     with progress.of_parts("steps simulated") as told:
-        ranking = search_plans(model, layout_for(model), batch_of(recipe), profile, ranks, plan=plan, told=told)
+        ranking = search_plans(model, layout_for(model), batch_of(recipe), profile, ranks, plan=plan, told=told, optimizer_copies=copies)
     if not ranking.best:
         nearest = min(ranking.out, key=lambda each: each.peak or float("inf"))
         raise MeshparError(f"no setting fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; use more nodes")

@@ -12,11 +12,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from meshpar import runtime
 from meshpar.errors import LaunchError, PlanError, RecipeError
 from meshpar.launchers.agent.local import launch_local, launch_recipe
-from meshpar.launchers.agent.replicas import Division, divided, launch_replicas
+from meshpar.launchers.agent.replicas import Division, check_elastic, divided, launch_replicas
 from meshpar.launchers.agent.starting import adopt_srun, launch_nodes_here
 from meshpar.launchers.commands.placing import Given, accelerators, adopted, first_error_of, node_range, placed, ranks_on_node
 from meshpar.launchers.jobs import build
-from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.jobs.job import run_job
 from meshpar.launchers.jobs.preflight import find_batch_size
 from meshpar.launchers.jobs.worker import code_of, end_with_parent
@@ -85,9 +84,9 @@ def run_as_rank(recipe: Recipe) -> int:
     return code_of(run_job(recipe).stopped)
 
 
-def check(recipe: Recipe, ranks: int, found: Sequence[str]) -> None:
-    """Raise PlanError with the problems ``found`` and with those of a recipe on ``ranks`` ranks."""
-    problems = [*found, *build.check_job(recipe, ranks)]
+def check(recipe: Recipe, ranks: int, found: Sequence[str], *, replica: bool = False) -> None:
+    """Raise PlanError with the problems ``found`` and with those of a recipe, or of a ``replica``'s, on ``ranks`` ranks."""
+    problems = [*found, *build.check_job(recipe, ranks, replica=replica)]
     if problems:
         raise PlanError(problems)
 
@@ -125,8 +124,7 @@ def run_recipe(
 
 def _run_replicas(recipe: Recipe, given: Given, logs: Path | None, elastic: str) -> int:
     """Run this node's replicas of a recipe."""
-    if elastic != "replicas":
-        raise LaunchError(f"--elastic is {elastic!r}; expected replicas (--nodes MIN:MAX is the job that restarts on fewer nodes)")
+    check_elastic(elastic)
     if odd := [f"--{name.replace('_', '-')}" for name in ("rejoin_s", "run_id", "meeting_s") if name in given]:
         raise LaunchError(f"--elastic=replicas does not support {', '.join(odd)}; set patience in the recipe instead")
     division = division_of(recipe, given)
@@ -136,8 +134,8 @@ def _run_replicas(recipe: Recipe, given: Given, logs: Path | None, elastic: str)
             f"{nodes} nodes require --head for the replicas' lighthouse: HOST:PORT with a free port of node 0, or "
             "FOLDER/FILE that all nodes see, into which node 0 writes its address"
         )
-    one = recipe.model_copy(update={"mesh": str(division.mesh)})
-    check(one, division.ranks, [*build.machine_problems(one, division.ranks), *replica_problems(recipe)])
+    one = division.recipe(recipe)
+    check(one, division.ranks, build.machine_problems(one, division.ranks), replica=True)
     if not node_rank:
         show(recipe)
     return launch_replicas(recipe, division, head, node_rank, given.get("restarts"), logs)

@@ -30,6 +30,7 @@ from meshpar.launchers.jobs.datasets import (
     vocab_size_of,
     with_local_data,
 )
+from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.jobs.models import HEAD_OF, DataFacts, build_transformers
 from meshpar.launchers.recipes.named import OBJECTIVES, has_keyword, make_objective, make_own, make_passes
 from meshpar.launchers.recipes.recipe import Recipe, folder_problems, model_config, rounded_vocabulary
@@ -43,7 +44,9 @@ from meshpar.passes.base import Role, axes_of
 from meshpar.patterns import find_modules, suggestion
 from meshpar.plan import Plan
 from meshpar.registry import layout_for
+from meshpar.state.shares import plan_problems
 from meshpar.training.data import Batches
+from meshpar.training.divided import check_separable
 from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.experts import balance_problems
 from meshpar.training.lora import add_adapters
@@ -221,8 +224,14 @@ def wants_scaler(recipe: Recipe) -> bool:
     return any(options.get("param_dtype") == "float16" for written in recipe.passes for options in written.values())
 
 
-def check_job(recipe: Recipe, world_size: int) -> list[str]:
-    """Return every problem that shows before a rank is started: of the plan on the model, and of the data's files."""
+def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list[str]:
+    """Return every problem that shows before a rank is started: of the plan on the model, and of the data's files.
+
+    Args:
+        recipe: the job's.
+        world_size: number of its ranks.
+        replica: the job is one of several replicas (``--elastic=replicas``).
+    """
     try:
         recipe = with_local_data(recipe)
     except (CheckpointError, RecipeError) as error:
@@ -237,18 +246,20 @@ def check_job(recipe: Recipe, world_size: int) -> list[str]:
             problems.append(f"{recipe.where(field)}: {error}")
     problems += _unwritable(recipe)
     problems += _unmeasured(recipe)
+    problems += replica_problems(recipe) if replica else ()
     try:
         model = build_model(recipe, vocab_size)
         plan = plan_of(recipe)
         layout = layout_of(recipe, model)
-        plan.check(model, layout, world_size=world_size)
+        spec = plan.check(model, layout, world_size=world_size)
+        problems += [f"{recipe.where('mesh')}: {text}" for text in (plan_problems(spec, model) if replica else ())]
         asked = recipe.training.balance_rate, recipe.training.balance_loss
         problems += [f"{recipe.where('training')}: {each}" for each in balance_problems(model, layout or layout_for(model), *asked)]
         if separates(recipe) and not takes_positions(model):
             problems.append(f"{recipe.where('data.documents')}: {untaken(model)}")
         problems += _uneven(recipe, plan, world_size)
         if isinstance(recipe.optimizer, OwnOptimizer):
-            problems += _optimizer_problems(recipe, model)
+            problems += _optimizer_problems(recipe, model, divides=replica and any(each.divides_optimizer for each in plan.passes))
         missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
         problems += [f"{recipe.where('teacher.model')}.{text}; train and export the teacher first" for text in missing]
         if recipe.teacher is not None and not missing:
@@ -282,10 +293,12 @@ def _objective_problems(recipe: Recipe) -> Iterator[str]:
             yield f"{recipe.where('training.objective')}: {error}"
 
 
-def _optimizer_problems(recipe: Recipe, model: nn.Module) -> Iterator[str]:
+def _optimizer_problems(recipe: Recipe, model: nn.Module, *, divides: bool) -> Iterator[str]:
     try:
-        optimizer_of(recipe)(model)
-    except RecipeError as error:
+        optimizer = optimizer_of(recipe)(model)
+        if divides:
+            check_separable(optimizer)
+    except MeshparError as error:
         yield f"{recipe.where('optimizer.class')}: {error}"
 
 

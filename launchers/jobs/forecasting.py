@@ -64,6 +64,7 @@ def forecast_job(recipe: Recipe, hardware: Hardware | str, ranks: int, *, plan: 
         loss=loss,
         teacher=teacher,
         optimizer=build.optimizer_of(recipe) if isinstance(recipe.optimizer, Own) else None,
+        optimizer_copies=recipe.optimizer_copies,
         **options,
     )
 

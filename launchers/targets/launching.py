@@ -159,10 +159,12 @@ def _problems_or_notes(
 ) -> Sequence[str]:
     """Raise PlanError with every problem, or return notes about what only the job itself can check."""
     seen, notes = (recipe, []) if shares_disks else _seen_from_here(recipe)
-    problems = [] if seen is None else build.check_job(seen, spec.size)
-    if elastic == "replicas":
-        divided(spec, nodes, 0)
-        problems += replica_problems(recipe)
+    ranks, replica = spec.size, elastic == "replicas"
+    if replica:
+        division = divided(spec, nodes, 0)
+        seen, ranks = None if seen is None else division.recipe(seen), division.ranks
+    problems = list(replica_problems(recipe)) if replica and seen is None else []
+    problems += [] if seen is None else build.check_job(seen, ranks, replica=replica)
     if gpus_per_node and recipe.device == "cpu":
         problems.append(f"the recipe has device: cpu and the job has {gpus_per_node} GPUs per node; remove one of the two")
     if not gpus_per_node and recipe.device not in ("auto", "cpu"):

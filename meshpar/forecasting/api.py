@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from meshpar.errors import MeshparError
+from meshpar.errors import MeshparError, PlanError
 from meshpar.forecasting.cost import cost
 from meshpar.forecasting.extrapolate import deepened
 from meshpar.forecasting.hardware import Hardware
@@ -25,6 +25,7 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.plan import Plan
 from meshpar.registry import layout_for
+from meshpar.state.shares import plan_problems
 
 _PROBES = 2
 """Blocks of the smaller of two probes: a first and a last one."""
@@ -43,6 +44,8 @@ def forecast(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     depth: Literal["probes", "all"] = "probes",
     device: Literal["cuda", "cpu"] = "cuda",
+    replicas: int = 1,
+    optimizer_copies: int = 2,
 ) -> Forecast:
     """Forecast memory, collectives and step time of ``plan`` without running it.
 
@@ -62,6 +65,9 @@ def forecast(
         optimizer: makes the module's optimizer, importable by name; None: AdamW.
         depth: ``"probes"`` replays two and three blocks and extrapolates; ``"all"`` replays every block.
         device: device type whose attention kernels and allocator are simulated.
+        replicas: number of replicas of :class:`meshpar.training.Replicas`, each a job of its own with this plan, whose every block is
+            replayed; 1: no such job.
+        optimizer_copies: as :class:`meshpar.training.Replicas` takes it. The forecast is of the replica with the most optimizer state.
 
     Raises:
         PlanError: the problems that :meth:`meshpar.Plan.check` finds.
@@ -74,6 +80,8 @@ def forecast(
     if size is None:
         raise MeshparError(f"mesh {plan.mesh!r} does not say how many ranks there are; give world_size=")
     spec = plan.check(model, known, size)
+    if replicas > 1 and (problems := list(plan_problems(spec, model, optimizer_copies))):
+        raise PlanError(problems)
     settled = Plan(spec, plan.passes)
     job = Simulation(
         plan=settled,
@@ -85,6 +93,8 @@ def forecast(
         teacher=teacher,
         optimizer=optimizer,
         device=device,
+        replicas=replicas,
+        optimizer_copies=optimizer_copies,
     )
     trace, replayed = trace_of(job, known, depth)
     return evaluated(trace, profile, job, replayed)
@@ -92,14 +102,14 @@ def forecast(
 
 def evaluated(trace: Trace, profile: Hardware, job: Simulation, replayed: str) -> Forecast:
     """Return the forecast of a trace on a profile."""
-    memory, timed = trace.memory(), cost(trace, profile)
-    assert isinstance(job.plan.mesh, MeshSpec)
+    memory, timed, ranks = trace.memory(), cost(trace, profile), job.world_size * job.replicas
+    each = f", each of {job.replicas} replicas" if job.replicas > 1 else ""
     return Forecast(
-        title=f"{type(job.model).__name__}, {trace.parameters / 1e9:.2f}B parameters, on {job.world_size} x {profile.name}: {job.plan}",
-        mesh=job.plan.mesh,
+        title=f"{type(job.model).__name__}, {trace.parameters / 1e9:.2f}B parameters, on {ranks} x {profile.name}: {job.plan}{each}",
+        mesh=job.mesh,
         hardware=profile,
         batch=job.batch,
-        world_size=job.world_size,
+        world_size=ranks,
         trace=trace,
         memory=memory,
         cost=timed,
@@ -128,7 +138,10 @@ def trace_of(job: Simulation, layout: ModelLayout, depth: str = "probes") -> tup
 
 
 def probes(job: Simulation, layout: ModelLayout) -> list[Simulation]:
-    """Return two jobs of a few blocks to extrapolate from, or the job itself if that saves nothing."""
+    """Return two jobs of a few blocks to extrapolate from, or the job itself if that saves nothing.
+
+    Replicas divide optimizer state by whole parameters, so that the share of the fullest does not grow by the same number with each block.
+    """
     try:
         _, blocks = like_blocks(job.model, layout)
     except MeshparError:
@@ -137,7 +150,7 @@ def probes(job: Simulation, layout: ModelLayout) -> list[Simulation]:
     ahead = max((each.blocks_ahead for each in job.plan.passes), default=1)
     first = _PROBES + max(0, ahead - 1)
     first += (blocks - first) % period
-    if blocks <= first + period:
+    if blocks <= first + period or job.replicas > 1:
         return [job]
     return [replace(job, model=shallow(job.model, layout, count)) for count in (first, first + period)]
 

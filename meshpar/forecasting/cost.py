@@ -187,7 +187,7 @@ def sending_time(sent: Collective, hardware: Hardware) -> float:
         across = inside * hardware.network_bandwidth * hardware.network_fraction
         bandwidth = min(within, across) if inside > 1 else across
         latency = hardware.network_latency * (1 + 0.05 * nodes)
-    volume = sent.size * (sent.ranks - 1) / sent.ranks
+    volume = sent.size * (1 if sent.kind == "send" else (sent.ranks - 1) / sent.ranks)
     return latency + volume * (2 if sent.kind == "all_reduce" else 1) / bandwidth
 
 

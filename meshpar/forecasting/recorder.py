@@ -133,6 +133,11 @@ class Recorder(TorchDispatchMode):
                 if known is not None:
                     self.storages[known].holder = "gradients"
 
+    def send(self, collective: Collective) -> None:
+        """Record a collective that does not go through a process group of the mesh, and for which this rank waits."""
+        self._fuse()
+        self._append(Event(kind="collective", name=collective.kind, stream=self._stream(), scope=self.scope, collective=collective))
+
     def wait(self, stream: Stream, target: int) -> None:
         """A simulated stream waits for an event, if it has not waited for it, or for a later one of the same stream, already.
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from meshpar.errors import MeshparError, PlanError
 from meshpar.forecasting.api import Forecast, evaluated, probes
-from meshpar.forecasting.cost import cost
+from meshpar.forecasting.cost import cost, sending_time
 from meshpar.forecasting.extrapolate import deepened, widened
 from meshpar.forecasting.hardware import Hardware
 from meshpar.forecasting.simulate import Simulation, like_blocks, simulate
@@ -49,6 +49,7 @@ class Settings:
         micro_batch: samples in one forward pass.
         beside: passes that are not varied.
         fixed: sizes of their axes that are not varied.
+        copies: the replicas are jobs of their own, of which so many hold each parameter's optimizer state where ``world``; 0: one job.
     """
 
     replicas: int
@@ -60,11 +61,16 @@ class Settings:
     beside: tuple[Pass, ...]
     fixed: Mapping[str, int]
     world: bool = False
+    copies: int = 0
 
     def mesh(self) -> MeshSpec:
         """Return the mesh, without axes of size 1 other than ``dp_shard``."""
         axes = {"dp_replicate": self.replicas, "dp_shard": self.shards, "tp": self.tp}
         return MeshSpec({name: size for name, size in axes.items() if size > 1 or name == "dp_shard"} | dict(self.fixed))
+
+    def job(self) -> MeshSpec:
+        """Return the mesh of one job: of one replica, where each is a job of its own."""
+        return MeshSpec({**self.mesh().axes, "dp_replicate": 1}) if self.copies and self.replicas > 1 else self.mesh()
 
     def passes(self) -> list[Pass]:
         """Return the passes in their order, computing in bfloat16 on float32 parameters."""
@@ -133,6 +139,7 @@ def search(
     top: int = 3,
     workers: int = 2,
     told: Callable[[str, int, int], None] | None = None,
+    optimizer_copies: int | None = None,
 ) -> Ranking:
     """Rank every legal mesh and setting.
 
@@ -153,6 +160,8 @@ def search(
         top: how many of the best are replayed exactly; the very best at its full depth.
         workers: processes that simulate.
         told: called every half second with what is simulated, how many steps of it are done, and how many there are.
+        optimizer_copies: the replicas are jobs of their own, each inside of a node, of which so many hold each parameter's optimizer state
+            where they divide it; None: one job.
 
     Raises:
         MeshparError: no mesh is legal, or the model's blocks are not alike.
@@ -175,7 +184,16 @@ def search(
         kept = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         if left or min(sizes.values(), default=1) < 1:
             raise MeshparError(f"the search keeps {kept}, which must be sizes that divide {world_size} ranks; write them in the mesh")
-        asked = _Asked(model=model, layout=layout, batch=batch, hardware=hardware, world_size=rest, beside=passes, fixed=sizes)
+        asked = _Asked(
+            model=model,
+            layout=layout,
+            batch=batch,
+            hardware=hardware,
+            world_size=rest,
+            beside=passes,
+            fixed=sizes,
+            copies=optimizer_copies or 0,
+        )
         degrees, refused = _degrees(asked)
         if passes is beside:
             legal = legal or bool(degrees)
@@ -188,6 +206,10 @@ def search(
             candidates += _candidates(asked, degrees, depth, recompute, (True,), samples, simulates(kept))
     if not legal:
         raise MeshparError("no mesh is legal: " + "; ".join(each.problem for each in candidates))
+    if not candidates:
+        raise MeshparError(
+            f"{world_size} ranks are one replica, in nodes of {hardware.node}, and --elastic=replicas needs two; use more nodes"
+        )
     fits = sorted((each for each in candidates if not each.problem), key=lambda each: -each.tokens_per_second)
     out = [each for each in candidates if each.problem]
     chosen = [_simulation(asked, each.settings, ranks_per_node=hardware.node) for each in fits[:top]]
@@ -262,6 +284,7 @@ class _Asked:
     world_size: int
     beside: tuple[Pass, ...]
     fixed: Mapping[str, int]
+    copies: int
 
     def settings(self, tp: int, recompute: str, reshard: bool, *, replicas: int, shards: int, micro_batch: int) -> Settings:
         return Settings(
@@ -273,6 +296,7 @@ class _Asked:
             micro_batch=micro_batch,
             beside=self.beside,
             fixed=self.fixed,
+            copies=self.copies,
         )
 
     @property
@@ -304,28 +328,32 @@ def _degrees(asked: _Asked) -> tuple[list[int], list[Candidate]]:
 
 
 def _simulation(asked: _Asked, settings: Settings, *, ranks_per_node: int | None = None) -> Simulation:
+    mesh = settings.job()
     return Simulation(
-        plan=Plan(MeshSpec(settings.mesh().axes, ranks_per_node=ranks_per_node), settings.passes()),
+        plan=Plan(MeshSpec(mesh.axes, ranks_per_node=ranks_per_node), settings.passes()),
         model=asked.model,
         layout=asked.layout,
         batch=replace(asked.batch, micro_batch=settings.micro_batch),
-        world_size=settings.mesh().size,
+        world_size=mesh.size,
+        replicas=settings.mesh().size // mesh.size,
+        optimizer_copies=settings.copies or 2,
     )
 
 
 def _typical(asked: _Asked, family: _Family, size: int) -> Simulation:
-    """Return the job that stands for a family: with replicas where there can be any, so that their reductions are in the trace."""
+    """Return the job that stands for a family: with replicas where there can be any in it, so that their reductions are in the trace."""
     ranks = asked.world_size // family[0]
-    replicas = 2 if asked.replicates and ranks % 2 == 0 and ranks > 2 else 1
+    replicas = 2 if asked.replicates and not asked.copies and ranks % 2 == 0 and ranks > 2 else 1
     return _simulation(asked, asked.settings(*family, replicas=replicas, shards=ranks // replicas, micro_batch=size))
 
 
 def _splits(asked: _Asked, tp: int) -> Iterator[tuple[int, int]]:
     """Yield (replicas, shards): shards from what tp leaves of a node up to all, by factors of two."""
     ranks = asked.world_size // tp
-    shards = max(1, min(ranks, asked.hardware.node // (tp * math.prod(asked.fixed.values())))) if asked.replicates else ranks
+    inside = tp * math.prod(asked.fixed.values())
+    shards = max(1, min(ranks, asked.hardware.node // inside)) if asked.replicates else ranks
     while shards <= ranks:
-        if ranks % shards == 0:
+        if ranks % shards == 0 and not (asked.copies and (shards == ranks or shards * inside > asked.hardware.node)):
             yield ranks // shards, shards
         shards *= 2
 
@@ -340,7 +368,10 @@ def _estimates(asked: _Asked, pair: tuple[Trace, Trace], memory: Memory, depth: 
         if others + held > room and replicas > 1:
             # Replicas that cannot have an optimizer each share one, and keep shards of the parameters in bfloat16.
             settings, width = replace(settings, world=True), next(asked.model.parameters()).itemsize
-            held = sum(state.values()) // (shards * replicas) + state["parameters"] * torch.bfloat16.itemsize // (width * shards)
+            if asked.copies:  # each of which has whole parameters and gradients
+                held -= state["optimizer"] * (replicas - min(asked.copies, replicas)) // (shards * replicas)
+            else:
+                held = sum(state.values()) // (shards * replicas) + state["parameters"] * torch.bfloat16.itemsize // (width * shards)
         peak = others + held
         if peak > room:
             parts = {name: value for name, value in memory.held.items() if name not in state} | {"model state": held}
@@ -350,8 +381,18 @@ def _estimates(asked: _Asked, pair: tuple[Trace, Trace], memory: Memory, depth: 
             continue
         few, more = (cost(_on_mesh(trace, replicas, shards), asked.hardware).seconds for trace in pair)
         seconds = more + (depth - pair[1].depth) * (more - few) / max(1, pair[1].depth - pair[0].depth)
+        seconds += _between_jobs(settings, state["parameters"] // shards, asked.hardware) if asked.copies else 0.0
         beside = pair[0].data_size // (pair[0].axes.get("dp_replicate", 1) * shards_then)  # batches over axes of passes that stay
         yield Candidate(settings=settings, tokens_per_second=pair[0].tokens * beside * replicas * shards / seconds, peak=peak)
+
+
+def _between_jobs(settings: Settings, parameters: int, hardware: Hardware) -> float:
+    """Return the seconds in which replicas that are jobs of their own exchange gradients, and new values where they divide state."""
+    whole, replicas = "float32", settings.replicas
+    sums = Collective(kind="all_reduce", axis="dp_replicate", ranks=replicas, stride=settings.job().size, size=parameters, dtype=whole)
+    lacking = parameters * (replicas - min(settings.copies, replicas)) // replicas
+    values = sending_time(replace(sums, kind="send", size=lacking), hardware) if settings.world and lacking else 0.0
+    return sending_time(sums, hardware) + values
 
 
 def _on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:
@@ -377,15 +418,16 @@ def _on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:
 
 def _replayed(chosen: Sequence[Simulation], layout: ModelLayout, hardware: Hardware, simulates: _Simulate) -> Iterator[Forecast]:
     """Yield the forecasts of the chosen with their own meshes: the first with all its blocks, the others from probes of their own."""
-    jobs = [job for place, job in enumerate(chosen) for job in ([job] if place == 0 else probes(job, layout))]
-    traces = iter(simulates(jobs))
+    jobs = [[job] if place == 0 else probes(job, layout) for place, job in enumerate(chosen)]
+    traces = iter(simulates([each for some in jobs for each in some]))
     _, depth = like_blocks(chosen[0].model, layout) if chosen else ("", 0)
-    for place, job in enumerate(chosen):
-        replayed = "all" if place == 0 else "probes"
+    for job, some in zip(chosen, jobs):
+        (trace, *more), replayed = [next(traces) for _ in some], "all"
         try:
-            trace = next(traces) if place == 0 else deepened(next(traces), next(traces), depth)
+            for deeper in more:
+                trace, replayed = deepened(trace, deeper, depth), "probes"
         except MeshparError:  # as in _estimates
-            (trace,), replayed = simulates([job]), "all"
+            (trace,) = simulates([job])
         yield evaluated(trace, hardware, job, replayed)
 
 

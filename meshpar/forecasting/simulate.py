@@ -24,8 +24,10 @@ from meshpar import runtime
 from meshpar.errors import MeshparError
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import Batch, Loss, axis_groups, record_step, summed_token_loss
-from meshpar.forecasting.trace import Trace
+from meshpar.forecasting.trace import Collective, Trace
 from meshpar.layout import ModelLayout
+from meshpar.mesh import MeshSpec
+from meshpar.placements import local_tensor
 from meshpar.plan import Plan
 from meshpar.state import initialize
 
@@ -54,6 +56,8 @@ class Simulation:
         loss: what is trained; must be importable by name.
         teacher: the plan of a module that ``loss`` holds, which is frozen, and the module.
         optimizer: makes the module's optimizer; importable by name; None: AdamW.
+        replicas: number of replicas, each a job of its own with this plan; 1: no such job.
+        optimizer_copies: number of these that hold each parameter's optimizer state, where the plan divides it.
     """
 
     plan: Plan
@@ -66,6 +70,19 @@ class Simulation:
     loss: Loss = summed_token_loss
     teacher: tuple[Plan, nn.Module] | None = None
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    replicas: int = 1
+    optimizer_copies: int = 2
+
+    @property
+    def mesh(self) -> MeshSpec:
+        """The mesh of the whole job, replicas outermost."""
+        inner = self.plan.mesh
+        assert isinstance(inner, MeshSpec)
+        if self.replicas == 1:
+            return inner
+        return MeshSpec(
+            {"dp_replicate": self.replicas} | {**inner.axes, "dp_replicate": self.replicas}, ranks_per_node=inner.ranks_per_node
+        )
 
 
 def simulate(jobs: Sequence[Simulation], *, workers: int = 1, told: Callable[[int, int], None] | None = None) -> list[Trace]:
@@ -238,11 +255,55 @@ def run(job: Simulation) -> Trace:
             current_stream=lambda: device.Stream.current,
             rounding=ALLOCATOR_ROUNDING if job.device == "cuda" else 1,
         )
+        replicas = None if job.replicas == 1 else _Replicas(job, par.module, optimizer, recorder)
         device.begin(recorder)
         batches = [job.batch.tensors(par.device) for _ in range(job.batch.accumulate)]
-        trace = record_step(par, optimizer, batches, loss=job.loss, reduce_each=job.batch.reduce_each, beside=beside, recorder=recorder)
+        reduce = (lambda: None) if replicas is None else replicas.reduce
+        trace = record_step(
+            par, optimizer, batches, loss=job.loss, reduce_each=job.batch.reduce_each, reduce=reduce, beside=beside, recorder=recorder
+        )
         device.begin(None)
-    return replace(trace, compiled=compiled)
+    return replace(trace, compiled=compiled, axes=dict(job.mesh.axes), data_size=trace.data_size * job.replicas)
+
+
+@final
+class _Replicas:
+    """The part of :class:`meshpar.training.Replicas` that costs memory and time in each step, on the replica with the most state."""
+
+    def __init__(self, job: Simulation, module: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+        from meshpar.training.divided import Divided
+
+        self._job, self._module, self._recorder = job, module, recorder
+        if not any(each.divides_optimizer for each in job.plan.passes):
+            return
+        divided = Divided(optimizer, job.optimizer_copies, module)
+        shares = divided.shares([divided.whole] * job.replicas)
+        divided.keep(max(shares, key=divided.nbytes))
+        most = max(size for place in range(job.replicas) for size in divided.traffic(place, shares))
+
+        def before(*_: object) -> None:
+            divided.set_aside()
+
+        def after(*_: object) -> None:
+            divided.put_back()
+            if most:
+                self._send("send", most, divided.parameters[0].dtype)
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def reduce(self) -> None:
+        """Add up the gradients, as :class:`meshpar.training.summed.Summed` does."""
+        from meshpar.training.summed import buckets, summed_in
+
+        for bucket in buckets(each for each in self._module.parameters() if each.grad is not None):
+            dtype = summed_in(bucket[0].dtype)
+            self._send("all_reduce", sum(local_tensor(each).numel() for each in bucket) * dtype.itemsize, dtype)
+
+    def _send(self, kind: str, size: int, dtype: torch.dtype) -> None:
+        job, name = self._job, str(dtype).removeprefix("torch.")
+        sent = Collective(kind=kind, axis="dp_replicate", ranks=job.replicas, stride=job.world_size, size=size, dtype=name)
+        self._recorder.send(sent)
 
 
 def _uncompiled(plan: Plan) -> tuple[Plan, bool]:

@@ -122,6 +122,7 @@ def record_step(
     loss: Loss = summed_token_loss,
     clip: float = 1.0,
     reduce_each: bool = False,
+    reduce: Callable[[], object] = lambda: None,
     beside: Sequence[nn.Module] = (),
     recorder: Recorder | None = None,
     parameters: int | None = None,
@@ -138,6 +139,7 @@ def record_step(
         loss: the loss, summed over the labels.
         clip: gradients are clipped to this norm.
         reduce_each: gradients are reduced after every micro-batch.
+        reduce: called after the last backward; adds gradients up over replicas that are jobs of their own.
         beside: other modules whose parameters are in memory: a teacher.
         recorder: None: one for a real device.
         parameters: of the whole model; None: counted.
@@ -149,7 +151,7 @@ def record_step(
     held, exact = _hold_state(recorder, par, optimizer, batches, beside)
     with _collector_off(), _scopes(recorder, par), recorder:
         recorder.phase("start")
-        _step(par, optimizer, batches, loss, clip, recorder, exact, reduce_each=reduce_each)
+        _step(par, optimizer, batches, loss, clip, recorder, exact, reduce, reduce_each=reduce_each)
         phases = recorder.finished()
     tokens = sum(batch["labels"].numel() for batch in batches)
     return Trace(
@@ -173,6 +175,7 @@ def _step(
     clip: float,
     recorder: Recorder,
     exact: dict[str, int],
+    reduce: Callable[[], object],
     *,
     reduce_each: bool,
 ) -> None:
@@ -186,6 +189,7 @@ def _step(
         del value
     recorder.name_gradients(par.module)
     exact["gradients"] = sum(local_tensor(each.grad).nbytes for each in par.module.parameters() if each.grad is not None)
+    reduce()
     recorder.phase("optimizer")
     par.clip_grad_norm_(clip)
     optimizer.step()

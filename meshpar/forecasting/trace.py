@@ -26,12 +26,12 @@ class Collective:
     """One collective of one group of ranks.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``barrier``.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``barrier``; ``send``: from rank to rank.
         axis: the mesh axis; several joined by ``+``.
         ranks: size of the group.
         stride: distance between neighbours of the group in rank numbers, so that a topology says which lie on one node.
-        size: bytes: the gathered result, the reduce-scatter's input, the larger of what a rank puts in and gets in an all-to-all;
-            otherwise what a rank puts in.
+        size: bytes: the gathered result, the reduce-scatter's input, the larger of what a rank puts in and gets in an all-to-all or
+            a send; otherwise what a rank puts in.
         dtype: of what travels.
     """
 

@@ -9,7 +9,7 @@ import copy
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, final
 
 import torch
@@ -57,6 +57,33 @@ def mark_divided(optimizer: torch.optim.Optimizer, why: str) -> None:
     if optimizer not in _DIVIDED:
         optimizer.register_state_dict_pre_hook(check_undivided)
     _DIVIDED[optimizer] = why
+
+
+_SHARES: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakMethod[Callable[[bool], list[Tensor]]]] = weakref.WeakKeyDictionary()
+
+
+def restore_by(optimizer: torch.optim.Optimizer, share: Callable[[bool], list[Tensor]] | None) -> None:
+    """Let a restore read the optimizer state of those parameters alone that the bound method ``share`` returns; None: of all.
+
+    ``share`` is called with whether it must return all, because the job did not restore the step that other jobs restore.
+    """
+    if share is None:
+        _SHARES.pop(optimizer, None)
+    else:
+        _SHARES[optimizer] = weakref.WeakMethod(share)
+
+
+def restored_parameters(optimizer: torch.optim.Optimizer, *, whole: bool) -> list[Tensor]:
+    """Return the parameters whose optimizer state a restore is to read.
+
+    Raises:
+        MeshparError: other jobs hold a part of the state, and there is no restore to be made.
+    """
+    share = known() if (known := _SHARES.get(optimizer)) is not None else None
+    if share is not None:
+        return share(whole)
+    check_undivided(optimizer)
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def check_undivided(optimizer: torch.optim.Optimizer) -> None:

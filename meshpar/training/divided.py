@@ -1,7 +1,7 @@
-"""Optimizer state that is divided over replicas: who holds which parameter's, and what travels so that all stay one state.
+"""Optimizer state that is divided over replicas, and what travels so that all stay one state.
 
-As ZeRO-1 (Rajbhandari et al. 2020, arXiv 1910.02054), by whole parameters: every replica has all gradients, makes the step of the
-parameters whose state it holds, and gets the new values of the others.
+Every replica has all gradients, makes the step of the parameters whose state it holds (:mod:`meshpar.state.shares`), and gets the new
+values of the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from meshpar.errors import MeshparError
 from meshpar.exact.agreement import leaves
 from meshpar.placements import local_tensor
 from meshpar.replicas import digest
-from meshpar.state.full import mark_divided
+from meshpar.state.full import mark_divided, restore_by
+from meshpar.state.shares import Routes, assigned, first_shares, held_of, routes, sizes_of
 from meshpar.training.quorum import Peers
 from meshpar.training.wire import Part, received, send
 
@@ -27,77 +28,29 @@ _TAG = 1
 _NONE = torch.iinfo(torch.int64).min
 _TRIALS = 3  # steps: some optimizers couple parameters from the second step on
 
-Routes = dict[tuple[int, int], list[int]]
-"""(source, destination) -> parameters."""
-
-
-def assigned(sizes: Sequence[int], held: Sequence[int], copies: int) -> list[int]:
-    """Return the parameters whose state each replica is to hold, a bit each: about the same bytes on all, with few moves.
-
-    Args:
-        sizes: bytes of each parameter.
-        held: the parameters whose state each replica holds now, a bit each.
-        copies: number of replicas that are to hold each parameter's state; at most all do.
-    """
-    count = len(held)
-    copies = min(copies, count)
-    room, loads, found = copies * sum(sizes) / count, [0] * count, [0] * count
-    order = sorted(range(len(sizes)), key=lambda number: (-sizes[number], number))
-    for number in order:
-        places = sorted(range(count), key=lambda place: (not held[place] >> number & 1, loads[place], place))
-        for place in places[:copies]:
-            found[place] |= 1 << number
-            loads[place] += sizes[number]
-    for number in order:
-        most = max((place for place in range(count) if found[place] >> number & 1), key=lambda place: loads[place])
-        least = min((place for place in range(count) if not found[place] >> number & 1), key=lambda place: loads[place], default=most)
-        if loads[most] > room >= loads[least] + sizes[number]:
-            for place, sign in ((most, -1), (least, 1)):
-                found[place] ^= 1 << number
-                loads[place] += sign * sizes[number]
-    return found
-
-
-def routes(sizes: Sequence[int], held: Sequence[int], wanted: Sequence[int]) -> Routes:
-    """Return which replica sends which parameters to which other one, so that each gets what it wants and does not hold.
-
-    Of the replicas that hold a parameter, the one sends that has the fewest bytes to send.
-    """
-    sent, found = [0] * len(held), Routes()
-    for number, size in enumerate(sizes):
-        holders = [place for place, each in enumerate(held) if each >> number & 1]
-        for place, each in enumerate(wanted):
-            if (each & ~held[place]) >> number & 1:
-                source = min(holders, key=lambda each: (sent[each], each))
-                sent[source] += size
-                found.setdefault((source, place), []).append(number)
-    return found
-
 
 @final
 class Divided:
     """This replica's part of the state of an optimizer, whose every step it completes with the values that others computed.
 
     Args:
-        optimizer: whose parameters have values. Each parameter's step depends on nothing but its own gradient, state and options.
+        optimizer: one that :func:`check_separable` accepts.
         copies: number of replicas that hold the state of each parameter.
+        module: has the parameters, in an order that is the same in all replicas, however the optimizer groups them.
 
     Attributes:
         whole: all parameters, a bit each.
         holds: the parameters whose state is here.
         sent: bytes that this rank sent in the last exchange of values.
-
-    Raises:
-        MeshparError: the optimizer couples parameters, or cannot be tried.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, copies: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, copies: int, module: nn.Module) -> None:
         self._optimizer, self._copies = optimizer, copies
-        held = [each for group in optimizer.param_groups for each in group["params"]]
-        self.parameters: list[Tensor] = [each for each in held if each.requires_grad]
-        check_separable(optimizer)
-        self._sizes = [each.numel() * each.element_size() for each in self.parameters]
-        self.whole = self.holds = (1 << len(self.parameters)) - 1
+        places = {id(each): place for place, each in enumerate(module.parameters())}
+        held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+        self.parameters: list[Tensor] = sorted(held, key=lambda each: places.get(id(each), len(places)))
+        self._sizes = sizes_of(self.parameters)
+        self.whole = self.holds = self._first = (1 << len(self.parameters)) - 1
         self._numbers = {id(each): number for number, each in enumerate(self.parameters)}
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._known: tuple[tuple[int, ...], int, list[tuple[int, int, list[list[Tensor]]]]] | None = None
@@ -183,11 +136,23 @@ class Divided:
             size += count
         return found
 
+    def traffic(self, place: int, held: Sequence[int]) -> tuple[int, int]:
+        """Return the bytes that this rank of replica ``place`` sends and gets in an exchange of values, see :meth:`exchange`."""
+        found = routes(self._sizes, held, [self.whole] * len(held))
+        sizes = [local_tensor(each).nbytes for each in self.parameters]
+        sent, got = (sum(sizes[number] for ends, each in found.items() if ends[end] == place for number in each) for end in (0, 1))
+        return sent, got
+
     # State
 
     def shares(self, held: Sequence[int]) -> list[int]:
         """Return what each replica is to hold, of replicas that hold so much now."""
         return assigned(self._sizes, held, self._copies)
+
+    def nbytes(self, share: int) -> int:
+        """Return the bytes of the optimizer state of some parameters that this rank has."""
+        states = (self._optimizer.state.get(each, {}) for each in held_of(share, self.parameters))
+        return sum(local_tensor(each).nbytes for state in states for each in leaves(state) if isinstance(each, Tensor))
 
     def send_shares(self, group: Peers, place: int, held: Sequence[int], shares: Sequence[int]) -> None:
         """Send state to replicas that are to hold it and do not; this one keeps what it has until :meth:`keep`.
@@ -223,6 +188,20 @@ class Divided:
         for number, each in enumerate(self.parameters):
             if not share >> number & 1:
                 self._optimizer.state.pop(each, None)
+        self._note(share)
+        restore_by(self._optimizer, None)
+
+    def expect_restore(self, place: int, count: int) -> None:
+        """Let a restore of a checkpoint read the first share of replica ``place`` of ``count`` alone, until :meth:`keep`."""
+        self._first = first_shares(self.parameters, count, self._copies)[place]
+        restore_by(self._optimizer, self._restored)
+
+    def _restored(self, whole: bool) -> list[Tensor]:
+        self._note(self.whole if whole else self._first)
+        held = [each for group in self._optimizer.param_groups for each in group["params"]]
+        return [each for each in held if (number := self._numbers.get(id(each))) is None or self.holds >> number & 1]
+
+    def _note(self, share: int) -> None:
         self.holds = share
         why = "other replicas hold a part of the optimizer's state; save and read it inside of `with replicas.saving() as writes:`"
         mark_divided(self._optimizer, "" if share == self.whole else why)
@@ -283,7 +262,7 @@ def _tried(optimizer: torch.optim.Optimizer, *, alone: bool) -> list[Tensor]:
     draw = torch.Generator().manual_seed(0)
 
     def drawn(like: Tensor) -> Tensor:
-        return torch.randn((4,) * like.ndim, generator=draw, dtype=torch.float64).to(like.device, like.dtype)
+        return torch.randn((4,) * like.ndim, generator=draw, dtype=torch.float64).to("cpu" if like.is_meta else like.device, like.dtype)
 
     for group in optimizer.param_groups:
         first = next((each for each in group["params"] if each.requires_grad), None)

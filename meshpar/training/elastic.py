@@ -14,13 +14,13 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshpar import _torch, runtime
 from meshpar.errors import MeshparError, PlanError, ReplicaError
 from meshpar.parallelized import Parallelized
+from meshpar.state.shares import plan_problems
 from meshpar.training.data import Batches, TensorBatch
-from meshpar.training.divided import Divided
+from meshpar.training.divided import Divided, check_separable
 from meshpar.training.quorum import Member, Membership, Peers, Quorum, Sum, connect
 from meshpar.training.replicated import Replicated, Stateful
 from meshpar.training.summed import Summed
@@ -118,14 +118,15 @@ class Replicas:
         wait_s: float = 900.0,
         optimizer_copies: int = 2,
     ) -> None:
-        if problems := [*plan_problems(par, optimizer_copies), *data.share_problems()]:
+        if problems := [*plan_problems(par.spec, par.module, optimizer_copies), *data.share_problems()]:
             raise PlanError(problems)
         known, whole = runtime.replica()
         self.par, self.optimizer, self.data = par, optimizer, data
         self.step, self.changes = 0, list[Change]()
         self._divided: Divided | None = None
         if any(each.divides_optimizer for each in par.plan.passes):
-            self._divided = Divided(optimizer, optimizer_copies)
+            check_separable(optimizer)
+            self._divided = Divided(optimizer, optimizer_copies, par.module)
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
         alike = same, optimizer_copies if self._divided is not None else 0
@@ -165,12 +166,18 @@ class Replicas:
         self._drop_group()
 
     def join(self) -> bool:
-        """Return whether living replicas have a state, which :meth:`begin` copies. If not, restore a checkpoint. Call it once, first."""
+        """Return whether living replicas have a state, which :meth:`begin` copies. If not, restore a checkpoint. Call it once, first.
+
+        The restore then reads this replica's share of divided optimizer state alone, if all replicas are there to read theirs.
+        """
         self._blank = True
         self._ask(waits=False)
         assert self._quorum is not None
         self._blank = self._quorum.best[0] >= 0 and self._quorum.covered
         if not self._blank:
+            names = [each.name for each in self._quorum.members]
+            if self._divided is not None and len(set(map(_plain, names))) == len(names) == self._expected:
+                self._divided.expect_restore(names.index(self._name), len(names))
             self._quorum = None  # the next one tells from where this replica starts
         return self._blank
 
@@ -657,17 +664,6 @@ class Replicas:
             self._group = connect(members[0], path, names.index(self._name), len(names), limit)
             _torch.bound(self._group, self._patience_s)
             self._key, self._compared = (key, names), False
-
-
-def plan_problems(par: Parallelized, optimizer_copies: int = 1) -> Iterator[str]:
-    """Yield why the replicas of this plan cannot be lost and replaced, one line each."""
-    if (inside := par.spec.axes.get("dp_replicate", 1)) > 1:
-        yield f"the mesh has dp_replicate={inside} inside of one replica; write dp_replicate=1: each replica is a job of its own"
-    if optimizer_copies < 1:
-        yield f"optimizer_copies={optimizer_copies} replicas hold each parameter's optimizer state; expected 1 or more"
-    for name, child in par.module.named_modules():
-        if isinstance(child, _BatchNorm):
-            yield f"{name} ({type(child).__name__}) takes statistics of the whole batch, of which a replica sees a part; use another norm"
 
 
 def _plain(name: str) -> str:

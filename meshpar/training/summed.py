@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import final
 
 import torch
@@ -36,25 +36,13 @@ class Summed:
         weight = float(mine[0] / self.totals[0]) if self.totals[0] else 0.0
         self._flats: list[tuple[list[nn.Parameter], Tensor]] = []
         works = []
-        for bucket in self._buckets():
-            flat = torch.cat([_gradient(each).reshape(-1).to("cpu", torch.promote_types(each.dtype, torch.float32)) for each in bucket])
+        for bucket in buckets(each for each, known in zip(self._trained, self._known, strict=True) if known):
+            flat = torch.cat([_gradient(each).reshape(-1).to("cpu", summed_in(each.dtype)) for each in bucket])
             flat.mul_(weight)
             works.append(group.allreduce([flat]))
             self._flats.append((bucket, flat))
         for work in works:
             work.wait()
-
-    def _buckets(self) -> Iterator[list[nn.Parameter]]:
-        bucket: list[nn.Parameter] = []
-        for each, known in zip(self._trained, self._known, strict=True):
-            if not known:
-                continue
-            if bucket and (each.dtype != bucket[0].dtype or sum(local_tensor(one).numel() for one in bucket) >= _BUCKET):
-                yield bucket
-                bucket = []
-            bucket.append(each)
-        if bucket:
-            yield bucket
 
     def commit(self) -> None:
         """Replace the gradients of this replica by those of all."""
@@ -65,6 +53,23 @@ class Summed:
                     each.grad = torch.zeros_like(each)
                 grad = local_tensor(each.grad)
                 grad.copy_(part.view(grad.shape))
+
+
+def buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters whose gradients are added up together."""
+    bucket: list[nn.Parameter] = []
+    for each in parameters:
+        if bucket and (each.dtype != bucket[0].dtype or sum(local_tensor(one).numel() for one in bucket) >= _BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(each)
+    if bucket:
+        yield bucket
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of a dtype are added up."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
