@@ -233,7 +233,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return the bytes of some elements: writes that no version counts, as those through ``.data``, rarely leave all of them as they are."""
+    """Return the bytes of some elements. A write that no version counts, such as one through ``.data``, rarely leaves all of them equal."""
     step = max(1, tensor.numel() // _SAMPLES) | 1  # odd, so that it does not stay in one column
     return tensor.detach().flatten()[::step].clone().view(torch.uint8)
 
