@@ -201,9 +201,8 @@ def test_kill_9_of_any_rank_at_any_moment_loses_and_mixes_nothing(tmp_path, stor
         root = home / (f"first-{number}" if mode == "first" else mode)
         waits.append(kill_one(root, mode, number, generator, tmp_path, cloud))
     assert max(waits) < LONGEST_WAIT_S
-    print(
-        f"{kills} kills, {sum(UPLOADING)} of them during an upload; {sum(HIT)} left an unfinished folder; survivors waited {max(waits):.1f} s at most"
-    )  # noqa: T201
+    hit = f"{sum(UPLOADING)} of them during an upload, {sum(HIT)} left an unfinished folder"
+    print(f"{kills} kills, {hit}; survivors waited {max(waits):.1f} s at most")  # noqa: T201
     HIT.clear()
     UPLOADING.clear()
     for mode in modes[1:]:
