@@ -188,7 +188,7 @@ def saves(folder: str, layers: str, rounds: str) -> Notes:
             measure("save", "ours", lambda: manager.save(1, par))
             measure("async stall", "async", stall)
             later.wait()
-            measure("stall of one copy", "async", copies.run)
+            measure("stall of one copy", "raw-again", copies.run)  # no folder of its own
             measure("stock save", "stock", lambda: dcp.save(dict(state), checkpoint_id=root / "stock", no_dist=True))
             measure("stock async stall", "stock-async", lambda: pending.append(stock_async(state, root / "stock-async", stager)))
             pending.pop().result()
