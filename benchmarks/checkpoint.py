@@ -34,11 +34,13 @@ from typing import Any
 HERE = Path(__file__).resolve()
 ZEROS = bytes(512 << 10)
 BLOCK = bytearray(512 << 10)
+KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # from step to step, as an accelerator's allocator does
+TOKENS = 32  # of a training step
 READS = 3  # reads in each round: single ones take up to twice as long, where the pages that they fill are new to the machine
 BOUNDS = {
     "save, wall / raw write and fsync": 1.5,
     "save, extra MiB a rank": 64,
-    "async stall, wall / raw write and fsync": 0.08,
+    "async stall, training loop / raw write": 0.08,
     "restore, wall / cold raw read": 1.3,
     "bytes read on 4 ranks / bytes saved by 2": 1.05,
     "export fp32, CPU / cp": 1.15,
@@ -48,7 +50,7 @@ BOUNDS = {
     "export, extra MiB": 64,
     "import, extra MiB": 64,
 }
-STAGES = ("saves", "restores", "ranks", "exports")
+STAGES = ("saves", "training", "restores", "ranks", "exports")
 STORE_BOUNDS = {
     "save, wall / bare multipart": 1.3,
     "restore, wall / bare range reads": 1.3,
@@ -165,7 +167,7 @@ def saves(folder: str, layers: str, rounds: str) -> Notes:
 
         found.time("first async stall", stall)  # allocates what the others reuse
         later.wait()
-        stager = stock_stager()
+        stager, copies = stock_stager(), Copies(state)
 
         pending: list[Any] = []
         (root / "raw").mkdir()
@@ -186,14 +188,76 @@ def saves(folder: str, layers: str, rounds: str) -> Notes:
             measure("save", "ours", lambda: manager.save(1, par))
             measure("async stall", "async", stall)
             later.wait()
+            measure("stall of one copy", "raw-again", copies.run)  # no folder of its own
             measure("stock save", "stock", lambda: dcp.save(dict(state), checkpoint_id=root / "stock", no_dist=True))
             measure("stock async stall", "stock-async", lambda: pending.append(stock_async(state, root / "stock-async", stager)))
             pending.pop().result()
+        copies.close()
         later.close()
         stager.close()
         for name in ("stock", "async", "stock-async"):
             shutil.rmtree(root / name)
         dcp.save({"model": dict(state)}, checkpoint_id=root / "stock", no_dist=True)  # what the others convert from
+    return found
+
+
+class Copies:
+    """One copy in memory of the bytes that a save copies, by as many threads: no stall that waits for the copy can be shorter."""
+
+    def __init__(self, state: dict[str, Any], threads: int = 2) -> None:
+        import torch
+
+        pairs = [(torch.zeros_like(tensor).flatten(), tensor.detach().flatten()) for tensor in state.values()]
+        self._shares = [[(out.chunk(threads)[at], tensor.chunk(threads)[at]) for out, tensor in pairs] for at in range(threads)]
+        self._pool = ThreadPoolExecutor(threads)
+
+    def run(self) -> None:
+        list(self._pool.map(lambda share: [out.copy_(tensor) for out, tensor in share], self._shares))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def training(folder: str, layers: str, rounds: str) -> Notes:
+    """Note what a save in the background takes from a training step (forward, backward, optimizer), beside steps without one."""
+    import torch
+
+    import meshpar
+    from meshpar.checkpoints import CheckpointManager
+
+    root, found, tokens = Path(folder), Notes(), torch.randint(32000, (1, TOKENS))
+    with meshpar.distributed("cpu"), CheckpointManager(root / "async", async_=True) as later:
+        par = make_job(int(layers))
+        optimizer = torch.optim.SGD(par.module.parameters(), lr=0.0)
+
+        def step(save: bool) -> dict[str, float]:
+            shutil.rmtree(root / "async", ignore_errors=True)
+            level(root)
+            os.sync()
+            time.sleep(0.5)  # the file system is done with what was removed
+            times = [time.perf_counter()]
+            for act in (
+                lambda: later.save(1, par, optimizer) if save else None,
+                lambda: par.module(tokens, labels=tokens).loss.backward(),
+                later.before_step,  # as the optimizer does: what it waits for
+                optimizer.step,
+            ):
+                act()
+                times.append(time.perf_counter())
+            later.wait()
+            return {"all": times[-1] - times[0], "blocked": times[1] - times[0] + times[3] - times[2]}
+
+        for _ in range(2):
+            step(save=True)  # allocates what the others reuse
+        for number in range(int(rounds)):
+            found.time("raw write", lambda: raw_write(root / "raw-again", state_of(par)))
+            (root / "raw-again").unlink()
+            for name, threads in (("one thread", 1), ("all cores", os.cpu_count() or 1)):
+                torch.set_num_threads(threads)
+                with_save, without = [step(save) for save in (True, False)] if number % 2 else [step(save) for save in (False, True)][::-1]
+                found.add(f"{name}, blocked", with_save["blocked"])
+                found.add(f"{name}, longer", with_save["all"] - without["all"])
+                found.add(f"{name}, step", without["all"])
     return found
 
 
@@ -552,7 +616,10 @@ EXPORTS: dict[str, tuple[str, ...]] = {
 def in_process(name: str, *arguments: str) -> Any:
     """Run a function of this file in a fresh process and return what it returns."""
     done = subprocess.run(
-        [sys.executable, str(HERE), "--run", name, *arguments], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, str(HERE), "--run", name, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(KEEPS_MEMORY if name == "training" else {})},
     )
     if done.returncode:
         return {"failed": (done.stderr.strip().splitlines() or ["?"])[-1]}
@@ -566,7 +633,7 @@ def stages(layers: int, rounds: int, folder: Path, only: Sequence[str]) -> Itera
     """Yield what is measured, one after another, by names."""
     if "saves" not in only:
         yield "made", lambda: in_process("made", str(folder), str(layers))
-    for name in ("saves", "restores"):
+    for name in ("saves", "training", "restores"):
         if name in only:
             yield name, lambda name=name: in_process(name, str(folder), str(layers), str(rounds))
     if "ranks" in only:
@@ -625,6 +692,8 @@ def figures(found: dict[str, Any], rounds: int, size: int) -> dict[str, float]:
     rows = {"GB": size / 1e9}
     if "saves" in found:
         rows |= save_figures(median)
+    if "training" in found:
+        rows |= training_figures({key: statistics.median(values) for key, values in found["training"].items()})
     if "restores" in found:
         rows |= {
             "cold raw read, s": median["raw read"],
@@ -646,9 +715,22 @@ def save_figures(median: dict[str, float]) -> dict[str, float]:
         "  stock DCP, wall": median["stock save"] / median["raw write"],
         "save, extra MiB a rank": median["save, extra"] / mib,
         "  stock DCP, extra MiB": median["stock save, extra"] / mib,
-        "async stall, wall / raw write and fsync": median["async stall"] / median["raw write"],
-        "  of the first save": median["first async stall"] / median["raw write"],
-        "  stock DCP, async": median["stock async stall"] / median["raw write"],
+        "async stall, optimizer at once / raw write": median["async stall"] / median["raw write"],
+        "  / one copy in memory, as many threads": median["async stall"] / median["stall of one copy"],
+        "  first save / raw write": median["first async stall"] / median["raw write"],
+        "  stock DCP / raw write": median["stock async stall"] / median["raw write"],
+    }
+
+
+def training_figures(median: dict[str, float]) -> dict[str, float]:
+    raw = median["raw write"]
+    return {
+        "training step on one core, s": median["one thread, step"],
+        "training step on all cores, s": median["all cores, step"],
+        "async stall, training loop / raw write": median["one thread, blocked"] / raw,
+        "  on all cores": median["all cores, blocked"] / raw,
+        "  whole step longer, one core / raw write": median["one thread, longer"] / raw,
+        "  whole step longer, all cores / raw write": median["all cores, longer"] / raw,
     }
 
 

@@ -83,7 +83,7 @@ class Copier:
         self._out_memory, self._in_memory = memory_of(self._out), memory_of(self._in)
 
     def copy(self, piece: Piece, dtype: torch.dtype, position: int) -> None:
-        """Write a piece, in ``dtype``, at ``position`` of the file; raises CheckpointError if its checksum differs."""
+        """Write a piece, in ``dtype``, at ``position`` of the file; raises CheckpointError if its checksum differs, or its file changes."""
         self._run = piece.box.file.run(piece.box.position, piece.box.position + piece.box.nbytes)
         checksum, pace = 0, self._paces[dtype != piece.box.dtype]
         for start, stop in aligned(math.prod(piece.box.shape) * dtype.itemsize, position, TURN_BYTES):
@@ -91,6 +91,7 @@ class Copier:
                 checksum = self._copy(piece.box, dtype, position, (start, stop), way, checksum)
         if piece.box.crc32 is not None:
             piece.box.check(checksum)
+        self._run.check_unchanged()
 
     def _copy(self, box: Box, dtype: torch.dtype, position: int, span: tuple[int, int], way: Way, checksum: int) -> int:
         """Write ``span``, which counts in ``dtype``, in one way; return the CRC-32, ``checksum`` continued."""

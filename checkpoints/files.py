@@ -51,6 +51,9 @@ class Run(Protocol):
         """Return some bytes without a copy of them; None where that is not possible, and :meth:`fill` says why."""
         return None
 
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the file was written since it was opened: bytes of :meth:`mapped` may then differ between two uses."""
+
 
 class Readable(Run, Protocol):
     """A file or an object open for reads of ranges; ``path`` names it, ``size`` is in bytes."""
@@ -108,7 +111,7 @@ class ReadFile(Readable):
         if not stat.S_ISREG(found.st_mode):
             self.close()
             raise CheckpointError(f"cannot open {path}: it is not a regular file")
-        self.size = found.st_size
+        self.size, self._written_ns = found.st_size, found.st_mtime_ns
 
     def fill(self, view: memoryview, position: int) -> None:
         """Fill a piece of writable memory."""
@@ -133,6 +136,11 @@ class ReadFile(Readable):
         except (OSError, ValueError):  # an older kernel, a file system without it, a shorter file, a disk that fails
             return None
         return memoryview(pages)[position - start :]
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the file was written since it was opened."""
+        if os.fstat(self._descriptor).st_mtime_ns != self._written_ns:
+            raise CheckpointError(f"{self.path} was written while it was read; run this again when no other process writes it")
 
     def expect(self, spans: Iterable[tuple[int, int]]) -> None:
         """Do nothing: small reads cost little here."""

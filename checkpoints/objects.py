@@ -47,8 +47,10 @@ _WINDOW_BYTES = 16 << 20  # fetched ahead at once; of one request, where bytes g
 _CHUNK_BYTES = 1 << 20  # of an answer that are copied at once: then they are in a core's cache
 _REQUESTS = 8  # at once, of one read; four tensors are read at once
 _UPLOAD_BYTES, _UPLOADS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 9_000  # S3 takes 10 000 parts of an upload
-_REFUSED = re.compile(r"status code: 40[13]|AccessDenied|<Code>Expired|[Cc]redential|Access Key|Account must|/token\b|token request")
-"""What a store or obstore says where credentials are missing, damaged, expired or may not do this."""
+_REMEDY = (  # obstore has no class for missing credentials, nor for a listing or an upload that is refused
+    "check the credentials in the store's usual environment (they must allow this and not have expired), the bucket, its endpoint and "
+    "region, and the network, then run this again"
+)
 READERS = 4
 """Tensors that a restore reads at once, and runs of one tensor."""
 
@@ -246,8 +248,8 @@ class ObjectPath:
             for left in reversed(range(TRIES)):
                 try:
                     return act(self._store())
-                except _errors().GenericError as error:
-                    if left == 0 or "status code: 4" in str(error):
+                except _errors().GenericError:
+                    if left == 0:
                         raise
                     time.sleep(0.2)
         raise AssertionError
@@ -260,7 +262,7 @@ class ObjectPath:
         except (_errors().BaseError, OSError) as error:
             if isinstance(error, (FileNotFoundError, CheckpointError)):
                 raise
-            raise StoreError(f"{doing} {self} failed: {_said(error)}; {_remedy(error)}") from error
+            raise StoreError(f"{doing} {self} failed: {_said(error)}; {_REMEDY}") from error
 
 
 @final
@@ -433,10 +435,3 @@ def _said(error: Exception) -> str:
     if status is None:
         return text.splitlines()[0][:300]
     return f"the store answered {status[1]}{f' ({code[1]})' if code else ''}"
-
-
-def _remedy(error: Exception) -> str:
-    refused = isinstance(error, (_errors().PermissionDeniedError, _errors().UnauthenticatedError))
-    if refused or _REFUSED.search(str(error)):
-        return "check that the store's usual environment has credentials that may do this and have not expired, then run this again"
-    return "check the bucket, its endpoint and region in the store's usual environment, and the network, then run this again"

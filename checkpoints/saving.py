@@ -38,6 +38,7 @@ from meshpar.checkpoints.writing import (
 )
 from meshpar.errors import CheckpointError
 
+_SAMPLES = 64  # elements of a part that are compared before and after it is copied
 _SPARE_BYTES = 64 << 20  # archives' headers, metadata, the manifest
 
 
@@ -108,6 +109,7 @@ class Saving:
         mine = self._ranks.spread(f"planning step {step}", lambda: self._divide(planned, par))
         self._parts = parts_of(mine, self._tensors)
         self._versions = [(part.name, each, _version(each)) for part in self._parts for each in (part.tensor, self._tensors[part.name])]
+        self._samples = [_sample(part.tensor) for part in self._parts] if later else []
         self._ready, self._device = ready_event(par.device) if later else None, par.device
         self._tensors = {}
 
@@ -118,14 +120,16 @@ class Saving:
                 self._parts = stager.stage(self._parts, self._device, self._ready)
             else:
                 self._stage_on_disk(self._staging)
-            if changed := list(dict.fromkeys(name for name, tensor, version in self._versions if _version(tensor) != version)):
+            counted = [name for name, tensor, version in self._versions if _version(tensor) != version]
+            seen = [part.name for part, was in zip(self._parts, self._samples) if not torch.equal(_sample(part.tensor).cpu(), was.cpu())]
+            if changed := list(dict.fromkeys([*counted, *seen])):
                 raise CheckpointError(
                     f"{len(changed)} tensors were changed while the save in the background copied them ({', '.join(changed[:5])}); "
                     "call before_step() of the CheckpointManager before you change parameters outside of an optimizer's step"
                 )
         except Exception as error:  # noqa: BLE001 - the other ranks, which go on to finish(), must hear of it there
             self._stage_error = error
-        self._versions = []
+        self._versions, self._samples = [], []
 
     def _stage_on_disk(self, folder: Path) -> None:
         """Write the files to this machine's disk, without what a dead process left there."""
@@ -226,6 +230,12 @@ class Saving:
 def _version(tensor: Tensor) -> int:
     """Return the number of in-place changes; a DTensor counts its own, and its shard those that are made to the shard."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return the bytes of some elements. A write that no version counts, such as one through ``.data``, rarely leaves all of them equal."""
+    step = max(1, tensor.numel() // _SAMPLES) | 1  # odd, so that it does not stay in one column
+    return tensor.detach().flatten()[::step].clone().view(torch.uint8)
 
 
 def make_manifest(folder: Place, metadata: Metadata, files: Sequence[WrittenFile], told: Mapping[str, Any]) -> Manifest:

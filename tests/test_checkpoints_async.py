@@ -132,8 +132,52 @@ def test_a_parameter_that_is_changed_before_it_is_copied_fails_the_save_by_name(
     assert manager.steps() == []
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda weight: weight.data.mul_(2), lambda weight: weight.detach().numpy().__imul__(2)],
+    ids=["through data", "through numpy"],
+)
+def test_a_change_that_torch_does_not_count_fails_the_save_by_name(tmp_path, monkeypatch, change):
+    stages = staging(monkeypatch)
+    job = linear(1)
+    manager = CheckpointManager(tmp_path, async_=True)
+    manager.save(1, job, stepped(job))
+    before = job.module.weight._version
+    change(job.module.weight)
+    assert job.module.weight._version == before
+    stages.open.set()
+    with pytest.raises(CheckpointError, match=r"model\.weight.*before_step\(\)"):
+        manager.close()
+    assert manager.steps() == []
+
+
+def test_values_that_compare_with_nothing_are_not_taken_for_changed(tmp_path):
+    job = linear(1)
+    with torch.no_grad():
+        job.module.weight.fill_(torch.nan)
+    with CheckpointManager(tmp_path, async_=True) as manager:
+        manager.save(1, job, torch.optim.SGD(job.module.parameters(), lr=0.1))
+    assert manager.steps() == [1]
+
+
+def test_memory_that_replaces_that_of_a_parameter_does_not_enter_the_save(tmp_path, monkeypatch):
+    stages = staging(monkeypatch)
+    job = linear(1)
+    with CheckpointManager(tmp_path, async_=True) as manager:
+        manager.save(1, job, stepped(job))
+        want = job.module.weight.detach().clone()
+        nn.utils.vector_to_parameters(torch.zeros(sum(each.numel() for each in job.module.parameters())), job.module.parameters())
+        assert not job.module.weight.any()
+        stages.open.set()
+    manager.restore(job)
+    assert torch.equal(job.module.weight, want)
+
+
+CHANGES = {"in place": lambda weight: weight.mul_(2), "in a list": lambda weight: torch._foreach_mul_([weight], 2.0)}
+
+
 @on_ranks(2)
-def change_a_shard_while_it_is_saved(root: str) -> None:
+def change_a_shard_while_it_is_saved(root: str, change: str) -> None:
     par, optimizer = parallelized("dp_shard=2", [meshpar.FullyShard()], seed=1)
     manager = CheckpointManager(root, async_=True, timeout_s=30)
     original, changed = Stager.stage, threading.Event()
@@ -141,7 +185,7 @@ def change_a_shard_while_it_is_saved(root: str) -> None:
     try:
         manager.save(1, par, optimizer)
         with torch.no_grad():
-            next(par.module.parameters()).mul_(2)
+            CHANGES[change](next(par.module.parameters()))
         changed.set()
         with pytest.raises(CheckpointError, match=r"changed while the save in the background copied them"):
             manager.close()
@@ -150,8 +194,9 @@ def change_a_shard_while_it_is_saved(root: str) -> None:
     assert manager.steps() == []
 
 
-def test_a_change_of_a_shard_before_it_is_copied_fails_the_save_on_every_rank(tmp_path):
-    change_a_shard_while_it_is_saved(str(tmp_path))
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_a_shard_before_it_is_copied_fails_the_save_on_every_rank(tmp_path, change):
+    change_a_shard_while_it_is_saved(str(tmp_path), change)
 
 
 def test_without_an_optimizer_save_waits_for_staging_itself(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -55,6 +56,32 @@ def test_a_flipped_bit_is_found_in_every_way(tmp_path, monkeypatch, way, dtype):
         file.write(b"\x5a\x5b")
     with pytest.raises(CheckpointError, match=r"is damaged: w, .*expected the CRC-32"):
         copied(box, dtype, 328, (way,), monkeypatch)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("summed", [True, False])
+def test_a_file_that_is_written_during_the_copy_is_an_error_although_its_sum_may_be_right(tmp_path, monkeypatch, way, summed):
+    monkeypatch.setattr("meshpar.checkpoints.copying.Pace", lambda: Pace((way,)))
+    tensor, path, out = torch.randn(600, 2000), tmp_path / "file", bytearray()
+    box = stored(path, tensor)
+    os.utime(path, (1e9, 1e9))
+    box = replace(box, file=ReadFile(path), crc32=box.crc32 if summed else None)
+
+    def overwritten(data: memoryview) -> None:
+        """Write other bytes in place, and the right ones again before they are summed."""
+        if not out:
+            right = path.read_bytes()
+            for kept in (bytes(len(right)), right):
+                with path.open("r+b") as file:
+                    file.write(kept)
+                if kept is not right:
+                    out.extend(data)
+        else:
+            out.extend(data)
+
+    with pytest.raises(CheckpointError, match=r"file was written while it was read; .* when no other process writes it"):
+        Copier(overwritten, lambda _: None).copy(Piece((0, 0), box), torch.float32, 328)
+    assert (bytes(out) != bytes(memory_of(tensor))) == way.mapped, "a buffer keeps what was read"
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

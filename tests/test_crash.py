@@ -13,6 +13,8 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshpar import testing
-from meshpar.checkpoints import CheckpointManager, verify_step
+from meshpar.checkpoints import CheckpointManager, objects, verify_step
 from meshpar.checkpoints import steps as removal
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.manifest import read_manifest
@@ -38,6 +40,8 @@ RANKS = 3
 TIMEOUT_S = 20.0
 LONGEST_WAIT_S = 30.0
 ROWS, COLUMNS, TENSORS = 96, 512, 8
+AIMED = 0.75  # share of the kills in a store that wait until the rank uploads a file
+UPLOADING: list[bool] = []  # whether a kill came during an upload of its rank
 HIT: list[bool] = []  # whether a kill left an unfinished folder behind
 
 
@@ -60,6 +64,9 @@ def rank_main(rank: int, port: int, root: str, first: int, mode: str, report: st
     """Save step after step until killed, or until a save fails because another rank was."""
     if cloud is not None:
         cloud.use()
+        if cloud.scheme != "s3":  # which takes no smaller pieces than a file of this test
+            objects._UPLOAD_BYTES = 64 << 10  # several requests for each file
+        note_uploads(Path(f"{report}.{rank}"))
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
@@ -86,6 +93,30 @@ def rank_main(rank: int, port: int, root: str, first: int, mode: str, report: st
             os._exit(3)
         with log.open("a") as file:
             file.write(f"{json.dumps(['saved', step if mode != 'async' else step - 1])}\n")
+
+
+def note_uploads(log: Path) -> None:
+    """Write into this rank's report when an upload begins and when it ends."""
+
+    def note(kind: str, name: str) -> None:
+        with log.open("a") as file:
+            file.write(f"{json.dumps([kind, name])}\n")
+
+    @contextmanager
+    def noted(self: objects.ObjectPath, expected_bytes: int = 0, *, writing=objects.ObjectPath.writing) -> Iterator:
+        note("upload", self.name)
+        try:
+            with writing(self, expected_bytes) as write:
+                yield write
+        finally:
+            note("uploaded", self.name)
+
+    objects.ObjectPath.writing = noted
+
+
+def uploads(report: str, rank: int) -> int:
+    """Return how many uploads of a rank are under way."""
+    return len(told(report, rank, "upload")) - len(told(report, rank, "uploaded"))
 
 
 def told(report: str, rank: int, kind: str) -> list:
@@ -129,6 +160,11 @@ def kill_one(root: Place, mode: str, number: int, generator: random.Random, scra
             time.sleep(0.001)
         time.sleep(generator.random() * (0.15 if mode == "first" else 0.1) * (1 if cloud is None else 4))
         victim = generator.randrange(RANKS)
+        if cloud is not None and generator.random() < AIMED:
+            while not uploads(report, victim) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(generator.random() * 0.02)
+        UPLOADING.append(uploads(report, victim) > 0)
         os.kill(ranks[victim].pid, signal.SIGKILL)
         began = time.monotonic()
         for process in ranks:
@@ -165,8 +201,10 @@ def test_kill_9_of_any_rank_at_any_moment_loses_and_mixes_nothing(tmp_path, stor
         root = home / (f"first-{number}" if mode == "first" else mode)
         waits.append(kill_one(root, mode, number, generator, tmp_path, cloud))
     assert max(waits) < LONGEST_WAIT_S
-    print(f"{kills} kills, {sum(HIT)} of them left an unfinished folder; survivors waited {max(waits):.1f} s at most")  # noqa: T201
+    hit = f"{sum(UPLOADING)} of them during an upload, {sum(HIT)} left an unfinished folder"
+    print(f"{kills} kills, {hit}; survivors waited {max(waits):.1f} s at most")  # noqa: T201
     HIT.clear()
+    UPLOADING.clear()
     for mode in modes[1:]:
         if (home / mode).is_dir():
             steps = CheckpointManager(home / mode)

@@ -460,7 +460,9 @@ def test_a_store_that_refuses_is_no_damage_that_is_passed_over(store, bucket, mo
         return get(store, key, **options)
 
     monkeypatch.setattr(obstore, "get", expired)
-    with pytest.raises(StoreError, match=r"__0_\d.distcp failed: the store answered 403 .*check that the store's usual environment"):
+    with pytest.raises(
+        StoreError, match=r"__0_\d.distcp failed: the store answered 403 .*check the credentials in the store's usual environment"
+    ):
         manager.restore(Job(Filled(0.0)), fallback=True)
 
 
@@ -474,7 +476,7 @@ def test_who_may_only_read_reads_and_is_told_that_nothing_was_deleted(bucket, mo
     objects._store.cache_clear()
     assert "is whole" in verify_step(root)
     for act in (lambda: prune_steps(root, keep=1), lambda: remove_step(root / "step-00000001"), lambda: pin_step(root / "step-00000001")):
-        with pytest.raises(StoreError, match=r"/step-00000001/.*AccessDenied.*check that the store's usual environment has credentials"):
+        with pytest.raises(StoreError, match=r"/step-00000001/.*AccessDenied.*check the credentials in the store's usual environment"):
             act()
     assert CheckpointManager(root).steps() == [1, 2]
     objects._store.cache_clear()
@@ -488,11 +490,11 @@ def test_missing_and_damaged_credentials_are_named_as_such(monkeypatch):
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", "{}")
     urls = ["s3://of-no-one/run", "az://of-no-one/run", "gs://of-no-one/run"]
     for url in urls:
-        with pytest.raises(StoreError, match="check that the store's usual environment has credentials"):
+        with pytest.raises(StoreError, match="check the credentials in the store's usual environment"):
             CheckpointManager(url).steps()
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "someone")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "not base64")
-    with pytest.raises(StoreError, match=r"Invalid Access Key: .*check that the store's usual environment has credentials"):
+    with pytest.raises(StoreError, match=r"Invalid Access Key: .*check the credentials in the store's usual environment"):
         CheckpointManager(urls[1]).steps()
 
 
