@@ -220,7 +220,7 @@ def test_a_mask_that_lets_a_query_see_later_keys_is_not_cut():
     prefix()
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def prefix():
     from transformers.models.llama import modeling_llama
 
@@ -233,7 +233,7 @@ def prefix():
         assert_parity(MODELS["llama"], "dp_shard=1,cp=2", [ContextParallel(balance=False), FullyShard()], steps)
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def test_the_first_step_may_compute_its_loss_in_chunks():
     par = Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).apply(transformer())
     part = par.split({"input_ids": torch.arange(16)[None], "labels": torch.arange(1, 17)[None]})
@@ -382,7 +382,7 @@ def test_what_mixes_positions_in_its_own_way_is_computed_whole(name):
     whole(name)
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def whole(name):
     steps = token_steps(VOCAB, parts=2, micro_batches=2)
     for transport in ("gather", "heads"):
@@ -445,7 +445,7 @@ def test_what_computes_in_few_bits_is_no_mixing():
     few_bits()
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def few_bits():
     for passes in ([Float8(emulate=True), FullyShard()], [FullyShard(param_dtype=torch.bfloat16)]):
         par = Plan("dp_shard=1,cp=2", [ContextParallel(), *passes]).apply(transformer(dim=64, hidden=64))
@@ -456,7 +456,7 @@ def test_models_of_one_config_do_not_exchange_for_each_other():
     shared_config()
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def shared_config():
     one = huggingface("Llama")
     other = type(one)(one.config)

@@ -131,7 +131,7 @@ def test_the_reference_mixture_on_any_mesh_equals_one_process():
     assert_parity(own_mixture, "dp_shard=2,tp=2", [TensorParallel(), FullyShard()], token_steps(VOCAB, length=8))
 
 
-@on_ranks(4)
+@on_ranks(4, keep=True)
 def test_experts_without_tokens_and_all_tokens_on_one_rank_equal_one_process():
     assert_parity(on_two_experts, "dp_shard=1,ep=4", [ExpertParallel(), FullyShard()], token_steps(VOCAB))
     assert_parity(
@@ -139,7 +139,7 @@ def test_experts_without_tokens_and_all_tokens_on_one_rank_equal_one_process():
     )
 
 
-@on_ranks(4)
+@on_ranks(4, keep=True)
 def test_a_thousand_routings_equal_the_dense_computation_bitwise():
     """Adversarial skew: no token on a rank, all on one expert, one expert twice, a few heavy experts, at random."""
     group, rank = dist.group.WORLD, dist.get_rank()
@@ -346,7 +346,7 @@ def on_one_rank(experts, x, chosen, weights):
     return experts(x, chosen % 4, weights)
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def test_a_rank_without_tokens_divides_nothing_by_zero_and_children_of_experts_train():
     passes = [ExpertParallel(), FullyShard()]
     assert_parity(lambda: OwnMixture(Rooted, on_one_rank), "dp_shard=1,ep=2", passes, token_steps(VOCAB), layout=OWN)
@@ -370,7 +370,7 @@ class Around(nn.Module):
         return x + self.experts(x, chosen, weights)
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def test_experts_compute_in_the_dtypes_that_they_would_have_without_ep():
     for fp32 in ((), ("*.experts",), ("0", "1"), ("0",)):
         told = []

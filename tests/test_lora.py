@@ -177,7 +177,7 @@ def names_in(step: Path) -> list[str]:
     return [name for name in DistributedCheckpoint(step).tensors if name.startswith("model.")]
 
 
-@on_ranks(4)
+@on_ranks(4, keep=True)
 def test_adapters_on_fused_and_transposed_projections() -> None:
     folder = shared_folder()
     check(huggingface_gpt2, GPT2_SETTINGS, folder, ("fsdp", "fsdp-tp"))

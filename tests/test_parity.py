@@ -67,7 +67,7 @@ def check(model, plan):
     assert_parity(MODELS[model], mesh, with_recomputation(passes), steps, expected=expected)
 
 
-check_2, check_4, check_8 = (on_ranks(n)(check) for n in (2, 4, 8))
+check_2, check_4, check_8 = (on_ranks(n, keep=True)(check) for n in (2, 4, 8))
 
 
 def cases(count):
@@ -155,7 +155,7 @@ class Heads(nn.Module):
         return self.out((scores.softmax(-1)[..., :-1] @ v).transpose(1, 2).flatten(2))
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def test_styles_that_no_shipped_model_needs_equal_one_process():
     steps = token_steps(VOCAB, parts=1, micro_batches=2)
     assert_parity(EveryStyle, "tp=2", [TensorParallel()], steps)
