@@ -8,8 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from typer.testing import CliRunner
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.cli import app
 from tests.hosts import Hosts, Unavailable
+from tests.patience import until
 
 STEPS = 100
 RECIPE = """\
@@ -75,13 +75,6 @@ def submit(slurm: Slurm, folder: Path, output: str, *more: str) -> str:
     found = re.search(r"Submitted batch job (\d+)", done.stdout)
     assert found, done.stdout
     return found[1]
-
-
-def until(true: Callable[[], bool], seconds: float = 180) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"it is not so after {seconds:.0f} s"
-        time.sleep(0.05)
 
 
 def step_of(folder: Path, output: str) -> int:
