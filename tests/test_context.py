@@ -66,13 +66,13 @@ MODELS = {
 
 @pytest.mark.parametrize(("ranks", "transport"), [(2, "gather"), (2, "heads"), (4, "gather"), (4, "heads"), (8, "gather")])
 def test_a_part_of_the_sequence_on_each_rank_equals_one_process(ranks, transport):
-    on_ranks(ranks)(in_parts)("gpt2" if ranks == 8 else "transformer", transport)
+    on_ranks(ranks, keep=True)(in_parts)("gpt2" if ranks == 8 else "transformer", transport)
 
 
 @pytest.mark.parametrize("transport", ["gather", "heads"])
 @pytest.mark.parametrize("model", ["gpt2", "hf-gpt2", "llama", "gemma2"])
 def test_a_part_of_the_sequence_is_exact_for_models_by_others(model, transport):
-    on_ranks(2)(in_parts)(model, transport)
+    on_ranks(2, keep=True)(in_parts)(model, transport)
 
 
 def in_parts(model, transport):
@@ -432,7 +432,7 @@ def test_what_cannot_be_split_is_refused():
 
 @pytest.mark.parametrize("passes", [[ActivationCheckpoint(mode="selective")], [Compile(backend="aot_eager")]], ids=str)
 def test_the_test_of_positions_leaves_no_trace_in_the_first_step(passes):
-    on_ranks(2)(first_step)(passes)
+    on_ranks(2, keep=True)(first_step)(passes)
 
 
 def first_step(passes):

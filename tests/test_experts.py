@@ -78,7 +78,7 @@ MESHES = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [2, 4, *(pytest.param(many, marks=pytest.mark.long) for many in (8, 16))])
 def test_divided_experts_equal_one_process(ranks):
-    on_ranks(ranks, timeout_s=90 if ranks < 8 else 500)(divided)(ranks)
+    on_ranks(ranks, timeout_s=90 if ranks < 8 else 500, keep=True)(divided)(ranks)
 
 
 @on_ranks(4)
@@ -579,10 +579,10 @@ def keep(root, par, optimizer):
 
 
 def test_a_checkpoint_of_divided_experts_restores_bitwise_on_tensor_parallelism_and_one_process_and_back(tmp_path):
-    launch(__name__, "saves", 4, (str(tmp_path),))
-    launch(__name__, "restores", 2, (str(tmp_path), "from-4", "from-2"))
-    launch(__name__, "restores", 1, (str(tmp_path), "from-2", "from-1"))
-    launch(__name__, "restores", 4, (str(tmp_path), "from-1"))
+    launch(__name__, "saves", 4, (str(tmp_path),), keep=True)
+    launch(__name__, "restores", 2, (str(tmp_path), "from-4", "from-2"), keep=True)
+    launch(__name__, "restores", 1, (str(tmp_path), "from-2", "from-1"), keep=True)
+    launch(__name__, "restores", 4, (str(tmp_path), "from-1"), keep=True)
     exported = export_safetensors(tmp_path / "from-4", tmp_path / "hf")
     loaded = type(mixture()).from_pretrained(exported)
     expected = torch.load(tmp_path / "values.pt")
