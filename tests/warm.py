@@ -27,10 +27,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-COMMANDS = ("meshpar.launchers", "meshpar.forecasting.worker")
-"""What ``python -m`` runs warm from a test,"""
 RANKS = ("meshpar.launchers.jobs.worker",)
-"""and from the command ``run`` or ``train``."""
+"""What ``python -m`` runs warm from the command ``run`` or ``train``,"""
+COMMANDS = ("meshpar.launchers", "meshpar.forecasting.worker", *RANKS)
+"""and from a test."""
 
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _MOST_BYTES = 1 << 17
