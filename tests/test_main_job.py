@@ -33,7 +33,7 @@ from meshpar.training.tokens import write_tokens
 from tests.patience import patient, until
 from tests.warm import ranks_of
 
-STEPS = 100
+STEPS = 60
 RECIPE = """\
 name: job
 mesh: dp_shard=2
@@ -41,7 +41,7 @@ device: cpu
 model: {dim: 32, layers: 2, heads: 2, hidden: 64, max_positions: 64, dropout: 0.0}
 data: {source: files, sequence_length: 64, micro_batch: 4, accumulate: 2, validation_fraction: 0.1}
 optimizer: {lr: 1e-3, eps: 1e-4}
-training: {steps: 100, log_every: 1, validate_steps: 2, tensorboard: false}
+training: {steps: 60, log_every: 1, validate_steps: 2, tensorboard: false}
 """
 
 
