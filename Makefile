@@ -3,6 +3,8 @@ PYTHON ?= python3
 # A version, as in `make test TORCH=2.11.0`, or newest: the target runs in an environment of its own with that torch, not with the pinned one.
 TORCH ?=
 VENV ?= .venv$(TORCH:%=-torch-%)
+# Ranks and workers that find compiled modules start sooner.
+export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 QUICKSTART := $(VENV)/.quickstart

@@ -208,13 +208,7 @@ class MeshSpec:
 
         Collective: every rank calls it.
         """
-        from meshpar._torch import forget_meshes, share_timeout  # loads FSDP2, which those who only name a mesh do without
-
-        forget_meshes()
-        axes = dict(self.axes) or {"dp_shard": 1}
-        mesh = device_mesh.init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        share_timeout(mesh.get_group(axis) for axis in axes)
-        return mesh
+        return _built(device_type, tuple((self.axes or {"dp_shard": 1}).items()))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the index of ``rank`` on every axis."""
@@ -222,6 +216,16 @@ class MeshSpec:
         for name in reversed(list(self.axes)):
             rank, place[name] = divmod(rank, self.axes[name])
         return {name: place[name] for name in self.axes}
+
+
+def _built(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    from meshpar._torch import forget_meshes, share_timeout  # loads FSDP2, which those who only name a mesh do without
+
+    forget_meshes()
+    names, sizes = zip(*axes)
+    mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    share_timeout(map(mesh.get_group, names))
+    return mesh
 
 
 def divisors(number: int) -> list[int]:

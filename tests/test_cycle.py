@@ -243,7 +243,7 @@ def test_after_a_backward_that_failed_everything_works_on_the_shards():
         par.check_replicas()
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def test_weights_that_were_gathered_ahead_of_a_change_are_not_used_after_it():
     net = Net()
     par = applied(net, "dp_shard=2", [FullyShard(prefetch_forward=1)])
@@ -254,7 +254,7 @@ def test_weights_that_were_gathered_ahead_of_a_change_are_not_used_after_it():
         torch.testing.assert_close(par.module(x_of()), net(x_of()))
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def test_no_call_sees_the_weights_of_an_earlier_one():
     net = Net()
     par = applied(net, "dp_shard=2", [FullyShard(reshard_after_forward=False)])
@@ -266,7 +266,7 @@ def test_no_call_sees_the_weights_of_an_earlier_one():
             torch.testing.assert_close(part(par.module)(x_of()), part(net)(x_of()))
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def test_gradients_are_reduced_with_the_last_micro_batch_alone_also_after_a_step_that_was_left():
     net = Net()
     par = applied(net, "dp_shard=2", [FullyShard()])
@@ -285,7 +285,7 @@ def test_gradients_are_reduced_with_the_last_micro_batch_alone_also_after_a_step
         torch.testing.assert_close(whole(parameter.grad), net.get_parameter(name).grad)
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def test_tokens_and_sums_are_of_all_data_ranks():
     par = applied(Net(), "dp_shard=2", [FullyShard()])
     assert par.token_scale(3 + 2 * par.data_rank) == 2 / 8
@@ -299,7 +299,7 @@ def test_ranks_with_different_numbers_of_micro_batches_are_told():
         list(par.accumulate([x_of()] * (2 + par.data_rank)))
 
 
-@on_ranks(4)
+@on_ranks(4, keep=True)
 def test_the_split_is_tried_with_nothing_gathered():
     held = []
 
@@ -423,7 +423,7 @@ def test_two_backwards_through_one_recomputed_forward_add_up():
         loss.backward()
 
 
-@on_ranks(4)
+@on_ranks(4, keep=True)
 def test_a_step_that_was_left_between_two_reductions_leaves_nothing_behind():
     net = Net()
     par = applied(net, "dp_replicate=2,dp_shard=2", [HybridShard()])
@@ -437,7 +437,7 @@ def test_a_step_that_was_left_between_two_reductions_leaves_nothing_behind():
         torch.testing.assert_close(whole(got.grad), expected.grad, msg=name)
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def test_units_in_selectively_recomputed_blocks_equal_one_process():
     net = Net(order=(0, 1, 0))
     net(x_of()).square().mean().backward()
@@ -524,7 +524,7 @@ def test_a_region_around_the_embedding_is_refused():
         par.module(torch.tensor([[0, 1, 1, 0]]))
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def test_a_number_beside_split_logits_gets_its_whole_gradient():
     torch.manual_seed(0)
     net = Scaled()
@@ -561,7 +561,7 @@ class Packed(nn.Module):
         return self.head(torch.tanh(self.gathered(x)))
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def test_gradients_of_gradients_of_weights_equal_one_process():
     styles = {"embed": "vocab", "qkv": "packed_colwise:3", "out": "rowwise", "gathered": "colwise_gather", "head": "head"}
     net, ids = Packed(), torch.arange(6)[None]

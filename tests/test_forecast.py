@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from meshpar.forecasting.simulate import Simulation, shallow, simulate
 from meshpar.forecasting.trace import Collective, Event, Phase
 from meshpar.mesh import MeshSpec
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
+from tests.patience import until
 
 SMALL = TransformerConfig(vocab_size=512, dim=64, layers=5, heads=4, kv_heads=2, hidden=96, max_positions=64)
 SP = TensorParallel(sequence_parallel=True, loss_parallel=True)
@@ -364,10 +364,7 @@ if __name__ == "__main__":
 """)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    deadline = time.monotonic() + 100
-    while running(done.stdout.strip()):
-        assert time.monotonic() < deadline, "the simulation goes on without who asked"
-        time.sleep(0.05)
+    until(lambda: not running(done.stdout.strip()), told=lambda: "the simulation goes on without who asked")
 
 
 def running(pid):

@@ -31,6 +31,7 @@ from meshpar.launchers.targets.job import dns_label, make_target
 from meshpar.launchers.targets.launching import launch_job
 from meshpar.launchers.targets.slurm import Slurm
 from tests.hosts import Hosts, Unavailable
+from tests.warm import write_command
 
 RECIPE = """\
 name: My_Job
@@ -279,7 +280,7 @@ def test_kubeflow_takes_the_file(folder: Path) -> None:
 
 def run_as_hosts(hosts: Hosts, folder: Path, command: list[str], variables: list[dict[str, str]]) -> None:
     """Run a pod's command on each host, with what the engine would set there."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{write_command(folder / 'meshpar').parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     started = [
         subprocess.Popen(
             hosts.command(name, ["env", f"PATH={path}", "OMP_NUM_THREADS=1", *(f"{key}={value}" for key, value in more.items()), *command]),

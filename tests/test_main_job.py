@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,10 @@ from meshpar.testing import on_ranks
 from meshpar.training.stop import StopRequest
 from meshpar.training.tokenizer import byte_tokenizer
 from meshpar.training.tokens import write_tokens
+from tests.patience import patient, until
 from tests.warm import ranks_of
 
-STEPS = 100
+STEPS = 60
 RECIPE = """\
 name: job
 mesh: dp_shard=2
@@ -41,7 +41,7 @@ device: cpu
 model: {dim: 32, layers: 2, heads: 2, hidden: 64, max_positions: 64, dropout: 0.0}
 data: {source: files, sequence_length: 64, micro_batch: 4, accumulate: 2, validation_fraction: 0.1}
 optimizer: {lr: 1e-3, eps: 1e-4}
-training: {steps: 100, log_every: 1, validate_steps: 2, tensorboard: false}
+training: {steps: 60, log_every: 1, validate_steps: 2, tensorboard: false}
 """
 
 
@@ -103,7 +103,7 @@ def running(folder: Path, output: str, *overrides: str, until_step: int) -> Iter
 def rest_of(process: subprocess.Popen[str]) -> str:
     """What a run says from here to its end. Of lines read so far Python may hold more, which communicate() would lose."""
     assert process.stderr is not None
-    too_long = threading.Timer(90, os.killpg, (process.pid, signal.SIGKILL))
+    too_long = threading.Timer(patient(90), os.killpg, (process.pid, signal.SIGKILL))
     too_long.start()
     try:
         rest = process.stderr.read()
@@ -130,10 +130,7 @@ def kill_launcher(folder: Path, output: str, *, until_step: int) -> None:
     with running(folder, output, until_step=until_step) as process:
         ranks = ranks_of(process.pid)
         process.kill()
-        deadline = time.monotonic() + 90
-        while (left := [rank for rank in ranks if Path(f"/proc/{rank}").exists()]) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not left
+        until(lambda: not [rank for rank in ranks if Path(f"/proc/{rank}").exists()])
     assert set((folder / output / "checkpoints").glob("step-*")) - before
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from models_for_parity import VOCAB, gpt2, huggingface, huggingface_gpt2, transformer
 from torch import nn
 
-from meshpar import ActivationCheckpoint, FullyShard, HybridShard, ModelLayout, Replicate, TensorParallel
+from meshpar import ActivationCheckpoint, FullyShard, HybridShard, MeshSpec, ModelLayout, Replicate, TensorParallel
 from meshpar.passes.tensor.parts import Parts
-from meshpar.testing import assert_parity, on_ranks, one_process, token_steps
+from meshpar.testing import RankFailure, assert_parity, on_ranks, one_process, token_steps
 
 MODELS = {
     "transformer": transformer,
@@ -67,7 +72,7 @@ def check(model, plan):
     assert_parity(MODELS[model], mesh, with_recomputation(passes), steps, expected=expected)
 
 
-check_2, check_4, check_8 = (on_ranks(n)(check) for n in (2, 4, 8))
+check_2, check_4, check_8 = (on_ranks(n, keep=True)(check) for n in (2, 4, 8))
 
 
 def cases(count):
@@ -155,8 +160,30 @@ class Heads(nn.Module):
         return self.out((scores.softmax(-1)[..., :-1] @ v).transpose(1, 2).flatten(2))
 
 
-@on_ranks(2)
+@on_ranks(2, keep=True)
 def test_styles_that_no_shipped_model_needs_equal_one_process():
     steps = token_steps(VOCAB, parts=1, micro_batches=2)
     assert_parity(EveryStyle, "tp=2", [TensorParallel()], steps)
     assert_parity(lambda: huggingface("GptOss"), "tp=2", [TensorParallel()], steps)
+
+
+def seen(folder, kept):
+    Path(folder, f"{dist.get_rank()}-{os.getpid()}").touch()
+    one, other = (MeshSpec("dp_shard=2").build("cpu") for _ in range(2))
+    assert (one is other) is kept
+
+
+def failing():
+    if dist.get_rank() == 1:
+        raise ValueError("an error of its own")
+    dist.barrier()
+
+
+def test_kept_ranks_serve_the_next_test_until_one_fails(tmp_path):
+    keeping = functools.partial(on_ranks, 2, timeout_s=80, keep=True)
+    for test, after in ((seen, 2), (seen, 2), (failing, 2), (seen, 4), (seen, 4)):
+        with nullcontext() if test is seen else pytest.raises(RankFailure, match=r"failed on rank 1 of 2(.|\n)*an error of its own"):
+            keeping()(test)(*((str(tmp_path), True) if test is seen else ()))
+        assert len(list(tmp_path.iterdir())) == after
+    on_ranks(2)(seen)(str(tmp_path), False)
+    assert len(list(tmp_path.iterdir())) == 6

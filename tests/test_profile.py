@@ -20,6 +20,7 @@ from meshpar import _torch
 from meshpar.mesh import MeshSpec
 from meshpar.testing import on_ranks
 from meshpar.training.profile import Page, Times, times_of
+from tests.patience import until
 
 RECIPE = """\
 name: job
@@ -78,9 +79,8 @@ def test_gloos_threads_are_their_groups_also_when_others_start_in_between(tmp_pa
     mesh = MeshSpec("dp_shard=2,tp=2").build("cpu")
     stopped.set()
     beside.join()
-    deadline = time.monotonic() + 10
-    while len(known := _torch.gloo_threads()) < 6 and time.monotonic() < deadline:
-        time.sleep(0.01)  # a thread takes its name when it first runs
+    until(lambda: len(_torch.gloo_threads()) >= 6, 10)  # a thread takes its name when it first runs
+    known = _torch.gloo_threads()
     titles = {_torch.group_title(mesh.get_group(axis)): axis for axis in ("dp_shard", "tp")}
     threads = {number: titles.get(title, "") for number, title in known.items()}
     assert sorted(threads.values()) == ["", "", "dp_shard", "dp_shard", "tp", "tp"]

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +30,7 @@ from meshpar.launchers.agent.rank_logs import Shown
 from meshpar.launchers.agent.starting import free_port
 from meshpar.launchers.commands.placing import from_kubeflow, placed
 from meshpar.launchers.jobs.job import _new_steps_noted
+from tests.patience import patient, until
 
 RUN = [sys.executable, "-m", "meshpar.launchers", "run"]
 
@@ -74,7 +74,7 @@ def test_on_a_terminal_rank_0_keeps_it_and_its_log_has_the_lines(tmp_path: Path)
 def test_the_first_failing_rank_is_shown_and_no_other(tmp_path: Path) -> None:
     script = (
         "import glob, os, time\n"
-        "deadline = time.monotonic() + 60\n"
+        "deadline = time.monotonic() + 600\n"
         "while os.environ['RANK'] != '2' and not glob.glob('runs/job/logs/*/rank-2.error.json') and time.monotonic() < deadline: time.sleep(0.01)\n"
         "raise ValueError('only ' + os.environ['RANK'])\n"
     )
@@ -198,10 +198,7 @@ def test_a_script_that_does_not_listen_is_no_job_that_stopped_in_time(tmp_path: 
         folder.mkdir()
         (folder / "job.py").write_text("import os, signal, sys, time\n" + script)
         process = subprocess.Popen([*RUN, "--nproc", "2", "job.py"], cwd=folder, stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 90
-        while not all((folder / name).exists() for name in "01"):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda folder=folder: all((folder / name).exists() for name in "01"))
         process.send_signal(signal.SIGUSR1)
         _, told = process.communicate(timeout=90)
         codes.append(process.returncode)
@@ -212,10 +209,7 @@ def test_a_script_that_does_not_listen_is_no_job_that_stopped_in_time(tmp_path: 
 def test_control_c_ends_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("import os, time\nopen(os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
     process = subprocess.Popen([*RUN, "--nproc", "2", "job.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 90
-    while not all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"))
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
     assert process.returncode in (130, 1), told
@@ -338,7 +332,7 @@ def test_a_node_that_does_not_come_is_named_within_the_bound() -> None:
         told = list(pool.map(come, (0, 2)))
     here = socket.gethostname()
     assert told == [f"nodes that did not come to {head} within 3 s: 1; there came 0 ({here}), 2 ({here})"] * 2
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < patient(20)
 
 
 def test_the_command_ends_where_a_node_does_not_come() -> None:
@@ -439,12 +433,6 @@ def test_a_rank_that_ignores_sigterm_does_not_outlive_a_killed_launcher(tmp_path
     )
     environment = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
     process = subprocess.Popen([*RUN, "--nproc", "1", "job.py"], cwd=tmp_path, env=environment)
-
-    def until(true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 90
-        while not true():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
 
     until((tmp_path / "pid").exists)
     rank = Path("/proc") / (tmp_path / "pid").read_text()

@@ -8,8 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,8 @@ from typer.testing import CliRunner
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.cli import app
 from tests.hosts import Hosts, Unavailable
+from tests.patience import until
+from tests.warm import write_command
 
 STEPS = 100
 RECIPE = """\
@@ -41,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     docs = sorted(Path(__file__).parent.parent.glob("docs/*.md"))
     (made / "text.md").write_text("\n\n".join(path.read_text() for path in docs))
     (made / "job.yaml").write_text(RECIPE)
+    write_command(made / "meshpar")
     return made
 
 
@@ -68,20 +70,13 @@ def losses(folder: Path, output: str) -> list[float]:
 
 
 def submit(slurm: Slurm, folder: Path, output: str, *more: str) -> str:
-    options = ["--nodes", "2", "--gpus-per-node", "0", "--nproc", "2", "-o", "cpus_per_task=2", *more]
+    options = ["--nodes", "2", "--gpus-per-node", "0", "--nproc", "2", "-o", "cpus_per_task=2", "-o", f"meshpar={folder}/meshpar", *more]
     command = [*MESHPAR, "launch", "slurm", "job.yaml", f"output={output}", *options, "--submit"]
     done = subprocess.run(command, cwd=folder, env=slurm.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = re.search(r"Submitted batch job (\d+)", done.stdout)
     assert found, done.stdout
     return found[1]
-
-
-def until(true: Callable[[], bool], seconds: float = 180) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"it is not so after {seconds:.0f} s"
-        time.sleep(0.05)
 
 
 def step_of(folder: Path, output: str) -> int:

@@ -152,7 +152,7 @@ RIGHT = {
 }
 
 
-@on_ranks(4)
+@on_ranks(4, keep=True)
 def test_a_right_split_is_verified_and_leaves_nothing_behind():
     for mesh, passes in RIGHT.values():
         torch.manual_seed(0)
@@ -200,7 +200,7 @@ def test_a_parameter_beside_split_layers_that_meets_whole_features_stays_whole(s
     stays_whole(styles, layout)
 
 
-@on_ranks(4)
+@on_ranks(4, keep=True)
 def stays_whole(styles, layout):
     assert_parity(
         Scaled, "dp_shard=2,tp=2", [TensorParallel(styles=styles), FullyShard()], token_steps(12), layout=layout, loss_sum=loss_sum

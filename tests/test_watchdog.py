@@ -27,6 +27,7 @@ from meshpar.launchers.jobs.preflight import opened
 from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.mesh import MeshSpec
 from meshpar.watchdog import STALLED, Watchdog, verdict_of
+from tests.patience import patient, until
 from tests.test_checkpoints_commit import linear
 from tests.warm import ranks_of
 
@@ -76,7 +77,7 @@ def ended(mode: str, folder: Path) -> tuple[list[int | None], list[str], float]:
             process.start()
         began = time.monotonic()  # the first start waits for the server, which loads torch and transformers
         for process in ranks:
-            process.join(60)
+            process.join(patient(60))
         return [each.exitcode for each in ranks], [(folder / f"rank-{n}").read_text() for n in range(RANKS)], time.monotonic() - began
     finally:
         for process in ranks:
@@ -168,10 +169,8 @@ def test_a_stalled_run_ends_and_its_restart_goes_on(tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         metrics = tmp_path / "runs" / "job" / "metrics.jsonl"
-        deadline = time.monotonic() + 150
-        while (metrics.read_text().count("\n") if metrics.exists() else 0) < 30:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.02)
+        until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") >= 30), 150)
+        assert process.poll() is None
         os.kill(ranks_of(process.pid)[1], signal.SIGSTOP)
         _, told = process.communicate(timeout=200)
     finally:

@@ -27,10 +27,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-COMMANDS = ("meshpar.launchers", "meshpar.forecasting.worker")
-"""What ``python -m`` runs warm from a test,"""
 RANKS = ("meshpar.launchers.jobs.worker",)
-"""and from the command ``run`` or ``train``."""
+"""What ``python -m`` runs warm from the command ``run`` or ``train``,"""
+COMMANDS = ("meshpar.launchers", "meshpar.forecasting.worker", *RANKS)
+"""and from a test."""
+
+_OF_RANKS = (
+    "torch._dynamo",
+    "torch.distributed.launcher.api",
+    "meshpar.launchers.cli",
+    "meshpar.launchers.jobs.job",
+    "meshpar.training",
+    *RANKS,
+)
 
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _MOST_BYTES = 1 << 17
@@ -110,12 +119,34 @@ class _Server:
 def start(connection: int, preload: Sequence[str]) -> None:
     """Import ``preload`` and serve. Where it returns, the process is a command that has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _load(preload)
+    _serve(socket.socket(fileno=connection))
+
+
+def _load(preload: Sequence[str]) -> None:
     for name in preload:
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    _serve(socket.socket(fileno=connection))
+
+
+def write_command(path: Path) -> Path:
+    """Write a command ``meshpar`` for hosts that no server of a test reaches: what its ranks need is loaded once, before it forks them."""
+    code = f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import warm; warm.command() {'#' * _COMMAND_LINE}"
+    path.write_text(f'#!/bin/bash\nexec {sys.executable} -c "{code}" "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def command() -> None:
+    """Run meshpar's command line. Where it returns, the process is a rank that has ended."""
+    _load(_OF_RANKS)
+    if sys.argv[1] in ("run", "train") and _serves_ranks():
+        return
+    sys.path[0] = os.getcwd()
+    vars(sys.modules["__main__"]).pop("warm", None)
+    runpy._run_module_as_main("meshpar.launchers")
 
 
 def _serve(asked: socket.socket) -> None:

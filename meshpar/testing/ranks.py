@@ -19,6 +19,8 @@ from typing import Any, ParamSpec
 import torch
 import torch.distributed as dist
 
+from meshpar import mesh
+
 P = ParamSpec("P")
 
 PRELOAD = [
@@ -37,7 +39,7 @@ class RankFailure(AssertionError):
     """Raised with the first failing rank's traceback, or the ranks that did not end in time."""
 
 
-def on_ranks(count: int, *, timeout_s: float = 90.0) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def on_ranks(count: int, *, timeout_s: float = 90.0, keep: bool = False) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Run the decorated test's body in ``count`` processes, each a rank of one gloo group on the CPU.
 
     The processes are forked from a server that has torch loaded, meet through a file (no ports), and get one thread each. The first
@@ -46,6 +48,8 @@ def on_ranks(count: int, *, timeout_s: float = 90.0) -> Callable[[Callable[P, No
     Args:
         count: number of ranks.
         timeout_s: seconds after which the test fails and its processes are ended.
+        keep: let the processes of the last kept test of as many ranks also run this one, which saves their start. For tests that leave
+            nothing behind in a process: no patches, no hooks of the whole process, no unfinished collectives.
 
     Raises:
         RankFailure: from the decorated test.
@@ -54,7 +58,7 @@ def on_ranks(count: int, *, timeout_s: float = 90.0) -> Callable[[Callable[P, No
     def decorate(test: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(test)
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
-            launch(test.__module__, test.__qualname__, count, args, dict(kwargs), timeout_s)
+            launch(test.__module__, test.__qualname__, count, args, dict(kwargs), timeout_s, keep)
 
         return run
 
@@ -62,32 +66,77 @@ def on_ranks(count: int, *, timeout_s: float = 90.0) -> Callable[[Callable[P, No
 
 
 def launch(
-    module: str, qualname: str, count: int, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, timeout_s: float = 90.0
+    module: str,
+    qualname: str,
+    count: int,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout_s: float = 90.0,
+    keep: bool = False,
 ) -> None:
     """Run ``module.qualname(*args, **kwargs)`` on ``count`` ranks, as :func:`on_ranks` does.
 
     Raises:
         RankFailure: a rank failed, ended early or did not end in ``timeout_s`` seconds.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    with tempfile.TemporaryDirectory(prefix="meshpar-test-") as folder:
-        started: list[tuple[Any, Connection]] = []
-        try:
-            for rank in range(count):
-                ours, theirs = context.Pipe(duplex=False)
-                job = (module, qualname, rank, count, os.path.join(folder, "store"), tuple(args), dict(kwargs or {}), timeout_s, theirs)
-                process = context.Process(target=_rank_main, args=job, daemon=True)
-                process.start()
-                theirs.close()
-                started.append((process, ours))
-            _await(started, time.monotonic() + timeout_s, qualname)
-        finally:
-            for process, ours in started:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-                ours.close()
+    ranks = _KEPT.pop((count, timeout_s), None) if keep else None
+    ranks = ranks or Ranks(count, timeout_s, keep)
+    try:
+        ranks.run(module, qualname, tuple(args), dict(kwargs or {}))
+    except BaseException:
+        ranks.kill()
+        raise
+    if not keep or ranks.runs >= _MOST_RUNS:
+        ranks.close()
+    else:
+        _KEPT[count, timeout_s] = ranks
+    while sum(among for among, _ in _KEPT) > _MOST_RANKS:
+        _KEPT.pop(next(iter(_KEPT))).close()  # the one that has rested longest
+
+
+class Ranks:
+    """Processes of one group that run one test after another; a failure is the last that they run."""
+
+    def __init__(self, count: int, timeout_s: float, keep: bool) -> None:
+        self._count, self._timeout_s, self._keep, self.runs = count, timeout_s, keep, 0
+        self._folder = tempfile.TemporaryDirectory(prefix="meshpar-test-")
+        self._started: list[tuple[Any, Connection]] = []
+
+    def run(self, module: str, qualname: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.runs += 1
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        for rank in range(len(self._started), self._count):
+            ours, theirs = context.Pipe()
+            job = (rank, self._count, os.path.join(self._folder.name, "store"), self._timeout_s, self._keep, theirs)
+            process = context.Process(target=_rank_main, args=job, daemon=True)
+            process.start()
+            theirs.close()
+            self._started.append((process, ours))
+        for _, ours in self._started:
+            with contextlib.suppress(OSError):  # it has ended, as its report will say
+                ours.send((module, qualname, args, kwargs))
+        _await(self._started, time.monotonic() + self._timeout_s, qualname)
+
+    def kill(self) -> None:
+        for process, _ in self._started:
+            process.kill()
+        self.close()
+
+    def close(self) -> None:
+        for _, ours in self._started:
+            ours.close()  # which a rank that waits for its next test sees
+        for process, _ in self._started:
+            process.join(10)
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+_KEPT: dict[tuple[int, float], Ranks] = {}
+"""By their number and the time-out of their group."""
+_MOST_RUNS, _MOST_RANKS = 40, 8
+"""So that neither what tests leave in a process nor processes at rest can pile up."""
 
 
 def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str) -> None:
@@ -116,35 +165,35 @@ def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str
         raise RankFailure(f"{name}: ranks {sorted(waiting.values())} of {len(started)} did not end in time")
 
 
-def _rank_main(
-    module: str,
-    qualname: str,
-    rank: int,
-    count: int,
-    store: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    timeout_s: float,
-    report: Connection,
-) -> None:
+def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, asked: Connection) -> None:
     torch.set_num_threads(1)
     try:
-        body: Any = importlib.import_module(module)
-        for part in qualname.split("."):
-            body = getattr(body, part)
-        body = getattr(body, "__wrapped__", body)
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count, timeout=timedelta(seconds=max(5.0, timeout_s - 5))
         )
-        torch.manual_seed(0)
-        body(*args, **kwargs)
-        dist.barrier()
-        report.send(None)
+        if keep:  # an equal mesh is the same one: its groups are open, and what DTensor has planned for it still holds
+            mesh._built = functools.cache(mesh._built)
+        while (job := _next(asked)) is not None:
+            module, qualname, args, kwargs = job
+            body: Any = importlib.import_module(module)
+            for part in qualname.split("."):
+                body = getattr(body, part)
+            torch.manual_seed(0)
+            getattr(body, "__wrapped__", body)(*args, **kwargs)
+            dist.barrier()
+            asked.send(None)
     except BaseException:  # noqa: BLE001  whatever ended this rank is reported, and the process ends
         with contextlib.suppress(OSError):
-            report.send(traceback.format_exc())
+            asked.send(traceback.format_exc())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         # Gloo's threads can abort an interpreter that takes its time to end.
         os._exit(0)
+
+
+def _next(asked: Connection) -> tuple[str, str, tuple[Any, ...], dict[str, Any]] | None:
+    try:
+        return asked.recv()  # type: ignore[no-any-return]
+    except EOFError:  # closed by the test's process, or with it
+        return None

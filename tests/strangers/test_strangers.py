@@ -66,7 +66,9 @@ def measured(pending: list[Case], ranks: int, folder: Path) -> dict[Case, str]:
     """Run cases in a group of ranks until one breaks the group; return what came of each, or of those before that one and its failure."""
     failure = ""
     try:
-        launch(run_cases.__module__, run_cases.__qualname__, ranks, (pending, str(folder)), timeout_s=SECONDS * (1 + len(pending)))
+        launch(
+            run_cases.__module__, run_cases.__qualname__, ranks, (pending, str(folder)), timeout_s=SECONDS * (1 + len(pending)), keep=True
+        )
     except RankFailure as error:
         failure = str(error)
     found: dict[Case, str] = {}
