@@ -53,6 +53,7 @@ class Run(Protocol):
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file was written since it was opened: bytes of :meth:`mapped` may then differ between two uses."""
+        return
 
 
 class Readable(Run, Protocol):

@@ -160,8 +160,7 @@ def kill_one(root: Place, mode: str, number: int, generator: random.Random, scra
         time.sleep(generator.random() * (0.15 if mode == "first" else 0.1) * (1 if cloud is None else 4))
         victim = generator.randrange(RANKS)
         if cloud is not None and generator.random() < AIMED:
-            while not uploads(report, victim) and time.monotonic() < deadline:
-                time.sleep(0.001)
+            until(lambda: uploads(report, victim), 60, every=0.001)
             time.sleep(generator.random() * 0.02)
         UPLOADING.append(uploads(report, victim) > 0)
         os.kill(ranks[victim].pid, signal.SIGKILL)
