@@ -29,16 +29,15 @@ PRELOAD += [
     "warmed",
 ]
 
-WAITING = (
-    "test_slurm.py",
-    "test_replicas.py",
-    "test_watchdog.py",
-    "test_main_job.py",
-    "test_jobs.py",
-    "test_profile.py",
-    "test_quickstart.py",
+FIRST = (
+    "test_slurm.py",  # mostly waits for processes of its own, as the first of each line does
+    *("test_adafactor.py", "test_architectures.py"),
+    *("test_replicas.py", "test_parity.py", "test_experts.py"),
+    *("test_watchdog.py", "test_strangers.py", "test_world.py"),
+    *("test_main_job.py", "test_forecast.py", "test_passes.py"),
+    *("test_jobs.py", "test_profile.py", "test_quickstart.py"),
 )
-"""Files whose few long tests mostly wait for processes of their own: they come first, so that no worker is left with them at the end."""
+"""The longest files: short ones come last, so that no worker is left alone at the end; beside one that waits others compute."""
 
 
 COMMANDS = [
@@ -97,7 +96,7 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: WAITING.index(item.path.name) if item.path.name in WAITING else len(WAITING))
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
