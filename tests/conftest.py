@@ -68,9 +68,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Give each test, its ranks and the commands that it waits for as much longer as this machine is slower now."""
     marker = item.get_closest_marker("timeout")
     item.add_marker(pytest.mark.timeout(patient(marker.args[0] if marker else float(item.config.getini("timeout")))), append=False)
-    started, waited, communicated = ranks.Ranks.__init__, subprocess.Popen.wait, subprocess.Popen.communicate
+    started, waited, communicated = ranks.RankProcesses.__init__, subprocess.Popen.wait, subprocess.Popen.communicate
 
-    def start(group: ranks.Ranks, count: int, timeout_s: float, keep: bool) -> None:
+    def start(group: ranks.RankProcesses, count: int, timeout_s: float, keep: bool) -> None:
         started(group, count, patient(timeout_s), keep)
 
     def wait(process: subprocess.Popen[Any], timeout: float | None = None) -> int:
@@ -80,7 +80,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return communicated(process, input, timeout and patient(timeout))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks.Ranks, "__init__", start)
+        patch.setattr(ranks.RankProcesses, "__init__", start)
         patch.setattr(subprocess.Popen, "wait", wait)
         patch.setattr(subprocess.Popen, "communicate", communicate)
         return (yield)
