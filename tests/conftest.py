@@ -29,16 +29,15 @@ PRELOAD += [
     "warmed",
 ]
 
-WAITING = (
-    "test_slurm.py",
-    "test_replicas.py",
-    "test_watchdog.py",
-    "test_main_job.py",
-    "test_jobs.py",
-    "test_profile.py",
-    "test_quickstart.py",
+FIRST = (
+    "test_slurm.py",  # mostly waits for processes of its own, as the first of each line does
+    *("test_adafactor.py", "test_architectures.py"),
+    *("test_replicas.py", "test_parity.py", "test_experts.py"),
+    *("test_watchdog.py", "test_strangers.py", "test_world.py"),
+    *("test_main_job.py", "test_forecast.py", "test_passes.py"),
+    *("test_jobs.py", "test_profile.py", "test_quickstart.py"),
 )
-"""Files whose few long tests mostly wait for processes of their own: they come first, so that no worker is left with them at the end."""
+"""The longest files: short ones come last, so that no worker is left alone at the end; beside one that waits others compute."""
 
 
 COMMANDS = [
@@ -69,9 +68,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Give each test, its ranks and the commands that it waits for as much longer as this machine is slower now."""
     marker = item.get_closest_marker("timeout")
     item.add_marker(pytest.mark.timeout(patient(marker.args[0] if marker else float(item.config.getini("timeout")))), append=False)
-    started, waited, communicated = ranks.Ranks.__init__, subprocess.Popen.wait, subprocess.Popen.communicate
+    started, waited, communicated = ranks.RankProcesses.__init__, subprocess.Popen.wait, subprocess.Popen.communicate
 
-    def start(group: ranks.Ranks, count: int, timeout_s: float, keep: bool) -> None:
+    def start(group: ranks.RankProcesses, count: int, timeout_s: float, keep: bool) -> None:
         started(group, count, patient(timeout_s), keep)
 
     def wait(process: subprocess.Popen[Any], timeout: float | None = None) -> int:
@@ -81,7 +80,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return communicated(process, input, timeout and patient(timeout))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks.Ranks, "__init__", start)
+        patch.setattr(ranks.RankProcesses, "__init__", start)
         patch.setattr(subprocess.Popen, "wait", wait)
         patch.setattr(subprocess.Popen, "communicate", communicate)
         return (yield)
@@ -97,7 +96,7 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: WAITING.index(item.path.name) if item.path.name in WAITING else len(WAITING))
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -80,7 +80,7 @@ def launch(
         RankFailure: a rank failed, ended early or did not end in ``timeout_s`` seconds.
     """
     ranks = _KEPT.pop((count, timeout_s), None) if keep else None
-    ranks = ranks or Ranks(count, timeout_s, keep)
+    ranks = ranks or RankProcesses(count, timeout_s, keep)
     try:
         ranks.run(module, qualname, tuple(args), dict(kwargs or {}))
     except BaseException:
@@ -94,7 +94,7 @@ def launch(
         _KEPT.pop(next(iter(_KEPT))).close()  # the one that has rested longest
 
 
-class Ranks:
+class RankProcesses:
     """Processes of one group that run one test after another; a failure is the last that they run."""
 
     def __init__(self, count: int, timeout_s: float, keep: bool) -> None:
@@ -133,7 +133,7 @@ class Ranks:
         self._folder.cleanup()
 
 
-_KEPT: dict[tuple[int, float], Ranks] = {}
+_KEPT: dict[tuple[int, float], RankProcesses] = {}
 """By their number and the time-out of their group."""
 _MOST_RUNS, _MOST_RANKS = 40, 8
 """So that neither what tests leave in a process nor processes at rest can pile up."""
