@@ -639,7 +639,7 @@ def main() -> int:
         for number, (name, (words, logs)) in enumerate(ways.items() if arguments.optimizer == "replica" else ()):
             (other := folder / f"recipe-{number}").mkdir()
             print(f"a recipe with {name}, a rank killed: {killed_recipe(other, words, logs)[0]:.1f} s to the next new step")
-    lost = found["recovery_s"]
+    lost = found["recovery_s"] or [float("nan")]  # with one copy, each fault may end in a start from a checkpoint
     print(
         f"{arguments.faults} faults of {arguments.replicas} replicas x {arguments.ranks} ranks in {time.monotonic() - began:.0f} s, "
         f"{found['steps']} steps, {found['overruled']} of which a lost replica alone had committed, {found['restored']} "

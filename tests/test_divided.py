@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -432,6 +433,36 @@ def test_a_restore_reads_the_share_that_a_replica_holds(tmp_path, copies):
         patch.setattr(elastic, "_MOST_S", 1.0)
         job.lose(2)
         assert restored(job, manager) == [whole] * 2, "a replica that is awaited may come and read no share"
+
+
+@needs_torchft
+@on_ranks(1)
+def test_replicas_that_have_restored_wait_for_the_share_of_one_that_starts_again(tmp_path):
+    """The others need what it is about to read; if they ended, it would miss theirs in turn, and so on for ever."""
+    manager = CheckpointManager(tmp_path)
+    with Job(3, copies=1) as job:
+        job.train(2)
+        saved(job, manager, 2)
+        counted = job.counted
+    with Job(3, copies=1) as job:
+        restored(job, manager)
+        job.lose(2)
+        again = job.new("2")
+        job.replicas.append(again)
+
+        def enter(replica):
+            if replica is again:
+                time.sleep(1)
+                assert not replica.join()
+                time.sleep(1)
+                replica.data.load_state_dict(manager.restore(replica.par, replica.optimizer).extra["data"])
+                replica.step = 2
+            return job.stepped(replica)
+
+        found = job.all(enter)
+        job.counted = [*counted, [row for rows, counts in found if counts for row in rows]]
+        job.train(1)
+        job.check()
 
 
 @needs_torchft

@@ -529,7 +529,8 @@ class Replicas:
             waited = time.monotonic() - began
             if found is not None and (waits or anyhow or any(each.name == self._name for each in found.ready)):
                 fresh = found.best[1] == (0, 0)  # nobody has trained yet: refused by all alike
-                if not fresh or self._trained or len(found.members) >= self._expected or waited > _MOST_S:
+                whole = len(found.members) >= self._expected and (self._blank or found.covered)  # a member may restore its share yet
+                if not fresh or self._trained or whole or waited > _MOST_S:
                     return found
                 time.sleep(0.1)
             if waited > limit:
