@@ -26,7 +26,6 @@ PRELOAD += [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
-    "warmed",
 ]
 
 FIRST = (
