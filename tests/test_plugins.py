@@ -84,7 +84,7 @@ def test_it_runs(stranger):
     run_it()
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def run_it():
     registry._found.cache_clear()
     assert_parity(transformer, "ep=2", [registry.plugin("meshpar.passes", "ExpertCopies")()], token_steps(VOCAB, parts=2))
