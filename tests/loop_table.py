@@ -92,8 +92,8 @@ def run_habits(title: str, names: list[str], folder: str) -> None:
             timer.start()
             outcome = _run(title, name)
             report(outcome)
+            timer.cancel()  # a rank that waits for one that hangs must not end first, which would free that one
             outcomes = _of_all_ranks(folder, name)
-            timer.cancel()
             torch._dynamo.reset()
             gc.collect()
             if len({(each.kind, each.message if each.kind in ("raw", "torch") else "") for each in outcomes}) > 1:
