@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -166,6 +167,7 @@ def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str
 
 
 def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, asked: Connection) -> None:
+    gc.freeze()  # what the server has loaded: to look for garbage there would copy its pages into each rank
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
