@@ -40,7 +40,9 @@ from meshpar.testing import PRELOAD, token_loss_sum
 from meshpar.training import Batches, Lighthouse, Replicas
 
 VOCAB, LENGTH, BATCH = 64, 8, 2
-PHASES = ("begin", "forward", "backward", "reduce", "step", "exchange", "save")
+PHASES = ("join", "begin", "forward", "backward", "reduce", "step", "exchange", "save", "validate")
+SELDOM = ("save", "validate")
+VALIDATE_EVERY = 5
 LONGEST_S = 30.0
 os.environ.setdefault("RUST_LOG", "error")  # before the server of forks loads torchft
 _NEW_NETWORK = 0x40000000  # linux/sched.h: CLONE_NEWNET
@@ -122,7 +124,8 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=job["patience_s"]))
     par = parallel(ranks, job["optimizer"])
     optimizer = optimizer_of(par.module)
-    data = Batches(Rows(job["rows"]), micro_batch=BATCH, data_rank=par.data_rank, data_size=par.data_size, seed=0)
+    samples = Rows(job["rows"])
+    data = Batches(samples, micro_batch=BATCH, data_rank=par.data_rank, data_size=par.data_size, seed=0)
     checkpoints = CheckpointManager(folder / "checkpoints", keep=2, timeout_s=job["patience_s"])
 
     def at(name: str) -> None:
@@ -133,6 +136,7 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
     optimizer.register_step_post_hook(lambda *_: at("exchange"))  # before the one by which the replicas exchange
     options = {"lighthouse": job["lighthouse"], "replicas": job["replicas"], "patience_s": job["patience_s"]}
     with Replicas(par, optimizer, data, name=str(replica), optimizer_copies=job["copies"], **options) as replicas:
+        at("join")
         if not replicas.join():
             if checkpoints.latest() is not None:
                 extra = checkpoints.restore(par, optimizer).extra
@@ -164,6 +168,12 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
                 with told.open("a") as file:
                     file.write(json.dumps(line | {"sum": replicas.sum, "changes": changes}) + "\n")
             replicas.changes.clear()
+            if done is not None and replicas.step % VALIDATE_EVERY == 0:
+                for first in range(0, 2 * BATCH, BATCH):
+                    at("validate")
+                    with torch.no_grad():
+                        token_loss_sum(par.module, samples.__getitems__(range(first, first + BATCH)))
+                    replicas.alive()
             if done is not None and job["save_every"] and replicas.step % job["save_every"] == 0:
                 if world:
                     at("save")
@@ -423,9 +433,13 @@ def hurt(lab: Lab, draw: random.Random, hosts: Any = None) -> tuple[str, float]:
         phase, kind = draw.choice(phases), draw.choice(["kill", "kill a rank", "stop", *(["cut"] if hosts is not None else [])])
         if turn:
             time.sleep(draw.uniform(0, patience_s))  # while the others recover, or the first one joins
-        elif phase == "save":
-            lab.wait(lambda: any(lab.phase(each) == "save" for each in replicas) or bool(lab.ended), LONGEST_S)
-            victim = next((each for each in (victim, *replicas) if lab.phase(each) == "save"), victim)
+        elif phase == "join":
+            lab.signal(victim, signal.SIGKILL)
+            lab.wait_for(victim, phase)
+            time.sleep(draw.uniform(0, 2))  # while the others let it in, or it copies their state
+        elif phase in SELDOM:
+            lab.wait(lambda phase=phase: any(lab.phase(each) == phase for each in replicas) or bool(lab.ended), LONGEST_S)
+            victim = next((each for each in (victim, *replicas) if lab.phase(each) == phase), victim)
         else:
             lab.wait_for(victim, phase)
         struck = struck or time.time()
