@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import uuid
@@ -58,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)  # also where a data worker is the first to be forked
     if not config.getoption("--cold"):
         start_warm(COMMANDS)
 
