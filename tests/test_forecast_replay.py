@@ -107,9 +107,10 @@ def world_of(case):
 
 
 @functools.cache
-def simulated():
-    """Every case on its first rank, some on their last too, in one process."""
-    wanted = [(case, 0) for case in CASES] + [(case, world_of(case) - 1) for case in ON_THE_LAST_RANK]
+def simulated(covered):
+    """The cases that another one covers, or the others, on their first rank, some on their last too, in one process."""
+    cases = [case for case in CASES if (case in COVERED) == covered]
+    wanted = [(case, 0) for case in cases] + [(case, world_of(case) - 1) for case in cases if case in ON_THE_LAST_RANK]
     jobs = [
         Simulation(plan=Plan(*CASES[case]), model=on_meta(case), batch=BATCH, world_size=world_of(case), rank=rank, device="cpu")
         for case, rank in wanted
@@ -141,5 +142,5 @@ def real_step(case, expected):
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case in COVERED else case for case in CASES])
 def test_the_simulated_step_is_the_real_one(case):
-    expected = {rank: text for (name, rank), text in simulated().items() if name == case}
+    expected = {rank: text for (name, rank), text in simulated(case in COVERED).items() if name == case}
     launch(__name__, "real_step", world_of(case), (case, expected))
