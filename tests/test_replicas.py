@@ -327,7 +327,7 @@ def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path, more):
     assert (tmp_path / "out/checkpoints/latest").resolve().name.endswith("150")
     table = read_manifest(tmp_path / "out/checkpoints/latest").optimizer
     assert table["state"].keys() == {name for group in table["groups"] for name in group["params"]}
-    assert seconds < 15
+    assert seconds < patience.patient(15)
 
 
 def test_what_a_drill_reads_in_the_metrics():
