@@ -99,6 +99,19 @@ def level(folder: Path) -> None:
         path.unlink()
 
 
+def settle(folder: Path) -> None:
+    """Wait until the file system is done with what was removed: until then, whoever makes a folder waits for it, up to 0.1 s a GB."""
+    os.sync()
+    for _ in range(50):
+        time.sleep(0.2)
+        began, probe = time.perf_counter(), folder / "probe"
+        probe.mkdir()
+        probe.rmdir()
+        os.sync()
+        if time.perf_counter() - began < 0.02:
+            return
+
+
 def timed(act: Callable[[], object]) -> tuple[float, float]:
     """Return wall and CPU seconds."""
     wall, cpu = time.perf_counter(), cpu_s()
@@ -233,8 +246,7 @@ def training(folder: str, layers: str, rounds: str) -> Notes:
         def step(save: bool) -> dict[str, float]:
             shutil.rmtree(root / "async", ignore_errors=True)
             level(root)
-            os.sync()
-            time.sleep(0.5)  # the file system is done with what was removed
+            settle(root)
             times = [time.perf_counter()]
             for act in (
                 lambda: later.save(1, par, optimizer) if save else None,
