@@ -64,13 +64,7 @@ def run_job(recipe: Recipe) -> Outcome:
     data = build.prepare_data(recipe)
     with opened(recipe, data, kind):
         par = _parallelize(recipe, data, kind)
-        optimizer = build.optimizer_of(recipe)(par.module)
-        train, validation = build.batches(recipe, data, par)
-        made_of = [build.origin_of(recipe, train.global_batch)]
-        dist.broadcast_object_list(made_of)  # copies of a file on other nodes have other times
-        origin = made_of[0]
-        settings = build.settings_of(recipe)
-        schedule = build.schedule_of(recipe, settings, train, par.data_size * (runtime.replica()[1] or 1))
+        saved: Saved = par if recipe.lora is None else Adapters(par)
         saving = recipe.checkpoint
         manager = CheckpointManager(
             recipe.kept / CHECKPOINTS,
@@ -80,64 +74,84 @@ def run_job(recipe: Recipe) -> Outcome:
             timeout_s=patience_s(recipe),
             staging=saving.staging,
         )
-        objective = build.objective_of(recipe, _teacher(recipe, data, kind))
-        saved: Saved = par if recipe.lora is None else Adapters(par)
-        trainer = Trainer(
-            par,
-            objective,
-            train,
-            optimizer,
-            schedule,
-            settings,
-            validation=validation,
-            checkpointer=Saver(manager, saved, saving.best, origin, before=lambda: _keep(recipe, METRICS, TENSORBOARD)),
-            scaler=LossScaler() if build.wants_scaler(recipe) else None,
-            flops_per_token=None if runtime.replica()[1] else flops_per_token(par.module),  # of all replicas, on the devices of one
-        )
+        trainer, origin = _trainer(recipe, data, kind, par, manager, saved)
         with manager, contextlib.ExitStack() as stack:
-            replicas = None
             if runtime.replica()[1]:
-                replicas = Replicas(
-                    par,
-                    optimizer,
-                    train,
-                    state=trainer,
-                    same=(recipe.optimizer, recipe.training),
-                    patience_s=recipe.patience,
-                    optimizer_copies=recipe.optimizer_copies,
-                )
-                stack.enter_context(replicas)
+                trainer.replicas = stack.enter_context(_replicas(recipe, par, trainer))
             else:
                 manager.own()  # of replicas, their launcher
-            if replicas is not None and replicas.join():
+            if trainer.replicas is not None and trainer.replicas.join():
                 come_from = "the other replicas"
             else:
-                come_from = _resume(recipe, manager, saved, optimizer, trainer, origin)
-            if replicas is not None:
-                replicas.step, trainer.replicas = trainer.step, replicas
-            left = settings.total_steps(train.steps_per_epoch) - trainer.step
+                come_from = _resume(recipe, manager, saved, trainer, origin)
+            if trainer.replicas is not None:
+                trainer.replicas.step = trainer.step
+            steps = trainer.settings.total_steps(trainer.data.steps_per_epoch)
+            left = steps - trainer.step
             if recipe.profile and left >= PROFILED:
-                trainer.data = _profiled(train, par, optimizer, recipe.folder / PROFILE)
+                trainer.data = _profiled(trainer.data, par, trainer.optimizer, recipe.folder / PROFILE)
             if runtime.is_main():
-                trains = left > 0 or not come_from  # the recipe of a complete run stays the one that made it
-                if trains and (replicas is None or replicas.leads):
+                leads = trainer.replicas is None or trainer.replicas.leads
+                if leads and (left > 0 or not come_from):  # the recipe of a complete run stays the one that made it
                     _begin_folder(given, data)
                 if recipe.kept != recipe.folder:
                     _take_up(recipe)
                     stack.callback(_keep, recipe, METRICS, TENSORBOARD)
-                stack.enter_context(_new_steps_noted(optimizer, trainer))
-                reporting = functools.partial(_reporters, recipe, settings.total_steps(train.steps_per_epoch))
-                reporters: tuple[Reporter, ...] = (Elected(replicas, reporting),) if replicas is not None else reporting(trainer.step)
-                trainer.reporters = reporters
-                if replicas is None:
-                    trainer.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
-                for reporter in trainer.reporters:
-                    stack.callback(reporter.close)
+                stack.enter_context(_new_steps_noted(trainer))
+                _report(recipe, par, trainer, steps, stack)
                 _tell(recipe, par, trainer, come_from)
                 if recipe.profile and left < PROFILED:
-                    reporters[0].note(f"no profile: it requires {PROFILED} steps, and {left} are left")
+                    trainer.reporters[0].note(f"no profile: it requires {PROFILED} steps, and {left} are left")
             with watched(recipe.watchdog, lambda: trainer.step, lambda: (trainer.validated, manager.writes)):
                 return trainer.run()
+
+
+def _trainer(
+    recipe: Recipe, data: build.Data, kind: str, par: Parallelized, manager: CheckpointManager, saved: Saved
+) -> tuple[Trainer, Mapping[str, Any]]:
+    """Return the trainer, which has no reporters yet, and what its checkpoints say that they were made of."""
+    optimizer = build.optimizer_of(recipe)(par.module)
+    train, validation = build.batches(recipe, data, par)
+    made_of = [build.origin_of(recipe, train.global_batch)]
+    dist.broadcast_object_list(made_of)  # copies of a file on other nodes have other times
+    settings = build.settings_of(recipe)
+    replicas = runtime.replica()[1]
+    trainer = Trainer(
+        par,
+        build.objective_of(recipe, _teacher(recipe, data, kind)),
+        train,
+        optimizer,
+        build.schedule_of(recipe, settings, train, par.data_size * (replicas or 1)),
+        settings,
+        validation=validation,
+        checkpointer=Saver(manager, saved, recipe.checkpoint.best, made_of[0], before=lambda: _keep(recipe, METRICS, TENSORBOARD)),
+        scaler=LossScaler() if build.wants_scaler(recipe) else None,
+        flops_per_token=None if replicas else flops_per_token(par.module),  # of all replicas, on the devices of one
+    )
+    return trainer, made_of[0]
+
+
+def _replicas(recipe: Recipe, par: Parallelized, trainer: Trainer) -> Replicas:
+    return Replicas(
+        par,
+        trainer.optimizer,
+        trainer.data,
+        state=trainer,
+        same=(recipe.optimizer, recipe.training),
+        patience_s=recipe.patience,
+        optimizer_copies=recipe.optimizer_copies,
+    )
+
+
+def _report(recipe: Recipe, par: Parallelized, trainer: Trainer, steps: int, stack: contextlib.ExitStack) -> None:
+    """Give the trainer of rank 0 its reporters, which ``stack`` closes: of replicas, those of the one that leads."""
+    if trainer.replicas is not None:
+        trainer.reporters = (Elected(trainer.replicas, functools.partial(_reporters, recipe, steps)),)
+    else:
+        reporters = _reporters(recipe, steps, trainer.step)
+        trainer.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
+    for reporter in trainer.reporters:
+        stack.callback(reporter.close)
 
 
 def _profiled(data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer, folder: Path) -> Any:  # noqa: ANN401 - stands in for Batches
@@ -199,7 +213,6 @@ def _resume(
     recipe: Recipe,
     manager: CheckpointManager,
     par: Saved,
-    optimizer: torch.optim.Optimizer,
     trainer: Trainer,
     origin: Mapping[str, Any],
 ) -> str:
@@ -217,7 +230,7 @@ def _resume(
     if (folder := _model_only(source, step)) is not None:
         return _begin_from(folder, recipe, trainer, own_step=None if own is None else step)
     # Only an automatic choice may fall back to an older step; a requested step is restored or is an error.
-    restored = source.restore(par, optimizer, None if source is manager else step, fallback=source is manager)
+    restored = source.restore(par, trainer.optimizer, None if source is manager else step, fallback=source is manager)
     before = restored.extra.get("origin")
     differ = [] if before is None else build.changes(before, origin, recipe.checkpoint.allow)
     if recipe.checkpoint.allow and not differ and build.same_but_documents(restored.extra["data"]["data"], trainer.data.samples):
@@ -315,14 +328,14 @@ def _take_up(recipe: Recipe) -> None:
 
 
 @contextlib.contextmanager
-def _new_steps_noted(optimizer: torch.optim.Optimizer, trainer: Trainer) -> Iterator[None]:
+def _new_steps_noted(trainer: Trainer) -> Iterator[None]:
     """Note the first new step of this start for the launcher, which does not start a job without new steps again and again."""
     if "MESHPAR_LOGS" not in os.environ:
         yield
         return
     logs, once = Path(os.environ["MESHPAR_LOGS"]), functools.cache(made_step)
     last = last_failed_at(logs)
-    optimizer.register_step_post_hook(lambda *_: once(logs) if trainer.step > last else None)
+    trainer.optimizer.register_step_post_hook(lambda *_: once(logs) if trainer.step > last else None)
     try:
         yield
     except MeshparError as error:
