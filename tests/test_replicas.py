@@ -382,15 +382,20 @@ def test_a_drill_on_two_hosts(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_four_hosts_by_hand(tmp_path):
-    """The command of a lost host is given again; so is that of the lighthouse's host, and all go on from the newest checkpoint."""
-    recipe = lab.RECIPE.replace("mesh: dp_replicate=2", "mesh: dp_replicate=4").replace("steps: 150", "steps: 400")
+@pytest.mark.parametrize("replicas", [4, 2])
+def test_four_hosts_by_hand(tmp_path, replicas):
+    """The command of a lost host is given again; so is that of the lighthouse's host, and all go on from the newest checkpoint.
+
+    Four replicas have a host each; two have two hosts each, of which the other one waits.
+    """
+    mesh = f"mesh: dp_replicate={replicas},dp_shard={4 // replicas}"
+    recipe = lab.RECIPE.replace("mesh: dp_replicate=2,dp_shard=1", mesh).replace("steps: 150", "steps: 400")
     (tmp_path / "job.yaml").write_text(recipe)
     (tmp_path / "text.txt").write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(3000)))
     command = [sys.executable, "-m", "meshpar.launchers", "run", "--elastic", "replicas", "--nodes", "4", "--head", str(tmp_path / "head")]
 
-    def started(node):
-        words = [*command, "--node-rank", str(node), "job.yaml"]
+    def started(node, *words):
+        words = [*command, "--node-rank", str(node), "job.yaml", *words]
         with (tmp_path / f"told-{node}").open("a") as file:
             return subprocess.Popen(hosts.command(f"n{node + 1}", words), cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT)
 
@@ -398,12 +403,12 @@ def test_four_hosts_by_hand(tmp_path):
         path = tmp_path / "out/metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def told():
-        return "".join(path.read_text() for path in tmp_path.glob("told-*"))
+    def told(*nodes):
+        return "".join((tmp_path / f"told-{node}").read_text() for node in nodes or range(4))
 
     until = functools.partial(patience.until, seconds=180, every=0.1, told=told)
 
-    def replicas():
+    def present():
         return [record["replicas"] for record in records() if "replicas" in record]
 
     try:
@@ -411,11 +416,15 @@ def test_four_hosts_by_hand(tmp_path):
             jobs = [started(node) for node in range(4)]
             until(lambda: len(records()) > 20)
             hosts.kill("n3")
-            until(lambda: replicas()[-1:] == [3])
+            until(lambda: present()[-1:] == [replicas - 1])
+            if replicas == 2:
+                until(lambda: "waiting for node 2 of replica 1" in told(3))
             jobs[2] = started(2)
-            until(lambda: replicas()[-2:] == [3, 4])
+            until(lambda: present()[-2:] == [replicas - 1, replicas])
             hosts.kill("n1")
-            until(lambda: "waits for the lighthouse of node 0" in (tmp_path / "told-1").read_text())
+            until(lambda: "waits for the lighthouse of node 0" in told(3))
+            if replicas == 2:
+                until(lambda: "waiting for node 0 of replica 0" in told(1))
             jobs[0] = started(0)
             assert [job.wait(600) for job in jobs] == [0] * 4, told()
     except Unavailable as reason:

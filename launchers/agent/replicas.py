@@ -1,7 +1,11 @@
-"""Start the replicas of this node, each a job of its own that is started again when it fails: ``--elastic=replicas``."""
+"""Start the replicas of this node, each a job of its own that is started again when it fails: ``--elastic=replicas``.
+
+A replica that spans nodes is a job of fixed nodes. Its nodes start their ranks together, and end them together when one of them fails.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -19,13 +23,16 @@ from typing import final
 from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager
 from meshpar.errors import LaunchError, ReplicaError
-from meshpar.launchers.agent.failures import NO_USE, RETRY
+from meshpar.launchers.agent.check_in import children
+from meshpar.launchers.agent.failures import NO_USE, RETRY, SHUTDOWN_S, STOPPED
 from meshpar.launchers.agent.local import COMPLETE
+from meshpar.launchers.agent.meeting import Meeting, Start
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.mesh import MeshSpec
 from meshpar.training import Lighthouse
 
 _POLL_S, _ANSWER_S, _TELL_S, _WAIT_S = 0.2, 5.0, 10.0, 900.0
+_FOLLOW_S = 10.0  # in which ranks end by themselves after those of another node failed
 _RESTARTS = 1000
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -40,12 +47,21 @@ class Division:
         here: numbers of those on this node.
         ranks: number of ranks of each.
         mesh: of each.
+        nodes: number of nodes of each, 1 if a node has one or more whole replicas.
+        node: place of this node among the nodes of its replica.
     """
 
     count: int
     here: Sequence[int]
     ranks: int
     mesh: MeshSpec
+    nodes: int = 1
+    node: int = 0
+
+    @property
+    def ranks_here(self) -> int:
+        """Number of ranks of each replica on this node."""
+        return self.ranks // self.nodes
 
     def recipe(self, whole: Recipe) -> Recipe:
         """Return the recipe of each replica, from that of the whole job."""
@@ -62,19 +78,20 @@ def divided(mesh: MeshSpec, nodes: int, node_rank: int) -> Division:
     """Return the replicas of a resolved mesh on ``nodes`` nodes.
 
     Raises:
-        LaunchError: there is one replica, or a replica spans nodes.
+        LaunchError: there is one replica, or neither of the numbers of replicas and of nodes is a multiple of the other.
     """
     count = mesh.axes.get("dp_replicate", 1)
     if count < 2:
         raise LaunchError(f"--elastic=replicas: the mesh {mesh} has one replica; write dp_replicate=2 or more")
-    if count % nodes:
+    if count % nodes and nodes % count:
         raise LaunchError(
-            f"--elastic=replicas: {count} replicas on {nodes} nodes: a replica that spans nodes is not supported; use a multiple of "
-            f"{nodes} for dp_replicate, or --nodes MIN:MAX, which resumes from the newest checkpoint"
+            f"--elastic=replicas: {count} replicas on {nodes} nodes; expected whole replicas on each node, or whole nodes for each "
+            f"replica: use a multiple or a divisor of {nodes} for dp_replicate, or other --nodes"
         )
-    each = count // nodes
     inner = MeshSpec({**mesh.axes, "dp_replicate": 1})
-    return Division(count=count, here=range(node_rank * each, (node_rank + 1) * each), ranks=mesh.size // count, mesh=inner)
+    span, each = max(1, nodes // count), max(1, count // nodes)
+    first = node_rank // span * each
+    return Division(count=count, here=range(first, first + each), ranks=mesh.size // count, mesh=inner, nodes=span, node=node_rank % span)
 
 
 def launch_replicas(
@@ -110,7 +127,11 @@ def launch_replicas(
         path = folder / f"{recipe.name}.yaml"
         path.write_text(division.recipe(recipe).to_yaml(), encoding="utf-8")
         restarts = _RESTARTS if restarts is None else restarts
-        kept = [_Replica(number, division, path, place, logs, restarts, quiet=quiet) for number in division.here]
+        addresses = recipe.folder / "logs"  # which all nodes see, unlike a folder of ``logs``
+        kept = [
+            _Replica(number, division, path, place, logs, restarts, addresses / f"replica-{number}.address", quiet=quiet)
+            for number in division.here
+        ]
         before = {number: signal.signal(number, lambda got, _: _pass_on(kept, got)) for number in _SIGNALS}
         try:
             with ThreadPoolExecutor(len(kept)) as pool:
@@ -149,38 +170,88 @@ def _served(stack: ExitStack, head: str, patience_s: float) -> str:
 class _Replica:
     """A replica of this node, which is started again where it could not go on with the others."""
 
-    def __init__(self, number: int, division: Division, recipe: Path, place: str, logs: Path, restarts: int, *, quiet: bool) -> None:
-        """``place``: see the ``head`` of :func:`launch_replicas`."""
-        self._prints = logs / f"replica-{number}.txt" if quiet else None
-        self._number, self._place, self._restarts, self._complete = number, place, restarts, logs / COMPLETE
+    def __init__(
+        self, number: int, division: Division, recipe: Path, place: str, logs: Path, restarts: int, address: Path, *, quiet: bool
+    ) -> None:
+        """``place``: see the ``head`` of :func:`launch_replicas`; ``address``: see the ``file`` of :class:`Meeting`."""
+        name = f"replica-{number}-{division.node}" if division.node else f"replica-{number}"
+        self._prints = logs / f"{name}.txt" if quiet else None
+        self._number, self._division, self._place, self._complete = number, division, place, logs / COMPLETE
         self._was_complete = self._complete.exists()  # a run that now goes on
-        self._command = [sys.executable, "-m", "meshpar.launchers", "run", "--nproc", str(division.ranks), "--restarts", str(restarts)]
-        self._command += ["--logs", str(logs / f"replica-{number}"), str(recipe)]
+        self._meeting = Meeting(address, number, division.node, division.nodes)
+        self._restarts, self._recipe, self._logs = restarts, recipe, logs / f"replica-{number}"
         self._environment = {**os.environ, "MESHPAR_REPLICA": str(number), "MESHPAR_REPLICAS": str(division.count)}
         self._environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(_threads(division))
         if "MESHPAR_JOB_ID" in os.environ:  # starts without a step are counted for each replica
             self._environment["MESHPAR_JOB_ID"] = f"{os.environ['MESHPAR_JOB_ID']}-{number}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._stopped = 0
+        self._stopped = self._signals = 0
 
     def run(self) -> int:
         """Run the replica until it ends, and return its exit code; 0 also where the others have completed the job without it."""
+        again = (RETRY,) if self._division.nodes == 1 else (RETRY, 1)  # one node's agent has restarted the ranks after other failures
         code = RETRY
-        for _ in range(1 + self._restarts):
-            address = self._lighthouse()
-            if not address:
-                return 0 if self._is_complete() else 128 + self._stopped if self._stopped else RETRY
-            known = {**self._environment, "TORCHFT_LIGHTHOUSE": address}
-            with self._prints.open("ab") if self._prints else nullcontext() as file:
-                self._process = subprocess.Popen(self._command, env=known, start_new_session=True, stdout=file, stderr=file)
-            code = self._process.wait()
-            if code != RETRY or self._stopped:
-                break
+        with self._meeting as meeting:
+            for _ in range(1 + self._restarts):
+                start = meeting.gather(lambda: bool(self._stopped) or self._is_complete(), _WAIT_S)
+                address = self._lighthouse() if start is not None else ""
+                if start is not None and address:
+                    code = self._run(start, address)
+                    if code not in again or self._stopped:
+                        break
+                elif start is None or meeting.lost is None:
+                    told = next(iter(meeting.codes.values()), None)
+                    own = 0 if self._is_complete() else 128 + self._stopped if self._stopped else RETRY
+                    code = own if told is None else told
+                    meeting.tell(code)
+                    if told not in again or self._stopped:
+                        break
         return 0 if self._is_complete() else code
+
+    def _run(self, start: Start, address: str) -> int:
+        """Run the ranks of this node, and return how the replica's ranks ended."""
+        meeting, deadline = self._meeting, math.inf
+        known = {"MESHPAR_JOB_ID": start.series, **self._environment} if self._division.nodes > 1 else self._environment
+        with self._prints.open("ab") if self._prints else nullcontext() as file:
+            self._process = process = subprocess.Popen(
+                self._command(start), env={**known, "TORCHFT_LIGHTHOUSE": address}, start_new_session=True, stdout=file, stderr=file
+            )
+        while meeting.lost is None and not self._has_ended(process):
+            meeting.keep()
+            failed = [code for code in meeting.codes.values() if code]
+            if failed:
+                deadline = min(deadline, time.monotonic() + (SHUTDOWN_S if set(failed) <= STOPPED else _FOLLOW_S))
+            if time.monotonic() > deadline:
+                _kill(process)
+        if meeting.lost is None:
+            code = process.returncode
+            as_told = code in (0, NO_USE, *STOPPED) or not self._stopped or self._division.nodes == 1
+            meeting.tell(code if as_told else 128 + self._stopped)
+        while meeting.lost is None and (verdict := meeting.verdict()) is None and self._signals < 2:
+            meeting.keep()
+            time.sleep(_POLL_S)
+        if meeting.lost is None:
+            return verdict if verdict is not None else 128 + self._stopped
+        self._note(f"lost {meeting.names(meeting.lost)}; the replica's ranks end, and start again when this node is back")
+        _kill(process)
+        return 128 + self._stopped if self._stopped else RETRY
+
+    def _command(self, start: Start) -> list[str]:
+        division = self._division
+        command = [sys.executable, "-m", "meshpar.launchers", "run", "--nproc", str(division.ranks_here), "--logs", str(self._logs)]
+        if division.nodes == 1:
+            return [*command, "--restarts", str(self._restarts), str(self._recipe)]
+        place = ["--nodes", str(division.nodes), "--node-rank", str(division.node), "--head", start.head, "--run-id", start.run_id]
+        return [*command, *place, str(self._recipe)]
+
+    def _has_ended(self, process: subprocess.Popen[bytes]) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(None if self._division.nodes == 1 else _POLL_S)
+        return process.returncode is not None
 
     def stop(self, number: int) -> None:
         """Pass a signal on."""
-        self._stopped = number
+        self._stopped, self._signals = number, self._signals + 1
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
@@ -190,7 +261,8 @@ class _Replica:
     def _lighthouse(self) -> str:
         """Return the lighthouse's address when it answers; empty if the job is complete, was stopped, or nothing answers for long."""
         began = told = time.monotonic()
-        while not (self._stopped or self._is_complete()):
+        while not (self._stopped or self._is_complete() or self._meeting.codes or self._meeting.lost is not None):
+            self._meeting.keep()
             address = self._place.removeprefix("http://").rstrip("/")
             if "/" in address:
                 address = Path(address).read_text(encoding="utf-8").strip() if Path(address).exists() else ""
@@ -200,18 +272,31 @@ class _Replica:
                 return f"http://{address}"
             now = time.monotonic()
             if now - began > _WAIT_S:
-                print(f"replica {self._number}: no lighthouse at {self._place} within {_WAIT_S:.0f} s; does node 0 run?", file=sys.stderr)
+                self._note(f"no lighthouse at {self._place} within {_WAIT_S:.0f} s; does node 0 run?")
                 break
             if now - told >= _TELL_S:
-                print(f"replica {self._number} waits for the lighthouse of node 0 at {self._place}", file=sys.stderr, flush=True)
+                self._note(f"waits for the lighthouse of node 0 at {self._place}")
                 told = now
             time.sleep(_POLL_S)
         return ""
 
+    def _note(self, text: str) -> None:
+        print(f"replica {self._number}: {text}", file=sys.stderr, flush=True)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End an agent and its ranks at once."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGSTOP)  # it starts no more ranks
+        for each in (*children(of=process.pid), process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        process.wait()
+
 
 def _threads(division: Division) -> int:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, cores // (division.ranks * len(division.here)))
+    return max(1, cores // (division.ranks_here * len(division.here)))
 
 
 def _pass_on(kept: Sequence[_Replica], number: int) -> None:

@@ -1,0 +1,311 @@
+"""Let the nodes of a replica start, stop and restart their ranks together: each start waits for all nodes, and each end reaches all."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+from meshpar.launchers.agent.check_in import Waiting
+from meshpar.launchers.agent.failures import NO_USE, RETRY, STOPPED
+from meshpar.launchers.agent.rank_logs import start_id
+from meshpar.launchers.agent.starting import free_port
+
+SILENT_S = 20.0
+"""Seconds without a word after which a node is lost. A killed node is noticed at once, because its connection closes."""
+
+_BEAT_S, _ANSWER_S, _POLL_S = 1.0, 5.0, 0.05
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One start of a replica's ranks, equal on all of its nodes.
+
+    Attributes:
+        head: ``host:port`` on the replica's first node, where the nodes' agents connect.
+        run_id: id of this start.
+        series: id of the starts among which those without a new step are counted.
+    """
+
+    head: str
+    run_id: str
+    series: str
+
+
+@final
+class Meeting:
+    """The connections between the nodes of one replica, from each to the first of them. A context manager.
+
+    The first node's address is in a file, because this node may return on another host. A connection shows that a node is there, and is
+    heard every second. One thread calls all methods, none of which waits for long. One node alone needs neither file nor connections.
+
+    Attributes:
+        lost: a node that was lost since the last :meth:`gather`; None: all are there.
+        codes: node -> exit code of its ranks in this start, of the nodes where they have ended.
+    """
+
+    def __init__(self, file: Path, replica: int, node: int, nodes: int) -> None:
+        """Describe the replica.
+
+        Args:
+            file: for the address, in a folder that all nodes share.
+            replica: number of the replica.
+            node: this node's place in the replica.
+            nodes: number of nodes of the replica.
+        """
+        self._file, self._replica, self._node, self._nodes = file, replica, node, nodes
+        self._stack, self._server = ExitStack(), None if node or nodes == 1 else _server()
+        self._key, self._id, self._starts, self._series = secrets.token_hex(8), start_id(), 0, 0
+        self._links, self._new, self._left = dict[int, _Link](), list[_Link](), list[_Link]()
+        self._place, self._whom, self._beaten, self._looked = "", "", -math.inf, -math.inf
+        self._taken = False
+        self.lost: int | None = None
+        self.codes: dict[int, int] = {}
+
+    def __enter__(self) -> Meeting:
+        if self._server is not None:
+            self._stack.enter_context(self._server).setblocking(False)
+            self._place = f"{socket.gethostname()}:{self._server.getsockname()[1]} {self._key}"
+            _publish(self._file, self._place)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._leave()
+        deadline = time.monotonic() + _ANSWER_S
+        while self._left and time.monotonic() < deadline:
+            self._close_left()
+            time.sleep(_POLL_S)
+        for link in (*self._left, *self._new):
+            link.close()
+        self._stack.close()
+
+    def gather(self, over: Callable[[], bool], wait_s: float) -> Start | None:
+        """Wait until all nodes of the replica are here.
+
+        Returns:
+            The next start. None: ``over()``, another node told how its ranks ended, or nodes did not come within ``wait_s`` seconds.
+        """
+        if self.lost is not None or self.verdict() == RETRY:
+            self._series = self._starts  # the ranks are no cause of these
+        self._leave()
+        self.codes = {}
+        waiting = Waiting(wait_s)
+        while not (over() or self.codes or self._taken):
+            self._close_left()
+            start = self._come() if self._node else self._call()
+            if start is not None:
+                self.lost = None
+                return start
+            if not waiting.more(self._whom):
+                self._note(f"{self._whom} did not come within {wait_s:.0f} s; start the commands of all nodes of the replica again")
+                break
+        return None
+
+    def keep(self) -> None:
+        """Hear the other nodes, and be heard; call it every few seconds after :meth:`gather`."""
+        self._beat()
+        if self._server is not None:
+            self._accept(self._server)
+        for node in list(self._links):
+            self._hear(node)
+
+    def tell(self, code: int) -> None:
+        """Tell the other nodes how the ranks of this one ended."""
+        self._ended(self._node, code)
+
+    def verdict(self) -> int | None:
+        """Return the exit code of the replica's start, which is the same on all nodes; None: ranks of a node have not ended."""
+        if len(self.codes) < self._nodes:
+            return None
+        codes = set(self.codes.values())
+        if self._nodes == 1 or codes == {0}:
+            return self.codes[0]
+        return NO_USE if NO_USE in codes else max(codes & STOPPED, default=RETRY if RETRY in codes else 1)
+
+    def names(self, *nodes: int) -> str:
+        """Return nodes of the replica by their numbers in the job."""
+        numbers = ", ".join(str(self._replica * self._nodes + node) for node in nodes)
+        return f"node{'s' if len(nodes) > 1 else ''} {numbers} of replica {self._replica}"
+
+    def _call(self) -> Start | None:
+        """Accept nodes, and start when all are here."""
+        self.keep()
+        missing = [node for node in range(1, self._nodes) if node not in self._links]
+        if missing:
+            self._whom = f"{self.names(*missing)} at {self._place.partition(' ')[0]}"
+            if not self._known():  # another node may have made the folder anew
+                _publish(self._file, self._place)
+            return None
+        self._starts += 1
+        head = f"{socket.gethostname()}:{free_port()}" if self._nodes > 1 else ""
+        start = Start(head=head, run_id=f"{self._id}-{self._starts}", series=f"{self._id}-{self._series}")
+        self._send("start", start.head, start.run_id, start.series)
+        return start
+
+    def _come(self) -> Start | None:
+        """Connect to the first node, which may have moved, and return the start that it tells."""
+        known = self._known()
+        if known and (known != self._place or 0 not in self._links):
+            self._leave()
+            self._place = known
+            address, _, key = known.partition(" ")
+            self._whom = f"{self.names(0)} at {address}"
+            host, _, port = address.rpartition(":")
+            with suppress(OSError):
+                self._links[0] = _Link(socket.create_connection((host, int(port)), timeout=_ANSWER_S))
+                self._send("come", key, self._node)
+        self._beat()
+        self._whom = self._whom or f"{self.names(0)}, whose address is not in {self._file}"
+        found: Start | None = None
+        for word, *rest in self._hear(0):
+            if word == "start":
+                found = Start(head=rest[0], run_id=rest[1], series=rest[2])
+            elif word == "waits":
+                self._whom = " ".join(rest)
+        return found if 0 in self._links else None
+
+    def _known(self) -> str:
+        """Return what the file has, which is read once a second."""
+        now = time.monotonic()
+        if now - self._looked < _BEAT_S:
+            return self._place
+        self._looked = now
+        with suppress(FileNotFoundError):
+            return self._file.read_text(encoding="utf-8").strip()
+        return ""
+
+    def _accept(self, server: socket.socket) -> None:
+        """Accept nodes. One that comes again was lost before, or another process came with its number."""
+        with suppress(BlockingIOError):
+            while True:
+                self._new.append(_Link(server.accept()[0]))
+        for link in list(self._new):
+            for word, key, node in (line for line in link.lines() if len(line) == 3):
+                if (word, key) == ("come", self._key):
+                    self._new.remove(link)
+                    if int(node) in self._links:
+                        self._links[int(node)].send("taken")
+                        self._lose(int(node))
+                    self._links[int(node)] = link
+            if link.closed and link in self._new:
+                self._new.remove(link)
+                link.close()
+
+    def _hear(self, node: int) -> list[list[str]]:
+        link = self._links.get(node)
+        lines = [] if link is None else link.lines()
+        for word, *rest in lines:
+            if word == "end":
+                self._ended(int(rest[0]), int(rest[1]))
+            elif word == "lost" and self.verdict() is None:
+                self.lost = int(rest[0])
+            elif word == "taken":
+                self._taken = True
+                self._note(f"another process came as {self.names(self._node)}; give each node its own --node-rank, and start it once")
+        if link is not None and link.closed:
+            self._lose(node)
+        return lines
+
+    def _ended(self, node: int, code: int) -> None:
+        if node not in self.codes:
+            self.codes[node] = code
+            self._send("end", node, code)  # the first node tells all others
+
+    def _lose(self, node: int) -> None:
+        link = self._links.pop(node)
+        link.leave()  # a node whose network is back sees it at once
+        self._left.append(link)
+        if node not in self.codes or (self._node and self.verdict() is None):
+            self.lost = node
+            self._send("lost", node)
+
+    def _leave(self) -> None:
+        """End the connections in such a way that the others can read all that was sent."""
+        self._left += self._links.values()
+        self._links = {}
+        for link in self._left:
+            link.leave()
+
+    def _close_left(self) -> None:
+        for link in list(self._left):
+            link.lines()
+            if link.closed:
+                self._left.remove(link)
+                link.close()
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._beaten >= _BEAT_S:
+            self._beaten = now
+            self._send("waits", self._whom or "for nobody")
+
+    def _send(self, *words: object) -> None:
+        for link in self._links.values():
+            link.send(*words)
+
+    def _note(self, text: str) -> None:
+        print(f"meshpar: {text}", file=sys.stderr, flush=True)
+
+
+@final
+class _Link:
+    """A connection to another node.
+
+    Attributes:
+        closed: the other node has closed it, or is silent for :data:`SILENT_S` seconds.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection, self._rest, self._heard = connection, b"", time.monotonic()
+        self.closed = False
+
+    def send(self, *words: object) -> None:
+        """Send a line of words."""
+        with suppress(OSError):  # ``lines`` sees that it is closed
+            self._connection.send(" ".join(map(str, words)).encode() + b"\n")
+
+    def lines(self) -> list[list[str]]:
+        """Return the lines that have come, each as its words."""
+        try:
+            while text := self._connection.recv(4096):
+                self._rest, self._heard = self._rest + text, time.monotonic()
+            self.closed = True
+        except BlockingIOError:
+            self.closed = self.closed or time.monotonic() - self._heard > SILENT_S
+        except OSError:
+            self.closed = True
+        *whole, self._rest = self._rest.split(b"\n")
+        return [words for line in whole if (words := line.decode(errors="replace").split())]
+
+    def leave(self) -> None:
+        """Send no more; a full close would discard lines on their way if the other node sent some that were not read here."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+def _server() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _publish(path: Path, text: str) -> None:
+    """Write a line that other nodes may read at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(f"{text}\n", encoding="utf-8")
+    new.replace(path)
