@@ -137,8 +137,12 @@ def test_a_job_is_divided_into_replicas():
     assert (found.count, list(found.here), found.ranks, str(found.mesh)) == (4, [2, 3], 2, "dp_replicate=1,dp_shard=2")
     with pytest.raises(LaunchError, match="has one replica; write dp_replicate=2"):
         divided(MeshSpec("dp_shard=2"), 1, 0)
-    with pytest.raises(LaunchError, match="spans nodes is not supported"):
-        divided(MeshSpec("dp_replicate=2,dp_shard=2"), 4, 0)
+    for node, (replica, place) in enumerate([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]):
+        found = divided(MeshSpec("dp_replicate=2,dp_shard=6"), 6, node)
+        assert (list(found.here), found.node, found.nodes, found.ranks, found.ranks_here) == ([replica], place, 3, 6, 2)
+    for replicas, nodes in ((3, 2), (4, 6), (2, 3)):
+        with pytest.raises(LaunchError, match=f"{replicas} replicas on {nodes} nodes; expected whole .* a multiple or a divisor of {nodes}"):
+            divided(MeshSpec(f"dp_replicate={replicas},dp_shard=2"), nodes, 0)
     assert exit_code(ReplicaError("")) == 75
 
 
@@ -388,8 +392,8 @@ def test_four_hosts_by_hand(tmp_path, replicas):
 
     Four replicas have a host each; two have two hosts each, of which the other one waits.
     """
-    mesh = f"mesh: dp_replicate={replicas},dp_shard={4 // replicas}"
-    recipe = lab.RECIPE.replace("mesh: dp_replicate=2,dp_shard=1", mesh).replace("steps: 150", "steps: 400")
+    mesh, steps = f"mesh: dp_replicate={replicas},dp_shard={4 // replicas}", 400 if replicas == 4 else 1000
+    recipe = lab.RECIPE.replace("mesh: dp_replicate=2,dp_shard=1", mesh).replace("steps: 150", f"steps: {steps}")
     (tmp_path / "job.yaml").write_text(recipe)
     (tmp_path / "text.txt").write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(3000)))
     command = [sys.executable, "-m", "meshpar.launchers", "run", "--elastic", "replicas", "--nodes", "4", "--head", str(tmp_path / "head")]
@@ -429,5 +433,5 @@ def test_four_hosts_by_hand(tmp_path, replicas):
             assert [job.wait(600) for job in jobs] == [0] * 4, told()
     except Unavailable as reason:
         pytest.skip(str(reason))
-    assert [record["step"] for record in records() if "train/loss" in record] == list(range(1, 401))
+    assert [record["step"] for record in records() if "train/loss" in record] == list(range(1, steps + 1))
     assert "resuming after step" in told()
