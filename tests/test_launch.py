@@ -162,6 +162,9 @@ def test_replicas_are_an_array(folder: Path) -> None:
     text = script.read_text()
     assert {"#SBATCH --nodes=1", "#SBATCH --array=0-1", "#SBATCH --exclusive"} <= set(text.splitlines())
     assert '--node-rank="$SLURM_ARRAY_TASK_ID" --head="$MESHPAR_LOGS/head"' in text
+    wide = (render("slurm", mesh="dp_replicate=2,dp_shard=3", nodes=6, elastic="replicas") / "job.sbatch").read_text()
+    assert {"#SBATCH --nodes=3", "#SBATCH --array=0-1"} <= set(wide.splitlines()) and "an array of one task a replica of 3 nodes" in wide
+    assert '--nodes=6 --restarts=10 \\\n  --node-rank="$((SLURM_ARRAY_TASK_ID * 3 + SLURM_NODEID))" --head="$MESHPAR_LOGS/head"' in wide
     with pytest.raises(LaunchError, match="leave --array out"):
         render("slurm", "sbatch=--array=1-2%1", elastic="replicas")
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "1"}

@@ -141,7 +141,9 @@ def test_a_job_is_divided_into_replicas():
         found = divided(MeshSpec("dp_replicate=2,dp_shard=6"), 6, node)
         assert (list(found.here), found.node, found.nodes, found.ranks, found.ranks_here) == ([replica], place, 3, 6, 2)
     for replicas, nodes in ((3, 2), (4, 6), (2, 3)):
-        with pytest.raises(LaunchError, match=f"{replicas} replicas on {nodes} nodes; expected whole .* a multiple or a divisor of {nodes}"):
+        with pytest.raises(
+            LaunchError, match=f"{replicas} replicas on {nodes} nodes; expected whole .* a multiple or a divisor of {nodes}"
+        ):
             divided(MeshSpec(f"dp_replicate={replicas},dp_shard=2"), nodes, 0)
     assert exit_code(ReplicaError("")) == 75
 
@@ -384,54 +386,90 @@ def test_a_drill_on_two_hosts(tmp_path):
     assert "lost: after step" in told[0] and "back: " in told[0] and "killed the ranks of replica 1" in told[1], told
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("replicas", [4, 2])
-def test_four_hosts_by_hand(tmp_path, replicas):
-    """The command of a lost host is given again; so is that of the lighthouse's host, and all go on from the newest checkpoint.
+class ByHand:
+    """A job of four nodes of one rank each, whose commands are given one by one."""
 
-    Four replicas have a host each; two have two hosts each, of which the other one waits.
-    """
-    mesh, steps = f"mesh: dp_replicate={replicas},dp_shard={4 // replicas}", 400 if replicas == 4 else 1000
-    recipe = lab.RECIPE.replace("mesh: dp_replicate=2,dp_shard=1", mesh).replace("steps: 150", f"steps: {steps}")
-    (tmp_path / "job.yaml").write_text(recipe)
-    (tmp_path / "text.txt").write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(3000)))
-    command = [sys.executable, "-m", "meshpar.launchers", "run", "--elastic", "replicas", "--nodes", "4", "--head", str(tmp_path / "head")]
+    def __init__(self, folder, replicas, steps):
+        self.folder, self.until = folder, functools.partial(patience.until, seconds=180, every=0.1, told=self.told)
+        mesh = f"mesh: dp_replicate={replicas},dp_shard={4 // replicas}"
+        recipe = lab.RECIPE.replace("mesh: dp_replicate=2,dp_shard=1", mesh).replace("steps: 150", f"steps: {steps}")
+        (folder / "job.yaml").write_text(recipe)
+        (folder / "text.txt").write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(3000)))
 
-    def started(node, *words):
-        words = [*command, "--node-rank", str(node), "job.yaml", *words]
-        with (tmp_path / f"told-{node}").open("a") as file:
-            return subprocess.Popen(hosts.command(f"n{node + 1}", words), cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT)
+    def start(self, node, placed=list):
+        """``placed``: command -> the command on the node's host."""
+        head = ["--nodes", "4", "--node-rank", str(node), "--head", str(self.folder / "head")]
+        command = [sys.executable, "-m", "meshpar.launchers", "run", "--elastic", "replicas", *head, "job.yaml"]
+        with (self.folder / f"told-{node}").open("a") as file:
+            return subprocess.Popen(placed(command), cwd=self.folder, stdout=file, stderr=subprocess.STDOUT)
 
-    def records():
-        path = tmp_path / "out/metrics.jsonl"
+    def told(self, *nodes):
+        return "".join((self.folder / f"told-{node}").read_text() for node in nodes or range(4))
+
+    def records(self):
+        path = self.folder / "out/metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def told(*nodes):
-        return "".join((tmp_path / f"told-{node}").read_text() for node in nodes or range(4))
+    def steps(self):
+        return [record["step"] for record in self.records() if "train/loss" in record]
 
-    until = functools.partial(patience.until, seconds=180, every=0.1, told=told)
+    def replicas(self):
+        return [record["replicas"] for record in self.records() if "replicas" in record]
 
-    def present():
-        return [record["replicas"] for record in records() if "replicas" in record]
 
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("replicas", "steps"), [(4, 400), (2, 1000)])
+def test_four_hosts_by_hand(tmp_path, replicas, steps):
+    """The command of a lost host is given again; so is that of the lighthouse's host, and all go on from the newest checkpoint.
+
+    Four replicas have a host each. Two have two hosts each, of which the remaining one waits for the lost one.
+    """
+    job = ByHand(tmp_path, replicas, steps)
     try:
         with Hosts(4) as hosts:
-            jobs = [started(node) for node in range(4)]
-            until(lambda: len(records()) > 20)
+
+            def started(node):
+                return job.start(node, functools.partial(hosts.command, f"n{node + 1}"))
+
+            nodes = [started(node) for node in range(4)]
+            job.until(lambda: len(job.records()) > 20)
             hosts.kill("n3")
-            until(lambda: present()[-1:] == [replicas - 1])
+            job.until(lambda: job.replicas()[-1:] == [replicas - 1])
             if replicas == 2:
-                until(lambda: "waiting for node 2 of replica 1" in told(3))
-            jobs[2] = started(2)
-            until(lambda: present()[-2:] == [replicas - 1, replicas])
+                job.until(lambda: "waiting for node 2 of replica 1" in job.told(3))
+            nodes[2] = started(2)
+            job.until(lambda: job.replicas()[-2:] == [replicas - 1, replicas])
             hosts.kill("n1")
-            until(lambda: "waits for the lighthouse of node 0" in told(3))
+            job.until(lambda: "waits for the lighthouse of node 0" in job.told(3))
             if replicas == 2:
-                until(lambda: "waiting for node 0 of replica 0" in told(1))
-            jobs[0] = started(0)
-            assert [job.wait(600) for job in jobs] == [0] * 4, told()
+                job.until(lambda: "waiting for node 0 of replica 0" in job.told(1))
+            nodes[0] = started(0)
+            assert [node.wait(600) for node in nodes] == [0] * 4, job.told()
     except Unavailable as reason:
         pytest.skip(str(reason))
-    assert [record["step"] for record in records() if "train/loss" in record] == list(range(1, steps + 1))
-    assert "resuming after step" in told()
+    assert job.steps() == list(range(1, steps + 1))
+    assert "resuming after step" in job.told()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_replicas_of_two_nodes_restart_after_a_lost_rank_and_stop_with_a_checkpoint(tmp_path):
+    """One node of each replica gets the signal."""
+    job = ByHand(tmp_path, 2, 5000)
+    nodes = [job.start(node) for node in range(4)]
+    try:
+        job.until(lambda: len(job.steps()) > 10)
+        os.kill(lab.rank_of(tmp_path / "out/logs/replica-1"), signal.SIGKILL)
+        job.until(lambda: job.replicas()[-2:] == [1, 2])
+        at = len(job.steps())
+        job.until(lambda: len(job.steps()) > at + 10)
+        for node in nodes[1:3]:
+            node.send_signal(signal.SIGTERM)
+        assert [node.wait(patience.patient(60)) for node in nodes] == [128 + signal.SIGTERM] * 4, job.told()
+    finally:
+        for node in nodes:
+            node.kill()
+    steps = job.steps()
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) < 5000
+    assert (tmp_path / "out/checkpoints/latest").resolve().name.endswith(str(len(steps))), job.told()

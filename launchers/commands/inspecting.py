@@ -48,7 +48,7 @@ def one_replica(recipe: Recipe, ranks: int, elastic: str | None, nodes: int = 1)
         recipe: of the whole job; None of the three changes unless it is ``elastic``.
         ranks: number of ranks of the whole job.
         elastic: the option ``--elastic``.
-        nodes: number of nodes, each of which must have whole replicas.
+        nodes: number of nodes, each with whole replicas, or each replica with whole nodes.
 
     Raises:
         LaunchError: see :func:`meshpar.launchers.agent.replicas.divided`.

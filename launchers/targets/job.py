@@ -46,8 +46,8 @@ class Job:
         nodes: number of nodes.
         gpus_per_node: accelerators per node; 0: the job runs on CPUs.
         ranks_per_node: ranks per node.
-        elastic: ``"nodes"``: the job continues with fewer nodes when some are lost; ``"replicas"``: each node's replicas are a job of
-            their own; empty: neither.
+        elastic: ``"nodes"``: the job continues with fewer nodes when some are lost; ``"replicas"``: each replica is a job of its own;
+            empty: neither.
         command: the ``meshpar launch`` command that renders this job.
     """
 

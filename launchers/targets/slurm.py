@@ -16,6 +16,7 @@ from typing import Annotated, final
 from meshpar.errors import LaunchError
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.agent.local import COMPLETE, NO_RESTART
+from meshpar.launchers.agent.replicas import divided
 from meshpar.launchers.targets.job import RECIPE, Job, Launched, Shell, Target, ask, fill
 from meshpar.training.settings import Bound, Count
 
@@ -120,22 +121,24 @@ class Slurm(Target):
             given["gpus-per-node"] = job.gpus_per_node
         lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in given.items()]
         replicas = job.elastic == "replicas"  # of which two on a node would be lost together
+        span = _nodes_of_a_replica(job)
+        tasks = "one task a node" if span == 1 else f"one task a replica of {span} nodes"
         lines += ["#SBATCH --exclusive"] if replicas or not self.cpus_per_task else []
         lines += [f"#SBATCH {shlex.quote(word)}" for word in self._further()]
         if replicas:
             if any(word.startswith("--array=") for word in self._further()):
-                raise LaunchError("sbatch: --elastic=replicas makes an array of its own, one task a node; leave --array out")
-            lines.append(f"#SBATCH --array=0-{job.nodes - 1}")
+                raise LaunchError(f"sbatch: --elastic=replicas makes an array of its own, {tasks}; leave --array out")
+            lines.append(f"#SBATCH --array=0-{job.nodes // span - 1}")
         lines += ["#SBATCH --no-kill  # a lost node does not end the job"] if job.elastic == "nodes" else []
         values = {
             "name": shlex.quote(job.name),
             "command": job.made_by,
-            "tasks": "an array of one task a node" if replicas else "one task a node",
+            "tasks": f"an array of {tasks}" if replicas else "one task a node",
             "shape": job.shape,
             "run": shlex.quote(str(job.run)),
             "output": shlex.quote(str(job.folder / ("slurm-%A_%a.out" if replicas else "slurm-%j.out"))),
             "cwd": shlex.quote(str(Path.cwd())),
-            "nodes": 1 if replicas else job.nodes,
+            "nodes": span if replicas else job.nodes,
             "options": "\n".join(lines),
             "signal_s": self.signal_s,
             "least_s": self.signal_s + _EARLY_S,
@@ -173,7 +176,9 @@ class Slurm(Target):
         """Return the options of ``meshpar run``, some with variables of the batch script."""
         if job.elastic == "replicas":
             place = f"--elastic=replicas --nodes={job.nodes} --restarts={self.restarts}"
-            return f'{place} \\\n  --node-rank="$SLURM_ARRAY_TASK_ID" --head="$MESHPAR_LOGS/head" --logs="$MESHPAR_LOGS"'
+            span = _nodes_of_a_replica(job)
+            node = "SLURM_ARRAY_TASK_ID" if span == 1 else f"((SLURM_ARRAY_TASK_ID * {span} + SLURM_NODEID))"
+            return f'{place} \\\n  --node-rank="${node}" --head="$MESHPAR_LOGS/head" --logs="$MESHPAR_LOGS"'
         nodes = f"1:{job.nodes} --restarts={self.restarts} --rejoin-s={self.rejoin_s}" if job.elastic else str(job.nodes)
         place = f"--nodes={nodes} --nproc={job.ranks_per_node}"
         return f'{place} \\\n  --node-rank="$SLURM_NODEID" --head="$MESHPAR_HEAD" --run-id="$MESHPAR_RUN_ID"'
@@ -216,6 +221,11 @@ class Slurm(Target):
     def cancel(self, job: Launched) -> str:
         """End the job by scancel."""
         return ask(["scancel", *_numbers(job, _queue())])
+
+
+def _nodes_of_a_replica(job: Job) -> int:
+    """Return over how many nodes a replica spans; 1 where a node has whole replicas, or the job has none that may be lost."""
+    return divided(job.mesh, job.nodes, 0).nodes if job.elastic == "replicas" and job.mesh is not None else 1
 
 
 def _meeting(job: Job) -> str:
