@@ -258,14 +258,20 @@ def test_of_two_submissions_of_one_run_the_second_is_told_who_writes(slurm: Slur
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("optimizer", ["replica", "world"])
-def test_a_replica_whose_node_is_lost_comes_back_on_a_node_that_is_given_back(slurm: Slurm, folder: Path, optimizer: str) -> None:
-    passes = f"passes=[{{HybridShard: {{optimizer: {optimizer}}}}}]"
-    options = ("training.steps=1200", "checkpoint.every=300", passes, "--elastic", "replicas", "-o", "partition=spare")
-    name = f"replicas-{optimizer}"
-    array = submit(slurm, folder, name, *options)
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("replicas", ["passes=[{HybridShard: {optimizer: replica}}]", "-o", "partition=spare"]),
+        ("replicas-world", ["passes=[{HybridShard: {optimizer: world}}]", "-o", "partition=spare"]),
+        ("replicas-wide", ["--nodes", "4", "--nproc", "1", "-o", "partition=lab,spare"]),  # each of two nodes, of which the second is lost
+    ],
+)
+def test_a_replica_whose_node_is_lost_comes_back_on_a_node_that_is_given_back(
+    slurm: Slurm, folder: Path, name: str, more: list[str]
+) -> None:
+    array = submit(slurm, folder, name, "training.steps=1200", "checkpoint.every=300", "--elastic", "replicas", *more)
     until(lambda: step_of(folder, name) >= 12)
-    lost = slurm.job(f"{array}_1")["BatchHost"]
+    lost = slurm.call("scontrol", "show", "hostnames", slurm.job(f"{array}_1")["NodeList"]).split()[-1]
     slurm.hosts.kill(lost)
     until(lambda: "lost 1" in told(folder, name))
     slurm.call("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=lost")  # not when it misses the job

@@ -63,7 +63,8 @@ class Meeting:
             nodes: number of nodes of the replica.
         """
         self._file, self._replica, self._node, self._nodes = file, replica, node, nodes
-        self._stack, self._server = ExitStack(), None if node or nodes == 1 else _server()
+        self._stack = ExitStack()
+        self._server: socket.socket | None = None
         self._key, self._id, self._starts, self._series = secrets.token_hex(8), start_id(), 0, 0
         self._links, self._new, self._left = dict[int, _Link](), list[_Link](), list[_Link]()
         self._place, self._whom, self._beaten, self._looked = "", "", -math.inf, -math.inf
@@ -72,8 +73,9 @@ class Meeting:
         self.codes: dict[int, int] = {}
 
     def __enter__(self) -> Meeting:
-        if self._server is not None:
-            self._stack.enter_context(self._server).setblocking(False)
+        if self._node == 0 and self._nodes > 1:
+            self._server = self._stack.enter_context(_server())
+            self._server.setblocking(False)
             self._place = f"{socket.gethostname()}:{self._server.getsockname()[1]} {self._key}"
             _publish(self._file, self._place)
         return self
