@@ -419,11 +419,11 @@ class ByHand:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("replicas", "steps"), [(4, 400), (2, 1000)])
+@pytest.mark.parametrize(("replicas", "steps"), [(4, 400), (2, 1800)])
 def test_four_hosts_by_hand(tmp_path, replicas, steps):
     """The command of a lost host is given again; so is that of the lighthouse's host, and all go on from the newest checkpoint.
 
-    Four replicas have a host each. Two have two hosts each, of which the remaining one waits for the lost one.
+    Four replicas have a host each. Two have two hosts each, of which the remaining one waits for the lost one, also while its link is cut.
     """
     job = ByHand(tmp_path, replicas, steps)
     try:
@@ -440,6 +440,12 @@ def test_four_hosts_by_hand(tmp_path, replicas, steps):
                 job.until(lambda: "waiting for node 2 of replica 1" in job.told(3))
             nodes[2] = started(2)
             job.until(lambda: job.replicas()[-2:] == [replicas - 1, replicas])
+            if replicas == 2:
+                hosts.cut("n4")
+                job.until(lambda: "lost node 3 of replica 1" in job.told(2) and "lost node 2 of replica 1" in job.told(3))
+                job.until(lambda: job.replicas()[-1:] == [1])
+                hosts.cut("n4", cut=False)
+                job.until(lambda: job.replicas()[-2:] == [1, 2])
             hosts.kill("n1")
             job.until(lambda: "waits for the lighthouse of node 0" in job.told(3))
             if replicas == 2:
