@@ -329,7 +329,8 @@ def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path, more):
     seconds, told = lab.killed_recipe(tmp_path, ["--elastic", "replicas"], "out/logs/replica-0", overrides=more)
     records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 151)), told
-    assert [record["replicas"] for record in records if "replicas" in record][:1] == [1] and "lost 0" in told
+    left = next(record["replicas"] for record in records if "replicas" in record)
+    assert left in (1, 2) and "lost 0" in told, told  # 2: it was back before the others had a step without it
     assert (tmp_path / "out/checkpoints/latest").resolve().name.endswith("150")
     table = read_manifest(tmp_path / "out/checkpoints/latest").optimizer
     assert table["state"].keys() == {name for group in table["groups"] for name in group["params"]}
