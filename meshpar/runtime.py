@@ -50,9 +50,11 @@ def launched() -> bool:
 
 
 def device(device_type: str | None = None) -> torch.device:
-    """Return the device of this rank; an accelerator is indexed by the local rank."""
+    """Return the device of this rank: an accelerator by the local rank, after those of the replicas before this one on the node."""
     kind = device_type or default_device_type()
-    return torch.device(kind) if kind in ("cpu", "meta") else torch.device(kind, local_rank() % max(1, torch.accelerator.device_count()))
+    if kind in ("cpu", "meta"):
+        return torch.device(kind)
+    return torch.device(kind, (_number("MESHPAR_FIRST_DEVICE", 0) + local_rank()) % max(1, torch.accelerator.device_count()))
 
 
 def _number(name: str, default: int) -> int:

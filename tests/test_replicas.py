@@ -22,11 +22,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from meshpar import FullyShard, HybridShard, LaunchError, MeshError, MeshSpec, Plan, PlanError
+from meshpar import FullyShard, HybridShard, LaunchError, MeshError, MeshSpec, Plan, PlanError, runtime
 from meshpar.checkpoints import read_manifest
 from meshpar.errors import MeshparError, ReplicaError
 from meshpar.launchers.agent.failures import exit_code
-from meshpar.launchers.agent.replicas import divided
+from meshpar.launchers.agent.replicas import _Replica, divided
 from meshpar.launchers.commands.drill import parts, run_drill
 from meshpar.launchers.commands.run import run
 from meshpar.launchers.commands.train import division_of
@@ -146,6 +146,18 @@ def test_a_job_is_divided_into_replicas():
         ):
             divided(MeshSpec(f"dp_replicate={replicas},dp_shard=2"), nodes, 0)
     assert exit_code(ReplicaError("")) == 75
+
+
+def test_replicas_of_one_node_have_devices_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    division, devices = divided(MeshSpec("dp_replicate=4,dp_shard=4"), 2, 1), []
+    for number in division.here:
+        made = _Replica(number, division, tmp_path, "", tmp_path, 0, tmp_path, quiet=True)
+        for rank in range(division.ranks_here):
+            for name, value in {**made._environment, "LOCAL_RANK": str(rank)}.items():
+                monkeypatch.setenv(name, value)
+            devices.append(runtime.device("cuda").index)
+    assert devices == list(range(8))
 
 
 def test_replicas_of_an_open_mesh_are_over_the_ranks_of_all_nodes(tmp_path):

@@ -181,6 +181,7 @@ class _Replica:
         self._meeting = Meeting(address, number, division.node, division.nodes)
         self._restarts, self._recipe, self._logs = restarts, recipe, logs / f"replica-{number}"
         self._environment = {**os.environ, "MESHPAR_REPLICA": str(number), "MESHPAR_REPLICAS": str(division.count)}
+        self._environment["MESHPAR_FIRST_DEVICE"] = str(division.here.index(number) * division.ranks_here)
         self._environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(_threads(division))
         if "MESHPAR_JOB_ID" in os.environ:  # starts without a step are counted for each replica
             self._environment["MESHPAR_JOB_ID"] = f"{os.environ['MESHPAR_JOB_ID']}-{number}"

@@ -135,7 +135,7 @@ def _run_replicas(recipe: Recipe, given: Given, logs: Path | None, elastic: str)
             "FOLDER/FILE that all nodes see, into which node 0 writes its address"
         )
     one = division.recipe(recipe)
-    check(one, division.ranks, build.machine_problems(one, division.ranks_here), replica=True)
+    check(one, division.ranks, build.machine_problems(one, division.ranks_here * len(division.here)), replica=True)
     if not node_rank:
         show(recipe)
     return launch_replicas(recipe, division, head, node_rank, given.get("restarts"), logs)
