@@ -297,7 +297,7 @@ def test_a_lost_peer_is_no_failure_that_repeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: Exception | None, noted: int
 ) -> None:
     monkeypatch.setenv("MESHPAR_LOGS", str(tmp_path))
-    with pytest.raises(ParallelError), _new_steps_noted(Mock(), Mock(step=7)):
+    with pytest.raises(ParallelError), _new_steps_noted(Mock(step=7)):
         raise ParallelError("failed") from below
     assert failures.last_failed_at(tmp_path) == noted
 
