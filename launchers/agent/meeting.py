@@ -77,7 +77,7 @@ class Meeting:
             self._server = self._stack.enter_context(_server())
             self._server.setblocking(False)
             self._place = f"{socket.gethostname()}:{self._server.getsockname()[1]} {self._key}"
-            _publish(self._file, self._place)
+            publish(self._file, self._place)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -145,7 +145,7 @@ class Meeting:
         if missing:
             self._whom = f"{self.names(*missing)} at {self._place.partition(' ')[0]}"
             if not self._known():  # another node may have made the folder anew
-                _publish(self._file, self._place)
+                publish(self._file, self._place)
             return None
         self._starts += 1
         head = f"{socket.gethostname()}:{free_port()}" if self._nodes > 1 else ""
@@ -305,7 +305,7 @@ def _server() -> socket.socket:
     return socket.create_server(("", 0))
 
 
-def _publish(path: Path, text: str) -> None:
+def publish(path: Path, text: str) -> None:
     """Write a line that other nodes may read at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")

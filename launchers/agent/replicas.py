@@ -26,7 +26,7 @@ from meshpar.errors import LaunchError, ReplicaError
 from meshpar.launchers.agent.check_in import children
 from meshpar.launchers.agent.failures import NO_USE, RETRY, SHUTDOWN_S, STOPPED
 from meshpar.launchers.agent.local import COMPLETE
-from meshpar.launchers.agent.meeting import Meeting, Start
+from meshpar.launchers.agent.meeting import Meeting, Start, publish
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.mesh import MeshSpec
 from meshpar.training import Lighthouse
@@ -159,10 +159,7 @@ def _served(stack: ExitStack, head: str, patience_s: float) -> str:
     served = Lighthouse(int(head.rpartition(":")[2] or 0) if shared is None else 0, patience_s=patience_s)
     stack.callback(served.close)
     if shared is not None:
-        shared.parent.mkdir(parents=True, exist_ok=True)
-        new = shared.with_name(f"{shared.name}.new")
-        new.write_text(f"{socket.gethostname()}:{served.port}\n", encoding="utf-8")
-        new.replace(shared)
+        publish(shared, f"{socket.gethostname()}:{served.port}")
     return head or f"127.0.0.1:{served.port}"
 
 
