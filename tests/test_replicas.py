@@ -30,6 +30,7 @@ from meshpar.launchers.agent.replicas import _Replica, divided
 from meshpar.launchers.commands.drill import parts, run_drill
 from meshpar.launchers.commands.run import run
 from meshpar.launchers.commands.train import division_of
+from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.elastic import Elected
 from meshpar.launchers.recipes.recipe import load_recipe
 from meshpar.testing import on_ranks
@@ -158,6 +159,14 @@ def test_replicas_of_one_node_have_devices_of_their_own(tmp_path, monkeypatch):
                 monkeypatch.setenv(name, value)
             devices.append(runtime.device("cuda").index)
     assert devices == list(range(8))
+
+
+def test_all_ranks_of_a_node_need_a_device(tmp_path, monkeypatch):
+    (tmp_path / "job.yaml").write_text(lab.RECIPE)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    monkeypatch.setattr(build, "default_device_type", lambda: "cuda")
+    with pytest.raises(PlanError, match="4 ranks need a cuda device each, and this machine has 3"):
+        run(str(tmp_path / "job.yaml"), ["device=cuda", "mesh=dp_replicate=2,dp_shard=2"], {"nproc": "4"}, elastic="replicas")
 
 
 def test_replicas_of_an_open_mesh_are_over_the_ranks_of_all_nodes(tmp_path):
@@ -438,7 +447,8 @@ def test_four_hosts_by_hand(tmp_path, replicas):
 
     Four replicas have a host each. Two have two hosts each, of which the remaining one waits for the lost one, also while its link is cut.
     """
-    job = ByHand(tmp_path, replicas, steps := 1800)
+    steps = 1800
+    job = ByHand(tmp_path, replicas, steps)
     try:
         with Hosts(4) as hosts:
 
