@@ -505,36 +505,37 @@ def _grid(head: list[str], rows: list[list[str]]) -> list[str]:
 
 HEAD = """# Architectures
 
-The table compares each architecture of transformers {transformers} (causal language models,
-encoder-decoders and masked language models, in a tiny size) under each plan with one process.
-torch {torch}, gloo, float32. Made by `python benchmarks/architectures.py`.
+Find an architecture of transformers {transformers} in [the table](#by-architecture): each plan is
+compared with one process, for causal language models, encoder-decoders, masked language models and
+some classifiers, in a tiny size. `python benchmarks/architectures.py` made this page, with torch
+{torch}, gloo and float32.
 
 - exact: the loss and every gradient agree with one process to {tolerance}, relative to the larger of
   the tensor's largest value and {floor} times the model's largest gradient (a gradient that is zero in
-  theory has only rounding noise). The rows of a batch are split over the data ranks, and rows
-  count different numbers of tokens.
-- refused: the plan is refused before anything runs, or in the first forward, with a reason and
+  theory has only rounding noise). The rows of a batch are split over the data ranks, and rows count
+  different numbers of tokens.
+- refused: meshpar refuses the plan before anything runs, or in the first forward, with a reason and
   a remedy.
 - wrong, crashed, hung: bugs.
-- export: the parallel model is exported, and transformers loads it with every parameter equal.
-- CP 2: [context parallelism](context.md) by `gather`, and by `heads`. Models that mix positions in another
-  way compute on whole sequences.
-- EP 2: [whole experts are divided](experts.md).
+- CP 2: [context parallelism](context.md) by `gather`, and by `heads`. Models that mix positions in
+  another way compute on whole sequences.
+- EP 2: [whole experts are divided](experts.md). Models without experts are refused.
 - documents: a [packed row](data.md#documents) gives the results of its documents one by one, and
   another first document does not change the results of the second, bit for bit.
+- export: the parallel model is exported, and transformers loads it with every parameter equal.
 
 Weights are random, with noise on weights that start at zero or one. Dropout is off. Models have half
-as many heads of keys and values as of queries if the config allows it, so that pairs of ranks
-share a head under `TP 4`. The models are small (32 features, 2 to 4 layers, one layer of every kind
-in the architecture's own config), so the table shows correctness, not speed.
+as many heads of keys and values as of queries if the config allows it, so that pairs of ranks share a
+head under `TP 4`. The models are small (32 features, 2 to 4 layers, one layer of every kind in the
+architecture's own config), so the table shows correctness, not speed.
 
-## Where the tensor-parallel table comes from
+## How tensor parallelism splits these models
 
-- From the model's `tp_plan`, each style translated to meshpar's own. Parameters are ordinary shards,
-  so that FSDP and checkpoints can read them.
+- The styles come from the model's `tp_plan`, each translated to meshpar's own style. Parameters are
+  ordinary shards, so that FSDP and checkpoints can read them.
 - Each rank gets whole experts if tp divides the number of experts. Otherwise each expert is split.
-- Several ranks compute the same projection of keys and values if the model has fewer of these
-  heads than ranks. Their gradients are summed.
+- If the model has fewer heads of keys and values than ranks, several ranks compute the same
+  projection, and their gradients are summed.
 - An architecture without a `tp_plan` is split by the names and shapes of its projections if this
   benchmark found the split exact (`VERIFIED` in `models/huggingface_styles.py`). Otherwise it is
   refused.
@@ -543,8 +544,8 @@ in the architecture's own config), so the table shows correctness, not speed.
   whole. A parameter among split projections that no style covers is refused.
 
 To leave a part whole over tp, use `TensorParallel(styles={{"model.layers.*.self_attn": None, ...}})`.
-The layout's weight map reads and writes the names that transformers stores, if its rules can
-express them.
+The layout's weight map reads and writes the names that transformers stores, if its rules can express
+them.
 """
 
 

@@ -150,12 +150,17 @@ def _told(error: MeshparError) -> str:
 UNKNOWN = Outcome(kind="unknown", message="not run yet")
 HEAD = """# What a training loop may do
 
-Each row is common code of PyTorch loops, and each column a plan. `exact`: loss, gradients and weights equal those of one process on the
-concatenated batch (float64, to 1e-9, unless the row names another dtype). `refused`: meshpar raises a `MeshparError` on every rank; its
-message is below the table. `torch`: torch itself raises the error, before any value is wrong.
+Find the habit of your loop: each row is common code of PyTorch loops, and each column a plan.
 
-`python docs/write_loops.py` runs every cell and writes this page. [tests/test_loops.py](../tests/test_loops.py) runs the cells again and
-compares. The code of each row is a function in [tests/loop_habits.py](../tests/loop_habits.py).
+- `exact`: loss, gradients and weights equal those of one process on the concatenated batch (float64,
+  to 1e-9, unless the row names another dtype).
+- `refused`: meshpar raises a `MeshparError` on every rank; the number leads to [the
+  message](#messages).
+- `torch`: torch itself raises the error, before any value is wrong.
+
+`python docs/write_loops.py` runs every cell and writes this page.
+[tests/test_loops.py](../tests/test_loops.py) runs the cells again and compares. The code of each row
+is a function in [tests/loop_habits.py](../tests/loop_habits.py).
 """
 
 
