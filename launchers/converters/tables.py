@@ -220,7 +220,8 @@ def _parallelism(value: object, result: Translated) -> str:
             raise ValueError(f"{name} is not known; there are {', '.join(PARALLELISM)}")
         if name in ("cp_size", "sp_size") and size not in (None, 1):
             raise ValueError(
-                f"{name}: {size} is refused: there is no context parallelism; TensorParallel(sequence_parallel=True) splits activations"
+                f"{name}: {size} is refused: accelerate's context parallelism is not translated; remove it and add cp={size} to the "
+                "mesh, which splits sequences by the pass ContextParallel"
             )
     axes = {name: sizes.get(f"{name}_size") for name in ("dp_replicate", "dp_shard", "tp")}
     result.known["axes"] = {name: whole(size) for name, size in axes.items() if size not in (None, 1)}
