@@ -323,7 +323,9 @@ parallelism_config:
     recipe = read("training: {steps: 3}\n" + text)
     assert recipe.mesh == "dp_replicate=2,dp_shard=2,tp=2"
     assert make_passes(recipe.passes) == [TensorParallel(), ActivationCheckpoint(), HybridShard(reshard_after_forward=False, blocks=())]
-    assert "cp_size: 4 is refused: accelerate's context parallelism is not translated; remove it and add cp=4" in problems("training: {steps: 3}\nparallelism_config: {cp_size: 4}\n")
+    assert "cp_size: 4 is refused: accelerate's context parallelism is not translated; remove it and add cp=4" in problems(
+        "training: {steps: 3}\nparallelism_config: {cp_size: 4}\n"
+    )
 
 
 def test_other_engines_and_kinds_of_jobs() -> None:
