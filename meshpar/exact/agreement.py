@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -177,7 +178,13 @@ class Agreement:
             self._same_buffers()
 
     def _data_groups(self) -> list[dist.ProcessGroup]:
-        return [self._mesh.get_group(axis) for axis in self._data_axes]
+        """Return the groups that join the data ranks: one for each axis, or the one of all ranks where every rank is a data rank.
+
+        An accelerator compares the first times only, which is not worth a communicator of its own.
+        """
+        groups = [self._mesh.get_group(axis) for axis in self._data_axes]
+        everyone = math.prod(group.size() for group in groups) == dist.get_world_size()
+        return [dist.group.WORLD] if everyone and self._device.type == "cpu" else groups
 
     def _same_parameters(self, unused: list[nn.Parameter], *, look: bool) -> None:
         """See that all data ranks have gradients for the same parameters, and drop the zeros of those that no rank used.
