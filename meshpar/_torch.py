@@ -220,7 +220,7 @@ class Units:
 
     def mark(self) -> None:
         """Mark the sharded parameters, by which :func:`is_shard` knows them."""
-        for each in self._held():
+        for each in self.shards():
             each._meshpar_shard = True
 
     def trained(self, unit: nn.Module) -> str:
@@ -233,13 +233,14 @@ class Units:
 
     def hooked(self) -> list[Any]:
         """Return the sharded parameters on which somebody registered a hook for their gradient before it is accumulated."""
-        return [each for each in self._held() if each._backward_hooks]
+        return [each for each in self.shards() if each._backward_hooks]
 
     def hooked_after(self) -> list[Any]:
         """Return those with a hook for after it is accumulated, which FSDP2 calls after a backward that reduces."""
-        return [each for each in self._held() if each._post_accumulate_grad_hooks]
+        return [each for each in self.shards() if each._post_accumulate_grad_hooks]
 
-    def _held(self) -> Iterator[Any]:
+    def shards(self) -> Iterator[Any]:
+        """Return the sharded parameters of all units, whether the units are gathered or not."""
         return (each.sharded_param for group in self._groups for each in group.fsdp_params)
 
     def foreign_parameter(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -206,6 +207,36 @@ def test_a_forward_from_before_an_error_has_no_backward_after_it():
     fail_in_backward(par.module)
     with pytest.raises(MeshparError, match="the forward of this one came before it"):
         earlier.backward()
+
+
+@on_ranks(1)
+def test_a_step_of_another_thread_leaves_a_backward_of_another_model_alone():
+    plain, other = Net(), applied(Net(), "dp_shard=1", [FullyShard()]).module
+    module = applied(plain, "dp_shard=1", [FullyShard()]).module
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, module, other)]
+    errors = []
+
+    def step(optimizer):
+        try:
+            optimizer.step()
+        except MeshparError as error:
+            errors.append(error)
+
+    def step_elsewhere(grad):
+        thread = threading.Thread(target=step, args=(optimizers[2],))
+        thread.start()
+        thread.join()
+
+    other(x_of()).square().mean().backward()
+    for each in (plain, module):
+        output = each(x_of())
+        output.register_hook(step_elsewhere)
+        output.square().mean().backward()
+    for optimizer in optimizers[:2]:
+        optimizer.step()
+    assert not errors
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(whole(parameter), plain.get_parameter(name).detach(), msg=name)
 
 
 @on_ranks(2)

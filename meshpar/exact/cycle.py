@@ -446,7 +446,6 @@ class Cycle:
 
     def _before_step(self, optimizer: Optimizer) -> Optimizer:
         """Check a step of ``optimizer`` and return what steps: itself, or for Adafactor what knows the norms of sharded parameters."""
-        self._unwind()
         held = [each for group in optimizer.param_groups for each in group["params"]]
         old = sum(1 for each in held if (known := self._replaced.get(id(each))) is not None and known() is each)
         if old:
@@ -454,9 +453,10 @@ class Cycle:
                 f"{type(optimizer).__name__} holds {old} parameters from before plan.apply, which the module no longer has, so it would "
                 "train nothing; build the optimizer after plan.apply, from par.module.parameters()"
             )
-        own = {id(each) for each in self.module.parameters()}
+        own = {id(each) for each in (*self.module.parameters(), *self._units.shards())}
         if not any(id(each) in own for each in held):
-            return optimizer
+            return optimizer  # another model's, which another thread may train while this one is in its backward
+        self._unwind()
         if isinstance(optimizer, torch.optim.LBFGS) and any(unevenly_split(each) for each in held):
             raise MeshparError(
                 "LBFGS flattens all parameters into one vector, which torch cannot do with parameters that are split unevenly over ranks; "
