@@ -263,6 +263,8 @@ def test_token_files_are_checked(tmp_path: Path) -> None:
         TokenFile.open(tmp_path / "none.bin")
     with pytest.raises(RecipeError, match="id 7; expected ids of 0 to 4"):
         write_tokens(tmp_path / "a.bin", [[7]], vocab_size=5, eos_id=0)
+    with pytest.raises(RecipeError, match="id -1; expected ids of 0 to 4"):
+        write_tokens(tmp_path / "a.bin", [[1, -1]], vocab_size=5, eos_id=0)
     file = token_file(tmp_path, 10)
     assert TokenFile.open(file.path) == file
     file.path.write_bytes(file.path.read_bytes()[:-2])

@@ -291,8 +291,11 @@ def _write_pieces(path: Path, pieces: Iterable[Piece], *, vocab_size: int, eos_i
         file, marks = stack.enter_context(path.open("wb")), None
         for piece, ends, counted in pieces:
             ids = numpy.asarray(piece)
-            if ids.size and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
-                raise RecipeError(f"a document has id {int(ids.max())}; expected ids of 0 to {vocab_size - 1}, the size of the vocabulary")
+            least, most = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
+            if least < 0 or most >= vocab_size:
+                raise RecipeError(
+                    f"a document has id {least if least < 0 else most}; expected ids of 0 to {vocab_size - 1}, the size of the vocabulary"
+                )
             data = ids.astype(numpy.dtype(dtype).newbyteorder("<")).data
             digest.update(data)
             file.write(data)
