@@ -374,6 +374,24 @@ def running(pid):
         return False
 
 
+def test_an_optimizer_that_a_script_defines_is_forecast(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text("""
+import torch, meshpar
+from meshpar.models import Transformer, TransformerConfig
+def optimizer(module):
+    return torch.optim.SGD(module.parameters(), lr=1.0)
+if __name__ == "__main__":
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig(vocab_size=64, dim=32, layers=1, heads=2, kv_heads=2, hidden=32, max_positions=8))
+    plan = meshpar.Plan("dp_shard=2", [meshpar.FullyShard()])
+    told = meshpar.forecast(plan, model, meshpar.forecasting.Batch(sequence=8), hardware="h100", optimizer=optimizer)
+    print(told.memory.held.get("optimizer", 0))
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["0"], done.stderr
+
+
 def test_a_model_that_a_script_defines_is_forecast(tmp_path):
     script = tmp_path / "mine.py"
     body = """

@@ -129,7 +129,8 @@ def _send(jobs: Sequence[Simulation], where: Path) -> None:
             'put what it does under if __name__ == "__main__":'
         )
     try:
-        where.with_suffix(".jobs").write_bytes(pickle.dumps((_preparation(jobs), pickle.dumps(list(jobs)))))
+        sent = pickle.dumps(list(jobs))
+        where.with_suffix(".jobs").write_bytes(pickle.dumps((_preparation(sent), sent)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise MeshparError(
             f"the forecast runs in a process of its own, to which this plan or model cannot be sent: {error}; define classes and functions "
@@ -144,11 +145,10 @@ def _start(places: Sequence[Path]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors)
 
 
-def _preparation(jobs: Sequence[Simulation]) -> dict[str, Any]:
-    """Return what lets another process import what the jobs are made of, as multiprocessing's spawn does it."""
+def _preparation(sent: bytes) -> dict[str, Any]:
+    """Return the data with which another process can unpickle ``sent``, as multiprocessing's spawn prepares a process."""
     data = {key: value for key, value in spawn.get_preparation_data(PROCESS).items() if key != "authkey"}
-    kinds = [kind for job in jobs for kind in (job.loss, *map(type, job.plan.passes), *map(type, job.model.modules()))]
-    if all(kind.__module__ != "__main__" for kind in kinds):  # then nothing needs the script itself, and it need not be guarded
+    if b"__main__" not in sent:  # then nothing needs the script itself, and it need not be guarded
         data = {key: value for key, value in data.items() if not key.startswith("init_main")}
     return data
 
