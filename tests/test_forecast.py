@@ -392,6 +392,15 @@ if __name__ == "__main__":
     assert done.stdout.split() == ["0"], done.stderr
 
 
+def test_an_automatic_mesh_is_forecast_on_nodes_of_the_hardware():
+    plan, model = Plan("auto", [HybridShard()]), transformer(SMALL)
+    told = forecast(plan, model, Batch(sequence=64), hardware="h100", world_size=16)
+    assert dict(told.mesh.axes) == {"dp_replicate": 2, "dp_shard": 8}
+    for mesh in ("auto", "dp_replicate=2,dp_shard=-1"):
+        with pytest.raises(MeshparError, match="does not say how many ranks there are; give world_size="):
+            forecast(Plan(mesh, plan.passes), model, Batch(sequence=64), hardware="h100")
+
+
 def test_a_model_that_a_script_defines_is_forecast(tmp_path):
     script = tmp_path / "mine.py"
     body = """

@@ -75,10 +75,8 @@ def forecast(
     """
     profile = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
     known = layout or layout_for(model)
-    plan = on_nodes(plan, profile)
-    size = plan.mesh.size if world_size is None and isinstance(plan.mesh, MeshSpec) else world_size
-    if size is None:
-        raise MeshparError(f"mesh {plan.mesh!r} does not say how many ranks there are; give world_size=")
+    size = _size(plan) if world_size is None else world_size
+    plan = on_nodes(plan, profile, size)
     spec = plan.check(model, known, size)
     if replicas > 1 and (problems := list(plan_problems(spec, model, optimizer_copies))):
         raise PlanError(problems)
@@ -118,11 +116,17 @@ def evaluated(trace: Trace, profile: Hardware, job: Simulation, replayed: str) -
     )
 
 
-def on_nodes(plan: Plan, profile: Hardware) -> Plan:
-    """Return the plan on nodes of the profile's size, which ``auto`` meshes need."""
+def _size(plan: Plan) -> int:
+    if not isinstance(plan.mesh, MeshSpec) or -1 in plan.mesh.axes.values():
+        raise MeshparError(f"mesh {str(plan.mesh)!r} does not say how many ranks there are; give world_size=")
+    return plan.mesh.size
+
+
+def on_nodes(plan: Plan, profile: Hardware, world_size: int) -> Plan:
+    """Return the plan on nodes of the profile's size, from which an ``auto`` mesh derives its axes."""
     if isinstance(plan.mesh, MeshSpec):
         return Plan(MeshSpec(plan.mesh.axes, ranks_per_node=plan.mesh.ranks_per_node or profile.node), plan.passes)
-    return plan
+    return Plan(MeshSpec.auto(world_size, min(profile.node, world_size), plan.mesh), plan.passes)
 
 
 def trace_of(job: Simulation, layout: ModelLayout, depth: str = "probes") -> tuple[Trace, str]:
