@@ -13,6 +13,8 @@ from torch import Tensor
 
 from meshpar.errors import MeshparError
 
+FACTOR = 6364136223846793005
+"""By which a digest is multiplied before the next is added, in wrapping 64-bit arithmetic."""
 _CHUNK = 1 << 20
 _PRIME = 1_000_003
 
@@ -33,8 +35,16 @@ def digest(tensor: Tensor) -> Tensor:
     powers = powers * powers * powers
     for chunk in words.split(_CHUNK) if words.numel() else ():
         mixed = (chunk ^ (chunk >> 29)) * powers[: chunk.numel()]
-        result = result * 6364136223846793005 + mixed.sum() + 1442695040888963407
+        result = result * FACTOR + mixed.sum() + 1442695040888963407
     return result
+
+
+def digest_of_several(tensors: Iterable[Tensor]) -> Tensor:
+    """Return one 64-bit digest of several tensors in their order, 0-dim int64 in host memory."""
+    total = torch.zeros((), dtype=torch.int64)
+    for each in tensors:
+        total = total * FACTOR + digest(each).cpu()
+    return total
 
 
 @final

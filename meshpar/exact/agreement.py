@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor
 from meshpar.errors import MeshparError
 from meshpar.passes import random
 from meshpar.placements import local_tensor, sharded_axes
-from meshpar.replicas import Looks, digest, same
+from meshpar.replicas import FACTOR, Looks, digest, same
 from meshpar.state.initialize import state
 
 _RELATIVE, _FLOOR = 1e-2, 1e-4
-_FACTOR = 6364136223846793005
 _SAME_BATCH = (
     "they compute one sample together, so pass par.data_rank and par.data_size to the sampler: "
     "DistributedSampler(data, num_replicas=par.data_size, rank=par.data_rank)"
@@ -277,10 +276,10 @@ def digest_of(values: object, device: torch.device) -> Tensor:
         if isinstance(each, DTensor):
             continue
         if isinstance(each, Tensor):
-            total = total * _FACTOR + zlib.crc32(f"{tuple(each.shape)} {each.dtype}".encode())
-            total = total * _FACTOR + digest(each).to(device)
+            total = total * FACTOR + zlib.crc32(f"{tuple(each.shape)} {each.dtype}".encode())
+            total = total * FACTOR + digest(each).to(device)
         elif isinstance(each, int | float | str):
-            total = total * _FACTOR + zlib.crc32(repr(each).encode())
+            total = total * FACTOR + zlib.crc32(repr(each).encode())
     return total
 
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from meshpar.errors import MeshparError
 from meshpar.exact.agreement import leaves
 from meshpar.placements import local_tensor
-from meshpar.replicas import digest
+from meshpar.replicas import digest_of_several
 from meshpar.state.full import mark_divided, restore_by
 from meshpar.state.shares import Routes, assigned, first_shares, held_of, routes, sizes_of
 from meshpar.training.quorum import Peers
+from meshpar.training.summed import buckets
 from meshpar.training.wire import Part, received, send
 
-_BUCKET = 1 << 22  # elements
 _TAG = 1
 _NONE = torch.iinfo(torch.int64).min
 _TRIALS = 3  # steps: some optimizers couple parameters from the second step on
@@ -119,22 +119,11 @@ class Divided:
         """Return (source, destination, parameters of one message after another) of what this replica sends and gets."""
         if self._known is None or self._known[:2] != (held, place):
             found = routes(self._sizes, held, [self.whole] * len(held))
-            mine = [(*ends, self._packed(numbers)) for ends, numbers in found.items() if place in ends]
-            self._known = held, place, mine
+            mine = {ends: [self.parameters[number] for number in numbers] for ends, numbers in found.items() if place in ends}
+            # A rank may have no part of a parameter.
+            parts = {ends: (each for each in some if local_tensor(each).numel()) for ends, some in mine.items()}
+            self._known = held, place, [(*ends, list(buckets(some))) for ends, some in parts.items()]
         return self._known[2]
-
-    def _packed(self, numbers: list[int]) -> list[list[Tensor]]:
-        found, size = list[list[Tensor]](), 0
-        for each in (self.parameters[number] for number in numbers):
-            count = local_tensor(each).numel()
-            if not count:  # this rank has no part of it
-                continue
-            if not found or each.dtype != found[-1][0].dtype or size >= _BUCKET:
-                found.append([])
-                size = 0
-            found[-1].append(each)
-            size += count
-        return found
 
     def traffic(self, place: int, held: Sequence[int]) -> tuple[int, int]:
         """Return the bytes that this rank of replica ``place`` sends and gets in an exchange of values, see :meth:`exchange`."""
@@ -221,10 +210,8 @@ class Divided:
         rows = torch.full((2, len(self.parameters)), _NONE)
         for number, each in enumerate(self.parameters):
             if share >> number & 1:
-                total = torch.zeros((), dtype=torch.int64)
-                for value in leaves(self._optimizer.state.get(each, {})):
-                    if isinstance(value, Tensor):
-                        total = total * 6364136223846793005 + digest(local_tensor(value)).cpu()
+                values = leaves(self._optimizer.state.get(each, {}))
+                total = digest_of_several(local_tensor(value) for value in values if isinstance(value, Tensor))
                 rows[:, number] = torch.stack([total, ~total])
         return rows
 

@@ -13,7 +13,7 @@ from meshpar.errors import MeshparError
 from meshpar.exact.agreement import leaves
 from meshpar.parallelized import Parallelized
 from meshpar.placements import local_tensor
-from meshpar.replicas import digest
+from meshpar.replicas import digest_of_several
 from meshpar.state.initialize import state as tensors_of
 from meshpar.training.data import Batches
 from meshpar.training.divided import Divided
@@ -101,10 +101,7 @@ class Replicated:
             MeshparError: they differ.
             RuntimeError: a member failed.
         """
-        total = torch.zeros((), dtype=torch.int64)
-        for each in leaves(self._held()):
-            if isinstance(each, Tensor):
-                total = total * 6364136223846793005 + digest(local_tensor(each)).cpu()
+        total = digest_of_several(local_tensor(each) for each in leaves(self._held()) if isinstance(each, Tensor))
         given = repr((self._data.state_dict(), self._data.global_batch, self._same))
         plain = int.from_bytes(hashlib.sha256(given.encode()).digest()[:8], signed=True)
         both = torch.tensor([int(total), ~int(total), plain, ~plain])

@@ -34,7 +34,7 @@ class Summed:
         self.totals = vector[2 * slots : 2 * slots + len(mine)]
         self._known = vector[2 * slots + len(mine) :].tolist()
         weight = float(mine[0] / self.totals[0]) if self.totals[0] else 0.0
-        self._flats: list[tuple[list[nn.Parameter], Tensor]] = []
+        self._flats: list[tuple[list[Tensor], Tensor]] = []
         works = []
         for bucket in buckets(each for each, known in zip(self._trained, self._known, strict=True) if known):
             flat = torch.cat([_gradient(each).reshape(-1).to("cpu", summed_in(each.dtype)) for each in bucket])
@@ -55,14 +55,15 @@ class Summed:
                 grad.copy_(part.view(grad.shape))
 
 
-def buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters whose gradients are added up together."""
-    bucket: list[nn.Parameter] = []
+def buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield parameters of one dtype whose gradients or values travel together, in their order."""
+    bucket, size = list[Tensor](), 0
     for each in parameters:
-        if bucket and (each.dtype != bucket[0].dtype or sum(local_tensor(one).numel() for one in bucket) >= _BUCKET):
+        if bucket and (each.dtype != bucket[0].dtype or size >= _BUCKET):
             yield bucket
-            bucket = []
+            bucket, size = [], 0
         bucket.append(each)
+        size += local_tensor(each).numel()
     if bucket:
         yield bucket
 
@@ -72,5 +73,5 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(local_tensor(parameter)) if parameter.grad is None else local_tensor(parameter.grad)
