@@ -259,7 +259,7 @@ def _run(name: str, child: nn.Module, layout: ModelLayout, whole: dict[str, Tens
         if tensor.is_floating_point():
             tensor.fill_(torch.nan)
     versions = {key: tensor._version for key, tensor in whole.items()}
-    init = layout.init or _own_init(child)
+    init = layout.init or own_init(child)
     if init is not None:
         init(child)
     missed = [key for key, tensor in whole.items() if child._parameters[key] is tensor and _untouched(tensor, versions[key])]
@@ -272,7 +272,7 @@ def _run(name: str, child: nn.Module, layout: ModelLayout, whole: dict[str, Tens
     whole.update({key: value for key, value in child._parameters.items() if key in whole and value is not None})
 
 
-def _own_init(child: nn.Module) -> Callable[[nn.Module], Any] | None:
+def own_init(child: nn.Module) -> Callable[[nn.Module], Any] | None:
     """Return the module's own initialisation; torch's attention calls it ``_reset_parameters``."""
     for method in ("reset_parameters", "_reset_parameters"):
         if callable(getattr(child, method, None)):

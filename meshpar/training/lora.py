@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Literal, final
@@ -28,6 +28,7 @@ from meshpar.passes.tensor.collectives import copy_weight
 from meshpar.passes.tensor.context import Context, Style
 from meshpar.patterns import find_modules, matches
 from meshpar.registry import layout_for
+from meshpar.state.initialize import own_init
 from meshpar.weights import Rename, WeightMap, WeightSource, dtypes_of
 
 NAME = "default"
@@ -407,17 +408,8 @@ class _Initialiser:
             nn.init.kaiming_uniform_(module.get_parameter("weight"), a=math.sqrt(5))
         elif part == "lora_B":
             nn.init.zeros_(module.get_parameter("weight"))
-        elif self._init is not None:
-            self._init(module)
-        else:
-            next(_own_init(module))()
-
-
-def _own_init(module: nn.Module) -> Iterator[Callable[[], Any]]:
-    for method in ("reset_parameters", "_reset_parameters"):
-        if callable(getattr(module, method, None)):
-            yield getattr(module, method)
-    yield lambda: None
+        elif (init := self._init or own_init(module)) is not None:
+            init(module)
 
 
 def _peft() -> ModuleType:
