@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -17,7 +16,7 @@ from meshpar.errors import RecipeError, brief
 from meshpar.imports import need
 from meshpar.training.records import RecordSource
 from meshpar.training.text import STDLIB, TABLES, UNPLAIN, TextSource, kind_of, records_of
-from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer
+from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer, batched
 
 if TYPE_CHECKING:
     import numpy as np
@@ -347,8 +346,7 @@ class ChatSource:
 
         A token may begin before it, with the space that ends the generation prompt.
         """
-        rest = self.conversations()
-        while part := list(islice(rest, _BATCH)):
+        for part in batched(self.conversations(), _BATCH):
             for (_, spans), (ids, places) in zip(part, tokenizer.encode_with_places([text for text, _ in part]), strict=True):
                 yield ids, True, _overlap(places, spans)
 

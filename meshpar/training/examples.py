@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
@@ -15,8 +14,8 @@ from meshpar.errors import RecipeError
 from meshpar.imports import need
 from meshpar.training.once import build_once
 from meshpar.training.order import held_out
-from meshpar.training.records import RecordSource, TextPair
-from meshpar.training.tokenizer import TextTokenizer
+from meshpar.training.records import RecordSource
+from meshpar.training.tokenizer import TextTokenizer, batched
 
 if TYPE_CHECKING:
     import numpy as np
@@ -147,7 +146,7 @@ def _encoded(
 ) -> Iterator[tuple[int, tuple[Sequence[int], Sequence[int]]]]:
     """Yield each record's place and the ids of its input and output."""
     numbers, place = {name: number for number, name in enumerate(classes)}, 0
-    for part in _batched(source.records()):
+    for part in batched(source.records(), _BATCH):
         inputs = tokenizer.encode_inputs([text for text, _ in part], begin=bool(classes))
         written = [output for _, output in part]
         outputs = [[numbers[each]] for each in written] if classes else tokenizer.encode_inputs(written, begin=False)
@@ -209,8 +208,3 @@ class _Array:
         # numpy leaves room for a longer shape, so that both heads have one length
         shape = {"descr": self._dtype, "fortran_order": False, "shape": (self.size,)}
         need("numpy").lib.format.write_array_header_1_0(self._file, shape)
-
-
-def _batched(records: Iterator[TextPair]) -> Iterator[list[TextPair]]:
-    while part := list(islice(records, _BATCH)):
-        yield part

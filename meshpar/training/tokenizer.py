@@ -8,8 +8,9 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from meshpar.errors import RecipeError, brief
 from meshpar.imports import need
@@ -17,6 +18,8 @@ from meshpar.imports import need
 if TYPE_CHECKING:
     import numpy as np
     import tokenizers
+
+T = TypeVar("T")
 
 END_OF_TEXT = "<|endoftext|>"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
@@ -187,7 +190,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, special: Sequence[str] 
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    fast.train_from_iterator(_batched(documents), trainer=trainer)
+    fast.train_from_iterator(batched(documents, 256), trainer=trainer)
     if fast.get_vocab_size() < vocab_size:
         raise RecipeError(
             f"the text gives a vocabulary of {fast.get_vocab_size()}; expected {vocab_size}: lower vocab_size or give more text"
@@ -252,12 +255,8 @@ def _byte_letters() -> list[str]:
     return [chr(byte if byte in plain else next(spare)) for byte in range(256)]
 
 
-def _batched(documents: Iterable[str], size: int = 256) -> Iterator[list[str]]:
-    batch: list[str] = []
-    for document in documents:
-        batch.append(document)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield the items in lists of ``size``; the last may be shorter. itertools has such a function since Python 3.12."""
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
         yield batch
