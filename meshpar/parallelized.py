@@ -89,10 +89,7 @@ class Parallelized:
     @property
     def data_rank(self) -> int:
         """Index of this rank's batch, from 0 to ``data_size`` - 1. Ranks that differ only on other axes get the same batch."""
-        place = 0
-        for axis in self.data_axes:
-            place = place * self.spec.axes[axis] + self._place[axis]
-        return place
+        return self._index(self.data_axes)
 
     @property
     def loss_size(self) -> int:
@@ -105,10 +102,14 @@ class Parallelized:
     @property
     def loss_rank(self) -> int:
         """Index of this rank's loss, from 0 to ``loss_size`` - 1."""
-        place = 0
-        for axis in (axis for axis in self.spec.axes if axis in self.data_axes or axis not in self._held.axes):
-            place = place * self.spec.axes[axis] + self._place[axis]
-        return place
+        return self._index(axis for axis in self.spec.axes if axis in self.data_axes or axis not in self._held.axes)
+
+    def _index(self, axes: Iterable[str]) -> int:
+        """Return the index of this rank among those that differ on ``axes``, outermost first."""
+        index = 0
+        for axis in axes:
+            index = index * self.spec.axes[axis] + self._place[axis]
+        return index
 
     def groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
         """Yield this rank's process groups with their axes. A group over a data axis and over positions has the data axis's name."""
