@@ -64,11 +64,11 @@ def is_called(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Return up to ``count`` of ``known`` that look most like ``name``, best first, one for all that differ by a number."""
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Return up to three of ``known`` that look most like ``name``, best first, one for all that differ by a number."""
     collapsed = dict.fromkeys(".".join("*" if part.isdigit() else part for part in each.split(".")) for each in known if each)
     wanted = ".".join("*" if part.isdigit() else part for part in name.split("."))
-    return difflib.get_close_matches(wanted, collapsed, n=count, cutoff=0.5)
+    return difflib.get_close_matches(wanted, collapsed, n=3, cutoff=0.5)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -104,6 +104,11 @@ class Hardware:
             )
         return made
 
+    @property
+    def room(self) -> float:
+        """Bytes of device memory that tensors can use."""
+        return self.memory - self.reserved
+
     def flops(self, dtype: str) -> float:
         """Return the peak for ``dtype``; one that is not listed counts as float32.
 

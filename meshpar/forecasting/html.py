@@ -60,7 +60,7 @@ svg{display:block;max-width:100%;height:auto}text{font:12px system-ui,sans-serif
 
 
 def _figures(forecast: Forecast) -> str:
-    timed, room = forecast.cost, forecast.hardware.memory - forecast.hardware.reserved
+    timed, room = forecast.cost, forecast.hardware.room
     least, most = forecast.seconds
     verdict = "fits" if forecast.fits else "<span class=bad>does not fit</span>"
     figures = [
@@ -75,7 +75,7 @@ def _figures(forecast: Forecast) -> str:
 
 def _stacks(forecasts: Sequence[Forecast]) -> str:
     """Draw one bar for each plan, cut by what holds the memory."""
-    room = forecasts[0].hardware.memory - forecasts[0].hardware.reserved
+    room = forecasts[0].hardware.room
     most = max([room, *(each.memory.peak for each in forecasts)])
     scale, drawn = 900 / most, []
     for place, each in enumerate(forecasts):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 GIB = 1 << 30
+_WIDTH = 118
 MEMORY_RANGE = 0.10
 """Part of the forecast's peak by which a device's own count may differ: its allocator keeps fragments, compilation saves activations."""
 
@@ -55,7 +56,7 @@ class Forecast:
     @property
     def fits(self) -> bool:
         """Whether the peak fits the device memory that tensors can have."""
-        return self.memory.peak <= self.hardware.memory - self.hardware.reserved
+        return self.memory.peak <= self.hardware.room
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -66,9 +67,9 @@ class Forecast:
         return text(self)
 
 
-def text(forecast: Forecast, *, width: int = 118) -> str:
+def text(forecast: Forecast) -> str:
     """Return the report of one forecast for a terminal."""
-    screen = need("rich.console").Console(file=io.StringIO(), width=width, force_terminal=False)
+    screen = need("rich.console").Console(file=io.StringIO(), width=_WIDTH, force_terminal=False)
     screen.print(forecast.title, highlight=False)
     screen.print(_verdict(forecast), highlight=False)
     screen.print(_memory(forecast))
@@ -137,7 +138,7 @@ def _where(sent: Collective, forecast: Forecast) -> str:
 
 
 def _verdict(forecast: Forecast) -> str:
-    room = (forecast.hardware.memory - forecast.hardware.reserved) / GIB
+    room = forecast.hardware.room / GIB
     peak = forecast.memory.peak / GIB
     verdict = "fits" if forecast.fits else "DOES NOT FIT"
     how = "every block replayed" if forecast.replayed == "all" else "extrapolated from a few blocks"

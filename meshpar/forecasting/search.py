@@ -360,7 +360,7 @@ def _splits(asked: _Asked, tp: int) -> Iterator[tuple[int, int]]:
 
 def _estimates(asked: _Asked, pair: tuple[Trace, Trace], memory: Memory, depth: int, family: _Family, size: int) -> Iterator[Candidate]:
     shards_then = pair[0].axes["dp_shard"]
-    room = int(asked.hardware.memory - asked.hardware.reserved)
+    room = int(asked.hardware.room)
     for replicas, shards in _splits(asked, family[0]):
         settings = asked.settings(*family, replicas=replicas, shards=shards, micro_batch=size)
         state = {name: memory.held.get(name, 0) * shards_then for name in ("parameters", "gradients", "optimizer")}
