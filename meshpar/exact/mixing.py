@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, final
 
 import torch
@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from meshpar._torch import set_recomputed
 from meshpar.errors import MeshparError, ParallelError
 from meshpar.exact.agreement import leaves
-from meshpar.exact.trial import off, quiet
+from meshpar.exact.trial import as_evaluated, off, quiet
 from meshpar.passes.exchange import Exchange
 from meshpar.passes.installed import in_its_own_place, installed
 from meshpar.patterns import class_name
@@ -72,7 +71,8 @@ class MixingTest:
         if length is None:
             return
         short, part = self._beginning(length, args, kwargs)
-        with self._as_it_is():
+        blocks = [self._module.get_submodule(name) for name in self._blocks]
+        with in_its_own_place(self._module), as_evaluated(self._module, blocks) as self._seen:
             try:
                 with self._exchange.unsplit():
                     want = _hidden(forward(*short[0], **short[1]))
@@ -155,30 +155,6 @@ class MixingTest:
             return torch.bfloat16  # float8's products, whose scale is that of all positions of a tensor
         held = {each.dtype for each in self._module.parameters() if each.is_floating_point()} | {output.dtype, *self._seen}
         return min(held, key=lambda each: torch.finfo(each).bits)
-
-    @contextmanager
-    def _as_it_is(self) -> Iterator[None]:
-        """Run the module without random numbers, recomputation and compiled blocks, and remember in which dtypes its blocks compute."""
-        modules: list[Any] = list(self._module.modules())
-        training, compiled = [each.training for each in modules], [each._compiled_call_impl for each in modules]
-        self._seen.clear()
-
-        def look(module: nn.Module, args: Any) -> None:
-            self._seen.update(each.dtype for each in leaves(args) if isinstance(each, Tensor) and each.is_floating_point())
-
-        handles = [self._module.get_submodule(name).register_forward_pre_hook(look) for name in self._blocks]
-        for each in modules:
-            each.training, each._compiled_call_impl = False, None
-            set_recomputed(each, False)
-        try:
-            with in_its_own_place(self._module):
-                yield
-        finally:
-            for each, was, impl in zip(modules, training, compiled):
-                each.training, each._compiled_call_impl = was, impl
-                set_recomputed(each, True)
-            for handle in handles:
-                handle.remove()
 
     def _culprit(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> str:
         """Return what mixes positions, in words."""

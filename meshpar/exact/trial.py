@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
@@ -89,6 +89,30 @@ def quiet(unit: nn.Module, *, autocast: bool = False) -> Iterator[None]:
             set_recomputed(each, True)
         for each, before, after in hooks:
             each._forward_pre_hooks, each._forward_hooks = before, after
+
+
+@contextmanager
+def as_evaluated(module: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[set[torch.dtype]]:
+    """Let a module run without random numbers, recomputation and compiled blocks; yield the dtypes of what ``blocks`` are called with."""
+    modules: list[Any] = list(module.modules())
+    before = [(each.training, each._compiled_call_impl) for each in modules]
+    seen: set[torch.dtype] = set()
+
+    def look(block: nn.Module, args: object) -> None:
+        seen.update(each.dtype for each in leaves(args) if isinstance(each, Tensor) and each.is_floating_point())
+
+    handles = [block.register_forward_pre_hook(look) for block in blocks]
+    for each in modules:
+        each.training, each._compiled_call_impl = False, None
+        set_recomputed(each, False)
+    try:
+        yield seen
+    finally:
+        for each, (training, compiled) in zip(modules, before, strict=True):
+            each.training, each._compiled_call_impl = training, compiled
+            set_recomputed(each, True)
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -9,16 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshpar._torch import set_recomputed
 from meshpar.errors import MeshparError
-from meshpar.exact.agreement import leaves
+from meshpar.exact.trial import as_evaluated
 from meshpar.parallelized import Parallelized
 from meshpar.passes.base import find_blocks
 from meshpar.passes.installed import installed
@@ -83,7 +81,7 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
     }
     part = par.split({name: each.to(par.device) for name, each in batch.items()})
     mask = part.pop("second")[0]
-    with _as_it_is(par, module) as seen:
+    with _alone(par, module) as seen:
         logits = getattr(module(**part), "logits", None)
     if not isinstance(logits, Tensor):
         return  # told by the objective
@@ -109,31 +107,18 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
 
 
 @contextmanager
-def _as_it_is(par: Parallelized, module: nn.Module) -> Iterator[set[torch.dtype]]:
-    """Run without random numbers, recomputation, compiled blocks and the other tries; yield the dtypes in which blocks compute."""
-    modules: list[Any] = list(module.modules())
-    before = [(each.training, each._compiled_call_impl) for each in modules]
-    narrow = any((known := installed(each)) is not None and known.product is not None for each in modules)
-    seen = {torch.float8_e4m3fn} if narrow else {torch.float32, *(each.dtype for each in module.parameters() if each.is_floating_point())}
-
-    def look(module: nn.Module, args: object) -> None:
-        seen.update(each.dtype for each in leaves(args) if isinstance(each, Tensor) and each.is_floating_point())
-
+def _alone(par: Parallelized, module: nn.Module) -> Iterator[set[torch.dtype]]:
+    """Run without random numbers, recomputation, compiled blocks and the other tries; yield the dtypes in which the module computes."""
+    narrow = any((known := installed(each)) is not None and known.product is not None for each in module.modules())
+    held = {torch.float8_e4m3fn} if narrow else {torch.float32, *(each.dtype for each in module.parameters() if each.is_floating_point())}
     blocks = [block for _, block in find_blocks(par.module, par.layout)] if module is par.module else []
-    handles = [block.register_forward_pre_hook(look) for block in blocks]
     waiting = None if par.cycle is None else par.cycle.mixing_test
     if par.cycle is not None:
         par.cycle.mixing_test = None
-    for each in modules:
-        each.training, each._compiled_call_impl = False, None
-        set_recomputed(each, False)
     try:
-        yield seen
+        with as_evaluated(module, blocks) as seen:
+            seen |= held
+            yield seen
     finally:
-        for each, (training, compiled) in zip(modules, before, strict=True):
-            each.training, each._compiled_call_impl = training, compiled
-            set_recomputed(each, True)
-        for handle in handles:
-            handle.remove()
         if par.cycle is not None:
             par.cycle.mixing_test = waiting
