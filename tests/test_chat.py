@@ -13,7 +13,8 @@ import pytest
 
 from meshpar.errors import RecipeError
 from meshpar.training.chat import TEMPLATES, ChatSource, ChatTemplate, _overlap, chat_template, messages_of
-from meshpar.training.data import FILLER, PackedTokens
+from meshpar.training.data import FILLER
+from meshpar.training.samples import PackedTokens
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from meshpar.training.tokens import prepare_tokens, write_tokens

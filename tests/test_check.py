@@ -18,7 +18,7 @@ from meshpar.launchers.cli import app
 from meshpar.launchers.commands.inspecting import check_recipe
 from meshpar.launchers.recipes import yamlfile
 from meshpar.launchers.recipes.yamlfile import parse_document, to_yaml
-from meshpar.training.data import PackedTokens
+from meshpar.training.samples import PackedTokens
 from meshpar.training.tokens import TokenFile
 
 zstd = pytest.importorskip("backports.zstd" if sys.version_info < (3, 14) else "compression.zstd")

@@ -20,10 +20,11 @@ from meshpar.errors import MeshparError, RecipeError
 from meshpar.imports import need
 from meshpar.loss import IGNORE_INDEX
 from meshpar.training import text
-from meshpar.training.data import FILLER, Batches, LoaderSettings, OrderedBatches, PackedTokens
+from meshpar.training.data import FILLER, Batches, LoaderSettings, OrderedBatches
 from meshpar.training.once import build_once
 from meshpar.training.order import permuted
 from meshpar.training.records import RecordSource
+from meshpar.training.samples import PackedTokens
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, train_bpe
 from meshpar.training.tokens import TokenFile, prepare_tokenizer, prepare_tokens, split_tokens, write_tokens

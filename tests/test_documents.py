@@ -18,9 +18,9 @@ from meshpar.layout import ModelLayout
 from meshpar.plan import Plan
 from meshpar.testing import on_ranks
 from meshpar.training import AdamWSettings, Batches, Distillation, PackedTokens, Schedule, Trainer, TrainSettings, build_adamw, freeze
-from meshpar.training.data import MappedSamples
 from meshpar.training.documents import check_documents
 from meshpar.training.objectives import CausalLM
+from meshpar.training.samples import MappedSamples
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import byte_tokenizer
 from meshpar.training.tokens import prepare_tokens, write_tokens

@@ -27,11 +27,12 @@ from meshpar.passes.random import mix
 from meshpar.placements import local_tensor
 from meshpar.testing import on_ranks, whole
 from meshpar.training.console import Console
-from meshpar.training.data import Batches, PackedTokens
+from meshpar.training.data import Batches
 from meshpar.training.loop import Trainer
 from meshpar.training.metrics import JsonLines, Meter, TensorBoard, peak_flops
 from meshpar.training.objectives import CausalLM
 from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw, scaled_rate
+from meshpar.training.samples import PackedTokens
 from meshpar.training.settings import TrainSettings
 from meshpar.training.stop import StopRequest
 from meshpar.training.tokens import write_tokens

@@ -20,7 +20,7 @@ from meshpar.launchers.export.run import export_run
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.job import METRICS, TENSORBOARD
 from meshpar.launchers.recipes.recipe import Recipe, load_recipe
-from meshpar.training.data import PackedTokens
+from meshpar.training.samples import PackedTokens
 
 MESHES = {"fsdp": "dp_shard=2", "hsdp": "dp_replicate=2,dp_shard=1"}
 RANKS = 2

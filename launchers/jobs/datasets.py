@@ -19,10 +19,10 @@ from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, Own, mixed_names
 from meshpar.parallelized import Parallelized
 from meshpar.training.chat import ChatSource, ChatTemplate, chat_template
-from meshpar.training.data import Batches, LoaderSettings, MappedSamples, PackedTokens, Samples
+from meshpar.training.data import Batches, LoaderSettings, Samples
 from meshpar.training.examples import ExampleFile, ExampleSplit, prepare_examples
 from meshpar.training.records import RecordSource
-from meshpar.training.samples import LabelledExamples, MixedSamples, PairedExamples, tokenizers_problem
+from meshpar.training.samples import LabelledExamples, MappedSamples, MixedSamples, PackedTokens, PairedExamples, tokenizers_problem
 from meshpar.training.text import PACKED, STDLIB, SUFFIXES, UNPLAIN, TextSource, kind_of
 from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer, byte_tokenizer, load_tokenizer
 from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from meshpar.imports import lazily
 
 if TYPE_CHECKING:
-    from meshpar.training.data import Batches, LoaderSettings, PackedTokens
+    from meshpar.training.data import Batches, LoaderSettings
     from meshpar.training.elastic import Change, Replicas
     from meshpar.training.examples import ExampleFile, ExampleSplit
     from meshpar.training.experts import ExpertLoad
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshpar.training.objectives import CausalLM, Distillation, Objective, Seq2Seq, SequenceClassification, freeze
     from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw
     from meshpar.training.quorum import Lighthouse
-    from meshpar.training.samples import LabelledExamples, MixedSamples, PairedExamples
+    from meshpar.training.samples import LabelledExamples, MixedSamples, PackedTokens, PairedExamples
     from meshpar.training.settings import TrainSettings
     from meshpar.training.tokens import TokenFile, write_tokens
 
@@ -73,7 +73,7 @@ _HOMES = {
     "LossScaler": "optimizer",
     "MixedSamples": "samples",
     "Objective": "objectives",
-    "PackedTokens": "data",
+    "PackedTokens": "samples",
     "PairedExamples": "samples",
     "Replicas": "elastic",
     "Schedule": "optimizer",

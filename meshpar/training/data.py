@@ -1,4 +1,4 @@
-"""Packed sequences of a token file, and the batches of one data rank: every token once per epoch, on any mesh.
+"""The batches of one data rank: every sample once per epoch, on any mesh.
 
 The position in the data is ``{"epoch", "samples"}``; samples counts those that all ranks together have used. It does not depend on ranks,
 workers or batch sizes, so that any other mesh resumes from it exactly. ``returned`` are places before ``samples`` whose samples a lost
@@ -12,28 +12,17 @@ import signal
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 
 from meshpar.errors import RecipeError
 from meshpar.imports import need
-from meshpar.loss import IGNORE_INDEX
-from meshpar.training.order import Interleave, best_fit, held_out, key_of, permuted
-from meshpar.training.tokens import BEGINS, COUNTS, TokenFile
-
-if TYPE_CHECKING:
-    import numpy as np
+from meshpar.training.order import Interleave, key_of, permuted
 
 FILLER = -1  # the index of a sample that is fully masked: it fills the last global batch of an epoch
 
 TensorBatch = dict[str, torch.Tensor]
-
-Documents = Literal["separate", "joined"]
-"""Whether the documents of a packed sample see each other."""
-
-Packing = Literal["cut", "best_fit"]
-"""Whether documents are cut where a sample ends, or put where they fit whole."""
 
 
 class Samples(Protocol):
@@ -54,189 +43,6 @@ class Samples(Protocol):
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
         """Return the batch of these samples; the index ``FILLER`` is a sample without counted labels."""
         ...
-
-
-class PackedSamples(Samples, Protocol):
-    """Samples of one length in tokens, as :class:`PackedTokens` are."""
-
-    length: int
-    vocab_size: int
-    eos_id: int
-
-    @property
-    def separates(self) -> bool:
-        """Whether a batch may have ``position_ids`` that restart."""
-        ...
-
-    def fingerprint_of(self, documents: Documents) -> str:
-        """Return the fingerprint that the same samples have with this choice of ``documents``."""
-        ...
-
-
-@final
-class PackedTokens:
-    """Pack a token file into sequences of ``length`` tokens.
-
-    >>> PackedTokens(TokenFile.open("text.bin"), 1024, packing="best_fit")  # doctest: +SKIP
-
-    If the file marks the tokens that count, the others are no labels. Empty positions are padded: label -100, input ``eos_id``.
-
-    Args:
-        tokens: the token file.
-        length: tokens of a sample.
-        documents: ``"separate"``: the documents of a sample do not attend to each other. Every token except the first of each document is
-            a label exactly once an epoch. A batch in which a sample has several documents gets ``position_ids`` (B, L), which restart at
-            0 with each document; other batches need none. ``"joined"``: a sample is one text, and every token except the file's first is
-            a label.
-        packing: ``"cut"``: sample i predicts tokens ``i*length+1`` to ``(i+1)*length``, and cuts documents there. ``"best_fit"``: no
-            document that fits a sample is cut (:func:`meshpar.training.order.best_fit`); ``padding`` is the share of empty positions.
-
-    Raises:
-        RecipeError: wrong options, or no token of the file counts as a label.
-    """
-
-    def __init__(self, tokens: TokenFile, length: int, *, documents: Documents = "separate", packing: Packing = "cut") -> None:
-        if length < 1:
-            raise RecipeError(f"length is {length}; expected at least 1 token in a sequence")
-        if documents not in ("separate", "joined") or packing not in ("cut", "best_fit"):
-            raise RecipeError(f"got {documents=} and {packing=}; expected documents 'separate' or 'joined', packing 'cut' or 'best_fit'")
-        if documents == "joined" and packing == "best_fit":
-            raise RecipeError("packing='best_fit' keeps documents whole, and documents='joined' makes one text of them; use one of the two")
-        self.tokens, self.length, self.documents, self.vocab_size = tokens, length, documents, tokens.vocab_size
-        tokens.check_labels()
-        self.eos_id = tokens.eos_id
-        self._several = documents == "separate" and tokens.has_several_documents()
-        self._fitted = best_fit(tokens.document_ends(), length) if packing == "best_fit" else None
-        self.fingerprint = self.fingerprint_of(documents)
-        self._mapped: tuple[np.ndarray, np.ndarray | None] | None = None
-
-    @property
-    def separates(self) -> bool:
-        """Whether a batch may have ``position_ids`` that restart."""
-        return self._several
-
-    def fingerprint_of(self, documents: Documents) -> str:
-        """Return the fingerprint that the same samples have with this choice of ``documents``."""
-        separate = f"/separate{self.tokens.eos_id}" if documents == "separate" else ""
-        kinds = separate + ("" if self._fitted is None else "/best_fit") + ("/marked" if self.tokens.marked else "")
-        return f"{self.tokens.fingerprint or self.tokens.tokens}/{self.length}{kinds}"
-
-    @property
-    def padding(self) -> float:
-        """The share of positions that stay empty."""
-        used = max(0, self.tokens.tokens - 1) if self._fitted is None else self._fitted.used
-        return 1 - used / (len(self) * self.length) if len(self) else 0.0
-
-    def __len__(self) -> int:
-        return max(0, -(-(self.tokens.tokens - 1) // self.length)) if self._fitted is None else len(self._fitted)
-
-    def __str__(self) -> str:
-        return f"{self.tokens.tokens:,} tokens{'' if self._fitted is None else f', {self.padding:.1%} padding'}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_mapped": None}  # a worker maps the file itself
-
-    def __getitem__(self, index: int) -> TensorBatch:
-        return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
-
-    def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
-        numpy = need("numpy")
-        if self._mapped is None:
-            self._mapped = self.tokens.ids(), self.tokens.marks()
-        ids, marks = self._mapped
-        inputs = numpy.full((len(indices), self.length), self.tokens.eos_id, dtype=numpy.int64)
-        labels = numpy.full((len(indices), self.length), IGNORE_INDEX, dtype=numpy.int64)
-        begins = numpy.zeros((len(indices), self.length + 1), dtype=bool)
-        for row, index in enumerate(indices):
-            at = 0
-            for start, count in self._parts(index):
-                window = ids[start : start + count + 1]
-                self.tokens.check_ids(window)
-                to = at + window.size - 1
-                inputs[row, at:to], labels[row, at:to] = window[:-1], window[1:]
-                begins[row, at] = at > 0
-                if marks is None:
-                    begins[row, at + 1 : to + 1] = window[:-1] == self.tokens.eos_id
-                else:
-                    mark = marks[start + 1 : start + count + 1]
-                    begins[row, at + 1 : to + 1] = mark & BEGINS
-                    labels[row, at:to][(mark & COUNTS) == 0] = IGNORE_INDEX
-                at = to
-        batch = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
-        if self.separates:
-            if self._fitted is None:
-                labels[begins[:, 1:]] = IGNORE_INDEX
-            if begins[:, :-1].any():
-                batch["position_ids"] = torch.from_numpy(restarting(begins[:, :-1]))
-        return batch
-
-    def _parts(self, index: int) -> Sequence[tuple[int, int]]:
-        """Return where the parts of a sample begin in the file, and how many inputs each has."""
-        if index == FILLER:
-            return ()
-        return ((index * self.length, self.length),) if self._fitted is None else self._fitted.parts(index)
-
-
-def restarting(begins: np.ndarray) -> np.ndarray:
-    """Return positions (B, L) int64 that count from 0 and restart where ``begins`` (B, L) is True."""
-    numpy = need("numpy")
-    places = numpy.arange(begins.shape[1], dtype=numpy.int64)[None]
-    return places - numpy.maximum.accumulate(numpy.where(begins, places, 0), axis=1)
-
-
-@final
-class MappedSamples:
-    """A map-style dataset (``len``, ``dataset[i]``) whose samples are dicts of tensors or numbers, of one shape, with ``labels``."""
-
-    def __init__(self, dataset: Any, name: str, places: np.ndarray | None = None) -> None:  # noqa: ANN401 - a user's own
-        """Look at the first sample.
-
-        Args:
-            dataset: the samples, the same on every rank. Attributes ``fingerprint`` and ``vocab_size`` are optional.
-            name: what it is made of, in words: two datasets of one name and length are taken for the same.
-            places: the samples to use; None: all.
-
-        Raises:
-            RecipeError: it is no such dataset.
-        """
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise RecipeError(f"{name} has no length or no dataset[i]; expected a map-style torch.utils.data.Dataset")
-        self.dataset, self.name, self._places = dataset, name, places
-        self.vocab_size = int(getattr(dataset, "vocab_size", 0))
-        self.fingerprint = f"{name}/{len(self)}/{getattr(dataset, 'fingerprint', '')}"
-        if not len(self):
-            raise RecipeError(f"{name} has no samples")
-        first = self._rows([0])[0]
-        if not isinstance(first, Mapping) or "labels" not in first:
-            got = f"a dict of {sorted(first)}" if isinstance(first, Mapping) else type(first).__name__
-            raise RecipeError(f"{name}: sample 0 is {got}; expected a dict of tensors with labels, {IGNORE_INDEX} where none counts")
-        self.first: Mapping[str, Any] = first
-
-    def __len__(self) -> int:
-        return len(self.dataset) if self._places is None else self._places.size
-
-    def __str__(self) -> str:
-        return f"{len(self):,} samples of {self.name}"
-
-    def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
-        batch: TensorBatch = torch.utils.data.default_collate(list(self._rows([max(0, index) for index in indices])))
-        for row, index in enumerate(indices):
-            if index == FILLER:
-                batch["labels"][row] = IGNORE_INDEX
-        return batch
-
-    def split(self, fraction: float, seed: int) -> tuple[MappedSamples, MappedSamples | None]:
-        """Return the samples for training and, of a fraction above 0, those for validation, chosen by ``seed``."""
-        if not fraction:
-            return self, None
-        held = held_out(len(self), fraction, seed)
-        train, validation = (MappedSamples(self.dataset, f"{self.name}/{fraction}/{seed}", each.nonzero()[0]) for each in (~held, held))
-        return train, validation
-
-    def _rows(self, indices: Sequence[int]) -> Sequence[Any]:
-        places = [index if self._places is None else int(self._places[index]) for index in indices]
-        several = getattr(self.dataset, "__getitems__", None)  # torch's name for many samples at once
-        return several(places) if several is not None else [self.dataset[place] for place in places]
 
 
 @final
