@@ -166,69 +166,67 @@ def search(
     Raises:
         MeshparError: no mesh is legal, or the model's blocks are not alike.
     """
-    beside = tuple(each for each in (() if plan is None else plan.passes) if not isinstance(each, VARIED))
-    fixed = {
-        axis: size for axis, size in _sizes(plan).items() if axis in _claimed(beside) and axis not in ("dp_replicate", "dp_shard", "tp")
-    }
+    given = _given(model, layout, batch, hardware, world_size, plan, optimizer_copies)
     _, depth = like_blocks(model, layout)
 
     def simulates(what: str) -> _Simulate:
         return functools.partial(simulate, workers=workers, told=None if told is None else functools.partial(told, what))
 
-    candidates: list[Candidate] = []
-    legal = False
-    for passes, sizes in _contexts(beside, fixed, layout, batch, hardware):
-        rest, left = divmod(world_size, math.prod(sizes.values()))
-        if left and passes is not beside:
-            continue
-        kept = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-        if left or min(sizes.values(), default=1) < 1:
-            raise MeshparError(f"the search keeps {kept}, which must be sizes that divide {world_size} ranks; write them in the mesh")
-        asked = _Asked(
-            model=model,
-            layout=layout,
-            batch=batch,
-            hardware=hardware,
-            world_size=rest,
-            beside=passes,
-            fixed=sizes,
-            copies=optimizer_copies or 0,
-        )
-        degrees, refused = _degrees(asked)
-        if passes is beside:
-            legal = legal or bool(degrees)
-            candidates += refused
-            reshards = (True,) if "dp_shard" in _claimed(beside) else (True, False)
-            candidates += _candidates(asked, degrees, depth, recompute, reshards, micro_batches, simulates(kept or "meshes of data and tp"))
-        else:  # what talks most stays in a node, and one long sample is more than enough for a rank
-            degrees = [tp for tp in degrees if tp * math.prod(sizes.values()) <= hardware.node]
-            samples = (1,) if batch.sequence >= LONG else micro_batches
-            candidates += _candidates(asked, degrees, depth, recompute, (True,), samples, simulates(kept))
-    if not legal:
+    degrees, candidates = _degrees(given)
+    if not degrees:
         raise MeshparError("no mesh is legal: " + "; ".join(each.problem for each in candidates))
+    reshards = (True,) if "dp_shard" in _claimed(given.beside) else (True, False)
+    name = given.kept or "meshes of data and tp"
+    candidates += _candidates(given, degrees, depth, recompute, reshards, micro_batches, simulates(name))
+    for asked in _split_in_nodes(given):  # one long sample is more than enough for a rank
+        degrees = [tp for tp in _degrees(asked)[0] if tp * math.prod(asked.fixed.values()) <= hardware.node]
+        samples = (1,) if batch.sequence >= LONG else micro_batches
+        candidates += _candidates(asked, degrees, depth, recompute, (True,), samples, simulates(asked.kept))
     if not candidates:
         raise MeshparError(
             f"{world_size} ranks are one replica, in nodes of {hardware.node}, and --elastic=replicas needs two; use more nodes"
         )
     fits = sorted((each for each in candidates if not each.problem), key=lambda each: -each.tokens_per_second)
     out = [each for each in candidates if each.problem]
-    chosen = [_simulation(asked, each.settings, ranks_per_node=hardware.node) for each in fits[:top]]
+    chosen = [_simulation(given, each.settings, ranks_per_node=hardware.node) for each in fits[:top]]
     best = sorted(
         _replayed(chosen, layout, hardware, simulates("the best")), key=lambda each: (not each.fits, -each.cost.tokens_per_second)
     )
     return Ranking(best=tuple(best), fitting=tuple(fits), out=tuple(out))
 
 
-def _contexts(
-    beside: tuple[Pass, ...], fixed: Mapping[str, int], layout: ModelLayout, batch: Batch, hardware: Hardware
-) -> Iterator[tuple[tuple[Pass, ...], Mapping[str, int]]]:
-    """Yield the passes and axes that stay while the others are varied: as given, and with long sequences or experts split in a node."""
-    yield beside, fixed
-    claimed, sizes = _claimed(beside), [size for size in divisors(hardware.node) if size > 1]
-    if batch.sequence >= LONG and "cp" not in claimed:
-        yield from (((*beside, ContextParallel()), {**fixed, "cp": size}) for size in sizes if batch.sequence % (2 * size) == 0)
-    if layout.experts and "ep" not in claimed:
-        yield from (((*beside, ExpertParallel()), {**fixed, "ep": size}) for size in sizes)
+def _given(
+    model: nn.Module, layout: ModelLayout, batch: Batch, hardware: Hardware, world_size: int, plan: Plan | None, copies: int | None
+) -> _Asked:
+    """Return the question of a search with the passes and axes of ``plan`` that every candidate keeps.
+
+    Raises:
+        MeshparError: these axes do not divide the ranks.
+    """
+    beside = tuple(each for each in (() if plan is None else plan.passes) if not isinstance(each, VARIED))
+    kept = _claimed(beside) - {"dp_replicate", "dp_shard", "tp"}
+    fixed = {axis: size for axis, size in _sizes(plan).items() if axis in kept}
+    rest, left = divmod(world_size, math.prod(fixed.values()))
+    asked = _Asked(
+        model=model, layout=layout, batch=batch, hardware=hardware, world_size=rest, beside=beside, fixed=fixed, copies=copies or 0
+    )
+    if left or min(fixed.values(), default=1) < 1:
+        raise MeshparError(f"the search keeps {asked.kept}, which must be sizes that divide {world_size} ranks; write them in the mesh")
+    return asked
+
+
+def _split_in_nodes(given: _Asked) -> Iterator[_Asked]:
+    """Yield the question with long sequences, or experts, split inside of a node: these axes send most."""
+    claimed, sizes, sequence = _claimed(given.beside), divisors(given.hardware.node), given.batch.sequence
+    ways = list[tuple[Pass, str, int]]()
+    if sequence >= LONG and "cp" not in claimed:
+        ways += [(ContextParallel(), "cp", size) for size in sizes if sequence % (2 * size) == 0]
+    if given.layout.experts and "ep" not in claimed:
+        ways += [(ExpertParallel(), "ep", size) for size in sizes]
+    for each, axis, size in ways:
+        rest, left = divmod(given.world_size, size)
+        if not left:
+            yield replace(given, beside=(*given.beside, each), fixed={**given.fixed, axis: size}, world_size=rest)
 
 
 def _candidates(
@@ -298,6 +296,11 @@ class _Asked:
             fixed=self.fixed,
             copies=self.copies,
         )
+
+    @property
+    def kept(self) -> str:
+        """The axes that are ``fixed``, as text."""
+        return ", ".join(f"{axis}={size}" for axis, size in self.fixed.items())
 
     @property
     def replicates(self) -> bool:
