@@ -41,6 +41,7 @@ TOLERANCE, HALF_TOLERANCE = 1e-3, 0.1
 """How far divided experts may be off in the first forward, relative to the largest value; the second in 16 bits on an accelerator."""
 LARGEST = 1 << 27
 """Parameters of all ranks' experts that the first forward draws at most, of one module at a time: 512 MiB in float32."""
+_TOKENS = 64  # of each rank in a test of divided experts
 _COUNTS = re.compile(r"_?(moe_)?(n|num)_(local_|routed_|total_)?experts")
 _PLACES = re.compile(r"(^|_)(idx|id|index|layer|number|place|layer_number)$")
 _TORCHS = {"parameters", "buffers", "modules", "non_persistent_buffers_set", "meshpar"}
@@ -252,15 +253,20 @@ def rows_in_order(arguments: Mapping[Any, Any], count: int) -> tuple[Tensor, Ten
     return rows, numbers.repeat_interleave(torch.as_tensor(sizes[0], device=rows.device), output_size=len(rows))
 
 
-def _passing_zeros(compute: Inner, call: _Chosen) -> Inner:
-    """Return ``compute`` for rows of which those of zeros are not sent, and give zeros."""
+def _by_all_ranks(compute: Inner, call: _Chosen, count: int, group: Any) -> Inner:
+    """Return ``compute``, which has the experts of this rank, for rows that chose from the ``count`` experts of all ranks."""
+    routing = call.record.routing
+
+    def divided(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return by_experts(compute, rows, chosen, weights, count, group, routing)
 
     def passing(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        some = call.record.routing.filled(rows, call.count)
-        computed = compute(rows[some], chosen[some], weights[some])
+        """Send no rows of zeros, which give zeros."""
+        some = routing.filled(rows, call.count)
+        computed = divided(rows[some], chosen[some], weights[some])
         return computed.new_zeros(len(rows), computed.shape[-1]).index_copy(0, some, computed)
 
-    return passing
+    return passing if call.dense else divided
 
 
 def _install(call: _Chosen, group: Any, *, tried: bool) -> None:
@@ -278,11 +284,7 @@ def _install(call: _Chosen, group: Any, *, tried: bool) -> None:
             untried.discard(training)
             _try(call, bound, own, hidden, weights.dtype, chosen.shape[-1], group, training=training)
         own = {leaf: Mean.apply(each, group.size()) for leaf, each in own.items()}
-
-        def divided(x: Tensor, who: Tensor, scale: Tensor) -> Tensor:
-            return by_experts(partial(call.compute, bound, own), x, who, scale, call.count, group, call.record.routing)
-
-        return (_passing_zeros(divided, call) if call.dense else divided)(hidden, chosen, weights)
+        return _by_all_ranks(partial(call.compute, bound, own), call, call.count, group)(hidden, chosen, weights)
 
     set_forward(module, forward, reads_parameters=True)
 
@@ -329,27 +331,15 @@ def _try(
     """
     size, rank, device = group.size(), group.rank(), like.device
     widened = device.type == "cpu"
+    noise = partial(_noise, device, widened)
     held = max(1, min(call.count // size, LARGEST // (size * sum(value[:1].numel() for value in own.values()))))
-
-    def noise(number: int, shape: Sequence[int], kind: torch.dtype) -> Tensor:
-        drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(number))
-        drawn = drawn / shape[-1] ** 0.5 if len(shape) > 2 else drawn
-        return drawn.to(device, torch.promote_types(kind, torch.float32) if widened else kind)
-
     every = {leaf: noise(place, (held * size, *value.shape[1:]), value.dtype) for place, (leaf, value) in enumerate(own.items())}
     mine = {leaf: value[rank * held : (rank + 1) * held].clone() for leaf, value in every.items()}
-    draw, tokens = torch.Generator().manual_seed(rank), 64
-    hidden = noise(100 + rank, (tokens, like.shape[-1]), like.dtype)
+    hidden = noise(100 + rank, (_TOKENS, like.shape[-1]), like.dtype)
     if call.dense:
         hidden[::4] = 0
-    weights = noise(100 + size + rank, (tokens, slots), dtype).abs()
-    chosen = torch.rand(tokens, held * size, generator=draw).argsort(1)
-    chosen[: tokens // 2] = chosen[0]  # some experts get far more tokens than others
-    chosen = chosen.repeat(1, -(-slots // chosen.shape[1]))[:, :slots].contiguous().to(device)
-
-    def divided(x: Tensor, who: Tensor, scale: Tensor) -> Tensor:
-        return by_experts(partial(call.compute, bound, mine), x, who, scale, held * size, group, call.record.routing)
-
+    weights = noise(100 + size + rank, (_TOKENS, slots), dtype).abs()
+    chosen = _choices(held * size, slots, rank).to(device)
     with _by_itself(call.module, training, device, noise), ExitStack() as stack:
         if widened:
             stack.enter_context(torch.autocast(device.type, enabled=False))
@@ -357,23 +347,17 @@ def _try(
             want, *again = (_with_gradients(partial(call.compute, bound, every), hidden, chosen, weights) for _ in range(1 + training))
             random = any(not torch.equal(one, other) for each in again for one, other in zip(want, each))
             endless = not all(bool(each.isfinite().all()) for each in want)
-            facts = gather_values(torch.tensor([[random, endless]], device=device), group).any(0).tolist()
-            if any(facts):
-                if facts[1]:
-                    log.warning(
-                        "%s (%s) returns no finite values for random inputs and is not compared", call.name, class_name(call.module)
-                    )
+            random, endless = gather_values(torch.tensor([[random, endless]], device=device), group).any(0).tolist()
+            if endless:
+                log.warning("%s (%s) returns no finite values for random inputs and is not compared", call.name, class_name(call.module))
+            if random or endless:
                 return
-            have = _with_gradients(_passing_zeros(divided, call) if call.dense else divided, hidden, chosen, weights)
+            divided = _by_all_ranks(partial(call.compute, bound, mine), call, held * size, group)
+            have = _with_gradients(divided, hidden, chosen, weights)
         except MeshparError:
             raise
         except Exception as error:
-            expected = _IN_ORDER if isinstance(call, _InOrder) else INTERFACE
-            raise ParallelError(
-                f"{call.name} ({class_name(call.module)}) does not run with {held} of its experts on rows of noise "
-                f"({type(error).__name__}: {str(error).partition(chr(10))[0]}), expected {expected} and its number of experts read from "
-                "its parameters or an attribute such as num_experts; use a mesh without ep"
-            ) from error
+            raise ParallelError(_does_not_run(call, held, error)) from error
     off = torch.stack([(one - other).abs().max() / one.abs().max().clamp(min=1e-30) for one, other in zip(want, have, strict=True)])
     worst = float(gather_values(off.max().nan_to_num(torch.inf, torch.inf)[None], group).max())
     narrow = not widened and (
@@ -386,6 +370,28 @@ def _try(
             "own row, weight and parameters alone; move computations over all experts of a token (a normalisation of weights, a residual, "
             "a capacity) to the module around it, or use a mesh without ep; Plan(..., verify=False) skips this test"
         )
+
+
+def _does_not_run(call: _Chosen, held: int, error: Exception) -> str:
+    expected = _IN_ORDER if isinstance(call, _InOrder) else INTERFACE
+    return (
+        f"{call.name} ({class_name(call.module)}) does not run with {held} of its experts on rows of noise ({type(error).__name__}: "
+        f"{str(error).partition(chr(10))[0]}), expected {expected} and its number of experts read from its parameters or an attribute "
+        "such as num_experts; use a mesh without ep"
+    )
+
+
+def _noise(device: torch.device, widened: bool, seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    drawn = drawn / shape[-1] ** 0.5 if len(shape) > 2 else drawn
+    return drawn.to(device, torch.promote_types(dtype, torch.float32) if widened else dtype)
+
+
+def _choices(count: int, slots: int, seed: int) -> Tensor:
+    """Return (tokens, ``slots``) of ``count`` experts, some of which get far more tokens than others."""
+    chosen = torch.rand(_TOKENS, count, generator=torch.Generator().manual_seed(seed)).argsort(1)
+    chosen[: _TOKENS // 2] = chosen[0]
+    return chosen.repeat(1, -(-slots // count))[:, :slots].contiguous()
 
 
 @contextmanager
