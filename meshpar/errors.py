@@ -43,7 +43,7 @@ class CheckpointError(MeshparError):
 
 
 class StoreError(CheckpointError):
-    """An object store that refuses a request or does not answer: no word on the checkpoints in it."""
+    """Raised for an object store that refuses a request or does not answer. The checkpoints in the store may be intact."""
 
 
 class RecipeError(MeshparError, ValueError):
@@ -55,19 +55,19 @@ class LaunchError(MeshparError):
 
 
 class RepeatedFailureError(LaunchError):
-    """A job that is not started again, because its last starts failed before their first step."""
+    """Raised for a job that is not started again, because its last starts failed before their first step."""
 
 
 class FullMemoryError(LaunchError):
-    """A rank whose memory was full, or that was killed, as the kernel does when memory runs out."""
+    """Raised for a rank that ran out of memory, or was killed, as the kernel does when memory runs out."""
 
 
 class ReplicaError(LaunchError):
-    """A replica that cannot go on with the others; another start resumes from them or from the newest checkpoint."""
+    """Raised for a replica that cannot continue with the others; another start resumes from them or from the newest checkpoint."""
 
 
 class PreflightError(LaunchError):
-    """Raised for machines that do not fit the job, with the findings of the doctor."""
+    """Raised for machines that do not fit the job. The message has the findings of the doctor."""
 
 
 def brief(error: Exception) -> str:
