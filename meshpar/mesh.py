@@ -134,7 +134,7 @@ class MeshSpec:
         open_axis = next((name for name, size in self.axes.items() if size == -1), None)
         if open_axis is not None and world_size % known:
             raise MeshError(
-                f"mesh {self} leaves {open_axis!r} to be worked out, but {world_size} ranks cannot be divided by the {known} "
+                f"mesh {self} infers {open_axis!r}, but {world_size} ranks cannot be divided by the {known} "
                 f"of the other axes; change one of them or start a multiple of {known} ranks"
             )
         if open_axis is None and known != world_size:
@@ -157,11 +157,12 @@ class MeshSpec:
         data = [name for name in ("dp_replicate", "dp_shard") if name in self.axes]
         stay = {name: size for name, size in self.axes.items() if name not in data}
         if -1 in stay.values():
-            raise MeshError(f"mesh {self} leaves the size of an axis open that is no data axis; give its size")
+            raise MeshError(f"mesh {self} infers the size of an axis that is not a data axis; give its size")
         known = math.prod(stay.values())
         if world_size < 1 or world_size % known or (not data and world_size != known):
-            kept = ",".join(f"{name}={size}" for name, size in stay.items())
-            raise MeshError(f"mesh {self} cannot run on {world_size} ranks: {kept or 'what is no data axis'} needs a multiple of {known}")
+            kept = ",".join(f"{name}={size}" for name, size in stay.items()) or "it"
+            needed = f"a multiple of {known}" if data else f"exactly {known}"
+            raise MeshError(f"mesh {self} cannot run on {world_size} ranks: {kept} needs {needed}")
         rest = world_size // known
         sizes = {data[0]: rest} if len(data) == 1 else {}
         if len(data) == 2:
