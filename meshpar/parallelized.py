@@ -141,7 +141,7 @@ class Parallelized:
         tensors = [each for each in leaves(batch) if isinstance(each, Tensor) and each.ndim > dim]
         lengths = sorted({each.shape[dim] for each in tensors})
         if len(lengths) != 1:
-            raise MeshparError(f"split takes tensors of one length along dim {dim}, got {lengths or 'none'}; split the others apart")
+            raise MeshparError(f"split requires tensors of one length along dim {dim}, got {lengths or 'none'}; split each length alone")
         mine = torch.arange(lengths[0])
         for each in self._splits:
             for axis in axes_of([each], self.spec, Role.POSITIONS):
@@ -181,11 +181,11 @@ class Parallelized:
             LayoutError: a module has no initialisation.
         """
         if (seed is None) == (weights is None):
-            raise MeshparError(f"materialize takes either seed= or weights=, got seed={seed} and weights={weights}")
+            raise MeshparError(f"materialize requires either seed= or weights=, got seed={seed} and weights={weights}")
         if isinstance(weights, (str, Path)):
-            raise MeshparError(f"weights is a path; expected what reads it, such as meshpar.checkpoints.Safetensors({str(weights)!r})")
+            raise MeshparError(f"weights is a path; expected an object that reads it: meshpar.checkpoints.Safetensors({str(weights)!r})")
         if seed is not None and (ignore or cast):
-            raise MeshparError(f"ignore and cast are of weights=, and a seed was given; got ignore={list(ignore)} and cast={cast}")
+            raise MeshparError(f"ignore= and cast= require weights=, and a seed was given; got ignore={list(ignore)} and cast={cast}")
         missing = initialize.without_memory(self.module)
         if seed is not None and not missing:
             raise MeshparError("the module has its weights already, and a seed would replace them; build it on meta to draw new ones")

@@ -183,7 +183,7 @@ class Plan:
         sequence_parallel = any(each.splits_sequence and any(spec.axes[axis] > 1 for axis in each.axes) for each in self.passes)
         parts, enter = dict([*_parts(module), *find_blocks(module, layout)]), "call the module, or a method by par.register_method(name)"
         if sequence_parallel:
-            why = f"it would take this rank's positions for all; {enter}, or use TensorParallel(sequence_parallel=False)"
+            why = f"it would treat this rank's positions as the whole sequence; {enter}, or use TensorParallel(sequence_parallel=False)"
             cycle.only_inside(parts, why)
         elif data is not None:
             why = f"its weights are gathered with those of a larger unit; {enter}, or name it in the pass's blocks"

@@ -399,7 +399,7 @@ def test_an_error_of_torchs_own_about_a_share_is_explained():
 def test_a_block_called_alone_under_sequence_parallelism_is_refused():
     par = Plan("tp=2", [TensorParallel(sequence_parallel=True)]).apply(transformer())
     par.verify({"input_ids": IDS})
-    with pytest.raises(MeshparError, match="this rank's positions for all"):
+    with pytest.raises(MeshparError, match="this rank's positions as the whole sequence"):
         par.module.layers[0](torch.randn(1, 16, 8), None)
 
 

@@ -335,7 +335,7 @@ def test_state_whose_copies_are_all_lost_ends_the_job(copies, lost):
         job.train(2)
         job.lose(*range(3 - lost, 3))
         for error in job.errors(job.stepped):
-            assert isinstance(error, ReplicaError) and "went with replicas that are gone" in str(error)
+            assert isinstance(error, ReplicaError) and "was lost with the replicas that held it" in str(error)
 
 
 @needs_torchft
@@ -494,7 +494,7 @@ def test_replicas_that_fall_back_read_all_so_that_the_others_can_join_them(tmp_p
         def enter(replica):
             if replica is not job.replicas[ahead]:
                 return job.stepped(replica)
-            with pytest.raises(ReplicaError, match="the others have resumed from a checkpoint of before step 4"):
+            with pytest.raises(ReplicaError, match="the other replicas have resumed from a checkpoint before step 4"):
                 replica.begin()
             replica.close()
             return [], False

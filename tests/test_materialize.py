@@ -196,5 +196,5 @@ def test_a_source_of_training_state_gives_its_model():
 
 
 def test_a_seed_has_nothing_to_ignore():
-    with pytest.raises(MeshparError, match="ignore and cast are of weights="):
+    with pytest.raises(MeshparError, match="ignore= and cast= require weights="):
         parallel(lambda: nn.Linear(2, 2)).materialize(seed=0, ignore=["bias"])

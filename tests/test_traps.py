@@ -414,7 +414,7 @@ def test_errors_inside_a_parallel_module_say_where_why_and_what_to_do():
     par = Plan("tp=2", [TensorParallel()]).apply(on_meta(lambda: nn.Sequential(Careless("heads"))), CARELESS).materialize(seed=0)
     with pytest.raises(ParallelError) as caught:
         par.module(tokens)
-    assert "counts on all heads or features where this rank holds its share" in str(caught.value)
+    assert "assumes all heads or features, but this rank holds its share" in str(caught.value)
     assert "x.unflatten(-1, (-1, head_dim))" in str(caught.value)
 
 

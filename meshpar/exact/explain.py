@@ -20,7 +20,7 @@ _Cause = tuple[str, str, str]
 
 _SHAPES: _Cause = (
     r"(?i)\b(sizes?|shapes?|dimensions?|normalized_shape)\b|not enough values to unpack|too many values to unpack|out of range",
-    "the code counts on all heads or features where this rank holds its share of them",
+    "the code assumes all heads or features, but this rank holds its share of them",
     "take the count from the tensor: x.unflatten(-1, (-1, head_dim)) instead of x.view(batch, length, heads, head_dim), "
     "x.chunk(3, dim=-1) instead of x.split(width, dim=-1)",
 )

@@ -236,7 +236,7 @@ class SplitTest:
         if given:
             table = gather_values(torch.stack([digest(each) for each in given])[None], self._context.group)
             if not bool((table == table[0]).all()):
-                raise _NotTried("it takes another layer's part of heads or features")
+                raise _NotTried("its input is another layer's part of heads or features")
 
     def _compare(
         self,

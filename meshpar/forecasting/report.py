@@ -215,12 +215,12 @@ def feedback(forecast: Forecast, *, peak: int | None, seconds: float) -> Feedbac
     planned, lines, warnings = forecast.cost.seconds, [], []
     lines.append(f"step: forecast {planned * 1e3:,.1f} ms, measured {seconds * 1e3:,.1f} ms ({seconds / planned - 1:+.1%})")
     if abs(seconds / planned - 1) > ERROR_RANGE:
-        slower = "the profile is another machine's, the data loader holds the step up, or a link is slow"
+        slower = "the profile is of another machine, the data loader delays the step, or a link is slow"
         cause = slower if seconds > planned else "the profile is of a slower machine"
-        warnings.append(f"a step takes {seconds / planned:.2f} times what was forecast for {forecast.hardware.name}: {cause}")
+        warnings.append(f"a step takes {seconds / planned:.2f} times the forecast for {forecast.hardware.name}: {cause}")
     if peak is not None:
         expected = forecast.memory.peak
         lines.append(f"peak memory: forecast {expected / 2**30:,.2f} GiB, measured {peak / 2**30:,.2f} GiB ({peak / expected - 1:+.1%})")
         if abs(peak / expected - 1) > MEMORY_RANGE:
-            warnings.append(f"peak memory is {peak / expected:.2f} times what was forecast: the model or its batch is not what was planned")
+            warnings.append(f"peak memory is {peak / expected:.2f} times the forecast: the model or its batch differs from the plan")
     return Feedback(lines=tuple(lines), warnings=tuple(warnings))

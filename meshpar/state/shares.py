@@ -27,7 +27,7 @@ def plan_problems(spec: MeshSpec, module: nn.Module, optimizer_copies: int = 1) 
         yield f"optimizer_copies={optimizer_copies} replicas hold each parameter's optimizer state; expected 1 or more"
     for name, child in module.named_modules():
         if isinstance(child, _BatchNorm):
-            yield f"{name} ({type(child).__name__}) takes statistics of the whole batch, of which a replica sees a part; use another norm"
+            yield f"{name} ({type(child).__name__}) uses statistics of the whole batch, and a replica sees a part of it; use another norm"
 
 
 def sizes_of(parameters: Sequence[Tensor]) -> list[int]:

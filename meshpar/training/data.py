@@ -233,7 +233,7 @@ class Batches:
     def share_problems(self) -> Iterator[str]:
         """Yield why :meth:`share` cannot read this data, one line each."""
         if self._sampler.mix is not None:
-            yield "the data is a mix of sources, whose order does not take samples of lost replicas back; train on one source"
+            yield "the data is a mix of sources, and samples of lost replicas cannot return to its order; train on one source"
         if self._loader.num_workers:
             yield f"workers={self._loader.num_workers} read ahead, and which samples come next depends on the replicas; set workers=0"
 

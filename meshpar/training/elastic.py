@@ -391,8 +391,8 @@ class Replicas:
                     self._check_lost()
                 elif quorum.best != (self.step, self._sum):
                     raise ReplicaError(
-                        f"the others went on without replica {_plain(self._name)} before it had their new values of step {self.step}; "
-                        "start it again"
+                        f"the other replicas made another step before replica {_plain(self._name)} had received their new values of step "
+                        f"{self.step}; start replica {_plain(self._name)} again"
                     )
                 elif not quorum.open:
                     return
@@ -471,8 +471,8 @@ class Replicas:
             held = functools.reduce(operator.or_, (each.holds for each in quorum.newest))
             gone = f"{(quorum.whole & ~held).bit_count()} of {quorum.whole.bit_count()}"
             raise ReplicaError(
-                f"the optimizer state of {gone} parameters after step {quorum.best[0]} went with replicas that are gone; start the job "
-                "again, which resumes from its newest checkpoint, and raise optimizer_copies to survive more losses at once"
+                f"the optimizer state of {gone} parameters after step {quorum.best[0]} was lost with the replicas that held it; start the "
+                "job again, which resumes from its newest checkpoint, and raise optimizer_copies to survive more losses at once"
             )
 
     # Membership
@@ -480,8 +480,8 @@ class Replicas:
     def _enter(self, lighthouse: str, name: str, until: float) -> str | None:
         if not lighthouse:
             raise ReplicaError(
-                "there is no lighthouse that puts replicas together; start the job with `meshpar run --elastic=replicas`, or set "
-                "TORCHFT_LIGHTHOUSE=http://HOST:PORT"
+                "the job has no lighthouse, through which replicas find one another; start the job with `meshpar run --elastic=replicas`, "
+                "or set TORCHFT_LIGHTHOUSE=http://HOST:PORT"
             )
         try:
             self._membership = Membership(
@@ -535,9 +535,9 @@ class Replicas:
                 time.sleep(0.1)
             if waited > limit:
                 raise ReplicaError(
-                    f"replica {_plain(self._name)} found no others to go on with in {waited:.0f} s after step {self.step}: the lighthouse "
-                    "does not answer, or has put the others together without it; start the replica again, or the job from its newest "
-                    "checkpoint"
+                    f"replica {_plain(self._name)} found no other replicas to train with in {waited:.0f} s after step {self.step}: the "
+                    "lighthouse does not answer, or its quorum leaves this replica out; start the replica again, or the job from its "
+                    "newest checkpoint"
                 )
             return None
 
@@ -577,7 +577,8 @@ class Replicas:
                 continue
             if self._quorum.best[0] < 0:
                 raise ReplicaError(
-                    "the replicas that lived ended before this one had their state; start it again, from the newest checkpoint"
+                    "the running replicas ended before this replica had received their state; start this replica again, from the newest "
+                    "checkpoint"
                 )
             if not self._quorum.covered:
                 self._check_lost()
@@ -594,8 +595,8 @@ class Replicas:
         best = quorum.best
         if not self._blank and best < (self.step, self._sum):
             raise ReplicaError(
-                f"the others have resumed from a checkpoint of before step {self.step}, as optimizer state was lost; start replica "
-                f"{_plain(self._name)} again"
+                f"the other replicas have resumed from a checkpoint before step {self.step}, because optimizer state was lost; start "
+                f"replica {_plain(self._name)} again"
             )
         mine = not self._blank and best == (self.step, self._sum)
         if divided is not None and quorum.open and mine and not self._exchange():
@@ -633,9 +634,9 @@ class Replicas:
         self._tries += 1
         if self._tries == _MOST_TRIES:
             raise ReplicaError(
-                f"replica {_plain(self._name)} failed {_MOST_TRIES} times in a row to exchange with the others after step {self.step}, at "
-                f"last with {self._ranks.error!r}; check that the hosts of all replicas reach one another (GLOO_SOCKET_IFNAME names the "
-                "interface), then start the replica again"
+                f"replica {_plain(self._name)} failed {_MOST_TRIES} times in a row to exchange with the others after step {self.step}, the "
+                f"last time with {self._ranks.error!r}; check that the hosts of all replicas reach one another (GLOO_SOCKET_IFNAME names "
+                "the interface), then start the replica again"
             )
         self._failures += 1
         self._quorum = None

@@ -113,8 +113,8 @@ class Trainer:
         kind = getattr(objective, "examples", "tokens")
         if par.loss_size > par.data_size and kind != "tokens":
             raise MeshparError(
-                f"{type(objective).__name__} takes {kind}, whose loss is not a sum over positions, and the plan splits positions; use "
-                "CausalLM(), or a mesh without that axis"
+                f"{type(objective).__name__} trains on {kind}, and its loss is not a sum over positions, but the plan splits positions; "
+                "use CausalLM(), or a mesh without that axis"
             )
         self.par, self.objective, self.data, self.optimizer = par, objective, data, optimizer
         self.schedule, self.settings, self.validation = schedule, settings, validation
