@@ -48,7 +48,7 @@ def chunked_token_loss(
         model: returns an output whose ``.logits`` are the unchanged output of ``head``.
         inputs: the keyword arguments of the model.
         labels_BL: as for :func:`meshpar.token_loss`.
-        head: the module in ``model`` that makes logits (B, L, V) of hidden states (B, L, D); None: what :func:`head_of` finds.
+        head: the module in ``model`` that makes logits (B, L, V) of hidden states (B, L, D); None: the one that :func:`head_of` finds.
         chunk: positions at a time.
         ignore_index: the label of positions that do not count.
         reduction: ``"mean"`` or ``"sum"``, as for :func:`meshpar.token_loss`.

@@ -37,7 +37,7 @@ class Batch:
         sequence: tokens of a sample.
         micro_batch: samples in one forward pass.
         accumulate: micro-batches in a step.
-        examples: what a sample is: ``tokens`` of packed text, ``pairs`` of a text and its target, or a text with one of ``labels``.
+        examples: the kind of a sample: ``tokens`` of packed text, ``pairs`` of a text and its target, or a text with one of ``labels``.
         target: tokens of a pair's target.
         reduce_each: gradients are reduced after every micro-batch.
         documents: a sample of packed text has several documents: the model gets ``position_ids``, and attends by a mask.

@@ -131,7 +131,7 @@ class Trace:
         return sum(event.flops for _, event in self.events() if recomputed or not event.recomputed)
 
     def memory(self) -> Memory:
-        """Return what is held over the step."""
+        """Return the memory that is held over the step."""
         total = peak = sum(self.held.values())
         when, curve, changes, at_peak = 0, [total], [], 0
         for index, (_, event) in enumerate(self.events()):
@@ -156,7 +156,7 @@ class Trace:
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
-        """Read what :meth:`to_json` wrote."""
+        """Read a text of :meth:`to_json`."""
         data = json.loads(text)
         phases = (Phase(name=each["name"], events=tuple(map(_unpacked, each["events"]))) for each in data.pop("phases"))
         return cls(**data, phases=tuple(phases))

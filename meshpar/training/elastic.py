@@ -35,14 +35,14 @@ _STEPS_TO_STOP = 2
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change of the replicas that train.
+    """Report a change of the replicas that train.
 
     Attributes:
-        step: number of steps that were complete.
-        replicas: names of those that go on.
-        lost: names of those that are gone.
-        joined: names of those that are new.
-        seconds: how long this replica waited.
+        step: number of completed steps.
+        replicas: names of the replicas that train from now on.
+        lost: names of the replicas that were lost.
+        joined: names of the new replicas.
+        seconds: seconds that this replica waited.
     """
 
     step: int
@@ -81,8 +81,8 @@ class Replicas:
         par: the parallel module of this replica: its mesh has no other replicas. All replicas start from the same weights.
         optimizer: its optimizer.
         data: the batches of this replica. They are read by the training process, without workers.
-        state: what a new replica also gets, with the position of ``data`` in it; None: the position alone.
-        same: what all replicas must be given alike, such as settings; its ``repr`` is compared when they meet.
+        state: state that a new replica also gets, with the position of ``data`` in it; None: the position alone.
+        same: an object that must be equal on all replicas, such as settings; its ``repr`` is compared when they meet.
         lighthouse: ``http://host:port``; None: ``TORCHFT_LIGHTHOUSE``, which ``meshpar run --elastic=replicas`` sets.
         name: of this replica in messages; None: as the launcher says.
         replicas: number of replicas to wait for at the start; None: as the launcher says.
@@ -95,12 +95,12 @@ class Replicas:
     Attributes:
         step: number of steps that were committed; a loop that restores a checkpoint sets it.
         counted: whether each of the shares of the last step counted.
-        changes: what has changed since the loop last cleared the list.
+        changes: the changes since the loop last cleared the list.
 
     Raises:
-        PlanError: what cannot be trained in this way, by name.
+        PlanError: lists the parts of the plan, the model and the data that replicas do not support.
         MeshparError: the optimizer's step of one parameter depends on others, and its state was to be divided.
-        ReplicaError: nobody answers at the lighthouse.
+        ReplicaError: the lighthouse does not answer.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Replicas:
         self.close()
 
     def close(self) -> None:
-        """Leave the others, who need not wait."""
+        """Leave the other replicas, which then do not wait for this one."""
         if self._membership is not None:
             self._membership.close()
         self._drop_group()
@@ -216,7 +216,7 @@ class Replicas:
     def saving(self, *, last: bool = False) -> Iterator[bool]:
         """Enter to save a checkpoint: yields whether this replica is the one that writes it, see :meth:`writes`.
 
-        Optimizer state that is divided over replicas is whole inside, on the replica that writes: what it does not hold in host memory.
+        Inside, the replica that writes has all optimizer state that replicas divide; the parts of others are in its host memory.
         All replicas enter it after the same steps; a second time after one step, it gathers nothing and yields False.
 
         >>> with replicas.saving() as writes:                               # doctest: +SKIP
@@ -265,7 +265,7 @@ class Replicas:
         return self._terms
 
     def alive(self) -> None:
-        """Note that this replica goes on, as after each batch of a validation: one that is silent for long is dropped; not collective."""
+        """Report progress, as after each batch of a validation: a replica that is silent for long is dropped. Not collective."""
         if self._membership is not None:
             self._membership.moved(self._longest_s)
 

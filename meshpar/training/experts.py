@@ -81,7 +81,7 @@ class ExpertLoad:
             self._logits.setdefault(place, []).append(logits_NE)
 
     def loss(self, tokens: int) -> Tensor:
-        """Return what this micro-batch's forward adds to its summed loss: 0-dim float32, whose sum over all ranks is T times the loss.
+        """Return the term that balances experts, for the summed loss of a micro-batch: 0-dim float32, T times the loss over all ranks.
 
         The loss is ``balance_loss`` times the mean over layers of E x sum of f_i P_i (Switch Transformer, arXiv 2101.03961, equations 4
         to 6): f_i is the share of the micro-batch's choices that expert i got and P_i the mean of its probability, both over the tokens
@@ -133,7 +133,7 @@ class ExpertLoad:
         self._steps += 1
 
     def take(self) -> dict[str, Tensor]:
-        """Return what was seen since the last call, empty without experts.
+        """Return the loads of experts since the last call, empty without experts.
 
         Collective: every rank calls it.
 
