@@ -74,6 +74,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+__all__ = [
+    "StridedShard",
+    "assert_async",
+    "checkpoint",
+    "collective_ops",
+    "ignore_profiler_marks",
+    "replicate",
+    "without_modes",
+]
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -453,16 +463,6 @@ def output_dtype(module: nn.Module) -> torch.dtype | None:
 collective_ops = torch.ops._c10d_functional
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-
-__all__ = [
-    "StridedShard",
-    "assert_async",
-    "checkpoint",
-    "collective_ops",
-    "ignore_profiler_marks",
-    "replicate",
-    "without_modes",
-]
 
 
 def collective_counts() -> dict[str, int]:
