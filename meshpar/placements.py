@@ -97,6 +97,11 @@ def placed_like(value: Tensor, like: DTensor, reduced: Collection[int]) -> DTens
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=value.shape, stride=whole.stride())
 
 
+def part_like(part: Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor of which this rank holds ``part``, of the shape of ``like`` and divided as ``like`` is."""
+    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
 def unevenly_split(tensor: Tensor) -> bool:
     """Tell whether ranks hold parts of ``tensor`` of different sizes."""
     if not isinstance(tensor, DTensor):
@@ -134,7 +139,7 @@ def clip_grad_norm_(
     if not math.isinf(max_norm):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for grads in parts.values():
-            for place, together in _by_device(grads).items():
+            for place, together in by_device(grads).items():
                 torch._foreach_mul_(together, scale.to(place))
     return norm
 
@@ -177,12 +182,12 @@ def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
     if not grads:
         return torch.zeros((), device=device)
     wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    norms = [norm for together in _by_device(grads).values() for norm in torch._foreach_norm(together, norm_type, dtype=wide)]
+    norms = [norm for together in by_device(grads).values() for norm in torch._foreach_norm(together, norm_type, dtype=wide)]
     stacked = torch.stack([norm.to(device) for norm in norms])
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
 
 
-def _by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+def by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
     """Return the tensors by the device on which they are, for the kernels that take many at once."""
     groups: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:

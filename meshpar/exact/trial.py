@@ -17,6 +17,7 @@ from meshpar.exact.agreement import leaves
 from meshpar.passes.installed import in_its_own_place, installed
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.context import Context
+from meshpar.placements import part_like
 
 
 @final
@@ -166,9 +167,7 @@ def slice_like(whole: Tensor, part: Tensor, dim: int | None, context: Context) -
     if dim is None:
         return whole
     mine = whole.chunk(context.size, dim)[context.rank].contiguous()
-    if not isinstance(part, DTensor):
-        return mine
-    return DTensor.from_local(mine, context.mesh, part.placements, run_check=False, shape=part.shape, stride=part.stride())
+    return part_like(mine, part) if isinstance(part, DTensor) else mine
 
 
 def local_slice(whole: Tensor, part: DTensor, context: Context) -> Tensor:

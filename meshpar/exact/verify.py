@@ -24,6 +24,7 @@ from meshpar.exact.agreement import leaves
 from meshpar.exact.trial import Run, gathered, holding, joined, local_slice, noise, off, plain_products, quiet, slice_like, wide
 from meshpar.passes.installed import as_written
 from meshpar.passes.local import strides
+from meshpar.passes.random import is_dropout
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.context import Context
 from meshpar.patterns import class_name
@@ -129,7 +130,7 @@ class SplitTest:
                 unit: Any = self._module.get_submodule(name)
                 handles = [unit.register_forward_pre_hook(self._remember(name), with_kwargs=True)]
                 if self._context.random is not None:
-                    draws = [(inner, child) for inner, child in unit.named_modules() if _draws(child)]
+                    draws = [(inner, child) for inner, child in unit.named_modules() if is_dropout(child) and child.training]
                     handles += [child.register_forward_hook(self._remember_mask(name, inner)) for inner, child in draws]
                 for handle in handles:
                     stack.callback(handle.remove)
@@ -371,10 +372,6 @@ def _kind(block: nn.Module, name: str, place: int, context: Context) -> Any:
         style = context.styles.get(f"{name}.{inner}" if inner else name)
         facts.append((inner, class_name(child), repr(style), shapes, settings))
     return tuple(facts)
-
-
-def _draws(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0.0 and module.training
 
 
 def _copy(value: object) -> Any:

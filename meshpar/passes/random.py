@@ -40,9 +40,14 @@ def seed(device: torch.device, value: int) -> None:
         torch.get_device_module(device).manual_seed(value)
 
 
+def is_dropout(module: nn.Module) -> bool:
+    """Tell whether a module is a dropout that draws random numbers in training."""
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0.0
+
+
 def draws_random(module: nn.Module) -> bool:
     """Tell whether some dropout module draws random numbers."""
-    return any(getattr(child, "p", 0.0) > 0.0 for child in module.modules() if isinstance(child, nn.modules.dropout._DropoutNd))
+    return any(map(is_dropout, module.modules()))
 
 
 def digest(device: torch.device) -> torch.Tensor:

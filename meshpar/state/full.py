@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshpar import _torch
 from meshpar.errors import MeshparError
-from meshpar.placements import held_by_this_rank, local_tensor, whole_tensor
+from meshpar.placements import held_by_this_rank, local_tensor, part_like, whole_tensor
 
 
 @final
@@ -110,9 +110,7 @@ def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
             plain = isinstance(given, Tensor) and not isinstance(given, DTensor)
             if isinstance(own, DTensor) and given is not None and plain and given.shape == own.shape:
                 part = given.detach()[held_by_this_rank(own)].to(own.device)
-                state[prefix + name] = DTensor.from_local(
-                    part, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
-                )
+                state[prefix + name] = part_like(part, own)
 
     module.state_dict = state_dict
     module.register_load_state_dict_pre_hook(place)

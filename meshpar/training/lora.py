@@ -27,6 +27,7 @@ from meshpar.passes.local import local, sum_gradients
 from meshpar.passes.tensor.collectives import copy_weight
 from meshpar.passes.tensor.context import Context, Style
 from meshpar.patterns import find_modules, matches
+from meshpar.placements import part_like
 from meshpar.registry import layout_for
 from meshpar.state.initialize import own_init
 from meshpar.weights import Rename, WeightMap, WeightSource, dtypes_of
@@ -167,9 +168,7 @@ class PackedAdapter(nn.Module):
                     factors[at] = side.chunk(whole.device_mesh.size(place), dim)[whole.device_mesh.get_local_rank(place)]
         value = torch.baddbmm(own, *(each.to(own.dtype) for each in factors), alpha=self.scale)
         if own is not whole:
-            value = DTensor.from_local(
-                value, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-            )
+            value = part_like(value, whole)
         self._whole.append(whole)
         module._parameters[self.leaf] = value  # type: ignore[assignment]
 

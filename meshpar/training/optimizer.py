@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from meshpar.errors import RecipeError
 from meshpar.patterns import suggestion
+from meshpar.placements import by_device, local_tensor
 from meshpar.training.settings import Bound, Count, Part, bound_problems
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps", "mtia")
@@ -229,12 +229,7 @@ class LossScaler:
     @torch.no_grad()
     def unscale_(self, module: nn.Module) -> None:
         """Divide every gradient of this rank by the scale; call it before clipping."""
-        grads: dict[torch.device, list[torch.Tensor]] = {}
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-                grads.setdefault(local.device, []).append(local)
-        for together in grads.values():
+        for together in by_device(local_tensor(each.grad) for each in module.parameters() if each.grad is not None).values():
             torch._foreach_mul_(together, 1.0 / self.scale)
 
     def update(self, norm: float) -> bool:
