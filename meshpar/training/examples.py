@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 from meshpar.errors import RecipeError
 from meshpar.imports import need
 from meshpar.training.once import build_once
-from meshpar.training.order import held_out
+from meshpar.training.order import check_held_out, held_out
 from meshpar.training.records import RecordSource
 from meshpar.training.tokenizer import TextTokenizer, batched
 
@@ -97,10 +97,7 @@ def prepare_examples(
     Raises:
         RecipeError: there are no records or unknown labels, both ``validation`` and a fraction are given, or the fraction is not in 0 to 1.
     """
-    if not 0.0 <= validation_fraction < 1.0 or (validation is not None and validation_fraction):
-        raise RecipeError(
-            f"expected either a validation source, or a fraction of at least 0 and below 1; got {validation} and {validation_fraction}"
-        )
+    check_held_out(validation, validation_fraction)
     parts = (source.fingerprint(), None if validation is None else validation.fingerprint(), tokenizer.fingerprint())
     key = hashlib.sha256(repr((_FORMAT, parts, source.kind, validation_fraction, seed)).encode()).hexdigest()[:16]
     folder = build_once(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 from meshpar.errors import RecipeError
 from meshpar.imports import need
 from meshpar.training.once import build_once
-from meshpar.training.order import held_out
+from meshpar.training.order import check_held_out, held_out
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 
@@ -250,9 +250,7 @@ def prepare_tokens(
     Raises:
         RecipeError: both ``validation`` and a fraction are given, the fraction is not in 0 to 1, or the text has no tokens.
     """
-    if not 0.0 <= validation_fraction < 1.0 or (validation is not None and validation_fraction):
-        given = f"got {validation} and {validation_fraction}"
-        raise RecipeError(f"expected either a validation source, or a fraction of at least 0 and below 1; {given}")
+    check_held_out(validation, validation_fraction)
     whole = _tokenize_once(source, tokenizer, Path(cache))
     if validation is not None:
         return TokenSplit(train=whole, validation=_tokenize_once(validation, tokenizer, Path(cache)))
