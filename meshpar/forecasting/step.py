@@ -148,7 +148,7 @@ def record_step(
     """
     recorder = recorder or Recorder(axis_groups(par))
     gc.collect()
-    held, exact = _hold_state(recorder, par, optimizer, batches, beside)
+    held, exact = hold_state(recorder, par, optimizer, batches, beside)
     with _collector_off(), _scopes(recorder, par), recorder:
         recorder.phase("start")
         _step(par, optimizer, batches, loss, clip, recorder, exact, reduce, reduce_each=reduce_each)
@@ -201,7 +201,7 @@ def axis_groups(par: Parallelized) -> dict[str, str]:
     return {group.group_name: axis for axis, group in par.groups()}
 
 
-def _hold_state(
+def hold_state(
     recorder: Recorder,
     par: Parallelized,
     optimizer: torch.optim.Optimizer,

@@ -16,11 +16,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshpar import _torch
 from meshpar.forecasting.recorder import Recorder
-from meshpar.forecasting.step import axis_groups
+from meshpar.forecasting.step import axis_groups, hold_state
 from meshpar.forecasting.trace import Phase
 from meshpar.parallelized import Parallelized
-from meshpar.passes.applied import applied
-from meshpar.placements import local_tensor
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.metrics import peak_memory
 
@@ -299,14 +297,7 @@ class Profiled:
         """Record the live tensors of one step, and their holders at the peak."""
         module, optimizer = self._par.module, self._optimizer
         recorder = Recorder(axis_groups(self._par))
-        state = [each for states in optimizer.state.values() for each in states.values() if isinstance(each, torch.Tensor)]
-        shards = applied(module).replica_shards
-        parameters = [*map(local_tensor, module.parameters()), *([] if shards is None else shards.tensors())]
-        held = {
-            "parameters": recorder.hold(iter(parameters), "parameters"),
-            "optimizer": recorder.hold((local_tensor(each) for each in state), "optimizer"),
-            "buffers": recorder.hold(iter(module.buffers()), "buffers"),
-        }
+        held, _ = hold_state(recorder, self._par, optimizer, batches=(), beside=())
         marks = [
             module.register_forward_pre_hook(lambda *_: recorder.phase("forward"), prepend=True),
             module.register_forward_hook(lambda *_: recorder.phase("backward")),
