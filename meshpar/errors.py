@@ -79,6 +79,11 @@ def brief(error: Exception) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; empty where the error has no message."""
+    return str(error).partition("\n")[0]
+
+
 def seen_at(error: BaseException) -> float:
     """Return when this error was asked about first, in seconds since the epoch: a rank's peers fail from it before the rank tells."""
     seconds: float = error.__dict__.setdefault("_meshpar_seen_at", time.time())

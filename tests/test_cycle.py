@@ -28,6 +28,7 @@ from meshpar import (
     token_loss,
 )
 from meshpar.errors import ParallelError
+from meshpar.exact.explain import Explanation
 from meshpar.exact.verify import SplitTest
 from meshpar.testing import on_ranks, whole
 
@@ -393,6 +394,14 @@ def test_an_error_of_torchs_own_about_a_share_is_explained():
     par = applied(nn.Sequential(CountsHeads()), "tp=3", [TensorParallel()], layout)
     with pytest.raises(ParallelError, match=r"Number of heads(.|\n)*run the model without the plan"):
         par.module(torch.randn(1, 5, 12))
+
+
+def test_an_error_without_a_message_is_explained():
+    def fails():
+        raise RuntimeError
+
+    with pytest.raises(ParallelError, match="run the model without the plan"):
+        Explanation(Net(), "tp=2", splits_features=True, unit_pass=None).told(fails, (), {})
 
 
 @on_ranks(2)

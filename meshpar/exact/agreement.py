@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshpar.errors import MeshparError
+from meshpar.errors import MeshparError, first_line
 from meshpar.passes import random
 from meshpar.placements import local_tensor, sharded_axes
 from meshpar.replicas import FACTOR, Looks, digest, same
@@ -143,7 +143,7 @@ class Agreement:
         except RuntimeError as error:
             raise MeshparError(
                 "the other ranks did not reach this micro-batch: every rank must run the same number of steps and of micro-batches in "
-                f"each; cut the data to the same length on all ranks. The wait ended with: {str(error).splitlines()[0]}"
+                f"each; cut the data to the same length on all ranks. The wait ended with: {first_line(error)}"
             ) from error
         most, least = both.tolist()
         if most != -least:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshpar.errors import MeshparError, ParallelError
+from meshpar.errors import MeshparError, ParallelError, first_line
 from meshpar.passes.applied import applied
 from meshpar.patterns import class_name
 
@@ -123,7 +123,7 @@ class Explanation:
             return None
         why, remedy = cause
         return (
-            f"{name or 'the outermost module'} ({class_name(culprit)}) failed under {self._plan_text}: {text.splitlines()[0]}\n"
+            f"{name or 'the outermost module'} ({class_name(culprit)}) failed under {self._plan_text}: {first_line(error)}\n"
             f"  at: {line}\n"
             f"  holds: {_placements(culprit)}\n"
             f"  likely cause: {why}\n"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from meshpar.errors import MeshparError, ParallelError
+from meshpar.errors import MeshparError, ParallelError, first_line
 from meshpar.exact.agreement import leaves
 from meshpar.exact.trial import as_evaluated, off, quiet
 from meshpar.passes.exchange import Exchange
@@ -78,7 +78,7 @@ class MixingTest:
                     want = _hidden(forward(*short[0], **short[1]))
             except _ERRORS as error:
                 _unless_out_of_memory(error)
-                log.warning("%s: %s", _UNTRIED, _first_line(error))
+                log.warning("%s: %s: %s", _UNTRIED, type(error).__name__, first_line(error))
                 return
             try:
                 have = _hidden(forward(*part[0], **part[1]))
@@ -87,7 +87,8 @@ class MixingTest:
             except _ERRORS as error:
                 _unless_out_of_memory(error)
                 self._agree(True)
-                raise ParallelError(f"the model does not run on a part of the positions ({_first_line(error)}); {_REMEDY}") from error
+                told = f"{type(error).__name__}: {first_line(error)}"
+                raise ParallelError(f"the model does not run on a part of the positions ({told}); {_REMEDY}") from error
             if want is None or have is None:
                 log.warning("%s: the model returned no tensor with positions", _UNTRIED)
                 return
@@ -220,10 +221,6 @@ def _hidden(output: object) -> Tensor | None:
 def _unless_out_of_memory(error: BaseException) -> None:
     if isinstance(error, torch.OutOfMemoryError):
         raise error
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _spread(value: object, length: int, *, inside: bool = True) -> bool:

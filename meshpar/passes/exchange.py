@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from meshpar.errors import MeshparError
+from meshpar.errors import MeshparError, first_line
 from meshpar.passes.tensor.collectives import _all_gather, _all_to_all, _reduce_scatter
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -144,7 +144,7 @@ class Exchange:
             raise
         except RuntimeError as error:
             raise MeshparError(
-                f"attention does not run with {heads // self.size} of its {heads} heads ({str(error).splitlines()[0]}): it has "
+                f"attention does not run with {heads // self.size} of its {heads} heads ({first_line(error)}): it has "
                 "separate values for each head; use ContextParallel(transport='gather')"
             ) from error
         return _ToPositions.apply(attended, self)

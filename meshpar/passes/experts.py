@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshpar._torch import eager, without_modes
-from meshpar.errors import MeshparError, ParallelError
+from meshpar.errors import MeshparError, ParallelError, first_line
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, sizes_text
 from meshpar.passes.applied import Applied, applied
@@ -376,7 +376,7 @@ def _does_not_run(call: _Chosen, held: int, error: Exception) -> str:
     expected = _IN_ORDER if isinstance(call, _InOrder) else INTERFACE
     return (
         f"{call.name} ({class_name(call.module)}) does not run with {held} of its experts on rows of noise ({type(error).__name__}: "
-        f"{str(error).partition(chr(10))[0]}), expected {expected} and its number of experts read from its parameters or an attribute "
+        f"{first_line(error)}), expected {expected} and its number of experts read from its parameters or an attribute "
         "such as num_experts; use a mesh without ep"
     )
 
