@@ -80,9 +80,7 @@ class Simulation:
         assert isinstance(inner, MeshSpec)
         if self.replicas == 1:
             return inner
-        return MeshSpec(
-            {"dp_replicate": self.replicas} | {**inner.axes, "dp_replicate": self.replicas}, ranks_per_node=inner.ranks_per_node
-        )
+        return MeshSpec({**inner.axes, "dp_replicate": self.replicas}, ranks_per_node=inner.ranks_per_node)
 
 
 def simulate(jobs: Sequence[Simulation], *, workers: int = 1, told: Callable[[int, int], None] | None = None) -> list[Trace]:
