@@ -62,7 +62,7 @@ def test_what_is_ignored_is_named_tensor_by_tensor_or_by_its_module():
 
 
 def test_a_path_in_the_place_of_weights_is_told_what_reads_it():
-    with pytest.raises(MeshparError, match=r"weights is a path; expected what reads it, such as .*Safetensors\('s3://bucket/hf'\)"):
+    with pytest.raises(MeshparError, match=r"weights is a path; expected an object that reads it: .*Safetensors\('s3://bucket/hf'\)"):
         parallel(lambda: nn.Linear(2, 2)).materialize(weights="s3://bucket/hf")
 
 
