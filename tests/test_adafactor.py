@@ -62,7 +62,7 @@ def assert_replicas_are_equal(par):
 
 @on_ranks(8, keep=True)
 def test_eight_ranks_with_an_optimizer_over_the_world_equal_one_process_by_each_optimizer():
-    steps = token_steps(VOCAB, micro_batches=2)
+    steps = token_steps(VOCAB)
     for optimizer in (FACTORS, MOMENTUM):
         expected = one_process(ODD, steps, max_norm=0.5, optimizer=optimizer)
         for mesh, passes in {

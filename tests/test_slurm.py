@@ -21,7 +21,7 @@ from tests.hosts import Hosts, Unavailable
 from tests.patience import until
 from tests.warm import write_command
 
-STEPS = 100
+STEPS = 60
 RECIPE = """\
 name: job
 mesh: dp_replicate=2,dp_shard=2
@@ -29,7 +29,7 @@ device: cpu
 model: {dim: 32, layers: 2, heads: 2, hidden: 64, max_positions: 64, dropout: 0.0}
 data: {source: files, paths: [text.md], cache: cache, sequence_length: 64, micro_batch: 2, accumulate: 2}
 optimizer: {lr: 1e-3, eps: 1e-4}
-training: {steps: 100, log_every: 1, tensorboard: false}
+training: {steps: 60, log_every: 1, tensorboard: false}
 checkpoint: {every: 5}
 """
 pytestmark = pytest.mark.timeout(900)

@@ -181,9 +181,10 @@ class Agreement:
 
         An accelerator compares the first times only, which is not worth a communicator of its own.
         """
-        groups = [self._mesh.get_group(axis) for axis in self._data_axes]
-        everyone = math.prod(group.size() for group in groups) == dist.get_world_size()
-        return [dist.group.WORLD] if everyone and self._device.type == "cpu" else groups
+        groups, world = [self._mesh.get_group(axis) for axis in self._data_axes], dist.group.WORLD
+        if world is not None and self._device.type == "cpu" and math.prod(group.size() for group in groups) == world.size():
+            return [world]
+        return groups
 
     def _same_parameters(self, unused: list[nn.Parameter], *, look: bool) -> None:
         """See that all data ranks have gradients for the same parameters, and drop the zeros of those that no rank used.
