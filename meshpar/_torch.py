@@ -87,6 +87,33 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
+BEFORE_2_13 = torch.torch_version.TorchVersion(torch.__version__) < (2, 13)
+
+
+class _Part(torch.autograd.Function):
+    """Return the part of a DTensor here; its gradient has a gradient, which torch before 2.13 cuts off without an error."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: DTensor) -> torch.Tensor:
+        ctx.whole = whole.device_mesh, whole.placements, whole.shape, whole.stride()
+        return whole._local_tensor.view_as(whole._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
+        mesh, placements, shape, stride = ctx.whole
+        return DTensor.from_local(grad.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def part_here(whole: DTensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, as autograd knows it."""
+    part: torch.Tensor = _Part.apply(whole) if BEFORE_2_13 else whole.to_local()
+    return part
+
+
+def flattens(tensor: torch.Tensor) -> bool:
+    """Tell whether torch can make a vector of a tensor without other ranks: before 2.13 only if it is not split along a later dimension."""
+    return not (BEFORE_2_13 and isinstance(tensor, DTensor) and any(each.is_shard() and each.dim > 0 for each in tensor.placements))
+
 ACCUMULATES_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 """Torch up to 2.14 accumulates gradients without reducing them beside ``.grad``, in the dtype of the reduction; 2.15 in ``.grad``."""
 

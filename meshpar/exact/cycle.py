@@ -462,6 +462,11 @@ class Cycle:
                 "LBFGS flattens all parameters into one vector, which torch cannot do with parameters that are split unevenly over ranks; "
                 "use Replicate(), or an optimizer that updates each element, or each parameter, alone"
             )
+        if isinstance(optimizer, torch.optim.LBFGS) and not all(map(_torch.flattens, held)):
+            raise MeshparError(
+                "LBFGS flattens all parameters into one vector, which torch before 2.13 cannot do with parameters that are split along "
+                "another dimension than the first; use a newer torch, AdamW or SGD, or a mesh without tp"
+            )
         if isinstance(optimizer, torch.optim.LBFGS) and len({each.device_mesh for each in held if isinstance(each, DTensor)}) > 1:
             raise MeshparError(
                 "LBFGS flattens all parameters into one vector, which torch cannot do with parameters on several meshes, such as divided "

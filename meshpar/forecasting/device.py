@@ -280,7 +280,7 @@ def define() -> list[Any]:
     whole = torch.library.Library("aten", "IMPL")
     for name in _ONE_KERNEL:
         whole.impl(name, lambda grad, x: torch.empty_like(x), "PrivateUse1")
-    whole.impl("_grouped_mm", grouped_mm_shape, "Meta")
+    whole.impl("_grouped_mm", grouped_mm_shape, "Meta", allow_override=True)  # torch 2.11 has a shape of its own
     library = torch.library.Library("meshpar_forecast", "DEF")
     library.define("rms_norm(Tensor x, Tensor weight) -> (Tensor, Tensor)")
     library.define("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)")

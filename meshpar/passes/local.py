@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from meshpar._torch import is_shard
+from meshpar._torch import is_shard, part_here
 from meshpar.errors import ParallelError
 from meshpar.mesh import sizes_text
 from meshpar.passes.installed import Product, installed, own_forward, record, set_forward
@@ -103,7 +103,7 @@ def local(parameter: Any) -> Any:
             "let a method of the model's own enter by par.register_method(name)"
         )
     if isinstance(parameter, DTensor):
-        return parameter.to_local()
+        return part_here(parameter)
     raise ParallelError(
         f"a plain tensor {tuple(parameter.shape)} replaced a layer's part of a parameter, a DTensor; "
         "torch.func.functional_call with whole weights cannot work on a parallel module: load them with par.load_state_dict, "
@@ -188,7 +188,7 @@ def see_plain(module: nn.Module, inside: list[nn.Module]) -> None:
         kept = [(each._parameters, name, value) for each in inside for name, value in each._parameters.items() if is_whole(value)]
         try:
             for owner, name, value in kept:
-                plain = value.to_local()  # type: ignore[union-attr]
+                plain = part_here(value)  # type: ignore[arg-type]
                 owner[name] = plain if plain.ndim else _Scalar.apply(plain)
             return inner(*args, **kwargs)
         finally:
