@@ -88,9 +88,9 @@ def _where(spec: MeshSpec, axis: str, per_node: int) -> str:
     spans = [len({rank // per_node for rank in group}) for group in groups]
     count = f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {spec.axes[axis]}"
     if spec.axes[axis] == 1:
-        return f"{count}: nothing is sent"
+        return f"{count}: no communication"
     if max(spans) == 1:
-        return f"{count}, inside a node: its links alone"
+        return f"{count}; each stays inside one node"
     crossing = "each crosses" if min(spans) > 1 else f"{sum(span > 1 for span in spans)} of them cross"
     return f"{count}; {crossing} the network between {max(spans)} nodes"
 

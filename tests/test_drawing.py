@@ -26,9 +26,9 @@ def test_the_text_shows_ranks_groups_and_what_they_cross() -> None:
         "        tp            0 1 0 1\n\n"
         "dp_replicate=2  4 groups of 2; each crosses the network between 2 nodes\n"
         "                {0 4}  {1 5}  {2 6}  {3 7}\n"
-        "dp_shard=2      4 groups of 2, inside a node: its links alone\n"
+        "dp_shard=2      4 groups of 2; each stays inside one node\n"
         "                {0 2}  {1 3}  {4 6}  {5 7}\n"
-        "tp=2            4 groups of 2, inside a node: its links alone\n"
+        "tp=2            4 groups of 2; each stays inside one node\n"
         "                {0 1}  {2 3}  {4 5}  {6 7}"
     )
 
