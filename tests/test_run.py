@@ -331,7 +331,7 @@ def test_a_node_that_does_not_come_is_named_within_the_bound() -> None:
     with ThreadPoolExecutor() as pool:  # processes would have to be equally quick to start
         told = list(pool.map(come, (0, 2)))
     here = socket.gethostname()
-    assert told == [f"nodes that did not come to {head} within 3 s: 1; there came 0 ({here}), 2 ({here})"] * 2
+    assert told == [f"these nodes did not connect to {head} within 3 s: 1; connected: 0 ({here}), 2 ({here})"] * 2
     assert time.monotonic() - began < patient(20)
 
 
@@ -340,7 +340,7 @@ def test_the_command_ends_where_a_node_does_not_come() -> None:
     command = [*RUN[:-1], "doctor", "--nodes", "2", "--nproc", "1", "--head", head, "--wait", "1", "--node-rank", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
     assert done.returncode == 1
-    assert f"nodes that did not come to {head} within 1 s: 1; there came 0 (" in done.stderr
+    assert f"these nodes did not connect to {head} within 1 s: 1; connected: 0 (" in done.stderr
 
 
 def test_a_wait_says_for_whom_and_ends_at_control_c(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -352,7 +352,7 @@ def test_a_wait_says_for_whom_and_ends_at_control_c(monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(check_in.time, "sleep", interrupt)
-    for node, whom in ((0, f"nodes 1, 2 to come to {head}"), (1, f"node 0 at {head} (")):
+    for node, whom in ((0, f"nodes 1, 2 to connect to {head}"), (1, f"node 0 at {head} (")):
         ends.clear()
         with pytest.raises(KeyboardInterrupt), checked_in(head, node, 3, "", 900.0):
             pass

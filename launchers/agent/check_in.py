@@ -94,7 +94,7 @@ def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float
     if missing:
         came = ", ".join(f"{node} ({space.get(f'host/{node}').decode()})" for node in range(nodes) if str(node) not in missing)
         _let_read(space, node_rank, [node for node in range(nodes) if str(node) not in missing])
-        raise LaunchError(f"nodes that did not come to {head} within {wait_s:.0f} s: {', '.join(missing)}; there came {came}")
+        raise LaunchError(f"these nodes did not connect to {head} within {wait_s:.0f} s: {', '.join(missing)}; connected: {came}")
     yield space.get("id").decode()
 
 
@@ -151,7 +151,7 @@ def _absent(store: dist.Store, nodes: int) -> list[int]:
 
 def _missing(store: dist.Store, nodes: int, wait_s: float, head: str) -> list[int]:
     waiting = Waiting(wait_s)
-    while (missing := _absent(store, nodes)) and waiting.more(f"nodes {', '.join(map(str, missing))} to come to {head}"):
+    while (missing := _absent(store, nodes)) and waiting.more(f"nodes {', '.join(map(str, missing))} to connect to {head}"):
         pass
     return missing
 
@@ -167,6 +167,6 @@ def _let_read(store: dist.Store, node_rank: int, came: list[int]) -> None:
 def _told(store: dist.Store, nodes: int, wait_s: float, head: str) -> list[str]:
     waiting = Waiting(wait_s + _TOLD_S)
     while not store.check(["missing"]):
-        if not waiting.more(f"nodes {', '.join(map(str, _absent(store, nodes))) or '0'} to come to {head}"):
+        if not waiting.more(f"nodes {', '.join(map(str, _absent(store, nodes))) or '0'} to connect to {head}"):
             raise LaunchError(f"node 0 connected and then did not answer for {wait_s:.0f} s; see its log")
     return list(filter(None, store.get("missing").decode().split(",")))
