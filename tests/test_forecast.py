@@ -28,7 +28,7 @@ from meshpar.forecasting.extrapolate import deepened, widened
 from meshpar.forecasting.hardware import profiles
 from meshpar.forecasting.html import page
 from meshpar.forecasting.lints import lints
-from meshpar.forecasting.report import as_data, feedback, text
+from meshpar.forecasting.report import as_data, feedback, text, with_unit
 from meshpar.forecasting.simulate import Simulation, shallow, simulate
 from meshpar.forecasting.trace import Collective, Event, Phase
 from meshpar.mesh import MeshSpec
@@ -428,3 +428,8 @@ def main():
     script.write_text(body + "main()\n")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode and 'under if __name__ == "__main__"' in done.stderr
+
+
+@pytest.mark.parametrize(("count", "written"), [(8_030_261_248, "8.03B"), (124_439_808, "124.44M"), (12_345, "12.35K"), (96, "96")])
+def test_a_small_model_is_not_of_zero_billions(count: int, written: str) -> None:
+    assert with_unit(count) == written

@@ -17,7 +17,7 @@ from meshpar.forecasting.cost import cost
 from meshpar.forecasting.extrapolate import deepened
 from meshpar.forecasting.hardware import Hardware
 from meshpar.forecasting.lints import lints
-from meshpar.forecasting.report import Forecast
+from meshpar.forecasting.report import Forecast, with_unit
 from meshpar.forecasting.simulate import Simulation, like_blocks, shallow, simulate
 from meshpar.forecasting.step import Batch, Loss, summed_token_loss
 from meshpar.forecasting.trace import Trace
@@ -103,7 +103,7 @@ def evaluated(trace: Trace, profile: Hardware, job: Simulation, replayed: str) -
     memory, timed, ranks = trace.memory(), cost(trace, profile), job.world_size * job.replicas
     each = f", each of {job.replicas} replicas" if job.replicas > 1 else ""
     return Forecast(
-        title=f"{type(job.model).__name__}, {trace.parameters / 1e9:.2f}B parameters, on {ranks} x {profile.name}: {job.plan}{each}",
+        title=f"{type(job.model).__name__}, {with_unit(trace.parameters)} parameters, on {ranks} x {profile.name}: {job.plan}{each}",
         mesh=job.mesh,
         hardware=profile,
         batch=job.batch,

@@ -7,7 +7,7 @@ from html import escape
 
 from meshpar.drawing import mesh_svg
 from meshpar.forecasting.cost import ERROR_RANGE
-from meshpar.forecasting.report import GIB, Forecast, rows
+from meshpar.forecasting.report import GIB, Forecast, rows, with_unit
 from meshpar.forecasting.search import Ranking
 from meshpar.forecasting.trace import HELD
 
@@ -68,7 +68,7 @@ def _figures(forecast: Forecast) -> str:
         (_time(timed.seconds), f"step, {_time(least)} to {_time(most)} (± {ERROR_RANGE:.0%})"),
         (f"{timed.tokens_per_second:,.0f}", f"tokens/s, {timed.tokens_per_second / forecast.world_size:,.0f} a rank"),
         (f"{timed.mfu:.1%}", "MFU"),
-        (f"{forecast.trace.parameters / 1e9:,.2f} B", f"parameters, {forecast.trace.exact['parameters'] / GIB:.3f} GiB of them a rank"),
+        (with_unit(forecast.trace.parameters), f"parameters, {forecast.trace.exact['parameters'] / GIB:.3f} GiB of them a rank"),
     ]
     return "<div class=f>" + "".join(f"<div><b>{value}</b><span>{label}</span></div>" for value, label in figures) + "</div>"
 

@@ -24,6 +24,12 @@ MEMORY_RANGE = 0.10
 """Part of the forecast's peak by which a device's own count may differ: its allocator keeps fragments, compilation saves activations."""
 
 
+def with_unit(count: int) -> str:
+    """Return a number of parameters with its unit: ``8.03B``, ``124.44M``, ``12.35K``."""
+    unit, size = next(((unit, size) for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)) if count >= size), ("", 1))
+    return f"{count / size:.2f}{unit}" if unit else str(count)
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
