@@ -284,7 +284,7 @@ class CheckpointManager:
 
     def _begin(self, noted: Noted, replace: bool) -> Place:
         if not isinstance(noted.step, int) or isinstance(noted.step, bool) or noted.step < 0:
-            raise CheckpointError(f"step is {noted.step!r}; expected a whole number of 0 or more")
+            raise CheckpointError(f"step is {noted.step!r}; expected an integer of 0 or more")
         plain(noted.extra, "extra")
         if odd := [name for name, value in noted.metrics.items() if not isinstance(value, (int, float))]:
             raise CheckpointError(

@@ -260,7 +260,7 @@ def _parse(text: str) -> dict[str, int]:
 def _validate(axes: dict[str, int], ranks_per_node: int | None) -> None:
     for name, size in axes.items():
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-            raise MeshError(f"axis {name!r} has size {size!r}; a size is a positive whole number, or -1 for what is left")
+            raise MeshError(f"axis {name!r} has size {size!r}; a size is a positive integer, or -1 for what is left")
         if not name.isidentifier():
             raise MeshError(f"axis name {name!r} is not an identifier; use letters, digits and '_'")
     if list(axes.values()).count(-1) > 1:
@@ -268,7 +268,7 @@ def _validate(axes: dict[str, int], ranks_per_node: int | None) -> None:
     if len(axes) > MAX_AXES:
         raise MeshError(f"a mesh has at most {MAX_AXES} axes, got {len(axes)}: {list(axes)}; drop those of size 1")
     if ranks_per_node is not None and ranks_per_node < 1:
-        raise MeshError(f"ranks_per_node is {ranks_per_node}; it is a positive whole number")
+        raise MeshError(f"ranks_per_node is {ranks_per_node}; it is a positive integer")
 
 
 def _rebuild(axes: dict[str, int], ranks_per_node: int | None) -> MeshSpec:

@@ -62,7 +62,7 @@ def _number(name: str, default: int) -> int:
     if text is None:
         return default
     if not text.isdigit():
-        raise LaunchError(f"environment variable {name} is {text!r}; expected a whole number, as torchrun sets it")
+        raise LaunchError(f"environment variable {name} is {text!r}; expected an integer, as torchrun sets it")
     return int(text)
 
 

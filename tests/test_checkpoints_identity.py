@@ -85,7 +85,7 @@ def test_a_step_that_was_exchanged_is_not_taken_for_another(run: Path) -> None:
 
 @pytest.mark.parametrize("step", [-1, 1.5, True])
 def test_a_number_that_is_no_step_is_refused(tmp_path: Path, step: float) -> None:
-    with pytest.raises(CheckpointError, match="expected a whole number of 0 or more"):
+    with pytest.raises(CheckpointError, match="expected an integer of 0 or more"):
         CheckpointManager(tmp_path).save(step, linear())  # type: ignore[arg-type]
 
 

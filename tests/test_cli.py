@@ -252,7 +252,7 @@ def test_the_page_of_keys_is_current() -> None:
     (nonfinite,) = (line for line in lines if line.startswith("| `nonfinite`"))
     assert nonfinite.endswith("no checkpoint contains the weights of such a step. |"), "a line of a meaning may have a colon"
     steps = lines[lines.index("## schedule") :][5]
-    assert steps.startswith("| `steps` | a whole number or nothing |  |"), "the section's default, not that of its dataclass"
+    assert steps.startswith("| `steps` | an integer or null |  |"), "the section's default, not that of its dataclass"
 
 
 def test_generate_stops_samples_by_seed_and_chats(tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ def test_a_field_said_twice_is_a_conflict() -> None:
 
 def test_values_that_cannot_be_read() -> None:
     for text, reason in {
-        "num_train_epochs: 1.5": "expected a whole number from 1, got 1.5",
+        "num_train_epochs: 1.5": "expected an integer from 1, got 1.5",
         "lr_scheduler_type: polynomial": "'polynomial' is refused: there are linear, cosine",
         "optim: adafactor": "'adafactor' is refused: the optimizer is AdamW",
         "save_steps: 0.1": "0.1 is refused: a part of the run",
@@ -369,7 +369,7 @@ def test_values_that_cannot_be_read() -> None:
 @pytest.mark.parametrize("key", sorted({*TRAINER.handlers, *ACCELERATE.handlers}))
 def test_a_key_without_a_value_asks_for_nothing(key: str) -> None:
     recipe = read(f"training: {{steps: 3}}\n{key}:\n")
-    assert f"{key}: has no effect: nothing is the default" in recipe.notes
+    assert f"{key}: has no effect: null is the default" in recipe.notes
     told = (
         problems(f"training: {{steps: 3}}\n{key}: [[]]\n")
         if key not in ("run_name", "output_dir", "eval_steps", "report_to", "resume_from_checkpoint")

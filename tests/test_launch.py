@@ -191,7 +191,7 @@ def test_a_time_limit_leaves_time_before_the_signal(folder: Path) -> None:
 
 def test_numbers_of_targets_have_bounds() -> None:
     for name, text in (("slurm", "signal_s=0"), ("slurm", "signal_s=65536"), ("kubernetes", "port=0"), ("skypilot", "port=65536")):
-        with pytest.raises(LaunchError, match=f"{text.partition('=')[0]} must be a whole number from 1"):
+        with pytest.raises(LaunchError, match=f"{text.partition('=')[0]} must be an integer from 1"):
             make_target(name, registry.plugin("meshpar.launchers", name), [text])
 
 
@@ -488,7 +488,7 @@ def test_options_of_a_target_are_checked_all_at_once() -> None:
     with pytest.raises(LaunchError) as caught:
         make_target("slurm", Slurm, ["partitoin=gpu", "signal_s=soon", "qos=high"])
     assert "'partitoin=gpu': slurm has no such option, written as KEY=VALUE; nearest: partition" in str(caught.value)
-    assert "'signal_s=soon': expected a whole number" in str(caught.value)
+    assert "'signal_s=soon': expected an integer" in str(caught.value)
     assert "qos" not in str(caught.value)
 
 

@@ -87,14 +87,14 @@ passes:
     offlod: cpu
 """
     assert problems(text) == [
-        "small.yaml:2: model.dim: expected a whole number or nothing, got 64.5",
+        "small.yaml:2: model.dim: expected an integer or null, got 64.5",
         "small.yaml:2: model.rope_scaling.facto: unknown key; nearest: factor",
         "small.yaml:2: model.layrs: unknown key; nearest: layers",
         "small.yaml:3: data.source: expected 'stdlib', 'files', 'jsonl', 'csv', 'parquet', 'chat', 'tokens', 'mix' or 'dataset', got 'stdlb'",
         "small.yaml:3: data.micro_batch: must be greater than or equal to 1, got 0",
         "small.yaml:6: optimizer.betas: expected a list of 2, got [0.9]",
-        "small.yaml:4: training.steps: expected a whole number or nothing, got '5'",
-        "small.yaml:4: training.validate_every: expected a whole number, 'epoch' or nothing, got 0.5",
+        "small.yaml:4: training.steps: expected an integer or null, got '5'",
+        "small.yaml:4: training.validate_every: expected an integer, 'epoch' or null, got 0.5",
         "small.yaml:5: optimiser: unknown key; nearest: optimizer, optimizer_copies",
         "small.yaml:1: mesh: cannot read 'dp_shad=2=' in mesh 'dp_shad=2='; write it like 'dp_replicate=2,dp_shard=-1,tp=4'",
         "small.yaml:8: passes.0: no pass 'FullShard' is installed; nearest: FullyShard, HybridShard",

@@ -488,9 +488,9 @@ def test_random_state_of_a_step_needs_only_seed_and_step(group: None, tmp_path: 
 
 
 def test_settings_are_checked_together() -> None:
-    with pytest.raises(RecipeError, match=r"length of the training.*log_every must be a whole number from 1, got 0; clip must be above 0"):
+    with pytest.raises(RecipeError, match=r"length of the training.*log_every must be an integer from 1, got 0; clip must be above 0"):
         TrainSettings(log_every=0, clip=-1)
-    with pytest.raises(RecipeError, match=r"^validate_every must be a whole number from 1 or 'epoch' or None, got 0$"):
+    with pytest.raises(RecipeError, match=r"^validate_every must be an integer from 1 or 'epoch' or None, got 0$"):
         TrainSettings(steps=1, validate_every=0)
     with pytest.raises(RecipeError, match=r"^lr must be above 0, got 0; weight_decay must be from 0, got -1$"):
         AdamWSettings(lr=0, weight_decay=-1)

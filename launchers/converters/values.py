@@ -118,7 +118,7 @@ class Keys:
             else:
                 result.refuse(key, f"{value!r} is refused: {reason}", place)
         elif value is None:
-            result.note(key, "has no effect: nothing is the default")
+            result.note(key, "has no effect: null is the default")
         else:
             try:
                 told = self.handlers[key](value, result)
@@ -143,9 +143,9 @@ def to(path: str, check: Callable[[Any], Any] = lambda value: value) -> Handler:
 
 
 def whole(value: object) -> int:
-    """Return a whole number from 1; raises ValueError for anything else."""
+    """Return an integer from 1; raises ValueError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
-        raise ValueError(f"expected a whole number from 1, got {value!r}")
+        raise ValueError(f"expected an integer from 1, got {value!r}")
     return int(value)
 
 
@@ -191,7 +191,7 @@ def clip(value: Any, result: Translated) -> str:
     """Take ``max_grad_norm``; 0 only measures."""
     wanted = None if not value else float(value)
     result.put("training.clip", wanted)
-    return f"{value} became training.clip: {wanted or 'nothing: the norm is only measured'}"
+    return f"{value} became training.clip: {wanted or 'null: the norm is only measured'}"
 
 
 def beta(place: int) -> Any:
@@ -264,7 +264,7 @@ def every(kind: str, path: str) -> Any:
         text = {False: "no", True: "steps"}.get(value, str(value)) if isinstance(value, bool) else str(value)
         if text == "no":
             result.put(path, None)
-            return f"{text} became {path}: nothing" + (" (at the end only)" if kind == "save" else "")
+            return f"{text} became {path}: null" + (" (at the end only)" if kind == "save" else "")
         if text == "best":
             raise ValueError("'best' is refused: write save_strategy: epoch or steps; checkpoint.best keeps the best of them")
         every = "epoch" if text == "epoch" else count(result.known.get(f"{kind}_steps") or result.known.get("logging_steps") or 500)

@@ -102,5 +102,5 @@ def _default(value: object) -> str:
 
 
 def _cell(text: str) -> str:
-    text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", text).replace("``", "`").replace("|", "\\|")
+    text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", text).replace("``", "`").replace("|", "\\|").replace("None: ", "null: ")
     return re.sub(r"<class '([^']*)'>|typing\.", lambda found: found[1] or "", text)

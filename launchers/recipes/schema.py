@@ -23,11 +23,11 @@ from meshpar.patterns import suggestion
 
 _TYPES: Mapping[Any, str] = {
     bool: "true or false",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
-    str: "text",
+    str: "a string",
     Path: "a path",
-    type(None): "nothing",
+    type(None): "null",
     torch.dtype: "a dtype",
 }
 
@@ -136,7 +136,7 @@ def validate(model: type[Section], data: object, document: Document, place: Plac
 
 
 def describe_type(hint: object) -> str:
-    """Return what a field takes, in words: ``a whole number, 'epoch' or nothing``."""
+    """Return what a field takes, in words: ``an integer, 'epoch' or null``."""
     tags = [_tag(each) for each in get_args(hint) if isinstance(each, type) and issubclass(each, BaseModel)]
     if "own" in tags:
         return f"fields (kind: {', '.join(str(each) for each in tags if each != 'own')}; or class: package.module.Name)"

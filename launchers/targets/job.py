@@ -247,7 +247,7 @@ def _read(hint: object, text: str) -> object:
         return text.lower() == "true"
     if hint is int:
         if not text.isdigit():
-            raise ValueError("expected a whole number")
+            raise ValueError("expected an integer")
         return int(text)
     return text
 

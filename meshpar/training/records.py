@@ -34,7 +34,7 @@ class RecordSource:
         kind: ``pairs`` or ``labels``. Pairs of ``stdlib`` are the source of every documented function with the first sentence of its
             docstring. Labels of ``stdlib`` are lines of code with their module or package, of the largest twelve.
         field: key of the input text in a line of JSON.
-        output_field: key of the target text or of the label (text, a whole number, true or false).
+        output_field: key of the target text or of the label (text, an integer, true or false).
     """
 
     inputs: tuple[str, ...]

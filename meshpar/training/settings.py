@@ -66,7 +66,7 @@ def bound_problems(settings: Any) -> Iterator[str]:
             else:
                 others = [None if each is NoneType else each for one in kinds if one is not number for each in get_args(one) or [one]]
             if value not in others and not (isinstance(value, kind if kind is int else (int, float)) and value in bound):
-                whole = "a whole number " if kind is int else ""
+                whole = "an integer " if kind is int else ""
                 yield f"{name} must be {whole}{bound}{''.join(f' or {each!r}' for each in others)}, got {value!r}"
 
 
