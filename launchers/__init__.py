@@ -9,7 +9,8 @@ from meshpar.imports import lazily
 if TYPE_CHECKING:
     from meshpar.launchers.commands.train import train_recipe
     from meshpar.launchers.export.run import export_adapters, export_run
-    from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+    from meshpar.launchers.recipes.loading import load_recipe
+    from meshpar.launchers.recipes.recipe import Recipe
     from meshpar.launchers.targets.job import Job, Launched, Target
 
 __all__ = [
@@ -30,7 +31,7 @@ _HOMES = {
     "Target": "targets.job",
     "export_adapters": "export.run",
     "export_run": "export.run",
-    "load_recipe": "recipes.recipe",
+    "load_recipe": "recipes.loading",
     "train_recipe": "commands.train",
 }
 

@@ -16,8 +16,9 @@ from meshpar.launchers.commands.inspecting import convert_recipe
 from meshpar.launchers.converters.tables import ACCELERATE, PARALLELISM, TRAINER
 from meshpar.launchers.converters.translate import _KNOBS, ALIASES, HuggingFace, translate
 from meshpar.launchers.recipes import named
+from meshpar.launchers.recipes.loading import load_recipe, resolve
 from meshpar.launchers.recipes.named import Translation, make_passes
-from meshpar.launchers.recipes.recipe import Recipe, load_recipe, resolve
+from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.yamlfile import Document, Place, parse_document
 
 ROOT = Path(__file__).parent.parent

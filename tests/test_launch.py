@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from meshpar import LaunchError, MeshError, MeshSpec, PlanError, RecipeError, registry
 from meshpar.launchers.cli import app
 from meshpar.launchers.jobs import elastic
-from meshpar.launchers.recipes.recipe import load_recipe
+from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.targets import job as job_module
 from meshpar.launchers.targets.job import dns_label, make_target
 from meshpar.launchers.targets.launching import launch_job

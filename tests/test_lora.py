@@ -264,7 +264,7 @@ def test_adapters_on_the_head_are_refused_under_tp() -> None:
 def test_a_recipe_trains_adapters_goes_on_and_exports_them_merged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from meshpar.launchers.commands.train import launch as train
     from meshpar.launchers.export.run import export_run
-    from meshpar.launchers.recipes.recipe import load_recipe
+    from meshpar.launchers.recipes.loading import load_recipe
 
     torch.manual_seed(0)
     base = huggingface("Llama", tie_word_embeddings=True)

@@ -25,7 +25,8 @@ from meshpar import MeshparError, RecipeError
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.train import launch
 from meshpar.launchers.export.run import export_run
-from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+from meshpar.launchers.recipes.loading import load_recipe
+from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.testing import on_ranks
 from meshpar.training.stop import StopRequest
 from meshpar.training.tokenizer import byte_tokenizer
@@ -340,7 +341,7 @@ def test_a_dataset_that_changed_is_not_resumed_silently(folder: Path) -> None:
 
 TWO = """\
 from meshpar.launchers.jobs.job import run_job
-from meshpar.launchers.recipes.recipe import load_recipe
+from meshpar.launchers.recipes.loading import load_recipe
 
 for number in (1, 2):
     wanted = ["data.paths=[text.txt]", f"output=two-{number}", "training.steps=2", "preflight=warn"]

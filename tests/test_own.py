@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from meshpar.launchers.cli import app
-from meshpar.launchers.recipes.recipe import load_recipe
+from meshpar.launchers.recipes.loading import load_recipe
 
 CODE = '''
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ from meshpar.launchers.commands.inspecting import describe_recipe
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.forecasting import batch_of, forecast_job
 from meshpar.launchers.jobs.job import run_job
-from meshpar.launchers.recipes.recipe import load_recipe, shipped
+from meshpar.launchers.recipes.loading import load_recipe, shipped
 from meshpar.testing import launch
 from meshpar.training.optimizer import AdamWSettings, build_adamw
 

@@ -14,8 +14,9 @@ import torch
 from meshpar import ActivationCheckpoint, ContextParallel, FullyShard, HybridShard, RecipeError, Replicate, TensorParallel
 from meshpar.launchers.converters.translate import translate
 from meshpar.launchers.jobs import build
+from meshpar.launchers.recipes.loading import load_recipe, resolve, shipped
 from meshpar.launchers.recipes.named import make_passes
-from meshpar.launchers.recipes.recipe import Recipe, load_recipe, resolve, shipped
+from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.yamlfile import parse_document
 from meshpar.training.chat import TEMPLATES
 from meshpar.training.tokens import write_tokens

@@ -32,7 +32,7 @@ from meshpar.launchers.commands.run import run
 from meshpar.launchers.commands.train import division_of
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.elastic import Elected
-from meshpar.launchers.recipes.recipe import load_recipe
+from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.testing import on_ranks
 from meshpar.training import Batches, CausalLM, Lighthouse, LoaderSettings, Replicas, Schedule, Trainer, TrainSettings, elastic
 from meshpar.training.metrics import JsonLines

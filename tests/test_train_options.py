@@ -17,8 +17,9 @@ from meshpar.errors import FullMemoryError
 from meshpar.launchers.jobs import forecasting
 from meshpar.launchers.jobs.job import Saver
 from meshpar.launchers.jobs.preflight import find_batch_size
+from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.named import make_objective
-from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+from meshpar.launchers.recipes.recipe import Recipe
 from tests.patience import patient, until
 
 

@@ -24,7 +24,7 @@ from meshpar import runtime, testing
 from meshpar.checkpoints import CheckpointManager
 from meshpar.launchers.agent.failures import record, record_stall, recorded
 from meshpar.launchers.jobs.preflight import opened
-from meshpar.launchers.recipes.recipe import load_recipe
+from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.mesh import MeshSpec
 from meshpar.watchdog import STALLED, Watchdog, verdict_of
 from tests.patience import patient, until

@@ -18,7 +18,7 @@ from meshpar.launchers.agent.check_in import Waiting, children
 from meshpar.launchers.agent.replicas import Division, launch_replicas
 from meshpar.launchers.commands.placing import adopted, node_range, said
 from meshpar.launchers.commands.train import division_of
-from meshpar.launchers.recipes.recipe import load_recipe
+from meshpar.launchers.recipes.loading import load_recipe
 
 _FIRST = 50  # steps before the loss
 _RECIPE = """\

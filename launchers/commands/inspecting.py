@@ -10,7 +10,8 @@ from meshpar import registry
 from meshpar.errors import PlanError
 from meshpar.launchers.agent.replicas import check_elastic, divided
 from meshpar.launchers.jobs import build
-from meshpar.launchers.recipes.recipe import Recipe, UnknownRecipeError, load_recipe, resolve, shipped
+from meshpar.launchers.recipes.loading import UnknownRecipeError, load_recipe, resolve, shipped
+from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import Own
 from meshpar.launchers.recipes.yamlfile import Document, apply_overrides
 from meshpar.mesh import MeshSpec

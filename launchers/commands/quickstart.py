@@ -19,7 +19,8 @@ from meshpar.launchers.commands.train import launch
 from meshpar.launchers.export.run import export_run
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.job import METRICS, TENSORBOARD
-from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+from meshpar.launchers.recipes.loading import load_recipe
+from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.training.samples import PackedTokens
 
 MESHES = {"fsdp": "dp_shard=2", "hsdp": "dp_replicate=2,dp_shard=1"}

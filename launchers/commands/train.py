@@ -19,7 +19,8 @@ from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.job import run_job
 from meshpar.launchers.jobs.preflight import find_batch_size
 from meshpar.launchers.jobs.worker import code_of, end_with_parent
-from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+from meshpar.launchers.recipes.loading import load_recipe
+from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.mesh import MeshSpec
 
 

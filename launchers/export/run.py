@@ -24,7 +24,7 @@ from meshpar.checkpoints.verify import Verify, verify_files
 from meshpar.errors import CheckpointError, LayoutError
 from meshpar.launchers import progress
 from meshpar.launchers.jobs.job import RECIPE, TOKENIZER
-from meshpar.launchers.recipes.recipe import load_recipe
+from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.schema import parse_dtype
 from meshpar.models.huggingface import from_config
 from meshpar.registry import layout_for

@@ -32,10 +32,11 @@ from meshpar.launchers.jobs.datasets import (
 )
 from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.jobs.models import HEAD_OF, DataFacts, build_transformers
+from meshpar.launchers.recipes.conflicts import folder_problems
 from meshpar.launchers.recipes.named import OBJECTIVES, has_keyword, make_objective, make_own, make_passes
-from meshpar.launchers.recipes.recipe import Recipe, folder_problems, model_config, rounded_vocabulary
+from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.schema import build
-from meshpar.launchers.recipes.sections import Model, Own, OwnOptimizer
+from meshpar.launchers.recipes.sections import Model, Own, OwnOptimizer, model_config, rounded_vocabulary
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, default_device_type, is_auto
 from meshpar.models import GPT2, Transformer

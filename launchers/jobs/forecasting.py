@@ -16,7 +16,8 @@ from meshpar.forecasting.hardware import Hardware
 from meshpar.forecasting.report import Forecast, feedback
 from meshpar.forecasting.step import Batch, ObjectiveLoss
 from meshpar.launchers.jobs import build
-from meshpar.launchers.recipes.recipe import Recipe, folder_problems
+from meshpar.launchers.recipes.conflicts import folder_problems
+from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import Own
 from meshpar.plan import Plan
 from meshpar.training.metrics import Metrics, Reporter

@@ -20,7 +20,8 @@ from meshpar.launchers.doctor.examine import Folder, Meeting, Report
 from meshpar.launchers.doctor.rank import examined, measured, mesh_of
 from meshpar.launchers.doctor.report import findings_text, rate_text
 from meshpar.launchers.jobs import build
-from meshpar.launchers.recipes.recipe import Recipe, resolve
+from meshpar.launchers.recipes.loading import resolve
+from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.yamlfile import apply_overrides, parse_document
 
 _LATER_S = 120.0  # by which the time-out of collectives exceeds the watchdog's

@@ -68,7 +68,7 @@ def run_recipe(path: str) -> int:
     with quick_imports():
         from meshpar.launchers.jobs.elastic import fitted
         from meshpar.launchers.jobs.job import run_job
-        from meshpar.launchers.recipes.recipe import load_recipe
+        from meshpar.launchers.recipes.loading import load_recipe
 
     if os.environ["RANK"] == "0":
         note_start(Path(os.environ["MESHPAR_LOGS"]))

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import torch
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, ValidationError, create_model
@@ -40,6 +40,9 @@ class Section(BaseModel):
     def given(self) -> dict[str, Any]:
         """Return the fields that were written, with nested sections as their objects."""
         return {name: getattr(self, name) for name in self.model_fields_set if getattr(self, name) is not None}
+
+
+_S = TypeVar("_S", bound=Section)
 
 
 def parse_dtype(text: object) -> torch.dtype:
@@ -123,7 +126,7 @@ def build(cls: Callable[..., Any], section: Section, *arguments: Any, **given: A
     return cls(*arguments, **(values | given))
 
 
-def validate(model: type[Section], data: object, document: Document, place: Place = ()) -> Section | list[str]:
+def validate(model: type[_S], data: object, document: Document, place: Place = ()) -> _S | list[str]:
     """Return the section of ``data``, or every problem in it, one line each with file, line and dotted path."""
     try:
         # By way of JSON, whose strict mode takes a list for a tuple and a text for a path, and nothing else.

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from meshpar.launchers.recipes.schema import Dtype, Section, section_of
 from meshpar.models.gpt2 import GPT2Config
-from meshpar.models.transformer_config import TransformerConfig
+from meshpar.models.transformer_config import RopeScaling, TransformerConfig
 from meshpar.training.lora import LoRA
 from meshpar.training.optimizer import AdamWSettings, Scaling, Schedule
 from meshpar.training.settings import Bound, Count, Every, Part, TrainSettings
@@ -97,6 +97,28 @@ class OwnModel(Own):
 
 
 Model = Annotated[TransformerSection | GPT2Section | HuggingFaceSection | OwnModel, Field(discriminator="kind")]
+
+
+def model_config(section: Any, vocab_size: int) -> TransformerConfig | GPT2Config:
+    """Return the shape of a ``transformer`` or ``gpt2`` section.
+
+    Args:
+        section: of the recipe.
+        vocab_size: of the data. A transformer that names neither a preset nor its own gets it, rounded up to a multiple of 64, which
+            every usual tensor axis divides.
+    """
+    given = {name: value for name, value in section.given().items() if name not in ("kind", "preset", "weights", "ignore")}
+    if section.kind == "gpt2":
+        return GPT2Config(**given)
+    given |= {"rope_scaling": RopeScaling(**section.rope_scaling.given())} if section.rope_scaling is not None else {}
+    if section.preset is not None:
+        return TransformerConfig.preset(section.preset, **given)
+    return TransformerConfig(**{"vocab_size": rounded_vocabulary(vocab_size), **given})
+
+
+def rounded_vocabulary(size: int) -> int:
+    """Return a vocabulary that every usual tensor axis divides."""
+    return -(-size // 64) * 64
 
 
 @final

@@ -16,7 +16,8 @@ from meshpar.errors import LaunchError, MeshError, PlanError
 from meshpar.launchers.agent.replicas import divided
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.elastic import replica_problems
-from meshpar.launchers.recipes.recipe import Recipe, load_recipe
+from meshpar.launchers.recipes.loading import load_recipe
+from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.targets.job import Job, Target, ask, make_target
 from meshpar.launchers.targets.launched import LAUNCH
 from meshpar.mesh import MeshSpec, is_auto

@@ -1,0 +1,238 @@
+"""Problems of a recipe whose fields are right by themselves: fields that are wrong together, and arguments that a class does not take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from meshpar import registry
+from meshpar.checkpoints import storage
+from meshpar.errors import MeshparError
+from meshpar.launchers.recipes.named import OBJECTIVES, objective_factory, own_problems, wants_teacher
+from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.launchers.recipes.sections import DataSection, MixSection, Own, mixed_names, model_config
+from meshpar.launchers.recipes.yamlfile import Document, Place
+from meshpar.training.order import weights_problem
+from meshpar.training.text import SUFFIXES, kind_of
+
+Conflicts = Iterator[tuple[Place, str]]
+"""Fields, each with what is wrong with it."""
+
+_DOWNLOAD = "expected a folder (nothing is downloaded: `hf download NAME --local-dir FOLDER`)"
+
+
+def conflicts(recipe: Recipe, *, disks: bool) -> Conflicts:
+    """Yield fields that are right by themselves and wrong together.
+
+    Args:
+        recipe: the recipe, whose fields have the right types.
+        disks: whether the folders of the model must exist here.
+    """
+    yield from _length_problems(recipe)
+    yield from _source_problems(recipe)
+    yield from _mix_problems(recipe)
+    yield from _chat_problems(recipe)
+    yield from _tokenizer_problems(recipe)
+    yield from _objective_problems(recipe)
+    yield from _model_problems(recipe, disks=disks)
+
+
+def _length_problems(recipe: Recipe) -> Conflicts:
+    """Yield what is wrong with the length of the training and of its schedule, and with the events in between."""
+    data, training, schedule = recipe.data, recipe.training, recipe.schedule
+    if training.steps is None and training.epochs is None:
+        yield ("training",), "set the length of the training: steps, epochs or both"
+    if training.validate_every is not None and not data.validates:
+        yield ("training", "validate_every"), "there is no validation data; set data.validation_fraction or data.validation_paths"
+    length = schedule.steps or training.steps
+    if length is not None and schedule.warmup_steps > length:
+        yield ("schedule", "warmup_steps"), f"{schedule.warmup_steps} steps of warm-up do not fit in {length} steps"
+    if schedule.warmup_steps and schedule.warmup_ratio:
+        yield ("schedule", "warmup_ratio"), "set either warmup_steps or warmup_ratio, not both"
+    endless = any(each.epochs is None for each in data.mix)
+    if data.mix and training.epochs is not None and (endless or training.epochs > 1):
+        yield (
+            ("training", "epochs"),
+            "a mixture ends with the epochs of its sources; set training.steps, and epochs in data.mix",
+        )
+    for place, value in ((("training", "validate_every"), training.validate_every), (("checkpoint", "every"), recipe.checkpoint.every)):
+        if endless and value == "epoch":
+            yield place, "a mixture with a source that repeats without end has no epoch; set a number of steps"
+
+
+def _source_problems(recipe: Recipe) -> Conflicts:
+    """Yield what is wrong with the source of the data, its files and its validation data."""
+    data = recipe.data
+    if data.source == "stdlib" and data.paths:
+        yield ("data", "paths"), "stdlib needs no paths; for files of your own write source: files"
+    if (data.source == "dataset") != (data.dataset is not None):
+        yield ("data", "source"), "a dataset of your own is written dataset: {class: mypackage.Dataset}, without another source"
+    if data.validation_dataset is not None and (data.dataset is None or data.validation_fraction):
+        yield ("data", "validation_dataset"), "requires data.dataset, and excludes validation_fraction"
+    if data.source == "dataset" and (data.paths or data.validation_paths):
+        yield ("data", "paths"), "a dataset of your own reads its files itself; pass them as keywords of the class"
+    if data.source not in ("stdlib", "dataset", "mix") and not data.paths:
+        yield ("data", "paths"), f"source: {data.source} needs paths"
+    if data.source == "tokens" and (len(data.paths) > 1 or len(data.validation_paths) > 1):
+        yield ("data", "paths"), f"tokens are one .bin file, got {len(data.paths)}"
+    sources: list[DataSection | MixSection] = [data, *data.mix]
+    for each in sources:
+        suffixes = SUFFIXES.get(each.source, ())
+        for path in (*each.paths, *each.validation_paths) if suffixes else ():
+            if kind_of(Path(path)) not in ("", *suffixes) and not Path(path).expanduser().is_dir():
+                yield (
+                    ("data", "mix" if data.mix else "paths"),
+                    f"source: {each.source} reads files ending in {' or '.join(suffixes)}, got {path!r}",
+                )
+    if data.validation_paths and data.validation_fraction:
+        yield ("data", "validation_fraction"), "set either validation_paths or validation_fraction, not both"
+
+
+def _mix_problems(recipe: Recipe) -> Conflicts:
+    """Yield what is wrong with a mixture of sources."""
+    data = recipe.data
+    if (data.source == "mix") != bool(data.mix):
+        yield ("data", "mix"), "a mixture is written mix: [{source: files, paths: [...], weight: 0.7}, ...], without another source"
+    if data.mix and (data.paths or data.validation_paths or data.template):
+        yield ("data", "mix"), "paths, validation_paths and template are written in each source of the mix"
+    if len({*mixed_names(data)}) < len(data.mix):
+        yield (
+            ("data", "mix"),
+            f"two sources share a name in {mixed_names(data)}; give each its own name, under which its loss is logged",
+        )
+    for each in data.mix:
+        if bool(each.paths) == (each.source == "stdlib") or (each.source == "tokens" and len(each.paths) > 1):
+            yield (
+                ("data", "mix"),
+                f"source: {each.source} with paths {list(each.paths)}; expected none for stdlib, one for tokens, else one or more",
+            )
+        if each.name and not each.name.replace("-", "").replace("_", "").isalnum():
+            yield ("data", "mix"), f"name {each.name!r} is part of a metric's; use letters, digits, - and _"
+    if data.mix and (problem := weights_problem([each.weight for each in data.mix])):
+        yield ("data", "mix"), problem
+
+
+def _chat_problems(recipe: Recipe) -> Conflicts:
+    """Yield what is wrong with the templates of conversations."""
+    data = recipe.data
+    if data.template is not None and data.source != "chat":
+        yield ("data", "template"), "a chat template requires source: chat"
+    templates = {each.template for each in data.mix if each.source == "chat"}
+    if len(templates) > 1:
+        named = " and ".join(sorted(each or "that of the tokenizer" for each in templates))
+        yield ("data", "mix"), f"the conversations have several templates, {named}, and a model learns one; set one template for all"
+    unnamed = [each for each in (data.mix or (data,)) if each.source == "chat" and each.template is None]
+    if unnamed and data.tokenizer in (None, "bytes", "bpe") and recipe.model.weights is None:
+        yield (
+            ("data", "template"),
+            f"tokenizer {data.tokenizer or 'bytes'} has no chat template; write template: chatml or llama3, or a file",
+        )
+
+
+def _tokenizer_problems(recipe: Recipe) -> Conflicts:
+    """Yield what is wrong with the tokenizer and with packing."""
+    data, weights = recipe.data, recipe.model.weights
+    if data.packing == "best_fit" and data.documents == "joined":
+        yield ("data", "packing"), "best_fit keeps documents whole, and documents: joined makes one text of them; use one of the two"
+    if data.source == "tokens" and data.tokenizer in ("bytes", "bpe"):
+        yield (
+            ("data", "tokenizer"),
+            "the input is tokens already: remove data.tokenizer, or name the folder of their tokenizer, for the export",
+        )
+    there = weights is not None and storage.place(weights).expanduser().exists()
+    if there and data.tokenizer is None and data.source not in ("tokens", "dataset"):
+        yield (
+            ("data", "tokenizer"),
+            f"missing: {weights} has no tokenizer.json; name the folder of the tokenizer that the weights were trained with, "
+            "or write bytes or bpe for another one",
+        )
+    if data.eos is not None and data.tokenizer in (None, "bytes") and weights is None and data.source not in ("tokens", "dataset"):
+        yield ("data", "eos"), "tokenizer bytes ends a document with its own token; remove data.eos, or use another tokenizer"
+
+
+def _objective_problems(recipe: Recipe) -> Conflicts:
+    """Yield what the objective requires, and the recipe lacks."""
+    training, data = recipe.training, recipe.data
+    try:
+        factory = objective_factory(training.objective)
+    except MeshparError:
+        return  # told before; an objective that is not installed by build.check_job, with what is
+    if wants_teacher(factory) != (recipe.teacher is not None):
+        words = "needs a teacher; set teacher.model and its weights" if recipe.teacher is None else "uses no teacher"
+        yield ("teacher",), f"the objective {training.objective} {words}"
+    examples = getattr(factory, "examples", "tokens")
+    if examples != "tokens" and data.mix:
+        yield ("data", "mix"), f"the objective {training.objective} learns from {examples}, and a mixture contains texts"
+    if examples != "tokens" and data.source not in ("stdlib", "jsonl", "csv", "parquet", "dataset"):
+        yield (
+            ("data", "source"),
+            f"the objective {training.objective} learns from stdlib, jsonl, csv or parquet, which hold two fields, got {data.source!r}",
+        )
+
+
+def _model_problems(recipe: Recipe, *, disks: bool) -> Conflicts:
+    """Yield what is wrong with the model, the teacher and the adapters."""
+    if recipe.lora is not None and (recipe.model.kind != "huggingface" or recipe.model.weights is None):
+        yield ("lora",), "adapters need a model of transformers (kind: huggingface) with its weights"
+    try:
+        recipe.adapters()
+    except MeshparError as error:
+        yield ("lora",), str(error)
+    # A run before may make the folders of a teacher; they are looked for when the job is checked.
+    for text in folder_problems(recipe.model) if disks else ():
+        yield ("model",), f"{text}; {_DOWNLOAD}" if text.startswith("weights: ") else text
+    yield from ((("model",), text) for text in _shape_problems(recipe.model))
+    if recipe.teacher is not None:
+        yield from ((("teacher", "model"), text) for text in _shape_problems(recipe.teacher.model))
+
+
+def folder_problems(section: Any) -> Iterator[str]:  # one of the sections of models
+    """Yield the folders of a model's section that do not exist."""
+    if section.weights is not None and not storage.place(section.weights).expanduser().exists():
+        yield f"weights: {section.weights} does not exist"
+        return
+    folder = section.config if section.kind == "huggingface" and isinstance(section.config, str) else None
+    if folder is not None and not (Path(folder).expanduser() / "config.json").is_file():
+        yield f"config: no config.json in {folder}"
+
+
+def _shape_problems(section: Any) -> Iterator[str]:
+    """Yield what is wrong with the shape of a model."""
+    try:
+        if section.kind in ("transformer", "gpt2"):
+            model_config(section, vocab_size=512)
+        elif section.kind == "huggingface" and isinstance(section.config, dict) and "model_type" not in section.config:
+            yield "config: a config.json names its model_type, such as llama, qwen3 or gpt2"
+    except ValueError as error:
+        yield str(error)
+
+
+def calling_problems(recipe: Recipe, document: Document) -> list[str]:
+    """Return what is wrong with the objective's options and with classes of the user's own; imports them."""
+    found: list[str] = []
+    data, training = recipe.data, recipe.training
+    own: list[tuple[Place, Any, tuple[str, ...]]] = [
+        (("model",), recipe.model, ("vocab_size",)),
+        (("teacher", "model"), None if recipe.teacher is None else recipe.teacher.model, ("vocab_size",)),
+        (("optimizer",), recipe.optimizer, ("params", "lr")),
+        (("data", "dataset"), data.dataset, ("sequence_length",)),
+        (("data", "validation_dataset"), data.validation_dataset, ("sequence_length",)),
+    ]
+    for place, section, given in own:
+        if not isinstance(section, Own):
+            continue
+        try:
+            factory = registry.imported(section.class_)
+        except MeshparError as error:
+            found.append(f"{document.where((*place, 'class'))}: {error}")
+            continue
+        given = tuple(name for name in given if name not in section.keywords)
+        found += own_problems(factory, section.keywords, document, place, given)
+    if "." in training.objective or training.objective in registry.names(OBJECTIVES):
+        try:
+            factory = objective_factory(training.objective)
+        except MeshparError as error:
+            return [*found, f"{document.where(('training', 'objective'))}: {error}"]
+        found += own_problems(factory, training.objective_options, document, ("training", "objective_options"))
+    return found
