@@ -134,29 +134,20 @@ class Kubernetes(OnKubernetes):
         """Return the file for kubectl and the files beside it."""
         name = job.label
         head = f"{name}-{_PART}-0-0.{name}" if self.jobset else f"{name}-0.{name}"
-        limits = {"nvidia.com/gpu": str(job.gpus_per_node or ""), "cpu": self.cpu, "memory": self.memory}
         storage = {"persistentVolumeClaim": {"claimName": self.claim}} if self.claim else {"emptyDir": {}}
         options = f'--nodes={job.nodes} --nproc={job.ranks_per_node} --node-rank="$JOB_COMPLETION_INDEX" --head={head}:{self.port}'
         values = {
-            "name": name,
-            "shape": job.shape,
-            "command": job.made_by,
-            "namespace": self.namespace,
-            "labels": {KUEUE: self.kueue} if self.kueue else {},
-            "suspend": True if self.kueue else "",
+            **_shared(self, job),
             "scheduler": "volcano" if self.volcano else "",
             "group": {"scheduling.k8s.io/group-name": name} if self.volcano else {},
             "queue": self.volcano,
-            "nodes": job.nodes,
             "backoff": self.restarts * job.nodes,
             "restarts": self.restarts,
             "no_use": NO_USE,
             "owner": "jobset.sigs.k8s.io/jobset-uid" if self.jobset else "batch.kubernetes.io/controller-uid",
-            "image": self.image,
             "workdir": self.workdir,
             "work": ["bash", "-c", f'exec meshpar run {options} "$@"', "meshpar", *job.work("/job/recipe.yaml")],
             "recipe": job.recipe,
-            "limits": {key: value for key, value in limits.items() if value},
             "volume": {"name": "workspace", **storage},
             "shm": self.shm,
             "grace_s": self.grace_s,
@@ -229,20 +220,27 @@ class TrainJob(OnKubernetes):
 
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the file for kubectl and the files beside it."""
-        limits = {"nvidia.com/gpu": str(job.gpus_per_node or ""), "cpu": self.cpu, "memory": self.memory}
         enter = f"cd {shlex.quote(self.workdir)}\n" if self.workdir else ""
         values = {
-            "name": job.label,
-            "labels": {KUEUE: self.kueue} if self.kueue else {},
-            "suspend": True if self.kueue else "",
-            "shape": job.shape,
-            "command": job.made_by,
-            "namespace": self.namespace,
+            **_shared(self, job),
             "runtime": self.runtime,
-            "image": self.image,
-            "nodes": job.nodes,
             "ranks": job.ranks_per_node,
-            "limits": {key: value for key, value in limits.items() if value},
             "work": [f"{enter}{_RUN if job.recipe else _SCRIPT}", "meshpar", *job.work(job.recipe)],
         }
         return {"job.yaml": fill_yaml("trainjob.yaml", values, self.patch), **job.files()}
+
+
+def _shared(target: Kubernetes | TrainJob, job: Job) -> dict[str, object]:
+    """Return the values that both templates have."""
+    limits = {"nvidia.com/gpu": str(job.gpus_per_node or ""), "cpu": target.cpu, "memory": target.memory}
+    return {
+        "name": job.label,
+        "shape": job.shape,
+        "command": job.made_by,
+        "namespace": target.namespace,
+        "labels": {KUEUE: target.kueue} if target.kueue else {},
+        "suspend": True if target.kueue else "",
+        "nodes": job.nodes,
+        "image": target.image,
+        "limits": {key: value for key, value in limits.items() if value},
+    }
