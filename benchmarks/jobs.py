@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from meshpar.launchers import Recipe, export_run, load_recipe, train_recipe
-from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs import datasets
 from meshpar.training import ExampleFile, ExampleSplit, PackedTokens
 
 SUMMARIES = 200
@@ -66,7 +66,7 @@ def gpt2() -> None:
     """Pre-training, stopped and gone on with, exported."""
     train("gpt2_small", "training.steps=250", "schedule.steps=500")
     recipe = train("gpt2_small")
-    tokens = build.prepare_data(recipe).tokens
+    tokens = datasets.prepare_data(recipe).tokens
     export = export_run(recipe.folder, recipe.folder / "export", best="val/loss", overwrite=True)
     import transformers
 
@@ -87,7 +87,7 @@ def gpt2() -> None:
 def t5() -> None:
     """Summaries of functions, the best step by validation loss."""
     recipe = train("t5_summarisation")
-    split = build.prepare_data(recipe).split
+    split = datasets.prepare_data(recipe).split
     assert isinstance(split, ExampleSplit) and split.validation is not None
     unigram = unigram_loss(split.train.column("output")[0], split.validation.column("output")[0])
     export = export_run(recipe.folder, recipe.folder / "best", best="val/loss", overwrite=True)
@@ -125,7 +125,7 @@ def bert() -> None:
     steps = build_steps(whole)
     train("bert_classification", "training.epochs=null", f"training.steps={steps // 2 + 7}", f"schedule.steps={steps}")
     recipe = train("bert_classification")
-    held_out = build.prepare_data(recipe).split.validation
+    held_out = datasets.prepare_data(recipe).split.validation
     assert isinstance(held_out, ExampleFile)
     export = export_run(recipe.folder, recipe.folder / "best", best="+val/accuracy", overwrite=True)
     labels = held_out.column("output")[0].tolist()
@@ -136,7 +136,7 @@ def bert() -> None:
 
 def build_steps(recipe: Recipe) -> int:
     """Return how many steps a recipe's epochs have, on two data ranks."""
-    count = build.prepare_data(recipe).split.train.count  # type: ignore[union-attr]
+    count = datasets.prepare_data(recipe).split.train.count  # type: ignore[union-attr]
     return math.ceil(count / (recipe.data.micro_batch * recipe.data.accumulate * 2)) * (recipe.training.epochs or 1)
 
 
@@ -163,7 +163,7 @@ def qwen3() -> None:
     student = train("qwen3_moe_distillation")
     options = ["training.objective_options={temperature: 2.0, weight: 0.0}", "output_dir=runs/qwen3_moe_alone"]
     alone = train("qwen3_moe_distillation", *options)
-    tokens = build.prepare_data(student).tokens
+    tokens = datasets.prepare_data(student).tokens
     print(f"qwen3: held-out cross entropy of the student {last(student, 'val/cross_entropy'):.3f}, without its teacher "
           f"{last(alone, 'val/cross_entropy'):.3f}, of the teacher {last(teacher, 'val/loss'):.3f}, unigram model "
           f"{unigram_loss(tokens.train.ids(), tokens.validation.ids()):.3f}; KL to the teacher at temperature 2 "
@@ -174,7 +174,7 @@ def hybrid() -> None:
     """Two nodes of two ranks, and the same on one process."""
     recipe = train("hybrid_two_nodes", nodes=2)
     alone = train("hybrid_two_nodes", "mesh=''", "passes=auto", "data.micro_batch=16", "output=runs/hybrid_alone", nproc=1)
-    tokens = build.prepare_data(recipe).tokens
+    tokens = datasets.prepare_data(recipe).tokens
     print(f"hybrid: held-out loss {last(recipe, 'val/loss'):.5f} on two nodes, {last(alone, 'val/loss'):.5f} on one process, "
           f"unigram model {unigram_loss(tokens.train.ids(), tokens.validation.ids()):.3f}")  # fmt: skip
 

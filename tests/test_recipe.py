@@ -13,7 +13,7 @@ import torch
 
 from meshpar import ActivationCheckpoint, ContextParallel, FullyShard, HybridShard, RecipeError, Replicate, TensorParallel
 from meshpar.launchers.converters.translate import translate
-from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.recipes.loading import load_recipe, resolve, shipped
 from meshpar.launchers.recipes.named import make_passes
 from meshpar.launchers.recipes.recipe import Recipe
@@ -251,7 +251,7 @@ def test_the_recipes_that_come_with_meshpar_are_right() -> None:
     for name in shipped():
         load_recipe(name)
     gpt2 = load_recipe("gpt2")
-    model = build.build_model(gpt2, build.vocab_size_of(gpt2))
+    model = build.build_model(gpt2, datasets.vocab_size_of(gpt2))
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
     large = load_recipe("hsdp_tp", ["data.tokenizer=bytes", "data.source=stdlib", "data.paths=[]"])
     assert build.check_job(large, 64) == []
@@ -356,7 +356,7 @@ def test_new_names_pass_through_the_translation() -> None:
 def test_the_vocabulary_comes_from_the_data_unless_a_shape_has_its_own(tmp_path: Path) -> None:
     def vocab(*overrides: str) -> int:
         recipe = read(SMALL, *overrides)
-        return build.build_model(recipe, build.vocab_size_of(recipe)).config.vocab_size  # type: ignore[union-attr, return-value]
+        return build.build_model(recipe, datasets.vocab_size_of(recipe)).config.vocab_size  # type: ignore[union-attr, return-value]
 
     assert vocab() == 320  # 257 bytes and the end, up to a multiple of 64
     assert vocab("data.tokenizer=bpe", "data.vocab_size=1000") == 1024

@@ -17,7 +17,7 @@ from meshpar.errors import LaunchError, RecipeError
 from meshpar.launchers.commands.generating import Completer, Sampling, need_transformers
 from meshpar.launchers.commands.train import launch
 from meshpar.launchers.export.run import export_run
-from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.jobs.job import METRICS, TENSORBOARD
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
@@ -100,7 +100,7 @@ def _tell_difference(recipe: Recipe, exported: nn.Module) -> None:
 
 def _logits(recipe: Recipe, exported: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits (1, L, V) of the last checkpoint, in one process, and of the exported model."""
-    data = build.prepare_data(recipe)
+    data = datasets.prepare_data(recipe)
     held_out = data.tokens.validation or data.tokens.train
     ids = PackedTokens(held_out, recipe.data.sequence_length).__getitems__([0])["input_ids"]
     alone = recipe.model_copy(update={"mesh": "", "passes": ()})

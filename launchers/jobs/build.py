@@ -15,21 +15,7 @@ from torch import nn
 from meshpar import registry
 from meshpar.checkpoints.storage import place
 from meshpar.errors import CheckpointError, LayoutError, MeshparError, PlanError, RecipeError
-from meshpar.launchers.jobs.datasets import (
-    Data,
-    batches,
-    changes,
-    data_problems,
-    examples_of,
-    origin_of,
-    prepare_data,
-    same_but_documents,
-    separates,
-    sequence_of,
-    several_documents,
-    vocab_size_of,
-    with_local_data,
-)
+from meshpar.launchers.jobs.datasets import data_problems, examples_of, separates, vocab_size_of, with_local_data
 from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.jobs.models import HEAD_OF, DataFacts, build_transformers
 from meshpar.launchers.recipes.conflicts import folder_problems
@@ -55,18 +41,6 @@ from meshpar.training.objectives import Objective, freeze, teacher_problems
 from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, parameter_groups, scaled_rate
 from meshpar.training.profile import LEAST as PROFILED
 from meshpar.training.settings import TrainSettings
-
-__all__ = [
-    "Data",
-    "batches",
-    "changes",
-    "origin_of",
-    "prepare_data",
-    "same_but_documents",
-    "sequence_of",
-    "several_documents",
-    "vocab_size_of",
-]  # of meshpar.launchers.jobs.datasets
 
 
 def device_type(recipe: Recipe) -> str:

@@ -15,7 +15,7 @@ from meshpar.forecasting.api import forecast
 from meshpar.forecasting.hardware import Hardware
 from meshpar.forecasting.report import Forecast, feedback
 from meshpar.forecasting.step import Batch, ObjectiveLoss
-from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.recipes.conflicts import folder_problems
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import Own
@@ -27,13 +27,13 @@ def batch_of(recipe: Recipe) -> Batch:
     """Return what a data rank trains on in a step, with samples of full length."""
     data = recipe.data
     return Batch(
-        sequence=build.sequence_of(recipe),
+        sequence=datasets.sequence_of(recipe),
         micro_batch=data.micro_batch,
         accumulate=data.accumulate,
         examples=build.examples_of(recipe),
         target=data.target_length,
         reduce_each=recipe.training.reduce_each,
-        documents=build.several_documents(recipe),
+        documents=datasets.several_documents(recipe),
     )
 
 

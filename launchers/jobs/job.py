@@ -26,7 +26,7 @@ from meshpar.checkpoints.steps import CHECKPOINTS, checkpoints_in
 from meshpar.checkpoints.storage import Place, carried, fetched, place
 from meshpar.errors import CheckpointError, MeshparError, RecipeError, StoreError
 from meshpar.launchers.agent.failures import failed_at, last_failed_at, made_step, watched
-from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.jobs.elastic import Elected
 from meshpar.launchers.jobs.forecasting import forecast_feedback
 from meshpar.launchers.jobs.models import with_weights
@@ -61,7 +61,7 @@ def run_job(recipe: Recipe) -> Outcome:
     kind = build.device_type(recipe)
     # Before the process group opens: one rank prepares, the others wait for its lock, without a time-out.
     given, recipe = recipe, build.with_local_data(recipe)
-    data = build.prepare_data(recipe)
+    data = datasets.prepare_data(recipe)
     with opened(recipe, data, kind):
         par = _parallelize(recipe, data, kind)
         saved: Saved = par if recipe.lora is None else Adapters(par)
@@ -107,12 +107,12 @@ def run_job(recipe: Recipe) -> Outcome:
 
 
 def _trainer(
-    recipe: Recipe, data: build.Data, kind: str, par: Parallelized, manager: CheckpointManager, saved: Saved
+    recipe: Recipe, data: datasets.Data, kind: str, par: Parallelized, manager: CheckpointManager, saved: Saved
 ) -> tuple[Trainer, Mapping[str, Any]]:
     """Return the trainer, which has no reporters yet, and what its checkpoints say that they were made of."""
     optimizer = build.optimizer_of(recipe)(par.module)
-    train, validation = build.batches(recipe, data, par)
-    made_of = [build.origin_of(recipe, train.global_batch)]
+    train, validation = datasets.batches(recipe, data, par)
+    made_of = [datasets.origin_of(recipe, train.global_batch)]
     dist.broadcast_object_list(made_of)  # copies of a file on other nodes have other times
     settings = build.settings_of(recipe)
     replicas = runtime.replica()[1]
@@ -188,7 +188,7 @@ class Saver:
         return self._manager.save(step, self._saved, optimizer, extra, metrics, replace=True)
 
 
-def _parallelize(recipe: Recipe, data: build.Data, kind: str) -> Parallelized:
+def _parallelize(recipe: Recipe, data: datasets.Data, kind: str) -> Parallelized:
     """Return the model on the mesh, with its first weights."""
     model = build.build_model(recipe, data.vocab_size, data.facts)
     layout = build.layout_of(recipe, model)
@@ -200,7 +200,7 @@ def _parallelize(recipe: Recipe, data: build.Data, kind: str) -> Parallelized:
     return with_weights(par, recipe.model, recipe.seed)
 
 
-def _teacher(recipe: Recipe, data: build.Data, kind: str) -> nn.Module | None:
+def _teacher(recipe: Recipe, data: datasets.Data, kind: str) -> nn.Module | None:
     """Return the frozen teacher, sharded by its own plan over the same ranks; None if the recipe has none."""
     if recipe.teacher is None:
         return None
@@ -232,8 +232,8 @@ def _resume(
     # Only an automatic choice may fall back to an older step; a requested step is restored or is an error.
     restored = source.restore(par, trainer.optimizer, None if source is manager else step, fallback=source is manager)
     before = restored.extra.get("origin")
-    differ = [] if before is None else build.changes(before, origin, recipe.checkpoint.allow)
-    if recipe.checkpoint.allow and not differ and build.same_but_documents(restored.extra["data"]["data"], trainer.data.samples):
+    differ = [] if before is None else datasets.changes(before, origin, recipe.checkpoint.allow)
+    if recipe.checkpoint.allow and not differ and datasets.same_but_documents(restored.extra["data"]["data"], trainer.data.samples):
         restored.extra["data"]["data"] = trainer.data.samples.fingerprint
     try:
         trainer.load_state_dict(restored.extra)
@@ -296,7 +296,7 @@ def _elsewhere(path: Place) -> tuple[CheckpointManager, int]:
     return manager, found
 
 
-def _begin_folder(recipe: Recipe, data: build.Data) -> None:
+def _begin_folder(recipe: Recipe, data: datasets.Data) -> None:
     """Write the recipe and the tokenizer to the run's folder."""
     recipe.folder.mkdir(parents=True, exist_ok=True)
     (recipe.folder / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")

@@ -19,7 +19,7 @@ from meshpar.launchers.agent.local import MEETING_S
 from meshpar.launchers.doctor.examine import Folder, Meeting, Report
 from meshpar.launchers.doctor.rank import examined, measured, mesh_of
 from meshpar.launchers.doctor.report import findings_text, rate_text
-from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.recipes.loading import resolve
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.yamlfile import apply_overrides, parse_document
@@ -31,7 +31,7 @@ _STEPS = 3
 
 
 @contextmanager
-def opened(recipe: Recipe, data: build.Data, kind: str) -> Iterator[torch.device]:
+def opened(recipe: Recipe, data: datasets.Data, kind: str) -> Iterator[torch.device]:
     """Run the doctor, then open a job's process group as :func:`meshpar.runtime.distributed` does.
 
     ``warn`` prints the findings, ``fail`` ends the job with them before training, ``off`` skips the doctor, and so does a single process.
@@ -65,7 +65,7 @@ def patience_s(recipe: Recipe) -> float:
     return max(runtime.DEFAULT_TIMEOUT_S, (recipe.watchdog or 0.0) + _LATER_S)
 
 
-def _folder(recipe: Recipe, data: build.Data) -> Folder | None:
+def _folder(recipe: Recipe, data: datasets.Data) -> Folder | None:
     if not isinstance(recipe.kept, Path):
         return None  # no node mounts a store
     model = build.build_model(recipe, data.vocab_size, data.facts)
