@@ -296,10 +296,18 @@ def count(value: object) -> int:
     return whole(value)
 
 
-def best(value: object, result: Translated) -> str:
+def switch(turn_on: Callable[[Translated], str]) -> Handler:
+    """Return the handler of a key that is true or false, where false is the default."""
+
+    def handler(value: object, result: Translated) -> str:
+        return turn_on(result) if truth(value) else "has no effect: it is the default"
+
+    return handler
+
+
+@switch
+def best(result: Translated) -> str:
     """Take ``load_best_model_at_end`` with its metric."""
-    if not truth(value):
-        return "has no effect: it is the default"
     metric = str(result.known.get("metric_for_best_model") or "loss").removeprefix("eval_")
     greater = result.known.get("greater_is_better")
     sign = "+" if (not metric.endswith("loss") if greater is None else truth(greater)) else ""
@@ -310,36 +318,32 @@ def best(value: object, result: Translated) -> str:
 def precision(name: str) -> Any:
     """Return the handler of ``bf16`` or ``fp16``."""
 
-    def handler(value: object, result: Translated) -> str:
-        if not truth(value):
-            return "has no effect: it is the default"
+    @switch
+    def handler(result: Translated) -> str:
         result.fsdp["mixed_precision"] = name
         return f"became mixed_precision: {name} of the data-parallel pass"
 
     return handler
 
 
-def recompute(value: object, result: Translated) -> str:
+@switch
+def recompute(result: Translated) -> str:
     """Take ``gradient_checkpointing``."""
-    if not truth(value):
-        return "has no effect: it is the default"
     if "ActivationCheckpoint" not in result.before:
         result.before.insert(0, "ActivationCheckpoint")
     return "became the pass ActivationCheckpoint"
 
 
-def compile(value: object, result: Translated) -> str:
+@switch
+def compile(result: Translated) -> str:
     """Take ``torch_compile``."""
-    if not truth(value):
-        return "has no effect: it is the default"
     result.before.append("Compile")
     return "became the pass Compile"
 
 
-def cpu(value: object, result: Translated) -> str:
+@switch
+def cpu(result: Translated) -> str:
     """Take ``no_cuda``, ``use_cpu``."""
-    if not truth(value):
-        return "has no effect: it is the default"
     result.put("device", "cpu")
     return "became device: cpu"
 
