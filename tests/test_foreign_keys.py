@@ -98,7 +98,7 @@ def test_what_cannot_be_had_is_refused_with_a_reason_and_its_default_passes(key:
     import json
 
     recipe = read(f"name: a\ntraining: {{steps: 2}}\n{key}: {json.dumps(harmless(key))}\n")
-    assert f"{key}: has no effect: this value asks for nothing" in recipe.notes
+    assert f"{key}: has no effect: this value is the default" in recipe.notes
 
 
 @pytest.mark.parametrize("key", sorted({*TRAINER.no_effect, *ACCELERATE.no_effect}))

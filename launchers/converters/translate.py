@@ -38,7 +38,7 @@ def translate(name: str, options: Mapping[str, Any]) -> Translation:
         if key in _REFUSED and value not in (None, False, "", {}, []):
             result.problems[key] = f"{value!r} is refused: {_REFUSED[key]}"
         elif key in _NO_EFFECT or key in _REFUSED:
-            result.notes.append(f"{key}: has no effect: {_NO_EFFECT.get(key, 'this value asks for nothing')}")
+            result.notes.append(f"{key}: has no effect: {_NO_EFFECT.get(key, 'this value is the default')}")
         elif key in _KNOBS:
             _apply(result, key, value)
         elif key == "reshard_after_forward" and name in ALIASES:

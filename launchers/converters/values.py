@@ -114,7 +114,7 @@ class Keys:
         elif key in self.refused:
             harmless, reason = self.refused[key]
             if value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless):
-                result.note(key, "has no effect: this value asks for nothing")
+                result.note(key, "has no effect: this value is the default")
             else:
                 result.refuse(key, f"{value!r} is refused: {reason}", place)
         elif value is None:
@@ -361,7 +361,7 @@ def resume(value: object, result: Translated) -> str:
     """Take ``resume_from_checkpoint``."""
     wanted = "auto" if value in (True, "true", "True") else str(value)
     if value in (None, False, "false"):
-        return "has no effect: a run goes on from its own newest checkpoint; checkpoint.resume: never refuses to"
+        return "has no effect: a run resumes from its own newest checkpoint; set checkpoint.resume: never to refuse this"
     result.put("checkpoint.resume", wanted)
     return f"became checkpoint.resume: {wanted}"
 
