@@ -51,15 +51,11 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """``nn.Embedding`` whose rows are initialised from a normal distribution of standard deviation ``std``."""
-
-    def __init__(self, num_embeddings: int, embedding_dim: int, *, std: float = 0.02) -> None:
-        self.std = std
-        super().__init__(num_embeddings, embedding_dim)
+    """``nn.Embedding`` whose rows are initialised from a normal distribution of standard deviation 0.02."""
 
     def reset_parameters(self) -> None:
         """Initialise the rows from a normal distribution."""
-        nn.init.normal_(self.weight, std=self.std)
+        nn.init.normal_(self.weight, std=0.02)
 
 
 def positions_of(input_ids_BL: Tensor, limit: int) -> Tensor:

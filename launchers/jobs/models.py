@@ -67,10 +67,10 @@ def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFa
     if isinstance(source, Mapping):
         values = {**_ids(head, facts), **source}
         kind = values.pop("model_type")
-        with _refused("config"):
+        with _refused():
             config = transformers.AutoConfig.for_model(kind, **values)
     else:
-        with _refused("config"):
+        with _refused():
             config = transformers.AutoConfig.from_pretrained(str(Path(source).expanduser()), local_files_only=True)
     if head == "sequence_classification" and facts.classes:
         config.id2label = dict(enumerate(facts.classes))
@@ -80,7 +80,7 @@ def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFa
         raise RecipeError(f"transformers has no {head} for model_type {config.model_type!r}")
     if isinstance(source, Mapping):
         _refuse_unknown(source, transformers.AutoConfig.for_model(config.model_type), auto._model_mapping[type(config)])
-    with _refused("config"):
+    with _refused():
         return for_training(auto, config)
 
 
@@ -97,12 +97,12 @@ def _refuse_unknown(fields: Mapping[str, Any], known: Any, model: Any) -> None: 
 
 
 @contextmanager
-def _refused(field: str) -> Iterator[None]:
+def _refused() -> Iterator[None]:
     """Convert an error of transformers about a config's values: each class of its models checks, or does not check, in its own way."""
     try:
         yield
     except Exception as error:
-        raise RecipeError(f"{field}: transformers cannot use these values: {brief(error)}") from error
+        raise RecipeError(f"config: transformers cannot use these values: {brief(error)}") from error
 
 
 def _ids(head: str, facts: DataFacts) -> dict[str, Any]:
