@@ -27,6 +27,7 @@ from meshpar.launchers.agent.check_in import children
 from meshpar.launchers.agent.failures import NO_USE, RETRY, SHUTDOWN_S, STOPPED
 from meshpar.launchers.agent.local import COMPLETE
 from meshpar.launchers.agent.meeting import Meeting, Start, publish
+from meshpar.launchers.agent.starting import handling
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.mesh import MeshSpec
 from meshpar.training import Lighthouse
@@ -132,13 +133,8 @@ def launch_replicas(
             _Replica(number, division, path, place, logs, restarts, addresses / f"replica-{number}.address", quiet=quiet)
             for number in division.here
         ]
-        before = {number: signal.signal(number, lambda got, _: _pass_on(kept, got)) for number in _SIGNALS}
-        try:
-            with ThreadPoolExecutor(len(kept)) as pool:
-                codes = list(pool.map(_Replica.run, kept))
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with handling(_SIGNALS, lambda number: _pass_on(kept, number)), ThreadPoolExecutor(len(kept)) as pool:
+            codes = list(pool.map(_Replica.run, kept))
     if 0 in codes:
         (logs / COMPLETE).touch()
         return 0

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,6 +77,17 @@ def first_node(text: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", head[0])
 
 
+@contextmanager
+def handling(signals: Sequence[signal.Signals], handle: Callable[[int], None]) -> Iterator[None]:
+    """Call ``handle`` with the number of each of these signals, until the ``with`` block ends."""
+    before = {number: signal.signal(number, lambda got, _: handle(got)) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def launch_nodes_here(recipe: Recipe, nodes: int, nproc: int) -> int:
     """Run a recipe on ``nodes`` agents of this machine with ``nproc`` ranks each, and return the exit code.
 
@@ -91,12 +102,8 @@ def launch_nodes_here(recipe: Recipe, nodes: int, nproc: int) -> int:
         meeting = ["--nodes", str(nodes), "--nproc", str(nproc), "--head", f"127.0.0.1:{free_port()}", "--run-id", Path(folder).name]
         agent = [sys.executable, "-m", "meshpar.launchers", "run", *meeting]
         running = [subprocess.Popen([*agent, "--node-rank", str(node), str(path)], start_new_session=True) for node in range(nodes)]
-        before = {number: signal.signal(number, lambda got, _: _pass_on(running, got)) for number in _SIGNALS}
-        try:
+        with handling(_SIGNALS, lambda number: _pass_on(running, number)):
             codes = _await(running)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
     failed = [node for node, code in enumerate(codes) if code not in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)]
     if failed:
         raise LaunchError(f"node {failed[0]} of {nodes} ended with exit code {codes[failed[0]]}; see its message above")
