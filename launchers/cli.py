@@ -14,6 +14,7 @@ import typer
 from meshpar.launchers.agent.starting import quick_imports
 from meshpar.launchers.commands import checkpoints as checkpoint_commands
 from meshpar.launchers.commands import launch as launch_commands
+from meshpar.launchers.commands.options import Debug, RecipeOrShape
 from meshpar.launchers.commands.plan import plan
 
 P = ParamSpec("P")
@@ -40,7 +41,6 @@ RecipeArgument = Annotated[str, typer.Argument(help="A YAML file, or the name of
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set: training.steps=50 mesh=dp_shard=2", show_default=False)
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 WorldSize = Annotated[int | None, typer.Option("--world-size", help="Number of ranks; default: the size of the mesh.", min=1)]
 Elastic = Annotated[str | None, typer.Option(help="replicas: as `meshpar run --elastic replicas` starts it.")]
 
@@ -131,7 +131,7 @@ def export(
 @app.command()
 @_reported
 def describe(
-    recipe: Annotated[str, typer.Argument(help="A recipe, or a shape's name: 124m, llama-8b, llama-70b, gpt2, ...")],
+    recipe: RecipeOrShape,
     overrides: Overrides = None,
     mesh: Annotated[str | None, typer.Option(help="The mesh, instead of the recipe's: dp_replicate=8,dp_shard=8,tp=8")] = None,
     world_size: WorldSize = None,

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshpar.launchers.commands.options import Debug, Reported
+
 if TYPE_CHECKING:
     from meshpar.checkpoints.storage import Place
     from meshpar.weights import WeightMap
 
-Reported = Callable[[Callable[..., int | None]], Callable[..., None]]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Root = Annotated[Path, typer.Argument(help="A run's folder, or the folder of its checkpoints.")]
 Step = Annotated[Path, typer.Argument(help="A step's folder, .../latest, or a run's folder (its newest step).")]
 

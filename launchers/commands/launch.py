@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,9 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from meshpar.launchers.agent.starting import quick_imports
-
-Reported = Callable[[Callable[..., int | None]], Callable[..., None]]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+from meshpar.launchers.commands.options import Debug, Reported
 
 _PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from meshpar.launchers.commands.options import Debug, RecipeOrShape
+
 if TYPE_CHECKING:
     from meshpar.forecasting import Forecast, Hardware
     from meshpar.forecasting.search import Ranking
 
 
 def plan(
-    recipe: Annotated[str, typer.Argument(help="A recipe, or a shape's name: 124m, llama-8b, llama-70b, gpt2, ...")],
+    recipe: RecipeOrShape,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set: mesh=dp_shard=-1,tp=8", show_default=False)
     ] = None,
@@ -29,7 +31,7 @@ def plan(
     full: Annotated[bool, typer.Option("--full", help="Replay every block instead of extrapolating from a few.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write the report as one HTML file.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the forecast as JSON.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Forecast memory, collectives and step time of a recipe, without any accelerator."""
     from dataclasses import replace
