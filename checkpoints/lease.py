@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from meshpar.checkpoints.leftovers import host_name, is_running, process_id, told_only
+from meshpar.checkpoints.leftovers import is_running, this_process, told_only
 from meshpar.checkpoints.objects import ObjectPath, Version
 from meshpar.checkpoints.storage import Place
 from meshpar.errors import CheckpointError
@@ -34,7 +34,7 @@ class Lease:
 
     def __init__(self, folder: Place, *, beat_s: float = 5.0, dead_s: float = 30.0) -> None:
         self._path, self._beat_s, self._dead_s = folder / LEASE_NAME, beat_s, dead_s
-        self._us = {"host": host_name(), "process": os.getpid(), "id": process_id(os.getpid())}
+        self._us = this_process()
         self._since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._made = False
         self._ended, self._thread = threading.Event(), threading.Thread(target=self._beat, name="meshpar-lease", daemon=True)

@@ -120,6 +120,11 @@ def process_id(process: int) -> str:
     return _identity(process) or _ID
 
 
+def this_process() -> dict[str, str | int]:
+    """Return host, number and :func:`process_id` of this process, as files name their holder."""
+    return {"host": host_name(), "process": os.getpid(), "id": process_id(os.getpid())}
+
+
 def is_running(process: int, id_: str) -> bool:
     """Return whether a process of this host is running, and is the one whose ``id_`` begins with its :func:`process_id`."""
     return _runs(process) and id_.startswith(_identity(process) or "")

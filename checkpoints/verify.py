@@ -40,9 +40,9 @@ def verify_files(folder: Place, manifest: Manifest, level: Verify, names: Iterab
         for problem in _problems(files / name, manifest.files[name], parts.get(name, ()), full=level == "full" or name == METADATA_NAME)
     ]
     if not problems and level == "full" and names is None:
-        problems += [f"{METADATA_NAME}: {problem}" for problem in _disagreements(DistributedCheckpoint(files), manifest)]
+        problems += _disagreements(DistributedCheckpoint(files), manifest)
     if problems:
-        raise CheckpointError("\n  ".join([f"{folder} is damaged; restore an earlier step:", *problems]))
+        raise _damaged(folder, problems)
 
 
 def open_verified(
@@ -60,8 +60,12 @@ def open_verified(
     verify_files(folder, manifest, level if whole or level != "full" else "size", names)
     source = DistributedCheckpoint(manifest.files_in(folder), checked=level != "none", sums=chunk_sums(manifest))
     if problems := list(_disagreements(source, manifest) if level != "none" else ()):
-        raise CheckpointError("\n  ".join([f"{folder} is damaged; restore an earlier step:", *(f"{METADATA_NAME}: {p}" for p in problems)]))
+        raise _damaged(folder, problems)
     return source
+
+
+def _damaged(folder: Place, problems: Iterable[str]) -> CheckpointError:
+    return CheckpointError("\n  ".join([f"{folder} is damaged; restore an earlier step:", *problems]))
 
 
 def chunk_sums(manifest: Manifest) -> dict[tuple[str, tuple[int, ...]], int]:
@@ -154,4 +158,5 @@ def _disagreements(source: DistributedCheckpoint, manifest: Manifest) -> Iterato
     found = {(name, chunk) for name, stored in source.tensors.items() for chunk in stored.chunks}
     for name, chunk in sorted(known ^ found, key=str):
         where = "only the manifest" if (name, chunk) in known else f"only {METADATA_NAME}"
-        yield f"{where} has {name} at {chunk.offsets}, bytes {chunk.position} to {chunk.position + chunk.length} of {chunk.file}"
+        span = f"bytes {chunk.position} to {chunk.position + chunk.length} of {chunk.file}"
+        yield f"{METADATA_NAME}: {where} has {name} at {chunk.offsets}, {span}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.checkpoints.lease import is_written
-from meshpar.checkpoints.leftovers import host_name, is_running, process_id
+from meshpar.checkpoints.leftovers import host_name, is_running, this_process
 from meshpar.checkpoints.manifest import read_manifest, step_name
 from meshpar.checkpoints.steps import PIN_FILE, Steps, checkpoints_in
 from meshpar.checkpoints.storage import Place, on_disk, place, write_durably
@@ -122,8 +121,7 @@ def _held(steps: Steps, step: int) -> Iterator[Place | None]:
     folder, ours = steps.folder(step), step not in steps.pinned()
     try:
         if ours:
-            holder = {"host": host_name(), "process": os.getpid(), "id": process_id(os.getpid())}
-            write_durably(folder / PIN_FILE, json.dumps(holder))
+            write_durably(folder / PIN_FILE, json.dumps(this_process()))
     except FileNotFoundError:
         yield None
         return
