@@ -23,8 +23,8 @@ KUEUE = "kueue.x-k8s.io/queue-name"
 _BOUNDED = ["--request-timeout=20s"]
 _PODS = {"Job": "batch.kubernetes.io/job-name", "JobSet": "jobset.sigs.k8s.io/jobset-name", "TrainJob": "jobset.sigs.k8s.io/jobset-name"}
 """Label of a job's pods, by the job's kind; a TrainJob makes a JobSet of its own name."""
+_PART = "node"  # name of a JobSet's only replicated job
 _RUN = 'recipe=$(mktemp -d)/recipe.yaml\nprintf %s "$1" > "$recipe"\nexec meshpar run "$recipe"\n'
-
 _SCRIPT = 'exec meshpar run "$@"\n'
 
 
@@ -170,9 +170,6 @@ class Kubernetes(OnKubernetes):
         job["spec"].pop("suspend", None)
         jobset["spec"]["replicatedJobs"][0]["template"] = {"spec": {**job["spec"], "backoffLimit": 0}}
         return list(kinds.values())
-
-
-_PART = "node"  # name of a JobSet's only replicated job
 
 
 def _validate(text: str) -> None:
