@@ -67,7 +67,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
@@ -87,7 +87,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-BEFORE_2_13 = torch.torch_version.TorchVersion(torch.__version__) < (2, 13)
+BEFORE_2_13 = tuple(int(each) for each in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 class _Part(torch.autograd.Function):
@@ -112,7 +112,8 @@ def part_here(whole: DTensor) -> torch.Tensor:
 
 def flattens(tensor: torch.Tensor) -> bool:
     """Tell whether torch can make a vector of a tensor without other ranks: before 2.13 only if it is not split along a later dimension."""
-    return not (BEFORE_2_13 and isinstance(tensor, DTensor) and any(each.is_shard() and each.dim > 0 for each in tensor.placements))
+    return not (BEFORE_2_13 and isinstance(tensor, DTensor) and any(isinstance(each, Shard) and each.dim > 0 for each in tensor.placements))
+
 
 ACCUMULATES_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 """Torch up to 2.14 accumulates gradients without reducing them beside ``.grad``, in the dtype of the reduction; 2.15 in ``.grad``."""

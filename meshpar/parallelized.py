@@ -304,8 +304,16 @@ class Parallelized:
             The norm before clipping: a scalar on this rank's device, the same on every rank, in float32, or float64 for a model with
             float64 parameters.
 
+        Raises:
+            MeshparError: the gradients of a step are not reduced yet.
+
         Collective: every rank calls it.
         """
+        if self.cycle is not None and not self.cycle.reducing:
+            raise MeshparError(
+                "clip_grad_norm_ is called between the micro-batches of par.accumulate, whose gradients are reduced in the last one; clip "
+                "after the loop"
+            )
         self.reshard()
         groups = {axis: self._held_on.get_group(axis) for axis in self._held.axes}
         return clip_grad_norm_(self.module.parameters(), groups, max_norm, norm_type, self.device)

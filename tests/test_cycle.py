@@ -601,11 +601,13 @@ class Packed(nn.Module):
         return self.head(torch.tanh(self.gathered(x)))
 
 
+PACKED_STYLES = {"embed": "vocab", "qkv": "packed_colwise:3", "out": "rowwise", "gathered": "colwise_gather", "head": "head"}
+
+
 @on_ranks(2, keep=True)
 def test_gradients_of_gradients_of_weights_equal_one_process():
-    styles = {"embed": "vocab", "qkv": "packed_colwise:3", "out": "rowwise", "gathered": "colwise_gather", "head": "head"}
     net, ids = Packed(), torch.arange(6)[None]
-    par = applied(net, "tp=2", [TensorParallel()], ModelLayout(tensor=styles))
+    par = applied(net, "tp=2", [TensorParallel()], ModelLayout(tensor=PACKED_STYLES))
     for module in (net, par.module):
         loss = module(ids).square().mean()
         grads = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
@@ -613,6 +615,26 @@ def test_gradients_of_gradients_of_weights_equal_one_process():
         sum(each.full_tensor() if isinstance(each, DTensor) else each for each in norms).backward()
     for (name, expected), got in zip(net.named_parameters(), par.module.parameters(), strict=True):
         torch.testing.assert_close(whole(got.grad), expected.grad, msg=name)
+
+
+@on_ranks(2)
+def test_a_batch_of_ones_own_is_refused_in_a_later_step_too():
+    par = applied(Packed(), "tp=2", [TensorParallel()], ModelLayout(tensor=PACKED_STYLES))
+    for _ in range(5):
+        par.module(torch.arange(6)[None]).square().mean().backward()
+    with pytest.raises(MeshparError, match="ranks of tp got different batches"):
+        par.module(torch.arange(6)[None] + torch.distributed.get_rank())
+
+
+@on_ranks(2)
+def test_clipping_between_micro_batches_is_refused():
+    par = applied(Net(), "dp_shard=2", [FullyShard()])
+    for number, _ in enumerate(par.accumulate(range(2))):
+        par.module(x_of()).square().mean().backward()
+        if number == 0:
+            with pytest.raises(MeshparError, match="between the micro-batches"):
+                par.clip_grad_norm_(1.0)
+    assert float(par.clip_grad_norm_(1.0)) > 0
 
 
 @on_ranks(2)

@@ -7,6 +7,8 @@ from loop_habits import CONTROLS, HABITS
 from loop_sides import PLANS
 from loop_table import PAGE, columns_of, differences, page, run_plan
 
+from meshpar._torch import BEFORE_2_13
+
 SLOW = ("compiled_eager", "compiled_aot", "generating")
 
 
@@ -35,6 +37,7 @@ def test_slow_habits_are_exact_or_refused_as_the_page_says(title):
 
 def holds(title, names):
     told = columns_of(PAGE.read_text(encoding="utf-8"))[title]
+    names = [name for name in names if not (BEFORE_2_13 and name == "lbfgs")]  # refused under more plans there
     found = differences(title, run_plan(title, names), told)
     assert not found, "\n".join([f"{len(found)} cells; `python docs/write_loops.py` rewrites the page:", *found])
 

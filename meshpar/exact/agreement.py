@@ -55,25 +55,23 @@ class Agreement:
         self._module, self._mesh, self._device, self._draws = module, mesh, device, draws
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
         self._split = split
-        self._batches, self._wholes, self._backwards = 0, 0, 0
-        self._looks = Looks()
+        self._batches, self._wholes, self._looks, self._backwards = Looks(), Looks(), Looks(), 0
         self._marks: tuple[int, ...] = ()
         self._sent = torch.empty(0)
 
     def batch(self, inputs: object) -> None:
-        """Compare what the ranks of ``same_axes`` hand to a forward, in the first ones.
+        """Compare the arguments of a forward on ranks of ``same_axes``: every time on a CPU, on an accelerator the first times.
 
         Raises:
             MeshparError: on every rank of the axis alike.
 
         Collective over ``same_axes``.
         """
-        if self._batches >= Looks.FIRST or not self._same_axes:
+        if not self._same_axes or not self._batches.now("", self._device):
             return
-        self._batches += 1
-        numbers = [digest_of(inputs, self._device), *([random.digest(self._device)] if self._draws and self._module.training else [])]
-        for axis in self._same_axes:
-            agree = same(torch.stack(numbers), [self._mesh.get_group(axis)])
+        numbers = [digest_of(inputs, self._device), *([random.digest(self._device)] if self.numbers() == 2 else [])]
+        for axis, group in zip(self._same_axes, self.same_groups(), strict=True):
+            agree = same(torch.stack(numbers), [group])
             if not agree[0]:
                 raise MeshparError(f"ranks of {axis} got different batches; {_SAME_BATCH}")
             if not all(agree):
@@ -83,16 +81,15 @@ class Agreement:
                 )
 
     def whole(self, batch: object) -> None:
-        """Compare what the ranks that share samples hand to ``par.split``, in the first calls.
+        """Compare the batches of ``par.split`` on ranks that share samples: every time on a CPU, on an accelerator the first times.
 
         Raises:
             MeshparError: on every rank of the axis alike.
 
         Collective over the axes of positions.
         """
-        if self._wholes >= Looks.FIRST:
+        if not self._wholes.now("", self._device):
             return
-        self._wholes += 1
         for axis, group in self._split.items():
             if not all(same(digest_of(batch, self._device)[None], [group])):
                 raise MeshparError(f"ranks of {axis} split different batches; {_SAME_BATCH}")
@@ -112,7 +109,7 @@ class Agreement:
         if not self._data_axes or not self._looks.now(name, self._device):
             return
         marks = torch.tensor([zlib.crc32(name.encode()), zlib.crc32(trained.encode())], device=self._device)
-        together, alike = same(marks, self._data_groups())
+        together, alike = same(marks, self.data_groups(on_cpu=self._device.type == "cpu"))
         if not together:
             raise MeshparError(
                 f"data ranks call different blocks at the same time, this rank {name or '(the outermost)'}; all data ranks gather and "
@@ -176,13 +173,25 @@ class Agreement:
         if first:
             self._same_buffers()
 
-    def _data_groups(self) -> list[dist.ProcessGroup]:
+    def numbers(self) -> int:
+        """Return how many numbers of a batch the ranks of ``same_axes`` compare."""
+        return 2 if self._draws and self._module.training else 1
+
+    def same_groups(self) -> list[dist.ProcessGroup]:
+        """Return this rank's groups of ``same_axes``."""
+        return [self._mesh.get_group(axis) for axis in self._same_axes]
+
+    def split_groups(self) -> list[dist.ProcessGroup]:
+        """Return this rank's groups whose ranks see different positions of the same samples."""
+        return list(self._split.values())
+
+    def data_groups(self, *, on_cpu: bool) -> list[dist.ProcessGroup]:
         """Return the groups that join the data ranks: one for each axis, or the one of all ranks where every rank is a data rank.
 
         An accelerator compares the first times only, which is not worth a communicator of its own.
         """
         groups, world = [self._mesh.get_group(axis) for axis in self._data_axes], dist.group.WORLD
-        if world is not None and self._device.type == "cpu" and math.prod(group.size() for group in groups) == world.size():
+        if groups and world is not None and on_cpu and math.prod(group.size() for group in groups) == world.size():
             return [world]
         return groups
 
@@ -199,7 +208,7 @@ class Agreement:
             self._marks, mine = marks, torch.tensor(marks, dtype=torch.int32, device=self._device)
             self._sent = torch.cat([mine, -mine])
         both = self._sent.clone()
-        for group in self._data_groups():
+        for group in self.data_groups(on_cpu=self._device.type == "cpu"):
             dist.all_reduce(both, dist.ReduceOp.MAX, group)
         if not (look or unused):
             return
@@ -219,7 +228,9 @@ class Agreement:
         buffers = {name: each for name, each in state(self._module) if not isinstance(each, nn.Parameter)}
         if not buffers:
             return
-        agree = same(torch.stack([digest(each).to(self._device) for each in buffers.values()]), self._data_groups())
+        agree = same(
+            torch.stack([digest(each).to(self._device) for each in buffers.values()]), self.data_groups(on_cpu=self._device.type == "cpu")
+        )
         if odd := [name for name, equal in zip(buffers, agree) if not equal]:
             raise MeshparError(
                 f"data ranks hold different values of the buffers {', '.join(odd[:6])}, each computed from its own part of the batch, "

@@ -25,6 +25,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar import runtime
+from meshpar.exact.agreement import Agreement
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.passes.routing import Routing
@@ -65,9 +66,9 @@ def settle(par: Parallelized, device_type: str) -> None:
     """Let the ranks compare what they compare after the first steps on a device of this type, and look at nothing."""
     assert par.cycle is not None, "apply gives it one"
     par.cycle.split_test = None
-    if isinstance(par.cycle.agreement, Settled):
+    if not isinstance(par.cycle.agreement, Agreement):
         return
-    par.cycle.agreement = Settled(par, on_cpu=device_type == "cpu")
+    par.cycle.agreement = Settled(par, par.cycle.agreement, on_cpu=device_type == "cpu")
     if (split := applied(par.module).split) is not None and split.arrivals is not None:
         split.arrivals.sends = device_type == "cpu"
     if (shards := applied(par.module).replica_shards) is not None:
@@ -107,22 +108,28 @@ class Settled:
 
     Args:
         par: the model.
+        real: the comparisons of a job.
         on_cpu: ranks compute on CPUs, where looking does not wait for a device, so that more is looked at.
     """
 
-    def __init__(self, par: Parallelized, *, on_cpu: bool) -> None:
-        self._par, self._on_cpu = par, on_cpu
+    def __init__(self, par: Parallelized, real: Agreement, *, on_cpu: bool) -> None:
+        self._par, self._real, self._on_cpu = par, real, on_cpu
+
+    def _send(self, numbers: int, groups: Sequence[dist.ProcessGroup]) -> None:
+        for group in groups if self._on_cpu else ():
+            dist.all_reduce(torch.empty(numbers, dtype=torch.int64, device=self._par.device), group=group)
 
     def batch(self, inputs: object) -> None:
-        """Only the first steps compare batches."""
+        """Send the digests of a batch, where they are looked at."""
+        self._send(2 * self._real.numbers(), self._real.same_groups())
 
     def whole(self, batch: object) -> None:
-        """Only the first steps compare batches that are split by positions."""
+        """Send the digest of a batch that is split by positions, where it is looked at."""
+        self._send(2, self._real.split_groups())
 
     def unit(self, name: str, trained: str) -> None:
         """Send the marks of a unit, where they are looked at."""
-        if self._on_cpu:
-            self._par.data_sum(torch.empty(4, dtype=torch.int64, device=self._par.device))
+        self._send(4, self._real.data_groups(on_cpu=self._on_cpu))
 
     def micro_batches(self, left: int) -> None:
         """Send how far a rank is, where it is looked at; beside an accelerator the hosts send it."""
@@ -131,8 +138,9 @@ class Settled:
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
         """Send which parameters have a gradient; simulated ranks all use the same."""
-        count = sum(1 for _ in self._par.module.parameters())
-        self._par.data_sum(torch.empty(2 * count, dtype=torch.int32, device=self._par.device))
+        both = torch.empty(2 * sum(1 for _ in self._par.module.parameters()), dtype=torch.int32, device=self._par.device)
+        for group in self._real.data_groups(on_cpu=self._on_cpu):
+            dist.all_reduce(both, group=group)
         for each in unused:
             each.grad = None
 

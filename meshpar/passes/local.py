@@ -188,7 +188,7 @@ def see_plain(module: nn.Module, inside: list[nn.Module]) -> None:
         kept = [(each._parameters, name, value) for each in inside for name, value in each._parameters.items() if is_whole(value)]
         try:
             for owner, name, value in kept:
-                plain = part_here(value)  # type: ignore[arg-type]
+                plain: Any = part_here(value)  # type: ignore[arg-type]
                 owner[name] = plain if plain.ndim else _Scalar.apply(plain)
             return inner(*args, **kwargs)
         finally:

@@ -90,8 +90,8 @@ class Precision:
         integers = [name for name, each in module.named_parameters() if not each.is_floating_point() and _torch.BEFORE_2_13]
         if left := [name for name in integers if not any(matches(pattern, name) for pattern in self.whole)]:
             yield (
-                f"{owner}: {', '.join(left)} are parameters of integers, which torch {torch.__version__} cannot shard; use torch 2.13 or newer, "
-                f"register them as buffers, or use {owner}(whole={left})"
+                f"{owner}: {', '.join(left)} are parameters of integers, which torch {torch.__version__} cannot shard; use torch 2.13 or "
+                f"newer, register them as buffers, or use {owner}(whole={left})"
             )
         units = [(name, unit) for unit, _, name in self.units(module, layout, min_params)]
         yield from unit_content_problems(units, module, set(kept_whole(module, self.whole)))
