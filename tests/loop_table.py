@@ -161,6 +161,11 @@ Find the habit of your loop: each row is common code of PyTorch loops, and each 
 `python docs/write_loops.py` runs every cell and writes this page.
 [tests/test_loops.py](../tests/test_loops.py) runs the cells again and compares. The code of each row
 is a function in [tests/loop_habits.py](../tests/loop_habits.py).
+
+Not compared between ranks, so keep them right yourself: labels of ranks of `tp` (ranks of one sample
+need the same labels), samples of data ranks (pass `par.data_rank` to the sampler), `nn.init` and
+other random writes into parameters after `apply` (use `materialize` or `reset_parameters`), and
+`torch.nn.utils.clip_grad_norm_` between micro-batches (`par.clip_grad_norm_` refuses it).
 """
 
 
