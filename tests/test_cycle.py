@@ -627,6 +627,21 @@ def test_a_batch_of_ones_own_is_refused_in_a_later_step_too():
 
 
 @on_ranks(2)
+def test_a_learning_rate_of_ones_own_is_refused():
+    par = applied(Net(), "dp_replicate=2", [Replicate()])
+    optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
+    for step in range(4):
+        par.module(x_of()).square().mean().backward()
+        if step == 3:
+            optimizer.param_groups[0]["lr"] *= 1 + par.data_rank
+            with pytest.raises(MeshparError, match=r"ranks step SGD with different settings, this rank with .*lr=0\.[12]"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
 def test_clipping_between_micro_batches_is_refused():
     par = applied(Net(), "dp_shard=2", [FullyShard()])
     for number, _ in enumerate(par.accumulate(range(2))):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from meshpar.errors import MeshparError, first_line
 from meshpar.passes import random
@@ -129,26 +130,49 @@ class Agreement:
 
         Collective: every rank calls it.
         """
-        if dist.get_world_size() == 1:
-            return
-        on_host = "cpu" in dist.get_backend_config()
-        if not on_host and self._backwards >= Looks.FIRST:
-            return  # reading would wait for the device
-        both = torch.tensor([left, -left], device=None if on_host else self._device)
-        try:
-            dist.all_reduce(both, dist.ReduceOp.MAX)
-        except RuntimeError as error:
-            raise MeshparError(
-                "the other ranks did not reach this micro-batch: every rank must run the same number of steps and of micro-batches in "
-                f"each; cut the data to the same length on all ranks. The wait ended with: {first_line(error)}"
-            ) from error
-        most, least = both.tolist()
-        if most != -least:
+        remedy = "cut the data to the same length on all ranks"
+        if (most := self._most([left, -left], "this micro-batch", remedy)) and most[0] != -most[1]:
             here = ("has none", "is at its last", "has more")[left]
             raise MeshparError(
                 f"ranks have different numbers of micro-batches in one step (this rank {here}), so that some would wait forever; pass "
                 "the same number to par.accumulate on every rank, for instance by dropping the rest of an epoch"
             )
+
+    def settings(self, optimizer: Optimizer) -> None:
+        """Compare an optimizer's settings, such as its learning rate, before its step.
+
+        Raises:
+            MeshparError: on every rank alike, or where the others do not step in time.
+
+        Collective: every rank calls it.
+        """
+        told = [
+            f"{key}={float(value) if isinstance(value, Tensor) else value}"
+            for group in optimizer.param_groups
+            for key, value in sorted(group.items())
+            if isinstance(value, int | float | str | tuple) or (isinstance(value, Tensor) and value.device.type == "cpu")
+        ]
+        digest = zlib.crc32(" ".join(told).encode())
+        if (most := self._most([digest, -digest], "this optimizer step", "step on every rank or on none")) and most[0] != -most[1]:
+            raise MeshparError(
+                f"ranks step {type(optimizer).__name__} with different settings, this rank with {', '.join(dict.fromkeys(told))}; set them "
+                "alike on every rank: give a schedule that reads a loss the mean over all ranks, par.data_sum(loss) / par.loss_size"
+            )
+
+    def _most(self, numbers: list[int], where: str, remedy: str) -> list[int]:
+        """Return the largest of all ranks' numbers; none where reading would wait for a device, after the first times."""
+        on_host = "cpu" in dist.get_backend_config()
+        if dist.get_world_size() == 1 or not (on_host or self._backwards < Looks.FIRST):
+            return []
+        most = torch.tensor(numbers, device=None if on_host else self._device)
+        try:
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        except RuntimeError as error:
+            raise MeshparError(
+                f"the other ranks did not reach {where}: every rank must run the same number of steps and of micro-batches in each; "
+                f"{remedy}. The wait ended with: {first_line(error)}"
+            ) from error
+        return most.tolist()
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
         """Compare gradients after a backward that left some: on a CPU every time, on an accelerator, where reading waits, the first times.

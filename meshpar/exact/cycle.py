@@ -54,6 +54,9 @@ class Comparisons(Protocol):
     def micro_batches(self, left: int) -> None:
         """Before a micro-batch."""
 
+    def settings(self, optimizer: Optimizer) -> None:
+        """Before an optimizer's step."""
+
     def gradients(self, unused: list[nn.Parameter]) -> None:
         """After a backward that left gradients, zeros for what was ``unused`` here; those that no rank used lose theirs."""
 
@@ -472,6 +475,8 @@ class Cycle:
                 "LBFGS flattens all parameters into one vector, which torch cannot do with parameters on several meshes, such as divided "
                 "experts and the rest; use a mesh without ep, or an optimizer that updates each element, or each parameter, alone"
             )
+        if self.agreement is not None:
+            self.agreement.settings(optimizer)
         self._steps += 1
         self._refuse_left()
         if optimizer not in self._guarded:

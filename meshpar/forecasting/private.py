@@ -136,6 +136,11 @@ class Settled:
         if self._on_cpu and dist.get_world_size() > 1:
             dist.all_reduce(torch.empty(2, dtype=torch.int64, device=self._par.device))
 
+    def settings(self, optimizer: torch.optim.Optimizer) -> None:
+        """Send the digest of an optimizer's settings; beside an accelerator the hosts send it."""
+        if self._on_cpu and dist.get_world_size() > 1:
+            dist.all_reduce(torch.empty(2, dtype=torch.int64, device=self._par.device))
+
     def gradients(self, unused: list[nn.Parameter]) -> None:
         """Send which parameters have a gradient; simulated ranks all use the same."""
         both = torch.empty(2 * sum(1 for _ in self._par.module.parameters()), dtype=torch.int32, device=self._par.device)
