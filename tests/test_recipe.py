@@ -239,6 +239,21 @@ def test_a_mixture_reads_back_and_is_checked(tmp_path: Path) -> None:
     assert re.search(r"data.mix.1.paths: the tokenizer has no token <\|begin_of_text\|>, .*write tokenizer: bpe", found)
 
 
+def test_a_file_that_cannot_be_read_is_one_problem_at_its_own_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("text " * 2000)
+
+    def refused(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for field, name in (("paths", "a.txt"), ("validation_paths", "b.txt")):
+        recipe = read(SMALL, f"data={{source: files, paths: [{tmp_path}/a.txt], validation_paths: [{tmp_path}/b.txt]}}")
+        with monkeypatch.context() as patch:
+            patch.setattr("meshpar.training.text._read", lambda path, name=name: refused(path) if path.name == name else iter(["text "]))
+            (found,) = build.check_job(recipe, 2)
+        assert re.fullmatch(rf".*: data.{field}: {tmp_path}/{name} cannot be read: .*Permission denied.*", found)
+
+
 def test_a_model_without_position_ids_is_refused_before_a_rank_starts() -> None:
     own = "model={class: models_for_parity.Masked, vocab: 300}"
     (found,) = build.check_job(read(SMALL, "mesh=''", own), 1)

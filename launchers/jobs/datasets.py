@@ -395,16 +395,15 @@ def data_problems(recipe: Recipe) -> Iterator[str]:
         at = f"data.mix.{number}" if recipe.data.mix else "data"
         for path in (*section.paths, *section.validation_paths) if section.source != "stdlib" else ():
             trained = path in section.paths
+            where = recipe.where(f"{at}.paths" if trained else f"{at}.validation_paths")
             try:
                 size = _looked_at(recipe, section, path)
                 most += size if trained else 0
                 if name not in kinds and (made_by := _made_by(recipe, section, path)) is not None:
                     kinds[name] = made_by
-            except RecipeError as error:
+            except (RecipeError, OSError) as error:
                 most = sys.maxsize
-                yield f"{recipe.where(f'{at}.paths' if trained else f'{at}.validation_paths')}: {error}"
-            except OSError as error:
-                yield f"{recipe.where(f'{at}.paths')}: {path} cannot be read: {brief(error)}"
+                yield f"{where}: {error if isinstance(error, RecipeError) else f'{path} cannot be read: {brief(error)}'}"
     if problem := tokenizers_problem(kinds):
         yield f"{recipe.where('data.mix')}: {problem}"
     if all(section.source != "stdlib" for section in parts_of(recipe.data).values()) and examples_of(recipe) == "tokens":
