@@ -166,6 +166,20 @@ def test_a_trainers_key_sets_its_field(key: str) -> None:
     assert recipe.mesh == "dp_replicate=-1" and recipe.passes == ({"Replicate": {}},)  # what Trainer does without fsdp
 
 
+def test_warmup_steps_below_one_are_a_part_of_the_run() -> None:
+    recipe = read("max_steps: 100\nwarmup_steps: 0.1\n")
+    assert recipe.schedule.warmup_ratio == 0.1 and recipe.schedule.warmup_steps == 0
+    assert "warmup_steps: 0.1 became schedule.warmup_ratio: 0.1" in recipe.notes
+    recipe = read("max_steps: 100\nwarmup_ratio: 0.2\nwarmup_steps: 0.1\n")
+    assert recipe.schedule.warmup_ratio == 0.1 and "warmup_ratio: has no effect: warmup_steps counts" in recipe.notes
+
+
+def test_steps_of_an_event_follow_its_strategy_by_any_name() -> None:
+    notes = read("evaluation_strategy: steps\neval_steps: 20\nsave_strategy: no\nsave_steps: 5\n").notes
+    assert "eval_steps: 20 became training.validate_every: 20" in notes
+    assert "save_steps: has no effect: save_strategy is no" in notes
+
+
 def test_steps_of_a_strategy_and_passes_of_flags() -> None:
     recipe = read("eval_strategy: steps\neval_steps: 20\nsave_strategy: 'no'\nsave_steps: 5\n")
     assert (recipe.training.validate_every, recipe.checkpoint.every) == (20, None)
@@ -352,6 +366,7 @@ def test_a_field_said_twice_is_a_conflict() -> None:
 def test_values_that_cannot_be_read() -> None:
     for text, reason in {
         "num_train_epochs: 1.5": "expected an integer from 1, got 1.5",
+        "max_steps: .inf": "expected an integer from 1, got inf",
         "lr_scheduler_type: polynomial": "'polynomial' is refused: there are linear, cosine",
         "optim: adafactor": "'adafactor' is refused: the optimizer is AdamW",
         "save_steps: 0.1": "0.1 is refused: a part of the run",

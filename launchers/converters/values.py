@@ -144,7 +144,7 @@ def to(path: str, check: Callable[[Any], Any] = lambda value: value) -> Handler:
 
 def whole(value: object) -> int:
     """Return an integer from 1; raises ValueError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer() or value < 1:
         raise ValueError(f"expected an integer from 1, got {value!r}")
     return int(value)
 
@@ -236,7 +236,7 @@ def warmup_steps(value: Any, result: Translated) -> str:
     if not value:
         return "has no effect: it is the default"
     if isinstance(value, float) and 0 < value < 1:
-        return warmup_ratio(value, result)
+        return _warmup_share(value, result)
     result.put("schedule.warmup_steps", whole(value))
     return f"{value} became schedule.warmup_steps: {int(value)}"
 
@@ -245,6 +245,10 @@ def warmup_ratio(value: Any, result: Translated) -> str:
     """Take ``warmup_ratio``."""
     if not value or result.known.get("warmup_steps"):
         return f"has no effect: {'warmup_steps counts' if value else 'it is the default'}"
+    return _warmup_share(value, result)
+
+
+def _warmup_share(value: Any, result: Translated) -> str:
     result.put("schedule.warmup_ratio", float(value))
     return f"{value} became schedule.warmup_ratio: {float(value):g}"
 
@@ -261,7 +265,7 @@ def every(kind: str, path: str) -> Any:
     """Return the handler of ``eval_strategy`` or ``save_strategy``."""
 
     def handler(value: object, result: Translated) -> str:
-        text = {False: "no", True: "steps"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+        text = _strategy(value)
         if text == "no":
             result.put(path, None)
             return f"{text} became {path}: null" + (" (at the end only)" if kind == "save" else "")
@@ -280,13 +284,20 @@ def steps_of(kind: str, path: str) -> Any:
     """Return the handler of ``eval_steps`` or ``save_steps``."""
 
     def handler(value: object, result: Translated) -> str:
-        strategy = result.known.get(f"{kind}_strategy", "no" if kind == "eval" else "steps")
-        if value is None or str(strategy) != "steps":
+        names = ("eval_strategy", "evaluation_strategy") if kind == "eval" else ("save_strategy",)
+        said = [result.known[name] for name in names if name in result.known]
+        strategy = _strategy(said[0]) if said else "no" if kind == "eval" else "steps"
+        if strategy != "steps":
             return f"has no effect: {kind}_strategy is {strategy}"
         result.put(path, count(value))
         return f"{value} became {path}: {count(value)}"
 
     return handler
+
+
+def _strategy(value: object) -> str:
+    """Return ``no``, ``steps`` or ``epoch`` as text: YAML reads ``no`` and ``yes`` without quotes as false and true."""
+    return {False: "no", True: "steps"}[value] if isinstance(value, bool) else str(value)
 
 
 def count(value: object) -> int:
@@ -360,7 +371,7 @@ def report_to(value: Any, result: Translated) -> str:
 def resume(value: object, result: Translated) -> str:
     """Take ``resume_from_checkpoint``."""
     wanted = "auto" if value in (True, "true", "True") else str(value)
-    if value in (None, False, "false"):
+    if value in (False, "false"):
         return "has no effect: a run resumes from its own newest checkpoint; set checkpoint.resume: never to refuse this"
     result.put("checkpoint.resume", wanted)
     return f"became checkpoint.resume: {wanted}"
@@ -368,7 +379,7 @@ def resume(value: object, result: Translated) -> str:
 
 def run_name(value: object, result: Translated) -> str:
     """Take ``run_name``."""
-    if value is None or result.has("name"):
+    if result.has("name"):
         return "has no effect: the recipe has a name"
     result.put("name", str(value))
     return f"became name: {value}"
