@@ -706,6 +706,19 @@ def test_jobs_of_a_slurm_that_has_forgotten_them(folder: Path, monkeypatch: pyte
     assert "note: squeue did not answer within 0 s" in told and "?" in told
 
 
+def test_the_thousandth_launch_is_newer_than_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in ("998", "999", "1000"):
+        folder = tmp_path / "runs/r/launches" / number
+        folder.mkdir(parents=True)
+        note = {"target": "skypilot", "options": [], "file": "job.yaml", "label": f"r-{number}"}
+        (folder / "launch.json").write_text(json.dumps(note))
+    monkeypatch.setattr("meshpar.launchers.targets.skypilot.ask", lambda command: "[]")
+    told = CliRunner().invoke(app, ["jobs", "ls"]).output
+    assert re.findall(r"launches/(\d+)", told) == ["998", "999", "1000"]
+    assert CliRunner().invoke(app, ["jobs", "status", "runs/r"]).output.startswith("runs/r/launches/1000: ")
+
+
 def states(root: str) -> list[str]:
     """Number and state of each launch, as `meshpar jobs ls` prints them."""
     lines = CliRunner().invoke(app, ["jobs", "ls", root]).output.splitlines()[1:]

@@ -22,7 +22,7 @@ def list_jobs(root: Path) -> str:
         LaunchError: there are none.
     """
     depths = ("", "*/", "*/*/")  # not all of it: checkpoints have many files
-    found = [_read(path) for path in sorted(path for depth in depths for path in root.glob(f"{depth}launches/*/{LAUNCH}"))]
+    found = [_read(path) for path in sorted((path for depth in depths for path in root.glob(f"{depth}launches/*/{LAUNCH}")), key=_number)]
     if not found:
         raise LaunchError(f"no launches in {root}; expected {root}/NAME/launches/001, which `meshpar launch` writes")
     known: dict[Path, tuple[str, str]] = {}
@@ -83,10 +83,15 @@ def _short(folder: Path) -> Path:
 
 
 def _file(folder: Path) -> Path:
-    found = folder / LAUNCH if (folder / LAUNCH).exists() else max(folder.glob(f"launches/*/{LAUNCH}"), default=None)
+    found = folder / LAUNCH if (folder / LAUNCH).exists() else max(folder.glob(f"launches/*/{LAUNCH}"), key=_number, default=None)
     if found is None:
         raise LaunchError(f"{folder} is no launch; expected a run's folder, such as runs/NAME, or one of runs/NAME/launches")
     return found
+
+
+def _number(path: Path) -> tuple[Path, int, str]:
+    """Return what orders launches by run and number: 1000 comes after 999."""
+    return path.parents[1], len(path.parent.name), path.parent.name
 
 
 def _read(path: Path) -> tuple[str, Target, Launched]:
