@@ -118,6 +118,16 @@ def test_a_silent_node_is_lost(replica: Replica, monkeypatch: pytest.MonkeyPatch
     assert None not in replica.gather()
 
 
+def test_an_end_that_is_read_together_with_the_coming_counts(replica: Replica) -> None:
+    first = replica.meetings[0]
+    address, _, key = first._place.partition(" ")
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port))) as node:
+        node.sendall(f"come {key} 1\nend 1 143\n".encode())
+        patience.until(lambda: first.keep() or first.codes, 20)
+        assert first.codes == {1: 143}
+
+
 def test_a_node_that_is_stopped_while_it_waits_ends_the_others(replica: Replica) -> None:
     first, second, _ = replica.meetings
     with ThreadPoolExecutor() as pool:

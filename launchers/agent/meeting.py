@@ -191,13 +191,16 @@ class Meeting:
             while True:
                 self._new.append(_Link(server.accept()[0]))
         for link in list(self._new):
-            for word, key, node in (line for line in link.lines() if len(line) == 3):
-                if (word, key) == ("come", self._key):
+            lines = link.lines()
+            for place, line in enumerate(lines):
+                if line[:2] == ["come", self._key] and len(line) == 3:
                     self._new.remove(link)
-                    if int(node) in self._links:
-                        self._links[int(node)].send("taken")
-                        self._lose(int(node))
-                    self._links[int(node)] = link
+                    if (node := int(line[2])) in self._links:
+                        self._links[node].send("taken")
+                        self._lose(node)
+                    self._links[node] = link
+                    self._follow(lines[place + 1 :])  # which may have been read at once
+                    break
             if link.closed and link in self._new:
                 self._new.remove(link)
                 link.close()
@@ -205,6 +208,12 @@ class Meeting:
     def _hear(self, node: int) -> list[list[str]]:
         link = self._links.get(node)
         lines = [] if link is None else link.lines()
+        self._follow(lines)
+        if link is not None and link.closed:
+            self._lose(node)
+        return lines
+
+    def _follow(self, lines: list[list[str]]) -> None:
         for word, *rest in lines:
             if word == "end":
                 self._ended(int(rest[0]), int(rest[1]))
@@ -213,9 +222,6 @@ class Meeting:
             elif word == "taken":
                 self._taken = True
                 self._note(f"another process came as {self.names(self._node)}; give each node its own --node-rank, and start it once")
-        if link is not None and link.closed:
-            self._lose(node)
-        return lines
 
     def _ended(self, node: int, code: int) -> None:
         if node not in self.codes:
