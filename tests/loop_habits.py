@@ -1215,6 +1215,7 @@ def control_wrong(side):
     with torch.no_grad():
         for each in net.parameters():
             each.mul_(2.0 if side.rank == 1 else 1.0)
+    side.weights(net)
 
 
 @habit(CONTROL, "an error that is not meshpar's")
