@@ -626,6 +626,21 @@ def test_a_batch_of_ones_own_is_refused_in_a_later_step_too():
         par.module(torch.arange(6)[None] + torch.distributed.get_rank())
 
 
+@pytest.mark.skipif(not _torch.BEFORE_2_13, reason="this torch can do it")
+@on_ranks(2)
+def test_what_an_older_torch_cannot_do_is_refused():
+    par = applied(Packed(), "tp=2", [TensorParallel()], ModelLayout(tensor=PACKED_STYLES))
+    optimizer = torch.optim.LBFGS(par.module.parameters())
+    par.module(torch.arange(6)[None]).square().mean().backward()
+    with pytest.raises(MeshparError, match=r"which torch before 2\.13 cannot do"):
+        optimizer.step(lambda: 0.0)
+    net = Net()
+    net.index = nn.Parameter(torch.arange(4), requires_grad=False)
+    with pytest.raises(PlanError, match="index are parameters of integers"):
+        applied(net, "dp_shard=2", [FullyShard()])
+    applied(net, "dp_shard=2", [FullyShard(whole=("index",))]).module(x_of()).square().mean().backward()
+
+
 @on_ranks(2)
 def test_a_learning_rate_of_ones_own_is_refused():
     par = applied(Net(), "dp_replicate=2", [Replicate()])
