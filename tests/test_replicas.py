@@ -340,7 +340,7 @@ FAULTS = int(os.environ.get("MESHPAR_REPLICA_FAULTS", "20"))
 def test_faults_at_random_instants_lose_and_double_nothing(tmp_path, replicas, ranks):
     found = lab.run(tmp_path, faults=FAULTS, seed=1, replicas=replicas, ranks=ranks)
     assert sum(lost for _, lost, _ in found["changes"]) >= FAULTS // 3
-    assert sorted(found["recovery_s"])[len(found["recovery_s"]) // 2] < 10
+    assert sorted(found["recovery_s"])[len(found["recovery_s"]) // 2] < patience.patient(10)
 
 
 @pytest.mark.timeout(400)
