@@ -1,0 +1,62 @@
+"""A train step of every kind of plan keeps NCCL's rules, with the numbers of one process; controls show that each rule is asked."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from models_for_parity import VOCAB, transformer
+from nccl_rules import Broken, check_order, rules
+
+from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, TensorParallel
+from meshpar.testing import assert_parity, on_ranks, one_process, token_steps
+
+SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
+PLAIN = functools.partial(transformer, qk_norm=True)
+MIXTURE = functools.partial(transformer, experts=4, expert_hidden=16, qk_norm=True)
+PLANS = {
+    "fsdp": (PLAIN, "dp_shard=4", [FullyShard()]),
+    "hsdp": (PLAIN, "dp_replicate=2,dp_shard=2", [HybridShard()]),
+    "world": (PLAIN, "dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world")]),
+    "tp": (PLAIN, "tp=4", [TensorParallel()]),
+    "fsdp-tp": (PLAIN, "dp_shard=2,tp=2", [SEQUENCE, ActivationCheckpoint(), FullyShard()]),
+    "cp": (PLAIN, "dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),
+    "experts": (MIXTURE, "dp_shard=2,ep=2", [ExpertParallel(), FullyShard()]),
+}
+
+
+def check_controls():
+    group, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        return
+    with pytest.raises(Broken, match="not contiguous"):
+        dist.all_reduce(torch.ones(4, 4).t(), group=group)
+    with pytest.raises(Broken, match=r"does not know torch\.int16"):
+        dist.all_reduce(torch.ones(4, dtype=torch.int16), group=group)
+    with pytest.raises(Broken, match="a tensor is on meta"):
+        dist.all_reduce(torch.ones(4, device="meta"), group=group)
+    with pytest.raises(Broken, match="different calls"):
+        dist.all_reduce(torch.ones(4 + dist.get_rank()), group=group)
+    with pytest.raises(Broken, match="different calls"):
+        dist.all_reduce(torch.ones(4, dtype=torch.float32 if dist.get_rank() else torch.int32), group=group)
+    tensor = torch.full((3,), float(dist.get_rank()))
+    dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
+    assert tensor.tolist() == [0.5, 0.5, 0.5]
+    dist.destroy_process_group(other)
+    with pytest.raises(Broken, match="after its end"):
+        other.allreduce([torch.ones(4)])
+
+
+@on_ranks(4, timeout_s=170)
+def test_broken_rules_are_refused_and_a_train_step_of_every_plan_keeps_them():
+    with rules() as seen:
+        check_controls()
+        with pytest.raises(Broken, match="in another order"):
+            check_order(seen.groups()[:: -1 if dist.get_rank() == 1 else 1])
+        expected = {}
+        for build, mesh, passes in PLANS.values():
+            steps = token_steps(VOCAB, steps=1, parts=4)
+            expected[build] = expected.get(build) or one_process(build, steps)
+            assert_parity(build, mesh, passes, steps, expected=expected[build])
