@@ -1,0 +1,106 @@
+"""Where a train step waits for the device, or for other hosts: at the places listed here and no others."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from models_for_parity import gpt2, transformer
+
+import meshpar.forecasting.device as device
+from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, Plan, TensorParallel
+from meshpar.forecasting.private import Assumed
+from meshpar.passes.applied import applied
+from meshpar.passes.routing import Routing
+from meshpar.training.loop import Trainer
+from meshpar.training.objectives import CausalLM
+from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw
+from meshpar.training.settings import TrainSettings
+from tests.accelerator.simulated import allocate, alone, install, simulated
+from tests.accelerator.waits import Waits
+
+HOSTS = {"exact.agreement.Agreement._most (hosts)": 3}
+"""Each micro-batch and each step is compared through the hosts; to become one exchange a step that is read a step later (A4)."""
+BF16 = {"param_dtype": torch.bfloat16}
+STEPS = {
+    "dense": (transformer, "dp_replicate=2,dp_shard=2,tp=2", [TensorParallel(), HybridShard(**BF16)], {}),
+    "fused": (
+        gpt2,
+        "dp_shard=4,tp=2",
+        [TensorParallel(), ActivationCheckpoint(), FullyShard(**BF16)],
+        {"passes.tensor.collectives._Regroup.forward": 16},  # A10
+    ),
+    "positions": (transformer, "dp_shard=4,cp=2", [ContextParallel(), FullyShard(**BF16)], {}),
+    "host": (
+        transformer,
+        "dp_shard=8",
+        [FullyShard(**BF16, offload="cpu")],
+        {
+            "_fsdp_param_group.FSDPParamGroup.finalize_backward": 21,  # the optimizer runs on the host, which needs the gradients
+            "placements.clip_grad_norm_": 1,  # and the factor by which they are clipped
+            "placements._power.<locals>.<listcomp>": 21,
+        },
+    ),
+    "experts": (
+        functools.partial(transformer, experts=8, expert_hidden=16, qk_norm=True),
+        "dp_shard=2,ep=4",
+        [ExpertParallel(), ActivationCheckpoint(), FullyShard(**BF16)],
+        {"passes.routing.Routing.exchanged": 8 * 3 * 4},  # each number of each layer and micro-batch, and again in recomputation: A11
+    ),
+    "float16": (
+        transformer,
+        "dp_shard=8",
+        [FullyShard(param_dtype=torch.float16)],
+        {"training.loop.Trainer._may_step": 1},  # whether the step counts decides the next one's scale
+    ),
+}
+"""Model, mesh, passes -> the places, and how often a step of two micro-batches waits there."""
+
+
+class Data:
+    def __init__(self):
+        self.samples, self.epoch, self.global_batch = self, 0, 8
+
+    def position(self):
+        return {"epoch": 0, "samples": 1}
+
+
+class Watched(Routing):
+    """The real routing, whose waits count, and then equal numbers of rows in the place of those that it reads."""
+
+    __slots__ = ()
+
+    def exchanged(self, mine, heard, rows, rank):
+        Routing.exchanged(self, mine, heard, rows, rank)
+        return Assumed().exchanged(mine, heard, rows, rank)
+
+
+def waits_of(name):
+    """Where the second step of a training loop waits, with a report that is not read."""
+    build, mesh, passes, _ = STEPS[name]
+    with torch.device("meta"):
+        model = build()
+    with simulated(8):
+        par = allocate(Plan(mesh, passes).apply(model, device_type=device.NAME))
+        if applied(par.module).divided:
+            applied(par.module).routing = Watched()
+        optimizer = build_adamw(par.module, AdamWSettings(fused=name != "host"))
+        schedule, scaler = Schedule(name="constant", lr=1e-3, steps=9), LossScaler() if name == "float16" else None
+        trainer = Trainer(par, CausalLM(), Data(), optimizer, schedule, TrainSettings(steps=9), scaler=scaler)
+        tensor = torch.ones(2, 16, dtype=torch.int64, device="cpu")
+        for _ in range(2):
+            with Waits() as waits:
+                trainer._train_step([{"input_ids": tensor, "labels": tensor}] * 2)
+                trainer.step += 1
+                trainer._report()
+        return dict(waits.places)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@alone
+def test_a_step_waits_at_the_listed_places_alone(half):
+    install().manual_seed = lambda value: None
+    CausalLM.tokens = lambda self, batch: 32  # counted on the host, before the batch is moved
+    found = {name: waits_of(name) for name in list(STEPS)[half::2]}
+    assert found == {name: HOSTS | STEPS[name][-1] for name in found}, found
