@@ -24,7 +24,7 @@ from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.dcp import Stored
 from meshpar.errors import CheckpointError
 from meshpar.placements import local_tensor, placed_like, sharded_axes
-from meshpar.state.full import check_undivided, restored_parameters
+from meshpar.state.full import check_undivided, place_optimizer_state, restored_parameters
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """One optimizer, or several by name, of different parameters."""
@@ -97,6 +97,7 @@ def optimizer_state(given: Optimizers, model: ModelState) -> OptimizerState:
     optimizers, tensors = optimizers_of(given), {}
     for optimizer in optimizers.values():
         check_undivided(optimizer)
+        place_optimizer_state(optimizer)
     state: dict[str, dict[str, Any]] = {}
     for optimizer, parameter in parameters_of(optimizers, names):
         name = names[id(parameter)]
@@ -259,7 +260,8 @@ def _room(stored: Stored, trained: torch.dtype, key: str, parameter: Tensor, gro
     """
     like = stored.shape == tuple(parameter.shape) and (stored.shape != () or key != "step")  # a count is a scalar whatever the parameter is
     dtype = parameter.dtype if (like or stored.shape != ()) and stored.dtype == trained else stored.dtype  # Adafactor's have other shapes
-    if isinstance(now, Tensor) and tuple(now.shape) == stored.shape and now.dtype == dtype:
+    placed = isinstance(now, DTensor) or not (like and isinstance(parameter, DTensor))  # loaded from one process, and not yet divided
+    if isinstance(now, Tensor) and placed and tuple(now.shape) == stored.shape and now.dtype == dtype:
         return now
     if like:
         return torch.zeros_like(parameter.detach(), dtype=dtype)

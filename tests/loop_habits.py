@@ -933,6 +933,21 @@ def loading_by_par(side):
     train(side, net, sgd(net))
 
 
+@habit(WEIGHTS, "`optimizer.load_state_dict(d)`, d the state of one process")
+def loading_the_optimizer(side):
+    alone = side.net()
+    before = adamw(alone)
+    alone(torch.ones(1, FEATURES).double()).sum().backward()
+    before.step()
+    for trained in (False, True):  # a new optimizer, and one that has stepped
+        net = side.apply(side.net())
+        optimizer = adamw(net)
+        if trained:
+            train(side, net, optimizer)
+        optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
+        train(side, net, optimizer)
+
+
 @habit(WEIGHTS, "`module.load_state_dict(module.state_dict())` on the same mesh, values kept in between")
 def keeping(side):
     net = side.apply(side.net())

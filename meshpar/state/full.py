@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshpar import _torch
 from meshpar.errors import MeshparError
-from meshpar.placements import held_by_this_rank, local_tensor, part_like, whole_tensor
+from meshpar.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
 
 
 @final
@@ -40,13 +40,37 @@ class ShardedState(OrderedDict[str, Any]):
 
 
 def guard_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer's ``state_dict()`` return what cannot be pickled by mistake."""
+    """Let the optimizer's ``state_dict()`` return what cannot be pickled by mistake, and place state that it has loaded or will load."""
 
     def guarded(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         held = (value for states in state["state"].values() if isinstance(states, dict) for value in states.values())
         return ShardedState(state) if any(isinstance(each, DTensor) for each in held) else None
 
     optimizer.register_state_dict_post_hook(guarded)
+    optimizer.register_load_state_dict_post_hook(place_optimizer_state)
+    place_optimizer_state(optimizer)
+
+
+def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Divide whole plain tensors in the optimizer's state as their parameters are: ``load_state_dict`` received one process's state.
+
+    Raises:
+        MeshparError: an optimizer of torch has a plain tensor of another shape than its sharded parameter, with which it cannot step.
+    """
+    if isinstance(optimizer, torch.optim.Adafactor):
+        return  # its factors have other shapes, and its step places them
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items() if isinstance(parameter, DTensor) and isinstance(state, dict) else ():
+            if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.ndim == 0:
+                continue
+            if value.shape == parameter.shape:
+                state[key] = placed_like(value, parameter, ())
+            elif type(optimizer).__module__.startswith("torch.optim."):
+                raise MeshparError(
+                    f"{type(optimizer).__name__}'s {key} has the shape {tuple(value.shape)}; expected {tuple(parameter.shape)}, which is the "
+                    "parameter's; load whole tensors, as one process's optimizer.state_dict() has them, or restore the optimizer by "
+                    "meshpar.checkpoints.CheckpointManager"
+                )
 
 
 _DIVIDED: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
