@@ -182,8 +182,8 @@ def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
     if not grads:
         return torch.zeros((), device=device)
     wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    norms = [norm for together in by_device(grads).values() for norm in torch._foreach_norm(together, norm_type, dtype=wide)]
-    stacked = torch.stack([norm.to(device) for norm in norms])
+    norms = [torch.stack(torch._foreach_norm(together, norm_type, dtype=wide)) for together in by_device(grads).values()]
+    stacked = torch.cat([each.to(device, non_blocking=True) for each in norms])
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
 
 

@@ -252,57 +252,69 @@ class _SplitReplicated(torch.autograd.Function):
 class _Regroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> Tensor:
-        order, sent, received = _order(weight.shape[dim], parts, group)
-        ctx.order, ctx.sent, ctx.received, ctx.dim, ctx.group = order.to(weight.device), sent, received, dim, group
-        ordered = weight.movedim(dim, 0).index_select(0, ctx.order)
-        return _all_to_all(ordered, received, sent, group).movedim(0, dim).contiguous()
+        ctx.parts, ctx.dim, ctx.group = parts, dim, group
+        return _by_part(weight, parts, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        back = _Ungroup.apply(grads[0], ctx.order, ctx.sent, ctx.received, ctx.dim, ctx.group)
-        return back, None, None, None
+        return _Ungroup.apply(grads[0], ctx.parts, ctx.dim, ctx.group), None, None, None
 
 
 class _Ungroup(torch.autograd.Function):
-    """The way back of _Regroup; what has been regrouped twice is where it was, so their gradients are each other."""
+    """The way back of _Regroup, which is the gradient of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, sent: list[int], received: list[int], dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.order, ctx.sent, ctx.received, ctx.dim, ctx.group = order, sent, received, dim, group
-        ordered = _all_to_all(x.movedim(dim, 0).contiguous(), sent, received, group)
-        return torch.empty_like(ordered).index_copy_(0, order, ordered).movedim(0, dim).contiguous()
+    def forward(ctx: Any, x: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.parts, ctx.dim, ctx.group = parts, dim, group
+        runs, sent, received = _plan(x.shape[dim], parts, group)
+        came = _all_to_all(x.movedim(dim, 0).contiguous(), sent, received, group)
+        pieces = dict(zip(_by_owner(runs), came.split([runs[each][0] for each in _by_owner(runs)])))
+        return torch.cat([pieces[each] for each in range(len(runs))]).movedim(0, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if grads[0].requires_grad:
             raise MeshparError("gradients of the third order through packed_colwise are not known; split the projection into its parts")
-        ordered = grads[0].movedim(ctx.dim, 0).index_select(0, ctx.order)
-        back = _all_to_all(ordered, ctx.received, ctx.sent, ctx.group).movedim(0, ctx.dim).contiguous()
-        return back, None, None, None, None, None
+        return _by_part(grads[0], ctx.parts, ctx.dim, ctx.group), None, None, None
 
 
-def _order(rows: int, parts: int, group: dist.ProcessGroup) -> tuple[Tensor, list[int], list[int]]:
-    """Return in which order this rank sends its rows, and how many rows it sends to and receives from each rank."""
+def _by_part(weight: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Exchange rows, cut and joined by slices: an index would be copied to the device, and the host would wait."""
+    runs, sent, received = _plan(weight.shape[dim], parts, group)
+    pieces = weight.movedim(dim, 0).split([length for length, _ in runs])
+    ordered = torch.cat([pieces[each] for each in _by_owner(runs)])
+    return _all_to_all(ordered, received, sent, group).movedim(0, dim).contiguous()
+
+
+def _plan(rows: int, parts: int, group: dist.ProcessGroup) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    """Return the runs of this rank's rows, and how many rows it sends to and receives from each rank."""
     ranks, me = group.size(), group.rank()
-    counts, part = rows_by_owner(rows, ranks, parts), rows * ranks // parts
-    # Row g of the whole belongs to the rank that holds its place within its part.
-    goes_to = torch.arange(rows * me, rows * (me + 1), device="cpu").remainder(part).div(part // ranks, rounding_mode="floor")
-    return goes_to.argsort(stable=True), counts[me], [sent[me] for sent in counts]
+    counts = rows_by_owner(rows, ranks, parts)
+    return runs_of(rows, ranks, parts, me), counts[me], [sent[me] for sent in counts]
+
+
+def _by_owner(runs: list[tuple[int, int]]) -> list[int]:
+    """Return the runs, by their places, in the order in which they are sent."""
+    return sorted(range(len(runs)), key=lambda each: runs[each][1])
+
+
+@cache
+def runs_of(rows: int, ranks: int, parts: int, rank: int) -> list[tuple[int, int]]:
+    """Return the lengths and the owners of the runs of ``rank``'s rows when ``parts`` fused parts are split one by one."""
+    width = rows // parts  # rows of one part that one rank owns, in sequence
+    runs, begin, end = [], rows * rank, rows * (rank + 1)
+    while begin < end:
+        run = begin // width
+        runs.append((min((run + 1) * width, end) - begin, run % ranks))
+        begin += runs[-1][0]
+    return runs
 
 
 @cache
 def rows_by_owner(rows: int, ranks: int, parts: int) -> list[list[int]]:
-    """Return how many of each rank's ``rows`` belong to each rank when ``parts`` fused parts are split one by one.
-
-    Counted by whole runs, without a tensor: a simulated rank has none to read.
-    """
-    width = rows // parts  # rows of one part that one rank owns, in sequence
+    """Return how many of each rank's ``rows`` belong to each rank when ``parts`` fused parts are split one by one."""
     counts = [[0] * ranks for _ in range(ranks)]
-    for run in range(parts * ranks):
-        begin, owner = run * width, run % ranks
-        while begin < (run + 1) * width:
-            holder = begin // rows
-            end = min((run + 1) * width, (holder + 1) * rows)
-            counts[holder][owner] += end - begin
-            begin = end
+    for rank, mine in enumerate(counts):
+        for length, owner in runs_of(rows, ranks, parts, rank):
+            mine[owner] += length
     return counts
