@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.copying import ByteCount, Piece, Progress, StoredSource
 from meshpar.checkpoints.files import BLOCK_BYTES, TILE_BYTES, failing_as, memory_of, tiles
-from meshpar.checkpoints.foreign import TorchWeights, is_pickled
-from meshpar.checkpoints.safetensors import Safetensors
+from meshpar.checkpoints.safetensors import weights_in
 from meshpar.checkpoints.saving import make_manifest
 from meshpar.checkpoints.steps import Steps
 from meshpar.checkpoints.storage import Place, free_bytes, place
@@ -56,7 +55,7 @@ def import_safetensors(
         LayoutError: the weight map does not fit the tensors.
     """
     steps, rules = Steps(root), weights if weights is not None else WeightMap()
-    stored = TorchWeights(src) if is_pickled(place(src)) else Safetensors(src)
+    stored = weights_in(src)
     source = rules.view(stored)
     dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
     total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())

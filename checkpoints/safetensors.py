@@ -16,7 +16,7 @@ import torch
 from meshpar.checkpoints.copying import Piece
 from meshpar.checkpoints.dcp import Chunk, check_cover, overlap
 from meshpar.checkpoints.files import ALIGNMENT, Box, Readable, inside
-from meshpar.checkpoints.foreign import remedy
+from meshpar.checkpoints.foreign import TorchWeights, is_pickled, remedy
 from meshpar.checkpoints.storage import Place, entries, open_file, place
 from meshpar.errors import CheckpointError, StoreError, brief
 from meshpar.patterns import nearest
@@ -43,6 +43,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 _SHARDING_INFO = "DCP_SHARDING_INFO"  # of torch's HuggingFaceStorageWriter: name -> {"saved_offsets": [...]}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_COPY = "; copy or download it again"
+_AGAIN = "copy or download the folder again, or remove the index to read the files that are there"
 _LONGEST_HEADER = 100_000_000  # the bound of the reference implementation
 
 
@@ -65,7 +67,7 @@ class Safetensors:
         for file, expected in _files(self._path).items():
             boxes, offsets = read_header(open_file(file))
             if absent := [name for name in expected if name not in boxes]:
-                raise CheckpointError(f"{file} lacks {len(absent)} tensors of the index: {', '.join(absent[:5])}")
+                raise CheckpointError(f"{file} lacks {len(absent)} tensors of the index: {', '.join(absent[:5])}; {_AGAIN}")
             if twice := [name for name in boxes if name in self._pieces and name not in offsets]:
                 raise CheckpointError(
                     f"{self._pieces[twice[0]][0].box.file.path} and {file} both have {', '.join(twice[:5])}; remove one of the files"
@@ -96,6 +98,11 @@ class Safetensors:
             if here is not None:
                 target = out[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(here, spans))]
                 piece.box.read(tuple((a - o, b - o) for (a, b), o in zip(here, piece.offsets)), target)
+
+
+def weights_in(path: str | Place) -> Safetensors | TorchWeights:
+    """Return the weights in a file or folder, of safetensors or of ``torch.save``, as a source; errors as for its class."""
+    return TorchWeights(path) if is_pickled(place(path)) else Safetensors(path)
 
 
 def _chunk(piece: Piece) -> Chunk:
@@ -138,6 +145,9 @@ def _indexed(path: Place) -> dict[Place, list[str]]:
             files.setdefault(path.parent / inside(file), []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a safetensors index: {brief(error)}") from error
+    if gone := [file for file in files if not file.exists()]:
+        told = ", ".join(file.name for file in gone[:5])
+        raise CheckpointError(f"{path} lists {len(files)} files, and {len(gone)} of them are missing: {told}; {_AGAIN}")
     return files
 
 
@@ -168,7 +178,7 @@ def read_header(file: Readable) -> tuple[dict[str, Box], dict[str, tuple[int, ..
         raise
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
         other = remedy(file.path) if file.path.suffix != ".safetensors" else ""
-        raise CheckpointError(f"{file.path} is not a complete safetensors file: {error}{other}") from error
+        raise CheckpointError(f"{file.path} is not a complete safetensors file: {error}{other or _COPY}") from error
     return boxes, offsets
 
 

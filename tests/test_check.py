@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import random
 import re
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from meshpar import PlanError, RecipeError
@@ -18,6 +21,7 @@ from meshpar.launchers.cli import app
 from meshpar.launchers.commands.inspecting import check_recipe
 from meshpar.launchers.recipes import yamlfile
 from meshpar.launchers.recipes.yamlfile import parse_document, to_yaml
+from meshpar.models import Transformer, TransformerConfig
 from meshpar.training.samples import PackedTokens
 from meshpar.training.tokens import TokenFile
 
@@ -141,3 +145,63 @@ def test_an_id_outside_the_vocabulary_is_refused_when_it_is_read(folder: Path, m
     monkeypatch.chdir(folder)
     with pytest.raises(RecipeError, match="has id 65535 and a vocab_size of 300"):
         PackedTokens(TokenFile.open("high.bin"), 8)[1]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with weights as they come: whole, with a file missing, with an old index, of torch.save, twice, of another shape."""
+    made = tmp_path_factory.mktemp("weights")
+    (made / "text.md").write_text("some text\n" * 200)
+    (made / "job.yaml").write_text(BASE.replace("hidden: 32,", "hidden: 32, vocab_size: 260,"))
+    config = TransformerConfig(dim=32, layers=1, heads=4, hidden=32, vocab_size=260, max_positions=32)
+    tensors = Transformer(config).state_dict()
+    names = list(tensors)
+    halves = {f"model-{part:05}-of-00002.safetensors": names[part - 1 :: 2] for part in (1, 2)}
+    for folder in ("whole", "missing", "stale", "old", "torn", "twice", "bin", "other", "fewer"):
+        (made / folder).mkdir()
+        if folder in ("bin", "other", "fewer"):
+            continue
+        for file, held in halves.items():
+            save_file({name: tensors[name] for name in held}, made / folder / file)
+        index = {"weight_map": {name: file for file, held in halves.items() for name in held}}
+        (made / folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (made / "missing/model-00002-of-00002.safetensors").unlink()
+    for file in (made / "old").glob("*.safetensors"):
+        file.unlink()
+    save_file(tensors, made / "old/model.safetensors")
+    save_file({names[0]: tensors[names[0]]}, made / "stale/model-00001-of-00002.safetensors")
+    (made / "torn/model-00001-of-00002.safetensors").write_bytes((made / "whole/model-00001-of-00002.safetensors").read_bytes()[:-4])
+    (made / "twice/model.safetensors.index.json").unlink()
+    save_file(tensors, made / "twice/consolidated.safetensors")
+    torch.save(tensors, made / "bin/pytorch_model.bin")
+    save_file({**tensors, names[0]: torch.zeros(300, 32)}, made / "other/model.safetensors")
+    save_file({name: tensors[name] for name in names[1:]}, made / "fewer/model.safetensors")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("folder", "told"),
+    [
+        ("whole", ""),
+        ("bin", ""),
+        ("missing", "lists 2 files, and 1 of them are missing: model-00002-of-00002.safetensors; copy or download the folder again"),
+        (
+            "old",
+            "lists 2 files, and 2 of them are missing: model-00001-of-00002.safetensors, model-00002-of-00002.safetensors; copy or "
+            "download the folder again, or remove the index to read the files that are there",
+        ),
+        ("stale", "stale/model-00001-of-00002.safetensors lacks 5 tensors of the index"),
+        ("torn", "torn/model-00001-of-00002.safetensors is not a complete safetensors file"),
+        ("twice", "consolidated.safetensors and twice/model-00001-of-00002.safetensors both have"),
+        ("other", "shape of embed.weight: expected (260, 32), got (300, 32)"),
+        ("fewer", "missing: embed.weight (260, 32)"),
+    ],
+)
+def test_check_opens_the_weights_that_the_ranks_will_open(weights: Path, monkeypatch: pytest.MonkeyPatch, folder: str, told: str) -> None:
+    monkeypatch.chdir(weights)
+    done = CliRunner().invoke(app, ["check", "job.yaml", f"model.weights={folder}", "data.tokenizer=bytes"], catch_exceptions=False)
+    assert done.exit_code == (78 if told else 0) and told in done.stderr, done.stderr
+    assert not told or ": model.weights: " in done.stderr, done.stderr
+    if "remove the index" in told:
+        Path(folder, "model.safetensors.index.json").unlink()
+        check_recipe("job.yaml", [f"model.weights={folder}", "data.tokenizer=bytes"])

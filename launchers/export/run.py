@@ -12,13 +12,14 @@ from typing import Any, final
 
 import torch
 
-from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_gguf, export_safetensors
+from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, export_gguf, export_safetensors
 from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.export import apart, files_beside_weights, free_target, made_on_disk
 from meshpar.checkpoints.gguf import KINDS, Kind
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.quantizing import Quantization
 from meshpar.checkpoints.steps import Steps, checkpoints_in, open_step
+from meshpar.checkpoints.safetensors import weights_in
 from meshpar.checkpoints.storage import Place, fetched, fsync, on_disk, place
 from meshpar.checkpoints.verify import Verify, verify_files
 from meshpar.errors import CheckpointError, LayoutError
@@ -163,7 +164,7 @@ def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
         names = layout_for(model).weights
         add_adapters(model, settings)
         packed = {name: each for name, each in adapted_layers(model).items() if isinstance(each, PackedAdapter)}
-    ours, factors = names.view(Safetensors(base)), {}
+    ours, factors = names.view(weights_in(base)), {}
     for layer in sorted({name.rpartition(".lora_")[0] for name in adapters}):
         a, b, on = adapters[f"{layer}.lora_A.weight"], adapters[f"{layer}.lora_B.weight"], packed.get(layer)
         weight = f"{base_name(layer)}.{'weight' if on is None else on.leaf}"
@@ -193,7 +194,7 @@ def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, over
     target = free_target(dst, overwrite=overwrite)
     apart(target, src)
     adapters = stored_adapters(src)
-    source = Safetensors(base)
+    source = weights_in(base)
     layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
     linear = [each for each in layers if f"{each}.weight" in source.shapes()]
     turned = any(tuple(source.shapes()[f"{each}.weight"]) != _shape(adapters, each) for each in linear[:1])

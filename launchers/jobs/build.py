@@ -17,7 +17,7 @@ from meshpar.checkpoints.storage import place
 from meshpar.errors import CheckpointError, LayoutError, MeshparError, PlanError, RecipeError
 from meshpar.launchers.jobs.datasets import data_problems, examples_of, separates, vocab_size_of, with_local_data
 from meshpar.launchers.jobs.elastic import replica_problems
-from meshpar.launchers.jobs.models import HEAD_OF, DataFacts, build_transformers
+from meshpar.launchers.jobs.models import HEAD_OF, DataFacts, build_transformers, weights_problems
 from meshpar.launchers.recipes.conflicts import folder_problems
 from meshpar.launchers.recipes.named import OBJECTIVES, has_keyword, make_objective, make_own, make_passes
 from meshpar.launchers.recipes.recipe import Recipe
@@ -226,6 +226,8 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
         model = build_model(recipe, vocab_size)
         plan = plan_of(recipe)
         layout = layout_of(recipe, model)
+        found = weights_problems(model, layout or layout_for(model), recipe.model, adapters=recipe.lora is not None)
+        problems += [f"{recipe.where('model.weights')}: {text}" for text in found]
         spec = plan.check(model, layout, world_size=world_size)
         problems += [f"{recipe.where('mesh')}: {text}" for text in (plan_problems(spec, model) if replica else ())]
         asked = recipe.training.balance_rate, recipe.training.balance_loss
@@ -238,8 +240,11 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
         missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
         problems += [f"{recipe.where('teacher.model')}.{text}; train and export the teacher first" for text in missing]
         if recipe.teacher is not None and not missing:
-            found = teacher_problems(teacher_plan_of(recipe), build_teacher(recipe, vocab_size), plan_of(recipe), world_size)
+            teacher = build_teacher(recipe, vocab_size)
+            found = list(teacher_problems(teacher_plan_of(recipe), teacher, plan_of(recipe), world_size))
             problems += [f"{recipe.where('teacher')}: {text}" for text in found]
+            found = weights_problems(teacher, layout_for(teacher), recipe.teacher.model)
+            problems += [f"{recipe.where('teacher.model.weights')}: {text}" for text in found]
     except PlanError as error:
         problems += [f"{recipe.where('mesh')}: {text}" for text in error.problems]
     except (RecipeError, LayoutError) as error:

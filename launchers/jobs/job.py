@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshpar import runtime
-from meshpar.checkpoints import CheckpointManager, Safetensors, open_step, read_manifest
+from meshpar.checkpoints import CheckpointManager, open_step, read_manifest
 from meshpar.checkpoints.checkpointable import Checkpointable as Saved
 from meshpar.checkpoints.leftovers import told_only
 from meshpar.checkpoints.manifest import step_name, step_of
@@ -38,7 +38,7 @@ from meshpar.training.console import Console
 from meshpar.training.data import Batches
 from meshpar.training.elastic import Replicas
 from meshpar.training.loop import Trainer
-from meshpar.training.lora import Adapters, WithAdapters
+from meshpar.training.lora import Adapters
 from meshpar.training.metrics import JsonLines, Reporter, TensorBoard, flops_per_token
 from meshpar.training.optimizer import LossScaler
 from meshpar.training.profile import LEAST as PROFILED
@@ -193,11 +193,7 @@ def _parallelize(recipe: Recipe, data: datasets.Data, kind: str) -> Parallelized
     model = build.build_model(recipe, data.vocab_size, data.facts)
     layout = build.layout_of(recipe, model)
     par = build.plan_of(recipe).apply(model, layout, device_type=kind)
-    if recipe.lora is not None:
-        assert recipe.model.weights is not None
-        source = WithAdapters(Safetensors(recipe.model.weights.expanduser()), model, seed=recipe.seed)
-        return par.materialize(weights=source, ignore=recipe.model.ignore)
-    return with_weights(par, recipe.model, recipe.seed)
+    return with_weights(par, recipe.model, recipe.seed, adapters=recipe.lora is not None)
 
 
 def _teacher(recipe: Recipe, data: datasets.Data, kind: str) -> nn.Module | None:

@@ -13,13 +13,15 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from meshpar.checkpoints import Safetensors
-from meshpar.errors import RecipeError, brief
+from meshpar.checkpoints.safetensors import weights_in
+from meshpar.errors import MeshparError, RecipeError, brief
 from meshpar.launchers.recipes.sections import Model
+from meshpar.layout import ModelLayout
 from meshpar.models.huggingface import for_training
 from meshpar.parallelized import Parallelized
 from meshpar.patterns import matches, nearest
 from meshpar.state import initialize
+from meshpar.training.lora import WithAdapters
 from meshpar.weights import TypedSource
 
 _HEADS = {
@@ -29,6 +31,7 @@ _HEADS = {
 }
 HEAD_OF = {"tokens": "causal_lm", "pairs": "seq2seq_lm", "labels": "sequence_classification"}
 """Kind of an objective's examples -> head of the model."""
+_TOLD = 8  # tensors that do not fit, before the others are counted
 
 
 @final
@@ -110,27 +113,49 @@ def _ids(head: str, facts: DataFacts) -> dict[str, Any]:
     return ids | ({"decoder_start_token_id": facts.pad_id or 0} if head == "seq2seq_lm" else {})
 
 
-def with_weights(par: Parallelized, section: Model, seed: int) -> Parallelized:
-    """Give a parallel model the first weights of its recipe section, and return the model.
+def with_weights(par: Parallelized, section: Model, seed: int, *, adapters: bool = False) -> Parallelized:
+    """Give a parallel model, with or without new adapters, the first weights of its recipe section, and return the model.
 
     Raises:
         RecipeError: ``new`` matches no parameter.
-        MeshparError: weights do not fit; the message names all of them.
+        CheckpointError: the weights cannot be read.
+        LayoutError: weights do not fit; the message names all of them.
     """
     if section.weights is None:
         return par.materialize(seed=seed)
-    source = Safetensors(section.weights.expanduser())
+    source, new = _first_weights(par.module, section, seed, adapters=adapters)
+    par.materialize(weights=source, ignore=section.ignore)
+    if new:
+        initialize.from_seed(par.module, par.layout, seed, par.device, new)
+    return par
+
+
+def weights_problems(module: nn.Module, layout: ModelLayout, section: Model, *, adapters: bool = False) -> list[str]:
+    """Return why the ranks could not read a section's weights into a model, by the headers of the files: in seconds for any size."""
+    if section.weights is None or not section.weights.expanduser().exists():
+        return []  # a folder that is missing is told by folder_problems
+    try:
+        fit = initialize.compared(module, layout, _first_weights(module, section, 0, adapters=adapters)[0], ignore=section.ignore)
+    except (MeshparError, OSError) as error:
+        return [str(error) if isinstance(error, MeshparError) else brief(error)]
+    more = [f"and {len(fit.problems) - _TOLD} more like these"] if len(fit.problems) > _TOLD else []
+    told = [*fit.problems[:_TOLD], *more]
+    return [*told[:-1], *("; ".join([each, *fit.remedies]) for each in told[-1:])]
+
+
+def _first_weights(module: nn.Module, section: Model, seed: int, *, adapters: bool) -> tuple[TypedSource, set[str]]:
+    """Return the weights of a section that has some, and the names of the parameters that are drawn from the seed instead."""
+    assert section.weights is not None
+    source: TypedSource = weights_in(section.weights.expanduser())
+    if adapters:
+        return WithAdapters(source, module, seed=seed), set()
     patterns = getattr(section, "new", ())
-    if not patterns:
-        return par.materialize(weights=source, ignore=section.ignore)
-    shapes = {name: tuple(tensor.shape) for name, tensor in initialize.state(par.module)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in initialize.state(module)} if patterns else {}
     for pattern in patterns:
         if not any(matches(pattern, name) for name in shapes):
             raise RecipeError(f"model.new: {pattern!r} matches no parameter; nearest: {', '.join(nearest(pattern, shapes)) or 'none'}")
     new = {name: shape for name, shape in shapes.items() if any(matches(pattern, name) for pattern in patterns)}
-    par.materialize(weights=_Without(source, new), ignore=section.ignore)
-    initialize.from_seed(par.module, par.layout, seed, par.device, set(new))
-    return par
+    return _Without(source, new) if new else source, set(new)
 
 
 @final

@@ -6,13 +6,14 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshpar.errors import LayoutError, MeshparError
+from meshpar.errors import LayoutError
 from meshpar.layout import ModelLayout
 from meshpar.passes import random
 from meshpar.patterns import class_name, matches, nearest
@@ -98,9 +99,47 @@ def from_source(
     """Read every parameter and persistent buffer from ``source``, each rank its own part only.
 
     Raises:
-        MeshparError: before anything is read, listing every name that is missing or unexpected, and every shape and dtype that differs;
+        LayoutError: before anything is read, listing every name that is missing or unexpected, and every shape and dtype that differs;
             or afterwards, tied names whose values differ. On all ranks alike.
     """
+    fit = compared(module, layout, source, ignore=ignore, cast=cast)
+    if fit.problems:
+        raise LayoutError("\n  ".join(["these weights do not fit this model:", *fit.problems, *fit.remedies]))
+    _rebuild(module, layout, device, missing, fit.rebuilt)
+    held, wanted = fit.held, {name: tensor for name, tensor in state(module) if name not in fit.rebuilt}
+    twice = [(name, other) for name in wanted for other in held[name][1:]]
+    differing = [twice.index((name, other)) for name in wanted for other in _read(fit.source, held[name], wanted[name])]
+    found = _agreed(min(differing, default=len(twice)), device) if twice else 0
+    if found < len(twice):
+        name, other = twice[found]
+        raise LayoutError(
+            f"{held[name][0]} and {other} are one tensor in this model and differ in these weights; build the model untied, "
+            "or choose one: ignore=[...] leaves the other unread"
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Weights beside the model that is to read them, compared by names, shapes and dtypes alone.
+
+    Attributes:
+        source: the weights, under the model's names if they have other ones.
+        held: the model's name of each tensor -> its names in the weights.
+        rebuilt: names of tensors that the weights lack and the modules fill.
+        problems: each missing or unexpected tensor, and each other shape or dtype.
+        remedies: how to make such weights fit, where that is known.
+    """
+
+    source: WeightSource
+    held: Mapping[str, list[str]]
+    rebuilt: set[str]
+    problems: list[str]
+    remedies: list[str]
+
+
+def compared(module: nn.Module, layout: ModelLayout, source: WeightSource, *, ignore: Collection[str] = (), cast: bool = False) -> Fit:
+    """Compare weights with a model, which may be on the meta device; nothing is read but the description of the weights."""
     wanted: dict[str, Tensor] = dict(state(module))
     ties = {name: group for group in tied_names(module) for name in group}
     names = {name: (name, *(each for each in ties.get(name, ()) if each != name)) for name in wanted}
@@ -124,22 +163,13 @@ def from_source(
         for name, shape in source.shapes().items()
         if name not in known and not _harmless(name, told[name], layout)
     ]
+    remedies = []
     if problems or unexpected:
-        remedy = ["ignore=[...], in a recipe model.ignore, leaves unexpected tensors unread"] if unexpected else []
+        remedies = ["ignore=[...], in a recipe model.ignore, leaves unexpected tensors unread"] if unexpected else []
         nested = (each[: -len(name)] for name in wanted if not held[name] for each in told.values() if each.endswith(f".{name}"))
         if prefix := next(nested, None):
-            remedy = [f"these weights' names begin with {prefix!r}: DistributedCheckpoint and TorchWeights take prefix={prefix!r}"]
-        raise MeshparError("\n  ".join(["these weights do not fit this model:", *problems, *unexpected, *remedy]))
-    _rebuild(module, layout, device, missing, rebuilt)
-    twice = [(name, other) for name in wanted if name not in rebuilt for other in held[name][1:]]
-    differing = [twice.index((name, other)) for name in wanted if name not in rebuilt for other in _read(source, held[name], wanted[name])]
-    found = _agreed(min(differing, default=len(twice)), device) if twice else 0
-    if found < len(twice):
-        name, other = twice[found]
-        raise MeshparError(
-            f"{held[name][0]} and {other} are one tensor in this model and differ in these weights; build the model untied, "
-            "or choose one: ignore=[...] leaves the other unread"
-        )
+            remedies = [f"these weights' names begin with {prefix!r}: DistributedCheckpoint and TorchWeights take prefix={prefix!r}"]
+    return Fit(source, held, rebuilt, [*problems, *unexpected], remedies)
 
 
 def _told_names(source: WeightSource) -> dict[str, str]:
