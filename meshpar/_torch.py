@@ -160,6 +160,7 @@ class Units:
         self.modules = [child for child in module.modules() if isinstance(child, FSDPModule)]
         self._groups = [group for child in self.modules for group in _groups(child)]
         self._filled: list[nn.Parameter] = []
+        self._versions: dict[int, tuple[int, int]] = {}
         self._used: set[int] = set()
         self._ran: set[int] = set()
 
@@ -247,7 +248,8 @@ class Units:
         for group in self._groups if unit is None else _groups(unit):
             if not group.is_sharded:
                 for each in group.fsdp_params:
-                    each._setattr_on_modules(each.sharded_param)
+                    if _registered(each) is each._unsharded_param:  # what somebody put there stays, to be found
+                        each._setattr_on_modules(each.sharded_param)
 
     def show(self, unit: nn.Module | None = None) -> None:
         """Register what is gathered, for code that runs in a unit, or that backward runs once more in any."""
@@ -256,10 +258,38 @@ class Units:
                 for each in group.fsdp_params:
                     each._setattr_on_modules(each._unsharded_param)
 
-    def mark(self) -> None:
-        """Mark the sharded parameters, by which :func:`is_shard` knows them."""
-        for each in self.shards():
+    def mark(self) -> list[Any]:
+        """Mark the sharded parameters, by which :func:`is_shard` knows them, and return those that had no mark."""
+        new = [each for each in self.shards() if not is_shard(each)]
+        for each in new:
             each._meshpar_shard = True
+        return new
+
+    def use(self, parameter: nn.Parameter) -> None:
+        """Know that the backward that runs reaches a sharded parameter by another way than its unit."""
+        self._used.add(id(parameter))
+
+    def remember(self, unit: nn.Module) -> None:
+        """Remember the state of a unit's weights, which are gathered now, for :meth:`written`."""
+        for group in _groups(unit):
+            for each in group.fsdp_params:
+                self._versions[id(each)] = _version(each._unsharded_param)
+
+    def written(self, unit: nn.Module, *, look: bool) -> str | None:
+        """Return the name of a gathered weight that somebody wrote or replaced since :meth:`remember`.
+
+        Args:
+            unit: is gathered.
+            look: also compare values with this rank's shard, bit by bit, which finds a write through ``.data`` or NumPy.
+        """
+        for group in _groups(unit):
+            for each in group.fsdp_params:
+                gathered = each._unsharded_param
+                replaced = all(_registered(each) is not own for own in (gathered, each.sharded_param))
+                wrote = self._versions.get(id(each)) not in (None, _version(gathered))
+                if replaced or wrote or (look and group.is_unsharded and _differs(each)):
+                    return each._param_fqn or each._module_info.param_name
+        return None
 
     def trained(self, unit: nn.Module) -> str:
         """Return which of a unit's parameters want gradients, a digit each."""
@@ -281,15 +311,32 @@ class Units:
         """Return the sharded parameters of all units, whether the units are gathered or not."""
         return (each.sharded_param for group in self._groups for each in group.fsdp_params)
 
-    def foreign_parameter(self) -> str | None:
-        """Return the name of a sharded parameter in whose place stands something else, which gathering would pass over."""
-        for group in self._groups:
-            for each in group.fsdp_params:
-                info = each._module_info
-                held = info.module._parameters.get(info.param_name)
-                if held is not each.sharded_param and held is not getattr(each, "_unsharded_param", None):
-                    return each._param_fqn or info.param_name
-        return None
+
+def _registered(parameter: Any) -> Tensor | None:
+    info = parameter._module_info
+    held: Tensor | None = info.module._parameters.get(info.param_name)
+    return held
+
+
+def _version(gathered: Any) -> tuple[int, int]:
+    """Return numbers that change when somebody writes a gathered weight or gives it other memory; gathering changes neither."""
+    local = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
+    return local._version, local.untyped_storage()._cdata
+
+
+@torch.no_grad()
+def _differs(parameter: Any) -> bool:
+    """Tell whether this rank's part of a gathered weight differs from the shard that was gathered."""
+    if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):  # gathered in another form, such as float8
+        return False
+    gathered: Any = parameter._unsharded_param
+    whole = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
+    shard, dim = parameter._sharded_local_tensor, parameter.fsdp_placement.dim
+    ranks, rank = getattr(parameter.mesh_info, "shard_mesh_size", 1), getattr(parameter.mesh_info, "shard_mesh_rank", 0)
+    begin = rank * -(-whole.shape[dim] // ranks)
+    mine = whole.narrow(dim, min(begin, whole.shape[dim]), shard.shape[dim]).contiguous()
+    shard = shard.to(mine.device, mine.dtype).contiguous()
+    return not torch.equal(mine.view(torch.uint8), shard.view(torch.uint8))
 
 
 def make_ready(module: nn.Module) -> None:

@@ -189,7 +189,12 @@ class Parallelized:
         missing = initialize.without_memory(self.module)
         if seed is not None and not missing:
             raise MeshparError("the module has its weights already, and a seed would replace them; build it on meta to draw new ones")
+        if self.cycle is not None:
+            self.cycle.reshard()
+            self.cycle.check_parameters()
         initialize.allocate(self.module, self.device, self.home)
+        if self.cycle is not None:
+            self.cycle.placed.record()
         if weights is not None:
             initialize.from_source(self.module, self.layout, weights, self.device, missing, ignore=ignore, cast=cast)
         else:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from meshpar import registry, runtime
 from meshpar.description import Description, describe
@@ -30,6 +31,7 @@ from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, axes_of, find_blocks, held_mesh, seen_mesh
 from meshpar.passes.batch_norm import batch_norm_problems, synchronize_batch_norm
 from meshpar.passes.random import draws_random
+from meshpar.patterns import class_name
 from meshpar.replicas import check_equal
 from meshpar.state.full import refuse_copies
 from meshpar.state.initialize import state, tied_names
@@ -160,7 +162,14 @@ class Plan:
         built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         if not simulated:
             weights = {name: tensor for name, tensor in state(module) if not tensor.is_meta}
-            check_equal(weights, dict.fromkeys(weights, [0] * dist.get_world_size()), device, "the weights handed to apply")
+            check_equal(
+                weights,
+                dict.fromkeys(weights, [0] * dist.get_world_size()),
+                device,
+                "the weights handed to apply",
+                remedy="call torch.manual_seed(0) on every rank before building the module, or build it under "
+                'torch.device("meta") and call par.materialize(seed=0)',
+            )
         seen = [spec, held, *(seen_mesh(each, self.passes, spec) for each in self.passes)]
         meshes = {each: each.build(kind) for each in dict.fromkeys(seen)}
         mesh, held_on = meshes[spec], meshes[held]
@@ -176,10 +185,10 @@ class Plan:
         data = next((each for each in self.passes if each.stage == Stage.DATA), None)
         splits_features = any(spec.axes[axis] > 1 for axis in axes_of(self.passes, spec, Role.FEATURES))
         explanation = Explanation(module, str(self), splits_features=splits_features, unit_pass=None if data is None else data.name)
-        cycle = Cycle(module, explanation, [each for each in before if id(each) not in kept])
+        same = [axis for axis, size in held.axes.items() if size > 1 and axis not in data_axes]
+        cycle = Cycle(module, explanation, [each for each in before if id(each) not in kept], same)
         refuse_copies(module)
         par = Parallelized(module, mesh, spec, self, layout, device, cycle, meshes=meshes)
-        same = [axis for axis, size in held.axes.items() if size > 1 and axis not in data_axes]
         sequence_parallel = any(each.splits_sequence and any(spec.axes[axis] > 1 for axis in each.axes) for each in self.passes)
         parts, enter = dict([*_parts(module), *find_blocks(module, layout)]), "call the module, or a method by par.register_method(name)"
         if sequence_parallel:
@@ -376,6 +385,7 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
     if split := [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]:
         yield f"the module is already parallelized ({split[0]} is a DTensor); apply a plan once, to a module as it was built"
         return
+    yield from _module_problems(module)
     ready = [each for each in passes if all(axis in mesh.axes for axis in each.axes)]
     with suppress(MeshError):  # which _axis_problems tells
         held = held_mesh(passes, mesh)
@@ -402,6 +412,32 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
     with suppress(MeshError):
         yield from _unsharded_problems(ready, module, layout, mesh, parameters)
     yield from _divided_problems(ready, module, layout, mesh)
+
+
+def _module_problems(module: nn.Module) -> Iterator[str]:
+    """Yield modules that cannot be placed: without shapes, not of Python, or with gradients and writes that no pass reduces."""
+    for name, child in module.named_modules():
+        if any(isinstance(each, UninitializedParameter) for each in child._parameters.values()):
+            yield (
+                f"{name} is a {class_name(child)} without a shape yet; run one forward on a CPU before plan.apply, or write the module "
+                "with its sizes"
+            )
+        elif isinstance(child, torch.jit.ScriptModule):
+            yield (
+                f"{name} is a TorchScript module, whose parameters and forward cannot be replaced; use the Python module from which it was "
+                "scripted"
+            )
+        elif isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            yield (
+                f"{name} has sparse gradients, which no pass reduces; build it with sparse=False, and train it with an optimizer for dense "
+                "gradients (SparseAdam is AdamW without decay on the rows of a batch)"
+            )
+        elif isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
+            yield (
+                f"{name} has max_norm={child.max_norm:g}, which writes into its weight in each forward, on every rank the rows of its own "
+                "samples; build it with max_norm=None and, after each step, scale the rows: with torch.no_grad(): weight.mul_((max_norm / "
+                "weight.norm(dim=1, keepdim=True)).clamp(max=1))"
+            )
 
 
 def _divided_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:

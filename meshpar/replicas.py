@@ -58,8 +58,12 @@ class Looks:
 
     def now(self, name: str, device: torch.device) -> bool:
         """Tell whether to look at what is called ``name`` this time, and count it."""
+        return self.first(name) or device.type == "cpu"
+
+    def first(self, name: str) -> bool:
+        """Tell whether this is one of the first times, and count it."""
         self._count[name] += 1
-        return device.type == "cpu" or self._count[name] <= self.FIRST
+        return self._count[name] <= self.FIRST
 
 
 def same(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[bool]:
@@ -74,7 +78,9 @@ def same(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[bool]:
     return [high == ~low for high, low in zip(most, inverse)]
 
 
-def check_equal(tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int]], device: torch.device, what: str) -> None:
+def check_equal(
+    tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int]], device: torch.device, what: str, *, remedy: str = ""
+) -> None:
     """Compare ranks' tensors by digest.
 
     Args:
@@ -82,6 +88,7 @@ def check_equal(tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int
         groups: name -> for every rank of the world a number; ranks with the same number must hold equal values.
         device: where the digests are exchanged.
         what: how the message calls them.
+        remedy: what to do, the end of the message.
 
     Raises:
         MeshparError: on every rank alike, naming the tensors and the ranks that differ.
@@ -106,7 +113,7 @@ def check_equal(tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int
         differing += [f"{name}: rank {reference} against ranks {ranks}" for reference, ranks in odd.items()]
     if differing:
         shown = "\n  ".join(differing[:20]) + (f"\n  and {len(differing) - 20} more" if len(differing) > 20 else "")
-        raise MeshparError(f"{what} differ between ranks that must hold the same:\n  {shown}")
+        raise MeshparError(f"{what} differ between ranks that must hold the same:\n  {shown}" + (f"\n{remedy}" if remedy else ""))
 
 
 def _check_same_names(tensors: Mapping[str, Tensor], device: torch.device, what: str) -> None:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, final
 
@@ -22,17 +22,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from meshpar import _torch
-from meshpar.errors import MeshparError, ParallelError
+from meshpar import _torch, runtime
+from meshpar.errors import MeshparError
 from meshpar.exact.agreement import leaves
 from meshpar.exact.explain import Explanation
 from meshpar.exact.mixing import MixingTest
 from meshpar.exact.parts import adafactor_by_parts
+from meshpar.exact.placed import Placed
 from meshpar.exact.verify import SplitTest, verified
 from meshpar.passes.applied import applied
 from meshpar.passes.installed import set_forward
+from meshpar.passes.local import refuse_written
 from meshpar.patterns import class_name
-from meshpar.placements import local_tensor, sharded_axes, unevenly_split
+from meshpar.placements import average_outside, local_tensor, sharded_axes, unevenly_split
+from meshpar.replicas import Looks
 from meshpar.state.full import guard_optimizer
 
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
@@ -69,16 +72,19 @@ class Cycle:
         module: the outermost module, to which a plan was applied.
         explanation: tells errors in the user's terms.
         replaced: the parameters that the module had before the plan was applied.
+        same_axes: the axes whose ranks see the same samples.
     """
 
-    def __init__(self, module: nn.Module, explanation: Explanation, replaced: list[Tensor]) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, explanation: Explanation, replaced: list[Tensor], same_axes: Collection[str]) -> None:
+        self.module, self._same_axes = module, frozenset(same_axes)
+        self.placed = Placed(module)
         self.agreement: Comparisons | None = None
         self.splits_positions = False
         self.parts: set[int] = set()  # the lengths that par.split has given
         self.split_test: SplitTest | None = None
         self.mixing_test: MixingTest | None = None
         self._eager = ExitStack()
+        self._looks = Looks()
         known = applied(module)
         self.whole, self._selective, self._shards = known.whole, known.selective, known.replica_shards
         recomputed = [child for block in known.recomputed for child in block.modules()]
@@ -122,9 +128,11 @@ class Cycle:
                 self._explain_method(name)
         for unit in self._units.modules:
             unit.register_forward_pre_hook(self._before_unit, prepend=True)
+            unit.register_forward_pre_hook(self._gathered)  # FSDP2's own hook came before
+            unit.register_forward_hook(self._before_freed, prepend=True)  # FSDP2's own hook comes next
             unit.register_forward_hook(self._after_unit, always_call=True)
         self._units.watch(self.expect_end)
-        self._units.mark()
+        self._mark()
         if self._units.modules:
             module._is_fsdp_managed_module = True  # by which transformers' generate knows that ranks must go in step
         me = weakref.ref(self)
@@ -175,6 +183,11 @@ class Cycle:
         finally:
             self._depth -= 1
 
+    def check_parameters(self) -> None:
+        """Refuse parameters that the plan did not place."""
+        self._units.hide()
+        self.placed.check()
+
     # Forward
 
     def register_method(self, name: str) -> None:
@@ -213,8 +226,12 @@ class Cycle:
                 self._before_forward(args, kwargs)
                 run = self._explanation.told if self.split_test is None and self.mixing_test is None else self._first_run
                 buffers = list(self._recomputed_buffers()) if torch.is_grad_enabled() else []
+                versions = {} if self.whole is None else self.whole.versions()
                 output = run(inner, args, kwargs)
                 _refuse_changed(buffers)
+                self.check_parameters()
+                if self.whole is not None and (now := self.whole.versions()) != versions:
+                    refuse_written(next(name for name in now if now[name] != versions[name]))
                 self._end_forward()
                 if torch.is_grad_enabled():
                     self._after_forward(output)
@@ -257,15 +274,11 @@ class Cycle:
             name = next((name for name, parameter in self.module.named_parameters() if parameter.is_meta), None)
             if name is not None:
                 raise MeshparError(f"{name} has no values yet; call par.materialize(seed=...) or (weights=...) before the first forward")
-            self._units.mark()  # materializing may have made new ones
             self._ready = True
+        self._mark()
         if self.splits_positions:
             self._refuse_whole_sequences(args, kwargs)
-        if foreign := self._units.foreign_parameter():
-            raise ParallelError(
-                f"the parameter {foreign} was replaced by another tensor, and sharding would gather the old one: "
-                "torch.func.functional_call cannot work on sharded modules; use par.load_state_dict, or par.averaged(decay) for averages"
-            )
+        self.check_parameters()
         # Parameters that an earlier forward left gathered may be older than the last step: any code may have changed the shards since.
         self._units.reshard()
         self._gather_shards()
@@ -335,6 +348,24 @@ class Cycle:
         elif not _torch.in_backward():
             self._without_grad.discard(unit)
             self._units.runs(unit)
+
+    def _mark(self) -> None:
+        """Know the shards, and average the gradients that reach them from outside of the module's calls."""
+        for each in self._units.mark():
+            average_outside(each, self._same_axes, functools.partial(self._reached_outside, each))
+
+    def _reached_outside(self, parameter: Tensor) -> None:
+        self.expect_end()
+        self._units.use(parameter)
+
+    @_torch.eager
+    def _gathered(self, unit: nn.Module, args: object) -> None:
+        self._units.remember(unit)
+
+    @_torch.eager
+    def _before_freed(self, unit: nn.Module, args: object, output: object) -> None:
+        if name := self._units.written(unit, look=not runtime.is_simulated() and self._looks.first(self._names[unit])):
+            refuse_written(name)
 
     @_torch.eager
     def _after_unit(self, unit: nn.Module, args: object, output: object) -> None:
@@ -460,6 +491,7 @@ class Cycle:
         if not any(id(each) in own for each in held):
             return optimizer  # another model's, which another thread may train while this one is in its backward
         self._unwind()
+        self.check_parameters()
         if isinstance(optimizer, torch.optim.LBFGS) and any(unevenly_split(each) for each in held):
             raise MeshparError(
                 "LBFGS flattens all parameters into one vector, which torch cannot do with parameters that are split unevenly over ranks; "

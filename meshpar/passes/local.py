@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from meshpar._torch import is_shard, part_here
-from meshpar.errors import ParallelError
+from meshpar.errors import MeshparError, ParallelError
 from meshpar.mesh import sizes_text
 from meshpar.passes.installed import Product, installed, own_forward, record, set_forward
 from meshpar.passes.tensor.collectives import copy_weight
 from meshpar.passes.tensor.context import Context
-from meshpar.patterns import class_name, matches
+from meshpar.patterns import class_name, is_called, matches
 from meshpar.placements import local_tensor
 
 
@@ -186,16 +186,41 @@ def see_plain(module: nn.Module, inside: list[nn.Module]) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kept = [(each._parameters, name, value) for each in inside for name, value in each._parameters.items() if is_whole(value)]
+        seen: list[tuple[Any, int, int]] = []
         try:
             for owner, name, value in kept:
                 plain: Any = part_here(value)  # type: ignore[arg-type]
-                owner[name] = plain if plain.ndim else _Scalar.apply(plain)
-            return inner(*args, **kwargs)
+                owner[name] = plain = plain if plain.ndim else _Scalar.apply(plain)
+                seen.append((plain, plain.data_ptr(), plain._version))
+            output = inner(*args, **kwargs)
+            for (owner, name, _), (plain, memory, _) in zip(kept, seen):
+                if owner[name] is not plain or plain.data_ptr() != memory:
+                    refuse_written(name)
+            return output
+        except MeshparError:
+            raise
+        except RuntimeError as error:  # autograd's of views
+            if written := [name for (_, name, _), (plain, _, version) in zip(kept, seen) if plain._version != version]:
+                refuse_written(written[0], error)
+            raise
         finally:
             for owner, name, value in kept:
                 owner[name] = value
 
     set_forward(module, forward)
+
+
+def refuse_written(name: str, cause: Exception | None = None) -> NoReturn:
+    """Refuse a forward that writes a parameter, which led to the error ``cause``.
+
+    Raises:
+        ParallelError: always.
+    """
+    raise ParallelError(
+        f"{name} was written or replaced in a forward: a gathered copy is freed afterwards, and copies that ranks keep would differ. Write "
+        "between steps, outside of the module's calls, into the parameters of par.module (under torch.no_grad(), by operators that "
+        "DTensors have), or register as a buffer what forward updates"
+    ) from cause
 
 
 class _Scalar(torch.autograd.Function):
@@ -259,13 +284,18 @@ class WholeParameters:
     def __init__(self, module: nn.Module, names: Sequence[str], mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
         self._module, self._names, self._mesh, self._axes = module, tuple(names), mesh, axes
         placed: dict[int, nn.Parameter] = {id(module.get_parameter(name)): self._placed(module.get_parameter(name)) for name in names}
+        holders = []
         for child in module.modules():
             held = [name for name, value in child._parameters.items() if id(value) in placed]
             for name in held:
                 child._parameters[name] = placed[id(child._parameters[name])]
-            known = installed(child)
-            if held and not (known is not None and known.reads_parameters):
-                see_plain(child, [child])
+            if held and not _reads(child):
+                holders.append(child)
+        # Code of any module around may read them, and a block may be called, or recomputed, alone.
+        for child in module.modules():
+            within = set(child.modules())
+            if is_called(child) and (inside := [each for each in holders if each in within]):
+                see_plain(child, inside)
 
     def _placed(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter as a DTensor that the data axes replicate, and that is split over tensor axes as it was."""
@@ -280,6 +310,11 @@ class WholeParameters:
         fresh = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         vars(fresh).update(vars(parameter), _meshpar_whole=True)
         return fresh
+
+    def versions(self) -> dict[str, tuple[int, int]]:
+        """Return by name numbers that change when somebody writes a parameter or gives it other memory."""
+        held: dict[str, Any] = {name: self._module.get_parameter(name) for name in self._names}
+        return {name: (each._local_tensor._version, each._local_tensor.data_ptr()) for name, each in held.items()}
 
     @torch.no_grad()
     def reduce(self) -> list[nn.Parameter]:

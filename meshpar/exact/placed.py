@@ -1,0 +1,64 @@
+"""The parameters that a plan placed on a module, and the ones that somebody added, replaced or removed since."""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import Tensor, nn
+
+from meshpar.errors import ParallelError
+
+
+@final
+class Placed:
+    """Compare a module's parameters with those that its plan placed.
+
+    A parameter that a plan did not place is trained by each rank for itself: no pass reduces its gradient or shards it.
+
+    Args:
+        module: the outermost module, as the plan left it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.record()
+
+    def record(self) -> None:
+        """Take the module's parameters as they are now for those of the plan."""
+        self._held = [(child, dict(child._parameters), tuple(child._modules.values())) for child in self._module.modules()]
+        self._names = {name: id(value) for name, value in self._module.named_parameters(remove_duplicate=False)}
+
+    def check(self) -> None:
+        """Refuse parameters other than those of the plan.
+
+        Raises:
+            ParallelError: names the parameters that are new, replaced or gone.
+        """
+        if all(_same(child, parameters, children) for child, parameters, children in self._held):
+            return
+        now, known = dict(self._module.named_parameters(remove_duplicate=False)), set(self._names.values())
+        if names := [name for name, value in now.items() if id(value) not in known]:
+            replaced = names[0] in self._names
+            raise ParallelError(
+                f"{', '.join(names[:6])} {'was replaced by another tensor' if replaced else 'came into the module'} after plan.apply: no "
+                "pass places it or reduces its gradient. Put a new head, probe, adapter or parametrization into the module before "
+                "plan.apply; copy values into the parameters that are there (par.load_state_dict); register as a buffer what forward "
+                "assigns. torch.func.functional_call with other weights cannot work on a parallel module (par.averaged(decay) evaluates "
+                "averages)"
+            )
+        if gone := [name for name, number in self._names.items() if number not in set(map(id, now.values()))]:
+            raise ParallelError(
+                f"{', '.join(gone[:6])} left the module after plan.apply, and the ranks would still gather and reduce it; take modules out, "
+                "and tie parameters, before plan.apply"
+            )
+        self.record()  # modules without parameters, or the same parameters in other modules
+
+
+def _same(child: nn.Module, parameters: dict[str, Tensor | None], children: tuple[object, ...]) -> bool:
+    now, inside = child._parameters, child._modules
+    return (
+        len(now) == len(parameters)
+        and len(inside) == len(children)
+        and all(value is now.get(name) for name, value in parameters.items())
+        and all(one is other for one, other in zip(inside.values(), children))
+    )

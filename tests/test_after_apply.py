@@ -1,0 +1,293 @@
+"""Loops that change a parallel module, or use its weights, after plan.apply: exact, or refused in the step in which it happens."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, PlanError, Replicate, TensorParallel
+from meshpar.testing import on_ranks, whole
+
+LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+PLANS = {
+    "dp_replicate=2": [Replicate()],
+    "dp_shard=2": [FullyShard()],
+    "tp=2": [TensorParallel()],
+    "dp_replicate=2,dp_shard=2": [HybridShard()],
+    "dp_shard=2,tp=2": [TensorParallel(), FullyShard()],
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 5, bias=False)
+        self.double()
+
+    def hidden(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x):
+        return self.head(self.hidden(x))
+
+
+def batch():
+    return torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def mine(par, x):
+    return x.chunk(par.data_size)[par.data_rank]
+
+
+def plans(ranks, among=PLANS):
+    return [(mesh, passes) for mesh, passes in among.items() if Plan(mesh, passes).mesh.size == ranks]
+
+
+def step(par, x):
+    optimizer = torch.optim.SGD(par.module.parameters(), 0.1)
+    par.module(mine(par, x)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def new_head(net):
+    net.head = nn.Linear(8, 7, bias=False).double()
+
+
+def new_parameter(net):
+    net.head.weight = nn.Parameter(torch.ones(5, 8, dtype=torch.float64))
+
+
+def adapters(net):
+    net.blocks[0].adapter = nn.Linear(8, 8).double()
+
+
+def no_head(net):
+    net.head = nn.Identity()
+
+
+def tied_blocks(net):
+    net.blocks[1] = net.blocks[0]
+
+
+@on_ranks(2, keep=True)
+def test_parameters_that_the_plan_did_not_place_are_refused_in_the_next_forward():
+    for mesh, passes in plans(2):
+        for change in (new_head, new_parameter, adapters, no_head, tied_blocks):
+            par = Plan(mesh, passes).apply(Net(), LAYOUT)
+            step(par, batch())
+            change(par.module)
+            with pytest.raises(MeshparError, match=r"was replaced by another tensor|came into the module after|left the module after"):
+                par.module(mine(par, batch()))
+
+
+@on_ranks(2, keep=True)
+def test_parameters_that_came_after_a_forward_are_refused_before_the_step():
+    for mesh, passes in plans(2):
+        par = Plan(mesh, passes).apply(Net(), LAYOUT)
+        optimizer = torch.optim.SGD(par.module.parameters(), 0.1)
+        par.module(mine(par, batch())).square().mean().backward()
+        adapters(par.module)
+        with pytest.raises(MeshparError, match=r"blocks\.0\.adapter\.weight, .* came into the module"):
+            optimizer.step()
+
+
+@on_ranks(2, keep=True)
+def test_modules_without_parameters_may_come_and_go():
+    for mesh, passes in plans(2):
+        par, x = Plan(mesh, passes).apply(Net(), LAYOUT), batch()
+        expected = Net()(x)
+        par.module.head.probe = nn.Dropout(0.0)
+        assert torch.allclose(par.module(mine(par, x)), mine(par, expected))
+        del par.module.head.probe
+        assert torch.allclose(par.module(mine(par, x)), mine(par, expected))
+
+
+class Writes(Net):
+    """Writes its head's weight in forward, by one of several ways."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.written = how, True
+
+    def forward(self, x):
+        weight, values = self.head.weight, F.normalize(self.head.weight.detach(), dim=1)
+        if self.written:
+            with torch.no_grad():
+                if self.how == "copy":
+                    weight.copy_(values)
+                elif self.how == "data":
+                    weight.data = values
+                elif self.how == "into data":
+                    weight.data.copy_(values)
+                elif self.how == "numpy":
+                    weight.data.numpy()[:] = values.numpy()
+                elif self.how == "parameter":
+                    self.head.weight = nn.Parameter(values)
+        return super().forward(x)
+
+
+@on_ranks(2, keep=True)
+def test_a_forward_that_writes_a_gathered_parameter_is_refused_in_that_step():
+    for mesh, passes in plans(2, {mesh: PLANS[mesh] for mesh in ("dp_replicate=2", "dp_shard=2")}):
+        for how in ("copy", "data", "into data", "numpy", "parameter"):
+            par = Plan(mesh, passes).apply(Writes(how), LAYOUT)
+            with pytest.raises(MeshparError, match=r"weight (was written or replaced)"):
+                par.module(mine(par, batch()))
+        for how in ("copy", "data", "parameter"):  # also after the first forwards
+            par = Plan(mesh, passes).apply(Writes(how), LAYOUT)
+            par.module.written = False
+            for _ in range(4):
+                step(par, batch())
+            par.module.written = True
+            with pytest.raises(MeshparError, match=r"weight (was written or replaced)"):
+                par.module(mine(par, batch()))
+
+
+@on_ranks(2, keep=True)
+def test_a_forward_that_writes_a_parameter_that_data_ranks_keep_whole_is_refused():
+    for mesh, passes in (("dp_replicate=2", Replicate(whole=("head.weight",))), ("dp_shard=2", FullyShard(whole=("head.weight",)))):
+        for how in ("copy", "data", "parameter"):
+            par = Plan(mesh, [passes]).apply(Writes(how), LAYOUT)
+            with pytest.raises(MeshparError, match=r"weight (was written or replaced)"):
+                par.module(mine(par, batch()))
+
+
+@on_ranks(2, keep=True)
+def test_a_parameter_that_is_written_between_steps_as_the_message_says_is_exact():
+    for mesh, passes in plans(2):
+        alone, par, x = Net(), Plan(mesh, passes).apply(Net(), LAYOUT), batch()
+        for _ in range(2):
+            for net in (alone, par.module):
+                with torch.no_grad():
+                    net.head.weight.copy_(F.normalize(net.head.weight, dim=1))
+            expected = alone(x)
+            assert torch.allclose(par.module(mine(par, x)), mine(par, expected))
+
+
+class Hidden(Net):
+    def forward(self, x):
+        return self.hidden(x)
+
+
+def by_the_whole_weight(net, x):
+    weight = net.head.weight
+    return F.linear(net(x), weight.full_tensor() if hasattr(weight, "full_tensor") else weight).square().mean()
+
+
+def by_weights_alone(net, x):
+    weight = net.head.weight
+    return ((weight.full_tensor() if hasattr(weight, "full_tensor") else weight) @ x.T).square().mean()
+
+
+def check_gradients(par, alone):
+    for name, parameter in alone.named_parameters():
+        got = par.module.get_parameter(name).grad
+        if parameter.grad is None:
+            assert got is None or not got.full_tensor().any(), name
+        else:
+            assert torch.allclose(whole(got), parameter.grad, atol=1e-12), name
+
+
+def weights_in_a_loss(ranks):
+    for mesh, passes in plans(ranks):
+        for loss in (by_the_whole_weight, by_weights_alone):
+            alone, par, x = Hidden(), Plan(mesh, passes).apply(Hidden(), LAYOUT), batch()
+            for _ in range(2):  # the second time on top of the first
+                loss(alone, x).backward()
+                loss(par.module, mine(par, x)).backward()
+            check_gradients(par, alone)
+
+
+@on_ranks(2, keep=True)
+def test_a_whole_weight_in_a_loss_outside_of_the_module_is_exact_on_two_ranks():
+    weights_in_a_loss(2)
+
+
+@on_ranks(4, keep=True)
+def test_a_whole_weight_in_a_loss_outside_of_the_module_is_exact_on_four_ranks():
+    weights_in_a_loss(4)
+
+
+@on_ranks(2, keep=True)
+def test_modules_that_no_pass_can_place_are_refused_before_apply():
+    refused = {
+        "has sparse gradients": nn.Embedding(8, 4, sparse=True),
+        r"has max_norm=1, .* weight\.mul_": nn.Embedding(8, 4, max_norm=1.0),
+        "without a shape yet": nn.LazyLinear(4),
+        "is a TorchScript module": torch.jit.script(nn.Linear(4, 4)),
+    }
+    for mesh, passes in plans(2):
+        for match, child in refused.items():
+            with pytest.raises(PlanError, match=match):
+                Plan(mesh, passes).apply(nn.Sequential(nn.Linear(4, 4), child), ModelLayout())
+
+
+@on_ranks(2, keep=True)
+def test_rows_that_are_scaled_after_each_step_as_the_message_of_max_norm_says_are_exact():
+    for mesh, passes in plans(2):
+        torch.manual_seed(0)
+        alone = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3)).double()
+        par, ids = Plan(mesh, passes).apply(copy.deepcopy(alone), ModelLayout(tensor={"1": "colwise_gather"})), torch.arange(8) % 7
+        optimizers = [torch.optim.SGD(net.parameters(), 1.0) for net in (alone, par.module)]
+        for _ in range(3):
+            expected = alone(ids).square().mean()
+            expected.backward()
+            par.module(mine(par, ids)).square().mean().backward()
+            for net, optimizer in zip((alone, par.module), optimizers):
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    net[0].weight.mul_((0.5 / net[0].weight.norm(dim=1, keepdim=True)).clamp(max=1))
+        assert torch.allclose(whole(par.module[0].weight), alone[0].weight, atol=1e-12)
+
+
+class Odd(nn.Module):
+    """A complex matrix, and scalars in containers that are never called."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrix = nn.Parameter(torch.randn(8, 4, dtype=torch.complex128))
+        self.scales = nn.ParameterDict({"a": nn.Parameter(torch.ones(()))})
+        self.shifts = nn.ParameterList([nn.Parameter(torch.zeros(())), nn.Parameter(torch.ones(()))])
+        self.double()
+
+    def forward(self, x):
+        return (x.to(torch.complex128) @ self.matrix).abs() * self.scales["a"] + self.shifts[0] * self.shifts[1]
+
+
+@on_ranks(2, keep=True)
+def test_complex_parameters_and_scalars_in_containers_are_exact_and_clipped_by_one_norm():
+    for mesh, passes in (("dp_replicate=2", Replicate()), ("dp_shard=2", FullyShard())):
+        alone, par, x = Odd(), Plan(mesh, [passes]).apply(Odd(), ModelLayout()), batch()
+        alone(x).square().mean().backward()
+        par.module(mine(par, x)).square().mean().backward()
+        for norm_type in (2.0, 1.0, float("inf")):
+            expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.1, norm_type)
+            assert torch.allclose(par.clip_grad_norm_(0.1, norm_type), expected)
+            check_gradients(par, alone)
+
+
+@on_ranks(2, keep=True)
+def test_different_initial_weights_are_refused_with_a_remedy():
+    torch.manual_seed(torch.distributed.get_rank())
+    with pytest.raises(MeshparError, match=r"torch\.manual_seed(.|\n)*par\.materialize\(seed=0\)"):
+        Plan("dp_shard=2", [FullyShard()]).apply(nn.Linear(4, 4), ModelLayout())
