@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
@@ -72,56 +71,6 @@ def whole_tensor(tensor: Tensor) -> Tensor:
         return tensor
     with quiet_gathers():
         return tensor.full_tensor()
-
-
-def average_outside(parameter: Any, kept: Collection[str], reached: Callable[[], None]) -> None:
-    """Let a sharded parameter be used in a loss outside of the module's calls: average such a gradient over data ranks.
-
-    A gradient that autograd hands to the parameter itself comes from this rank's samples alone. ``full_tensor()``, and ``to_local()``
-    where every data rank has the whole, hand it to all ranks.
-
-    Args:
-        parameter: a DTensor.
-        kept: names of axes whose ranks have the same samples.
-        reached: is called in a backward that comes here.
-    """
-    mesh: DeviceMesh = parameter.device_mesh
-    data = [place for place, name in enumerate(mesh.mesh_dim_names or ()) if name not in kept and mesh.size(place) > 1]
-    if not data:
-        return
-    groups = [mesh.get_group(place) for place in data]
-
-    def full_tensor(*, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        if not (torch.is_grad_enabled() and parameter.requires_grad):
-            return DTensor.full_tensor(parameter, grad_placements=grad_placements)
-        return cast("Tensor", _Outside.apply(parameter, True, groups, reached))
-
-    def to_local(*, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        split = any(not parameter.placements[place].is_replicate() for place in data)
-        if split or not (torch.is_grad_enabled() and parameter.requires_grad):
-            return DTensor.to_local(parameter, grad_placements=grad_placements)
-        return cast("Tensor", _Outside.apply(parameter, False, groups, reached))
-
-    parameter.full_tensor, parameter.to_local = full_tensor, to_local
-
-
-class _Outside(torch.autograd.Function):
-    """The whole of a parameter, or this rank's part, whose gradient is averaged over groups of data ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor, whole: bool, groups: Sequence[dist.ProcessGroup], reached: Callable[[], None]) -> Tensor:
-        ctx.like, ctx.whole, ctx.groups, ctx.reached = parameter.detach(), whole, groups, reached
-        return whole_tensor(parameter) if whole else local_tensor(parameter).view_as(parameter._local_tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[DTensor, None, None, None]:
-        ctx.reached()
-        total = grads[0].contiguous().clone()
-        for group in ctx.groups:
-            dist.all_reduce(total, group=group)
-        total /= math.prod(group.size() for group in ctx.groups)
-        part = total[held_by_this_rank(ctx.like)].contiguous() if ctx.whole else total
-        return part_like(part, ctx.like), None, None, None
 
 
 def undivided(placements: Sequence[Placement], dims: Collection[int]) -> tuple[Placement, ...]:

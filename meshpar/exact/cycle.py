@@ -33,8 +33,9 @@ from meshpar.exact.verify import SplitTest, verified
 from meshpar.passes.applied import applied
 from meshpar.passes.installed import set_forward
 from meshpar.passes.local import refuse_written
+from meshpar.passes.outside import average_outside
 from meshpar.patterns import class_name
-from meshpar.placements import average_outside, local_tensor, sharded_axes, unevenly_split
+from meshpar.placements import local_tensor, sharded_axes, unevenly_split
 from meshpar.replicas import Looks
 from meshpar.state.full import guard_optimizer
 
@@ -354,7 +355,7 @@ class Cycle:
         for each in self._units.mark():
             average_outside(each, self._same_axes, functools.partial(self._reached_outside, each))
 
-    def _reached_outside(self, parameter: Tensor) -> None:
+    def _reached_outside(self, parameter: nn.Parameter) -> None:
         self.expect_end()
         self._units.use(parameter)
 

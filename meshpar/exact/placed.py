@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import final
 
 from torch import Tensor, nn
@@ -48,13 +49,13 @@ class Placed:
             )
         if gone := [name for name, number in self._names.items() if number not in set(map(id, now.values()))]:
             raise ParallelError(
-                f"{', '.join(gone[:6])} left the module after plan.apply, and the ranks would still gather and reduce it; take modules out, "
-                "and tie parameters, before plan.apply"
+                f"{', '.join(gone[:6])} left the module after plan.apply, and the ranks would still gather and reduce it; take "
+                "modules out, and tie parameters, before plan.apply"
             )
         self.record()  # modules without parameters, or the same parameters in other modules
 
 
-def _same(child: nn.Module, parameters: dict[str, Tensor | None], children: tuple[object, ...]) -> bool:
+def _same(child: nn.Module, parameters: Mapping[str, Tensor | None], children: tuple[object, ...]) -> bool:
     now, inside = child._parameters, child._modules
     return (
         len(now) == len(parameters)

@@ -186,21 +186,22 @@ def see_plain(module: nn.Module, inside: list[nn.Module]) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kept = [(each._parameters, name, value) for each in inside for name, value in each._parameters.items() if is_whole(value)]
-        seen: list[tuple[Any, int, int]] = []
+        seen: list[tuple[str, Any, int, int]] = []
         try:
             for owner, name, value in kept:
                 plain: Any = part_here(value)  # type: ignore[arg-type]
                 owner[name] = plain = plain if plain.ndim else _Scalar.apply(plain)
-                seen.append((plain, plain.data_ptr(), plain._version))
+                if not torch.compiler.is_compiling():
+                    seen.append((name, plain, plain.untyped_storage()._cdata, plain._version))
             output = inner(*args, **kwargs)
-            for (owner, name, _), (plain, memory, _) in zip(kept, seen):
-                if owner[name] is not plain or plain.data_ptr() != memory:
+            for (owner, _, _), (name, plain, memory, _) in zip(kept, seen):
+                if owner[name] is not plain or plain.untyped_storage()._cdata != memory:
                     refuse_written(name)
             return output
         except MeshparError:
             raise
         except RuntimeError as error:  # autograd's of views
-            if written := [name for (_, name, _), (plain, _, version) in zip(kept, seen) if plain._version != version]:
+            if written := [name for name, plain, _, version in seen if plain._version != version]:
                 refuse_written(written[0], error)
             raise
         finally:
