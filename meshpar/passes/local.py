@@ -190,18 +190,19 @@ def see_plain(module: nn.Module, inside: list[nn.Module]) -> None:
         try:
             for owner, name, value in kept:
                 plain: Any = part_here(value)  # type: ignore[arg-type]
-                owner[name] = plain = plain if plain.ndim else _Scalar.apply(plain)
+                plain = plain if plain.ndim else _Scalar.apply(plain)
+                owner[name] = plain
                 if not torch.compiler.is_compiling():
                     seen.append((name, plain, plain.untyped_storage()._cdata, plain._version))
             output = inner(*args, **kwargs)
-            for (owner, _, _), (name, plain, memory, _) in zip(kept, seen):
-                if owner[name] is not plain or plain.untyped_storage()._cdata != memory:
+            for (owner, _, _), (name, given, memory, _) in zip(kept, seen):
+                if given.untyped_storage()._cdata != memory or owner[name] is not given:
                     refuse_written(name)
             return output
         except MeshparError:
             raise
         except RuntimeError as error:  # autograd's of views
-            if written := [name for name, plain, _, version in seen if plain._version != version]:
+            if written := [name for name, given, _, version in seen if given._version != version]:
                 refuse_written(written[0], error)
             raise
         finally:
