@@ -285,8 +285,9 @@ class Units:
         for group in _groups(unit):
             for each in group.fsdp_params:
                 gathered = each._unsharded_param
-                # None: a parametrization stands there for a while, as PEFT's adapters of experts do.
-                replaced = all(_registered(each) is not own for own in (None, gathered, each.sharded_param))
+                held = _registered(each)
+                # A tensor that is no parameter stands there for a while: what adapters compute from it.
+                replaced = isinstance(held, nn.Parameter) and held is not gathered and held is not each.sharded_param
                 wrote = self._versions.get(id(each)) not in (None, _version(gathered))
                 if replaced or wrote or (look and group.is_unsharded and _differs(each)):
                     return each._param_fqn or each._module_info.param_name
