@@ -34,7 +34,7 @@ from meshpar.weights import TypedSource, WeightMap
 
 _TILE_BYTES = 8 << 20
 _OCCUPIED = "already exists and is not empty; delete it, choose another folder, or replace it (--overwrite, in Python overwrite=True)"
-_NOT_TOKENIZER = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".safetensors.index.json")
+_NOT_TOKENIZER = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".h5", ".msgpack", ".gguf", ".safetensors.index.json")
 
 
 def export_safetensors(
@@ -46,6 +46,7 @@ def export_safetensors(
     progress: Progress | None = None,
     *,
     config: Mapping[str, Any] | None = None,
+    generation: Mapping[str, Any] | None = None,
     beside: Sequence[str | Place] = (),
     weights: WeightMap | None = None,
     verify: Verify = "size",
@@ -65,6 +66,7 @@ def export_safetensors(
         tokenizer: a folder whose files (except weights and ``config.json``) are copied beside the model.
         progress: called after each tile with the bytes written so far and the bytes to write.
         config: contents of ``config.json``; None: the config that was saved with the checkpoint.
+        generation: contents of ``generation_config.json``; None: the tokenizer's folder may have one.
         beside: files to copy beside the model, such as ``generation_config.json``; they replace the tokenizer's.
         weights: rules from our names to the published ones; None: those saved with the checkpoint. A source of weights has its own names.
         verify: checks of a checkpoint: ``"none"``; ``"size"``: the size of every file, and the checksum of each part of the model that is
@@ -101,6 +103,8 @@ def export_safetensors(
         _write_model(folder, source, dtypes, _shards(source.shapes(), dtypes, max_shard_size), progress)
         for file in (*(files_beside_weights(tokenizer) if tokenizer is not None else ()), *map(place, beside)):
             copy_file(file, folder / file.name)
+        if generation:
+            _write_json(folder / "generation_config.json", generation)
         if config:  # last: where nothing can be renamed, an export without it is not complete
             _write_json(folder / "config.json", {**config, **_dtype_entry(config, dtypes)})
     return place(dst)

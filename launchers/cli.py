@@ -107,6 +107,7 @@ def export(
     keep_high: Annotated[
         list[str] | None, typer.Option(help="Module to leave unquantised, '*' for one part: model.layers.0.mlp.*; repeatable.")
     ] = None,
+    adapters: Annotated[bool, typer.Option("--adapters", help="Write trained adapters alone, in peft's format.")] = False,
     measure: Annotated[Path | None, typer.Option(help="Text on which to compare the quantised export with the step's own weights.")] = None,
     push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face Hub, with a model card.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what --push would upload.")] = False,
@@ -123,7 +124,7 @@ def export(
 
     options = {
         "dtype": dtype, "max_shard_size": max_shard_size, "verify": verify, "config": config, "layout": layout, "quantize": quantize,
-        "high": keep_high or (), "overwrite": overwrite,
+        "high": keep_high or (), "adapters": adapters, "overwrite": overwrite,
     }  # fmt: skip
     run(src, dst, options, best=best, held_out_text=measure, push_to=push, dry_run=dry_run, watched=watch, every=every)
 
@@ -238,8 +239,9 @@ def generate(
     if temperature == 0.0 and (top_p < 1.0 or seed is not None):
         raise typer.BadParameter("--top-p and --seed are for sampling: also pass --temperature, such as 0.8")
     how = Sampling(tokens=tokens, temperature=temperature, top_p=top_p, stop=stop or (), seed=seed)
-    text = (Completer if engine == "transformers" else VllmCompleter)(model).complete(prompt, how, chat=chat)
-    print(text if chat else prompt + text)
+    completer = (Completer if engine == "transformers" else VllmCompleter)(model)
+    text = completer.complete(prompt, how, chat=chat)
+    print(prompt + text if completer.continues and not chat else text)
 
 
 @app.command()

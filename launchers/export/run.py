@@ -18,14 +18,15 @@ from meshpar.checkpoints.export import apart, files_beside_weights, free_target,
 from meshpar.checkpoints.gguf import KINDS, Kind
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.quantizing import Quantization
-from meshpar.checkpoints.steps import Steps, checkpoints_in, open_step
 from meshpar.checkpoints.safetensors import weights_in
-from meshpar.checkpoints.storage import Place, fetched, fsync, on_disk, place
+from meshpar.checkpoints.steps import Steps, checkpoints_in, open_step
+from meshpar.checkpoints.storage import Place, copy_file, entries, fetched, fsync, on_disk, place, write_durably
 from meshpar.checkpoints.verify import Verify, verify_files
 from meshpar.errors import CheckpointError, LayoutError
 from meshpar.launchers import progress
 from meshpar.launchers.jobs.job import RECIPE, TOKENIZER
 from meshpar.launchers.recipes.loading import load_recipe
+from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.schema import parse_dtype
 from meshpar.models.huggingface import from_config
 from meshpar.registry import layout_for
@@ -34,7 +35,8 @@ from meshpar.training.tokenizer import load_tokenizer
 from meshpar.weights import TypedSource, WeightMap
 from meshpar.weights.rules import spans_of
 
-_GENERATION = "generation_config.json"
+_GENERATION, _PROCESSORS, _EOS = "generation_config.json", "*processor_config.json", "eos_token_id"
+_IDS = ("bos_token_id", _EOS, "pad_token_id", "decoder_start_token_id")
 _ADAPTERS = "adapter_model.safetensors"
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
@@ -42,32 +44,89 @@ _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1
 @final
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Files to write beside a model's weights: the contents of ``config.json``, a tokenizer's folder, and other files."""
+    """Files to write beside a model's weights.
+
+    Attributes:
+        config: contents of ``config.json``.
+        generation: contents of ``generation_config.json``; empty: no such file, and transformers reads ``config.json`` for it.
+        tokenizer: a folder with the tokenizer and its chat template; None: the run has none.
+        files: other files, which replace those of the tokenizer.
+    """
 
     config: Mapping[str, Any]
+    generation: Mapping[str, Any]
     tokenizer: Place | None
     files: tuple[Place, ...]
 
 
 def beside(step: Place, given: Path | None = None) -> Beside:
-    """Find the files beside the model of a step.
+    """Find the files beside the model of a step: the tokenizer, chat template and end of text with which the run trained, always.
 
     Args:
         step: the step's folder, in the folder of checkpoints of a run's folder.
-        given: a folder whose ``config.json`` and other files take precedence; None: the config that was saved with the step, the run's
-            tokenizer, and the generation config of the weights that the run started from.
+        given: a folder whose ``config.json`` and other files take precedence; None: the config that was saved with the step, or of
+            adapters that of the adapted weights; the run's tokenizer, otherwise that of the weights from which the run started; and the
+            generation config and processors of these weights.
 
     Raises:
-        CheckpointError: ``given`` is not a folder, or its ``config.json`` cannot be read.
+        CheckpointError: ``given`` is not a folder, or a config cannot be read.
     """
     run = step.parent.parent
-    tokenizer = fetched(run / TOKENIZER) if (run / TOKENIZER).is_dir() else None
+    recipe = load_recipe(fetched(run / RECIPE), disks=False) if (run / RECIPE).is_file() else None
+    tokenizer: Place | None = fetched(run / TOKENIZER) if (run / TOKENIZER).is_dir() else None
+    end = None if tokenizer is None else load_tokenizer(fetched(tokenizer)).eos_id
     if given is not None:
-        return Beside(config_in(given), tokenizer, tuple(files_beside_weights(given)))
-    config = dict(read_manifest(step).config)
-    if tokenizer is not None and config and config.get("eos_token_id") is None:
-        config["eos_token_id"] = load_tokenizer(tokenizer).eos_id
-    return Beside(config, tokenizer, _generation_config(run))
+        config, files = config_in(given), files_beside_weights(given)
+    else:
+        sources = [] if recipe is None else _started_from(recipe)
+        files = [file for each in sources[:1] for file in entries(each, _PROCESSORS)]
+        files += [each / _GENERATION for each in sources if (each / _GENERATION).is_file()][:1]
+        if tokenizer is None and recipe is not None and recipe.model.weights is not None:
+            tokenizer = next(iter(sources), None)
+        config = dict(read_manifest(step).config)
+        if recipe is not None and recipe.lora is not None:
+            config = _config_of(recipe, sources)
+    generation = next((_json(each) for each in files if each.name == _GENERATION), {})
+    return Beside(
+        _ended(config, end) if config else config,
+        _ended(generation, end, config) if generation else generation,
+        tokenizer,
+        tuple(each for each in files if each.name != _GENERATION),
+    )
+
+
+def _started_from(recipe: Recipe) -> list[Place]:
+    """Return the folders of the weights and of the config from which a run started, where they exist."""
+    named = (recipe.model.weights, getattr(recipe.model, "config", None))
+    folders = [place(each).expanduser() for each in named if isinstance(each, (str, Path))]
+    return [each for each in folders if each.is_dir()]
+
+
+def _config_of(recipe: Recipe, sources: Sequence[Place]) -> dict[str, Any]:
+    """Return the config of a run's first weights, otherwise that of its recipe."""
+    written = getattr(recipe.model, "config", None)
+    found = next((each for each in sources if (each / "config.json").is_file()), None)
+    if found is None and isinstance(written, Mapping):
+        return dict(written)
+    return config_in(place(str(recipe.model.weights)).expanduser() if found is None else found)
+
+
+def _ended(config: Mapping[str, Any], end: int | None, otherwise: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a config whose ends of text include the id ``end``, at which the run taught its model to stop.
+
+    Args:
+        config: a model's config or its generation config.
+        end: the id; None: unknown.
+        otherwise: a config with the ends of text of one that has none.
+    """
+    inner = config.get("text_config")
+    found = [each.get(_EOS) for each in (config, inner, otherwise) if isinstance(each, Mapping)]
+    known: Any = next((each for each in found if each is not None), [])
+    ids = [known] if isinstance(known, int) else list(known)
+    if end is None or (end in ids and config.get(_EOS) is not None):
+        return dict(config)
+    ids = ids if end in ids else [end, *ids]
+    return {**config, _EOS: ids if len(ids) > 1 else end}
 
 
 def weight_names(layout: str | None) -> WeightMap | None:
@@ -106,20 +165,17 @@ def names_of_ours(kind: object) -> WeightMap | None:
 
 def config_in(folder: Place) -> dict[str, Any]:
     """Return the contents of a folder's ``config.json``; raises CheckpointError if it cannot be read."""
-    path = folder / "config.json"
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return _json(folder / "config.json")
+    except CheckpointError as error:
         raise CheckpointError(f"--config: expected a folder with config.json, got {folder}: {error}") from error
 
 
-def _generation_config(run: Place) -> tuple[Place, ...]:
-    """Return the generation config of the weights or of the config that a run's model started from."""
-    if not (run / RECIPE).is_file():
-        return ()
-    model = load_recipe(fetched(run / RECIPE), disks=False).model
-    folders = [place(each).expanduser() for each in (model.weights, getattr(model, "config", None)) if isinstance(each, (str, Path))]
-    return tuple(each / _GENERATION for each in folders if (each / _GENERATION).is_file())[:1]
+def _json(path: Place) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read as a JSON object: {error}") from error
 
 
 @final
@@ -178,7 +234,7 @@ def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
 
 
 def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, overwrite: bool = False) -> Place:
-    """Write the adapters in peft's format (``PeftModel.from_pretrained``).
+    """Write the adapters in peft's format (``PeftModel.from_pretrained``), with the tokenizer, chat template and end of text of their run.
 
     The folder appears, or replaces the old one, once it is complete.
 
@@ -198,11 +254,18 @@ def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, over
     layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
     linear = [each for each in layers if f"{each}.weight" in source.shapes()]
     turned = any(tuple(source.shapes()[f"{each}.weight"]) != _shape(adapters, each) for each in linear[:1])
-    config = config_of(settings, linear, base_model_name_or_path=str(base), fan_in_fan_out=turned, inference_mode=True)
+    below = base.expanduser().absolute() if isinstance(base, Path) else base
+    config = config_of(settings, linear, base_model_name_or_path=str(below), fan_in_fan_out=turned, inference_mode=True)
+    found = beside(open_step(src))
     with made_on_disk(target, overwrite=overwrite) as folder:
         save_file({f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}, folder / _ADAPTERS)
         fsync(folder / _ADAPTERS)
         config.save_pretrained(str(folder))
+        for file in (*(files_beside_weights(found.tokenizer) if found.tokenizer is not None else ()), *found.files):
+            copy_file(file, folder / file.name)
+        generation = found.generation or {name: found.config[name] for name in _IDS if found.config.get(name) is not None}
+        if generation:
+            write_durably(folder / _GENERATION, json.dumps(generation, indent=2) + "\n")
     return dst
 
 
@@ -237,11 +300,12 @@ def export_run(
     layout: str | None = None,
     quantize: Quantization | Kind | None = None,
     high: Sequence[str] = (),
+    adapters: bool = False,
     overwrite: bool = False,
 ) -> Place:
-    """Export a checkpoint with the tokenizer of its run.
+    """Export a checkpoint with the tokenizer, chat template and end of text of its run.
 
-    Trained adapters are merged into the weights below them.
+    Trained adapters are merged into the weights below them, unless ``adapters``.
 
     Args:
         src: a run's folder, its checkpoints, or one step.
@@ -255,6 +319,7 @@ def export_run(
         quantize: format of the linear weights, see :func:`meshpar.checkpoints.export_safetensors` and
             :func:`meshpar.checkpoints.export_gguf`.
         high: patterns of modules whose weights stay.
+        adapters: write the adapters alone, in peft's format; see :func:`meshpar.launchers.export_adapters`.
         overwrite: replace an existing file or folder.
 
     Raises:
@@ -264,22 +329,29 @@ def export_run(
     print(f"exporting {folder}", file=sys.stderr)
     adapted = _adapted(folder.parent.parent)
     weights: Place | TypedSource = folder
-    if adapted is None:
-        found, names = beside(folder, config), weight_names(layout)
-    elif config is not None or layout is not None:
-        raise CheckpointError("merged adapters keep the names and the config of the weights below them; drop --config and --layout")
-    else:
+    names = weight_names(layout)
+    if adapters:
+        if adapted is None:
+            raise CheckpointError(f"--adapters: {folder.parent.parent} is not a run that trained adapters (lora); drop --adapters")
+        if dtype or quantize or layout or config is not None:
+            raise CheckpointError("adapters are written as saved; drop --dtype, --quantize, --layout and --config, or drop --adapters")
+        verify_files(folder, read_manifest(folder), verify)
+        return export_adapters(folder, dst, *adapted, overwrite=overwrite)
+    if adapted is not None:
+        if layout is not None:
+            raise CheckpointError("merged adapters keep the names of the weights below them; drop --layout")
         settings, base = adapted
         apart(dst.resolve(), folder, base)
         verify_files(folder, read_manifest(folder), verify)
-        found, names, weights = Beside(config_in(base), base, ()), None, merged(folder, settings, base)
+        weights = merged(folder, settings, base)
+    found = beside(folder, config)
     options: dict[str, Any] = {"config": found.config, "weights": names, "verify": verify, "high": high, "overwrite": overwrite}
     with progress.of_bytes() as told:
         if quantize in KINDS:
             if dtype is not None:
                 raise CheckpointError(f"--dtype {dtype} does not fit --quantize {quantize}, which sets each tensor's dtype; drop --dtype")
             return export_gguf(weights, dst, quantize, None if found.tokenizer is None else fetched(found.tokenizer), told, **options)
-        options |= {"beside": found.files, "quantize": quantize}
+        options |= {"beside": found.files, "generation": found.generation, "quantize": quantize}
         return export_safetensors(weights, dst, _dtype(dtype), bytes_of(max_shard_size), found.tokenizer, told, **options)
 
 
