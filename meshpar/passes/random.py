@@ -8,6 +8,7 @@ and to replay under recomputation (Megatron-LM keeps a second tracked state inst
 from __future__ import annotations
 
 import zlib
+from contextlib import AbstractContextManager
 from typing import final
 
 import torch
@@ -38,6 +39,12 @@ def seed(device: torch.device, value: int) -> None:
     torch.default_generator.manual_seed(value)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(value)
+
+
+def forked(device: torch.device) -> AbstractContextManager[None]:
+    """Put the states of the default generators of the host and of ``device`` back at the end of the ``with`` block."""
+    on_host = device.type == "cpu"
+    return torch.random.fork_rng([] if on_host else [device], device_type="cuda" if on_host else device.type)
 
 
 def is_dropout(module: nn.Module) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Token
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,8 @@ from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Stage, block_problems, find_blocks
 from meshpar.passes.batch_norm import RECOMPUTED
 
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Makes the contexts of one forward of a block and of its recomputation."""
 SAVED_BY_SELECTIVE = ("scaled_dot_product", "flash_attention", "flex_attention", "all_to_all", "reduce_scatter", "all_reduce")
 """Pieces of names of the operators whose results selective recomputation keeps: attention and what crosses the network, always."""
 
@@ -69,47 +71,96 @@ class ActivationCheckpoint(Pass):
             yield f"ActivationCheckpoint(every={self.every}) must be 1 or more"
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        options: dict[str, Any] = {}
         _torch.ignore_profiler_marks()
-        if self.policy is not None:
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, self.policy)
-        elif self.mode == "selective":
-            options["context_fn"] = _selective_contexts
-        applied(module).selective = bool(options)
+        # Random states come first: outside of what selective recomputation records and expects again.
+        common: list[Contexts] = [partial(_drawn_alike, mesh.device_type)] if mesh.device_type != "cpu" else []
+        if self.policy is not None or self.mode == "selective":
+            common.append(_selective_contexts if self.policy is None else partial(create_selective_checkpoint_contexts, self.policy))
+            applied(module).selective = True
         for place, (_, block) in enumerate(find_blocks(module, layout, self.blocks)):
             if place % self.every == 0:
                 applied(module).recomputed.append(block)
                 counts = any(isinstance(each, _BatchNorm) for each in block.modules())
-                chosen = {"context_fn": partial(_counted_once, options.get("context_fn"))} if counts else options
-                _torch.checkpoint(block, preserve_rng_state=True, **chosen)
+                contexts = [*common, _counted_once] if counts else common
+                options: dict[str, Any] = {"context_fn": partial(_together, contexts)} if contexts else {}
+                _torch.checkpoint(block, preserve_rng_state=True, **options)
 
 
-def _counted_once(inner: Callable[[], Any] | None) -> Any:
-    """Return the contexts of a block's forward and its recomputation, in which batch norms leave their running statistics alone."""
+@_torch.eager  # as all that runs around a compiled block
+def _together(contexts: Sequence[Contexts]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of one block's forward and of its recomputation, each of which is several."""
+    if len(contexts) == 1:
+        return contexts[0]()
+    forward, again = zip(*(make() for make in contexts), strict=True)
+    return _All(forward), _All(again)
+
+
+@final
+class _All:
+    """Several contexts, entered anew for each backward through one forward."""
+
+    def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
+        self._contexts, self._entered = contexts, list[ExitStack]()
+
+    @_torch.eager
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for each in self._contexts:
+                stack.enter_context(each)
+            self._entered.append(stack.pop_all())
+
+    @_torch.eager
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
+def _counted_once() -> Any:
+    """Return contexts in which batch norms leave their running statistics alone when a block is recomputed."""
     if _torch.in_checkpoint():
         raise MeshparError(
             "both the model (torch.utils.checkpoint) and the plan (ActivationCheckpoint) recompute a block, so its batch norms would count "
             "a batch less often than in one process; remove one of the two"
         )
-    forward, again = (nullcontext(), nullcontext()) if inner is None else inner()
-    return forward, _Recomputing(again)
+    return nullcontext(), _Recomputing()
 
 
 @final
 class _Recomputing:
     """The context of a recomputation, entered anew for each backward through one forward."""
 
-    def __init__(self, inner: AbstractContextManager[Any]) -> None:
-        self._inner = inner
+    def __init__(self) -> None:
         self._before: list[Token[bool]] = []
 
     def __enter__(self) -> None:
         self._before.append(RECOMPUTED.set(True))
-        self._inner.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         RECOMPUTED.reset(self._before.pop())
-        self._inner.__exit__(*error)
+
+
+def _drawn_alike(device_type: str) -> Any:
+    """Return contexts in which a block draws the same random numbers twice.
+
+    Torch saves the state of the devices of positional tensors alone; a block that gets its tensors by keyword would draw anew.
+    """
+    return nullcontext(), _DrawingAgain(torch.get_device_module(device_type))
+
+
+@final
+class _DrawingAgain:
+    """The context of a recomputation: the random state of the current device is what it was when this was made, and then as before."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._state, self._before = module, module.get_rng_state(), list[torch.Tensor]()
+
+    @_torch.eager
+    def __enter__(self) -> None:
+        self._before.append(self._module.get_rng_state())
+        self._module.set_rng_state(self._state)
+
+    @_torch.eager
+    def __exit__(self, *error: object) -> None:
+        self._module.set_rng_state(self._before.pop())
 
 
 def _selective_contexts() -> Any:

@@ -77,8 +77,7 @@ def from_seed(module: nn.Module, layout: ModelLayout, seed: int, device: torch.d
         if not own and not buffers:
             continue
         done.update(map(id, own.values()))
-        devices = [] if device.type == "cpu" else [device]
-        with _whole_parameters(child, device) as whole, torch.random.fork_rng(devices, device_type=_kind(device)):
+        with _whole_parameters(child, device) as whole, random.forked(device):
             random.seed(device, random.mix(seed, zlib.crc32(name.encode())))
             _run(name, child, layout, whole, buffers)
             for key, parameter in own.items():
@@ -331,7 +330,3 @@ def _whole_parameters(child: nn.Module, device: torch.device) -> Iterator[dict[s
         yield whole
     finally:
         child._parameters.update(kept)
-
-
-def _kind(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type

@@ -74,15 +74,15 @@ def install() -> Any:
 
 
 @contextmanager
-def simulated(world_size: int) -> Iterator[None]:
-    """Be rank 0 of ``world_size`` ranks on the simulated device, after the first comparisons of a job."""
+def simulated(world_size: int, *, as_rank: int = 0) -> Iterator[None]:
+    """Be one of ``world_size`` ranks on the simulated device, after the first comparisons of a job."""
     install()
     torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign, assignment]
     looks, Looks.FIRST = Looks.FIRST, 0
     # One thread: torch ends the process at an error in a thread that autograd keeps for a device written in Python.
     single = torch.autograd.set_multithreading_enabled(False)
     try:
-        with single, runtime.simulated(world_size), private.fake_mode(), device.kernels_of("cuda"):
+        with single, runtime.simulated(world_size, as_rank=as_rank), private.fake_mode(), device.kernels_of("cuda"):
             yield
     finally:
         Looks.FIRST = looks
