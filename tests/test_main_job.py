@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -28,6 +29,7 @@ from meshpar.launchers.export.run import export_run
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.testing import on_ranks
+from meshpar.training.optimizer import Schedule
 from meshpar.training.stop import StopRequest
 from meshpar.training.tokenizer import byte_tokenizer
 from meshpar.training.tokens import write_tokens
@@ -231,8 +233,7 @@ def small(folder: Path, *overrides: str) -> Recipe:
 
 
 def losses(recipe: Recipe) -> list[float]:
-    lines = [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["train/loss"] for line in lines if "train/loss" in line]
+    return [record["train/loss"] for record in metrics(recipe.folder)]
 
 
 def test_text_json_lines_and_tokens_train_alike(folder: Path) -> None:
@@ -373,12 +374,43 @@ def test_a_resume_with_other_data_or_another_batch_says_so(tmp_path: Path, monke
     assert Path("runs/job/recipe.yaml").read_bytes() == kept, "a complete run keeps the recipe that made it"
     told = train("training.steps=3", "data.micro_batch=2")
     assert "WARNING: a step had 8 samples before and has 4 from now on, on 1 data ranks" in told.stderr
-    assert "to keep it, set data.micro_batch=2 data.accumulate=4" in told.stderr
+    assert "to keep it, set data.micro_batch=2 data.accumulate=4; the 1 steps that are left of training.steps have 4 samples" in told.stderr
     with Path("text.txt").open("a") as file:
         file.write("more\n")
     other = train("training.steps=4")
     assert other.exit_code == 78
     assert re.search(r"data: the checkpoint .* was saved with other data: text.txt has changed \(it had [\d,]+ bytes and has", other.stderr)
+
+
+def test_an_epoch_that_began_on_one_rank_ends_on_two(folder: Path) -> None:
+    """Each sample has the learning rate that it has in a run without a stop, and the run ends when its epoch is used up."""
+    epoch = ["mesh=''", "passes=[]", "training.steps=null", "training.epochs=1", "data.micro_batch=8", "schedule.warmup_steps=60"]
+    with running(folder, "grown", *epoch, until_step=20) as process:
+        process.send_signal(signal.SIGTERM)
+        rest = rest_of(process)
+        assert process.returncode == 128 + signal.SIGTERM, rest
+    records = metrics(folder / "grown")
+    begun = len(records)
+    assert [record["step"] for record in records] == list(range(1, begun + 1)) and begun < 60
+    told = run(folder, "grown", *epoch, "mesh=dp_shard=2", "passes=null")
+    left, size = len(metrics(folder / "grown")) - begun, int(re.findall(r"cosine over (\d+) steps of 16 samples", told)[0])
+    assert left == math.ceil((size - begun) / 2)
+    assert "WARNING: a step had 16 samples before and has 32 from now on, on 2 data ranks; to keep it, set data.micro_batch=8 data" in told
+    assert f"; {left} steps are left instead of {size - begun}, and the learning rate follows the samples" in told
+    assert f"step {begun + left}/{begun + left}  loss" in told
+    schedule = Schedule(lr=1e-3, warmup_steps=60).over(size)
+    places = [*range(begun), *(begun + 2 * step for step in range(left))]
+    assert [record["lr"] for record in metrics(folder / "grown")] == [schedule.rate(at) for at in places]
+    done = CliRunner().invoke(app, command(folder, "grown", *epoch)[3:])
+    assert (done.exit_code, metrics(folder / "grown")[begun + left :]) == (0, [])
+    assert f"all 1 epochs are done already, after step {begun + left}; raise training.epochs to continue" in done.stderr
+    assert "resuming" not in done.stderr
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    """Return the records of steps."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "train/loss" in line]
 
 
 def test_a_run_of_joined_documents_goes_on_with_separate_ones_only_if_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

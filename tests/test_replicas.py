@@ -344,15 +344,27 @@ def test_faults_at_random_instants_lose_and_double_nothing(tmp_path, replicas, r
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("more", [[], ["passes=[{HybridShard: {optimizer: world}}]"]])
+@pytest.mark.parametrize(
+    "more", [["training.steps=null", "training.epochs=1", "data.micro_batch=4"], ["passes=[{HybridShard: {optimizer: world}}]"]]
+)
 def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path, more):
-    """The one that reports is killed: another one does, each step is told once, and the newest checkpoint is the last step's."""
+    """The one that reports is killed: another one does, each step is told once, and the newest checkpoint is the last step's.
+
+    Steps without a replica have fewer samples: an epoch then has more of them, and the learning rate falls to its end all the same.
+    """
     seconds, told = lab.killed_recipe(tmp_path, ["--elastic", "replicas"], "out/logs/replica-0", overrides=more)
     records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 151)), told
     left = next(record["replicas"] for record in records if "replicas" in record)
     assert left in (1, 2) and "lost 0" in told, told  # 2: it was back before the others had a step without it
-    assert (tmp_path / "out/checkpoints/latest").resolve().name.endswith("150")
+    trained = [record for record in records if "train/loss" in record]
+    steps, rates = [record["step"] for record in trained], [record["lr"] for record in trained]
+    assert steps == list(range(1, len(steps) + 1)), told
+    if "training.epochs=1" in more:
+        assert trained[-1]["epoch"] == 1 and f"step {steps[-1]}/{steps[-1]}  loss" in told, told
+        assert all(before > after for before, after in itertools.pairwise(rates)) and 0 < rates[-1] < 1e-6, rates
+    else:
+        assert len(steps) == 150
+    assert (tmp_path / "out/checkpoints/latest").resolve().name.endswith(str(len(steps)))
     table = read_manifest(tmp_path / "out/checkpoints/latest").optimizer
     assert table["state"].keys() == {name for group in table["groups"] for name in group["params"]}
     assert seconds < patience.patient(15)

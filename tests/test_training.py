@@ -142,6 +142,10 @@ def test_wrong_schedules_are_named() -> None:
         Schedule(name="cosin", lr=-1)
     with pytest.raises(RecipeError, match="warmup_steps must be from 0 to steps, got 9 of 5"):
         Schedule(steps=5, warmup_steps=9)
+    with pytest.raises(RecipeError, match=r"warmup_steps must be from 0 to steps, got 9 of 5 steps"):
+        Schedule(warmup_steps=9).over(5)
+    with pytest.raises(RecipeError, match=r"without steps has no length of its own; set steps=, or use schedule.over\(steps\)"):
+        Schedule().rate(1)
 
 
 def test_rates_scale_with_the_data_ranks() -> None:
@@ -277,6 +281,50 @@ def check_resume(folder: Path, mesh: str, passes: list[Any]) -> None:
 
 def test_resuming_is_bitwise_with_dropout(group: None, tmp_path: Path) -> None:
     check_resume(tmp_path, "", [])
+
+
+@pytest.mark.parametrize("warm", [{"warmup_steps": 7}, {"warmup_ratio": 0.3}])
+def test_an_epoch_goes_on_with_another_batch_at_the_same_rate(group: None, tmp_path: Path, warm: dict[str, Any]) -> None:
+    """The learning rate is a function of the samples that were used, whatever their steps; each epoch is used up."""
+    samples, schedule = packed(tmp_path), Schedule(name="linear", lr=1e-2, **warm)
+
+    def train(saved: Any = None, **more: Any) -> tuple[Trainer, dict[int, float], dict[int, Any]]:
+        par, kept, records = parallel(), Kept(), Records()
+        more = {"steps": None, "epochs": 2, "checkpointer": kept, "reporters": [records], "checkpoint_every": 4} | more
+        run = trainer(par, samples, **more) if saved is None else resumed(par, saved, samples, **more)
+        run.schedule = schedule
+        rates, size, epoch = {}, run.data.global_batch, len(samples)
+        at, step = (run.data.epoch * epoch + run.data.position()["samples"], run.step)
+        run.run()
+        for record in records.records:
+            rates[at] = record["lr"]
+            at = min(at + size, (at // epoch + 1) * epoch)
+        assert at == 2 * epoch and records.records[-1]["step"] == run.step == run.total_steps == step + len(rates)
+        return run, rates, kept.steps
+
+    whole, rates, steps = train()  # 42 samples, 4 a step: 11 steps an epoch
+    assert whole.step == 22 and list(rates.values()) == [schedule.over(22).rate(step) for step in range(22)]
+    for step, micro in ((4, 4), (12, 4), (4, 1), (12, 1), (8, 3)):
+        again, later, more = train(steps[step], micro=micro)
+        assert all(later[at] == pytest.approx(rates[at]) for at in later.keys() & rates.keys()) and len(later.keys() & rates.keys()) > 1
+        assert list(later.values()) == [whole.planned.rate(at // 42 * 11 + at % 42 / 4) for at in later]
+        assert again.planned == whole.planned
+    # and once more, with the first batch again
+    last, later, _ = train(more[12], micro=2)
+    assert all(later[at] == pytest.approx(rates[at]) for at in later.keys() & rates.keys()) and last.planned == whole.planned
+    # as it was saved before a state told its batch
+    model, optimizer, extra = steps[8]
+    _, later, _ = train((model, optimizer, {name: value for name, value in extra.items() if name != "batch"}))
+    assert later == {at: rate for at, rate in rates.items() if at >= 32}
+
+
+def test_steps_that_were_asked_for_are_steps_in_any_batch(group: None, tmp_path: Path) -> None:
+    samples, kept, records = packed(tmp_path), Kept(), Records()
+    whole = trainer(parallel(), samples, steps=10, epochs=3, checkpointer=kept, checkpoint_every=4)
+    whole.run()
+    again = resumed(parallel(), kept.steps[4], samples, steps=10, epochs=3, micro=4, reporters=[records])
+    assert again.total_steps == 10 and again.run().steps == 10
+    assert [record["lr"] for record in records.records] == [whole.planned.rate(step) for step in range(4, 10)]
 
 
 @on_ranks(2)

@@ -32,7 +32,6 @@ from meshpar.patterns import find_modules, suggestion
 from meshpar.plan import Plan
 from meshpar.registry import layout_for
 from meshpar.state.shares import plan_problems
-from meshpar.training.data import Batches
 from meshpar.training.divided import check_separable
 from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.experts import balance_problems
@@ -147,12 +146,10 @@ def _own_model(section: Own, vocab_size: int) -> nn.Module:
     return model
 
 
-def schedule_of(recipe: Recipe, settings: TrainSettings, train: Batches, data_size: int) -> Schedule:
-    """Return the learning rate over the run."""
-    section = recipe.schedule
-    steps = section.steps or settings.total_steps(train.steps_per_epoch)
+def schedule_of(recipe: Recipe, data_size: int) -> Schedule:
+    """Return the learning rate over the run of ``data_size`` data ranks."""
     lr = scaled_rate(recipe.optimizer.lr, recipe.optimizer.scale_lr, data_size)
-    return build(Schedule, section, lr=lr, steps=steps, warmup_steps=section.warmup_steps or round(section.warmup_ratio * steps))
+    return build(Schedule, recipe.schedule, lr=lr)
 
 
 def settings_of(recipe: Recipe) -> TrainSettings:

@@ -86,8 +86,7 @@ def run_job(recipe: Recipe) -> Outcome:
                 come_from = _resume(recipe, manager, saved, trainer, origin)
             if trainer.replicas is not None:
                 trainer.replicas.step = trainer.step
-            steps = trainer.settings.total_steps(trainer.data.steps_per_epoch)
-            left = steps - trainer.step
+            left = trainer.total_steps - trainer.step
             if recipe.profile and left >= PROFILED:
                 trainer.data = _profiled(trainer.data, par, trainer.optimizer, recipe.folder / PROFILE)
             if runtime.is_main():
@@ -98,7 +97,7 @@ def run_job(recipe: Recipe) -> Outcome:
                     _take_up(recipe)
                     stack.callback(_keep, recipe, METRICS, TENSORBOARD)
                 stack.enter_context(_new_steps_noted(trainer))
-                _report(recipe, par, trainer, steps, stack)
+                _report(recipe, par, trainer, stack)
                 _tell(recipe, par, trainer, come_from)
                 if recipe.profile and left < PROFILED:
                     trainer.reporters[0].note(f"no profile: it requires {PROFILED} steps, and {left} are left")
@@ -121,7 +120,7 @@ def _trainer(
         build.objective_of(recipe, _teacher(recipe, data, kind)),
         train,
         optimizer,
-        build.schedule_of(recipe, settings, train, par.data_size * (replicas or 1)),
+        build.schedule_of(recipe, par.data_size * (replicas or 1)),
         settings,
         validation=validation,
         checkpointer=Saver(manager, saved, recipe.checkpoint.best, made_of[0], before=lambda: _keep(recipe, METRICS, TENSORBOARD)),
@@ -143,12 +142,12 @@ def _replicas(recipe: Recipe, par: Parallelized, trainer: Trainer) -> Replicas:
     )
 
 
-def _report(recipe: Recipe, par: Parallelized, trainer: Trainer, steps: int, stack: contextlib.ExitStack) -> None:
+def _report(recipe: Recipe, par: Parallelized, trainer: Trainer, stack: contextlib.ExitStack) -> None:
     """Give the trainer of rank 0 its reporters, which ``stack`` closes: of replicas, those of the one that leads."""
     if trainer.replicas is not None:
-        trainer.reporters = (Elected(trainer.replicas, functools.partial(_reporters, recipe, steps)),)
+        trainer.reporters = (Elected(trainer.replicas, functools.partial(_reporters, recipe, trainer)),)
     else:
-        reporters = _reporters(recipe, steps, trainer.step)
+        reporters = _reporters(recipe, trainer, trainer.step)
         trainer.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
     for reporter in trainer.reporters:
         stack.callback(reporter.close)
@@ -231,8 +230,9 @@ def _resume(
     differ = [] if before is None else datasets.changes(before, origin, recipe.checkpoint.allow)
     if recipe.checkpoint.allow and not differ and datasets.same_but_documents(restored.extra["data"]["data"], trainer.data.samples):
         restored.extra["data"]["data"] = trainer.data.samples.fingerprint
+    older = {} if before is None else {"batch": before["batch"]}  # a state had none of its own at first
     try:
-        trainer.load_state_dict(restored.extra)
+        trainer.load_state_dict({**older, **restored.extra})
     except RecipeError as error:
         if not differ:
             raise
@@ -242,18 +242,24 @@ def _resume(
             f"and settings that changed{allowed}, or start a new run in another output folder"
         ) from error
     told = f"{restored.folder}{'' if restored.same_mesh else ', saved on another mesh'}"
-    return told if before is None else f"{told}{_other_batch(recipe, before['batch'], trainer.data.global_batch)}"
+    return told if before is None else f"{told}{_other_batch(recipe, before['batch'], trainer)}"
 
 
-def _other_batch(recipe: Recipe, before: int, now: int) -> str:
+def _other_batch(recipe: Recipe, before: int, trainer: Trainer) -> str:
     """Return a warning if a step has another number of samples than before the resume; else nothing."""
+    now, left = trainer.data.global_batch, trainer.total_steps - trainer.step
     if before == now:
         return ""
     ranks = now // (recipe.data.micro_batch * recipe.data.accumulate)
     each, rest = divmod(before, ranks)
     sizes = [size for size in range(1, min(each, recipe.data.micro_batch) + 1) if each % size == 0]
     keep = "" if rest else f"; to keep it, set data.micro_batch={sizes[-1]} data.accumulate={each // sizes[-1]}"
-    return f"\nWARNING: a step had {before:,} samples before and has {now:,} from now on, on {ranks} data ranks{keep}"
+    if trainer.follows_samples and trainer.settings.epochs is not None:
+        instead = trainer.data.steps_until(trainer.settings.epochs, before)
+        then = f"{left:,} steps are left instead of {instead:,}, and the learning rate follows the samples"
+    else:
+        then = f"the {left:,} steps that are left of training.steps have {left * now:,} samples instead of {left * before:,}"
+    return f"\nWARNING: a step had {before:,} samples before and has {now:,} from now on, on {ranks} data ranks{keep}; {then}"
 
 
 def _model_only(source: CheckpointManager, step: int) -> Place | None:
@@ -340,10 +346,10 @@ def _new_steps_noted(trainer: Trainer) -> Iterator[None]:
         raise
 
 
-def _reporters(recipe: Recipe, steps: int, step: int) -> tuple[Reporter, ...]:
+def _reporters(recipe: Recipe, trainer: Trainer, step: int) -> tuple[Reporter, ...]:
     board = [TensorBoard(recipe.folder / TENSORBOARD, step=step)] if recipe.training.tensorboard else []
     unit = getattr(objective_factory(recipe.training.objective), "unit", "tok")
-    return (Console(steps, step=step, unit=unit), JsonLines(recipe.folder / METRICS, step=step), *board)
+    return (Console(lambda: trainer.total_steps, step=step, unit=unit), JsonLines(recipe.folder / METRICS, step=step), *board)
 
 
 def _sequences(recipe: Recipe, batch: int) -> str:
@@ -353,7 +359,7 @@ def _sequences(recipe: Recipe, batch: int) -> str:
 
 def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -> None:
     """Print a summary of the run."""
-    data, schedule = trainer.data, trainer.schedule
+    data, schedule, settings = trainer.data, trainer.planned, trainer.settings
     parameters = sum(parameter.numel() for parameter in par.module.parameters())
     trained = sum(parameter.numel() for parameter in par.module.parameters() if parameter.requires_grad)
     part = f", {trained:,} of them trained," if trained < parameters else ""
@@ -364,12 +370,14 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
         f"{parameters:,} parameters{part} on {str(par.spec) or 'one process'} ({par.device.type}){passes}",
         f"{data.samples}, {data.steps_per_epoch:,} steps an epoch; a step: {batch:,} {_sequences(recipe, batch)} "
         f"({recipe.data.micro_batch} x {recipe.data.accumulate} micro-batches x {ranks} data ranks)",
-        f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over {schedule.steps:,} steps",
+        f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over {schedule.steps:,} steps"
+        f"{f' of {trainer.batch:,} samples' if trainer.follows_samples and trainer.batch != batch else ''}",
     ]
-    if come_from:
+    if trainer.complete:
+        kind = "steps" if settings.steps is not None and trainer.step >= settings.steps else "epochs"
+        lines.append(f"all {getattr(settings, kind)} {kind} are done already, after step {trainer.step}; raise training.{kind} to continue")
+    elif come_from:
         lines += f"resuming after step {trainer.step} from {come_from}".split("\n")
-    if trainer.settings.steps is not None and trainer.step >= trainer.settings.steps:
-        lines.append(f"all {trainer.settings.steps} steps are done already; raise training.steps to continue")
     for reporter in trainer.reporters[:1]:
         for line in lines:
             reporter.note(line)

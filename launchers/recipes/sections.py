@@ -275,15 +275,7 @@ Optimizer = Annotated[OptimizerSection | OwnOptimizer, Field(discriminator="name
 
 @final
 class ScheduleSection(_ScheduleFields):
-    """The learning rate over the run, see :class:`meshpar.training.optimizer.Schedule`; its peak is the optimizer's ``lr``.
-
-    Attributes:
-        steps: length of the schedule, if it differs from the run's; None: the run's length.
-        warmup_ratio: length of the warm-up as a share of the schedule, instead of ``warmup_steps``.
-    """
-
-    steps: Count | None = None
-    warmup_ratio: Part = 0.0
+    """The learning rate over the run, see :class:`meshpar.training.optimizer.Schedule`; its peak is the optimizer's ``lr``."""
 
 
 @final

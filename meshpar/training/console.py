@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, TextIO, final
 
@@ -36,22 +37,23 @@ _SHOWN = (
 class Console:
     """Print a run's records and the remaining time."""
 
-    def __init__(self, steps: int, *, step: int = 0, file: TextIO | None = None, unit: str = "tok") -> None:
+    def __init__(self, steps: int | Callable[[], int], *, step: int = 0, file: TextIO | None = None, unit: str = "tok") -> None:
         """Start the output.
 
         Args:
-            steps: number of steps of the whole run.
+            steps: number of steps of the whole run, or a function that returns it, if it may change.
             step: number of completed steps.
             file: output stream; None: standard error.
             unit: unit of the throughput: ``tok`` or ``examples``.
         """
         self._file, self._unit = file or sys.stderr, unit
-        self._steps, self._first = steps, step
+        self._total = steps if callable(steps) else lambda: steps
+        self._first = step
         self._start = time.monotonic()
         self._progress: Progress | None = None
         if self._file.isatty():
             self._progress = _progress(self._file)
-            self._task = self._progress.add_task("", total=steps, completed=step)
+            self._task = self._progress.add_task("", total=self._total(), completed=step)
             self._progress.start()
 
     def report(self, record: Metrics) -> None:
@@ -61,11 +63,12 @@ class Console:
             return
         if self._progress is None:
             left = f"  eta {self._left(step)}" if "train/loss" in record else ""
-            self._write(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}{left}")
+            total = self._total()
+            self._write(f"step {step:>{len(str(total))}}/{total}  {text}{left}")
         elif "val/loss" in record:
             self._progress.console.print(f"step {step}: {text}", highlight=False)
         else:
-            self._progress.update(self._task, completed=step, description=text)
+            self._progress.update(self._task, completed=step, total=self._total(), description=text)
 
     def note(self, text: str) -> None:
         """Print a line of text."""
@@ -86,7 +89,7 @@ class Console:
         done = step - self._first
         if done <= 0:
             return "?"
-        return str(timedelta(seconds=round((time.monotonic() - self._start) / done * max(0, self._steps - step))))
+        return str(timedelta(seconds=round((time.monotonic() - self._start) / done * max(0, self._total() - step))))
 
     def _write(self, line: str) -> None:
         self._file.write(line + "\n")

@@ -208,6 +208,16 @@ class Batches:
         """Number of completed epochs."""
         return self._epoch
 
+    def steps_at(self, batch: int) -> float:
+        """Return the position as a number of steps of ``batch`` samples, the last of each epoch not full."""
+        return self._epoch * math.ceil(len(self.samples) / batch) + (self._consumed - len(self._returned)) / batch
+
+    def steps_until(self, epochs: int, batch: int | None = None) -> int:
+        """Return how many steps of ``batch`` samples (None: ``global_batch``) are left until ``epochs`` epochs are complete."""
+        count, batch = len(self.samples), batch or self.global_batch
+        left = count - self._consumed + len(self._returned)
+        return max(0, (epochs - self._epoch - 1) * math.ceil(count / batch) + math.ceil(left / batch))
+
     def one_epoch(self) -> Iterator[list[TensorBatch]]:
         """Yield the remaining steps of this epoch; the position advances with each."""
         self._place_sampler()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import chain, islice
@@ -99,7 +99,8 @@ class Trainer:
             objective: computes the loss.
             data: training batches of this data rank.
             optimizer: the optimizer of ``par.module``'s parameters.
-            schedule: sets the learning rate of every step.
+            schedule: sets the learning rate of every step. Its steps are those of the batch with which the run began: a run of ``epochs``
+                that resumes with another batch has the same rate at the same sample.
             settings: number of steps or epochs, and the intervals of reports, validations and checkpoints.
             validation: validation batches of this data rank, in order (``seed=None``); None: no validation.
             checkpointer: saves checkpoints; None: nothing is saved.
@@ -120,6 +121,7 @@ class Trainer:
         self.schedule, self.settings, self.validation = schedule, settings, validation
         self.checkpointer, self.reporters, self.scaler = checkpointer, tuple(reporters), scaler
         self.step, self.tokens, self.skipped = 0, 0, 0
+        self.batch = data.global_batch  # samples of a step when the run began
         self.validated = 0  # batches of all validations, so that a watchdog sees one move
         self._meter = Meter(par, flops_per_token=flops_per_token, world_size=dist.get_world_size())
         self._load = ExpertLoad(par, balance_rate=settings.balance_rate, balance_loss=settings.balance_loss)
@@ -130,6 +132,27 @@ class Trainer:
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=par.device)
         self._on_device = Transfer(par.device)
         self._reading: tuple[Reading, dict[str, float], list[str]] | None = None
+        self._at, self._rate = 0.0, 0.0  # of the last step, in the schedule
+        self._plan_schedule()
+
+    def _plan_schedule(self) -> None:
+        """Fit the schedule to the length that the run has, in steps of the batch with which it began."""
+        settings, epoch = self.settings, math.ceil(len(self.data.samples) / self.batch)
+        self.planned = self.schedule.over(settings.total_steps(epoch))
+        self.follows_samples = settings.epochs is not None and (settings.steps is None or settings.epochs * epoch < settings.steps)
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps of the run: those that it has made, and those that are left with the present batch."""
+        steps, epochs = self.settings.steps, self.settings.epochs
+        bounds = [steps, None if epochs is None else self.step + self.data.steps_until(epochs)]
+        return min(bound for bound in bounds if bound is not None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all steps or epochs are done."""
+        steps, epochs = self.settings.steps, self.settings.epochs
+        return (steps is not None and self.step >= steps) or (epochs is not None and self.data.epoch >= epochs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resume needs besides model and optimizer: plain data, the same on every rank."""
@@ -139,7 +162,8 @@ class Trainer:
             "skipped": self.skipped,
             "seed": self.settings.seed,
             "data": self.data.state_dict(),
-            "schedule": asdict(self.schedule),
+            "batch": self.batch,
+            "schedule": asdict(self.planned),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "metrics": {name: value for name, value in self._values.items() if name.startswith(("train/", "val/"))},
         }
@@ -152,6 +176,8 @@ class Trainer:
         """
         self.data.load_state_dict(state["data"])
         self.step, self.tokens, self.skipped = state["step"], state["tokens"], state["skipped"]
+        self.batch = state.get("batch", self.data.global_batch)
+        self._plan_schedule()
         self._values = dict(state["metrics"])
         self._saved, self._reading = self.step, None
         self._meter.forget()
@@ -170,18 +196,19 @@ class Trainer:
             MeshparError: a loss or gradient is not finite (the message names the step), ranks have different data or parameters, or the
                 model lets the documents of a packed row see each other.
         """
+        self._plan_schedule()
         self._check_ranks()
         self._check_documents()
         self.par.module.train()
         stopped = None
         with stop or StopRequest() as stop:
             batches = iter(self.data)
-            while not self._complete():
-                if not self._train_step(next(batches) if self.replicas is None else self.replicas.begin()):
+            while not self.complete:
+                if not self._train_step(self._begin_step(batches)):
                     continue
                 self.step += 1
                 self._after_step(epoch_ended=self.data.position()["samples"] == 0)
-                if self._stops(stop.agreed()) and not self._complete():
+                if self._stops(stop.agreed()) and not self.complete:
                     stopped = stop.reason
                     self._note(f"asked to stop ({stopped}) after step {self.step}")
                     self._save(last=True)
@@ -229,6 +256,12 @@ class Trainer:
         samples: Any = data.samples
         return loss_sum, {**more, **losses_of(list(samples.sources), losses, batch["labels"], source)}
 
+    def _begin_step(self, batches: Iterator[list[TensorBatch]]) -> list[TensorBatch]:
+        """Return the micro-batches of a step, and note its place in the schedule before they move the position in the data."""
+        begun = None if self.replicas is None else self.replicas.begin()  # may take over the others' position
+        self._at = self.data.steps_at(self.batch) if self.follows_samples else float(self.step)
+        return next(batches) if begun is None else begun
+
     def _train_step(self, micro_batches: list[TensorBatch]) -> bool:
         """Train a step, and return whether it counts: among replicas, the others may have gone on without this one."""
         par, optimizer, replicas = self.par, self.optimizer, self.replicas
@@ -258,7 +291,7 @@ class Trainer:
         if self.scaler is not None:
             self.scaler.unscale_(par.module)
         norm = par.clip_grad_norm_(self.settings.clip or math.inf)
-        self.schedule.apply(optimizer, self.step)
+        self._rate = self.planned.apply(optimizer, self._at)
         moved = self._may_step(norm)
         if moved:
             optimizer.step()
@@ -304,7 +337,7 @@ class Trainer:
             )
 
     def _after_step(self, *, epoch_ended: bool) -> None:
-        settings, last = self.settings, self._complete()
+        settings, last = self.settings, self.complete
         self._read()
         self._tell_changes()
         if last or self.step % settings.log_every == 0:
@@ -331,15 +364,11 @@ class Trainer:
     def _due(self, every: Every, epoch_ended: bool) -> bool:
         return epoch_ended if every == "epoch" else every is not None and self.step % every == 0
 
-    def _complete(self) -> bool:
-        steps, epochs = self.settings.steps, self.settings.epochs
-        return (steps is not None and self.step >= steps) or (epochs is not None and self.data.epoch >= epochs)
-
     def _report(self) -> None:
         """Sum the ranks' values; read an accelerator's only after the next step was submitted, so that it never waits. Collective."""
         if not self._meter.used:
             return
-        known = {"lr": self.schedule.rate(self.step - 1), "epoch": self.data.epoch, "step": self.step}
+        known = {"lr": self._rate, "epoch": self.data.epoch, "step": self.step}
         known |= {"skipped": self.skipped} if self.skipped else {}
         load = self._load.take()
         self._reading = self._meter.begin(self._norm, self._first_bad, *load.values()), known, list(load)
@@ -356,7 +385,7 @@ class Trainer:
         self._raise_if_bad(int(first_bad))
         counted = int(record.pop("tokens"))
         self.tokens += counted if self.replicas is None else 0
-        if not self.tokens and (self._complete() or known["epoch"]):
+        if not self.tokens and (self.complete or known["epoch"]):
             raise MeshparError(
                 f"no label of the first {self.step} steps counted (all are -100), so nothing was learned; give data whose labels count"
             )
@@ -401,7 +430,7 @@ class Trainer:
             "training data": self.data.state_dict(),
             "validation data": None if self.validation is None else self.validation.samples.fingerprint,
             "batch sizes": (self.data.global_batch, None if self.validation is None else self.validation.global_batch),
-            "settings": (self.settings, self.schedule, self.step),
+            "settings": (self.settings, self.planned, self.step),
         }
         digests = {name: torch.tensor(list(hashlib.sha256(repr(part).encode()).digest())) for name, part in parts.items()}
         check_equal(digests, dict.fromkeys(digests, [0] * dist.get_world_size()), self.par.device, "what the ranks were given")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, final
 
 import torch
@@ -99,8 +99,9 @@ class Schedule:
             ``step_every`` steps, like StepLR) or ``wsd`` (warm-up, stable, then linear decay over the last ``decay_fraction``; Hu et al.,
             MiniCPM, 2024).
         lr: the peak learning rate.
-        steps: number of steps of the run.
+        steps: length of the schedule, if it differs from the run's; None: the run's length.
         warmup_steps: number of steps with linear growth at the beginning; step 0 has ``lr / (warmup_steps + 1)``.
+        warmup_ratio: length of the warm-up as a share of the schedule, instead of ``warmup_steps``.
         min_ratio: lowest rate after the warm-up, as a share of the peak, for every schedule; 0: no floor, like torch.
         step_every: steps between two drops of ``step``.
         gamma: factor of a drop.
@@ -109,8 +110,9 @@ class Schedule:
 
     name: Name = "cosine"
     lr: Annotated[float, Bound(gt=0)] = 3e-4
-    steps: Count = 1
+    steps: Count | None = None
     warmup_steps: Annotated[int, Bound(ge=0)] = 0
+    warmup_ratio: Part = 0.0
     min_ratio: Annotated[float, Bound(ge=0, le=1)] = 0.0
     step_every: Count = 1
     gamma: Annotated[float, Bound(gt=0, le=1)] = 0.1
@@ -119,22 +121,31 @@ class Schedule:
     def __post_init__(self) -> None:
         problems = [] if self.name in _SHAPES else [f"no schedule {self.name!r}; {suggestion(self.name, _SHAPES)}"]
         problems += bound_problems(self)
-        if self.warmup_steps > self.steps:
+        if self.steps is not None and self.warmup_steps > self.steps:
             problems.append(f"warmup_steps must be from 0 to steps, got {self.warmup_steps} of {self.steps} steps")
         if problems:
             raise RecipeError("; ".join(problems))
 
-    def factor(self, step: int) -> float:
+    def over(self, steps: int) -> Schedule:
+        """Return the schedule of a run of so many steps: with its length and its warm-up in steps.
+
+        >>> Schedule(warmup_ratio=0.1).over(50).warmup_steps
+        5
+        """
+        steps = self.steps or steps
+        return replace(self, steps=steps, warmup_steps=self.warmup_steps or round(self.warmup_ratio * steps), warmup_ratio=0.0)
+
+    def factor(self, step: float) -> float:
         """Return the rate of ``step`` (from 0) as a part of the peak."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         return max(self.min_ratio, _SHAPES[self.name](self, step - self.warmup_steps))
 
-    def rate(self, step: int) -> float:
-        """Return the learning rate of ``step`` (from 0)."""
+    def rate(self, step: float) -> float:
+        """Return the learning rate of ``step`` (from 0), which may lie between two steps."""
         return self.lr * self.factor(step)
 
-    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+    def apply(self, optimizer: torch.optim.Optimizer, step: float) -> float:
         """Set the learning rate of every parameter group for ``step`` and return it."""
         rate = self.rate(step)
         for group in optimizer.param_groups:
@@ -159,32 +170,34 @@ def scaled_rate(lr: float, mode: Scaling, data_size: int) -> float:
     return lr * scales[mode]
 
 
-def _progress(schedule: Schedule, step: int) -> float:
+def _progress(schedule: Schedule, step: float) -> float:
+    if schedule.steps is None:
+        raise RecipeError("a schedule without steps has no length of its own; set steps=, or use schedule.over(steps)")
     return min(1.0, step / max(1, schedule.steps - schedule.warmup_steps))
 
 
-def _constant(schedule: Schedule, step: int) -> float:
+def _constant(schedule: Schedule, step: float) -> float:
     return 1.0
 
 
-def _linear(schedule: Schedule, step: int) -> float:
+def _linear(schedule: Schedule, step: float) -> float:
     return 1.0 - (1.0 - schedule.min_ratio) * _progress(schedule, step)
 
 
-def _cosine(schedule: Schedule, step: int) -> float:
+def _cosine(schedule: Schedule, step: float) -> float:
     return schedule.min_ratio + (1.0 - schedule.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * _progress(schedule, step)))
 
 
-def _step(schedule: Schedule, step: int) -> float:
+def _step(schedule: Schedule, step: float) -> float:
     return schedule.gamma ** (step // schedule.step_every)
 
 
-def _wsd(schedule: Schedule, step: int) -> float:
+def _wsd(schedule: Schedule, step: float) -> float:
     left = 1.0 - _progress(schedule, step)
     return 1.0 - (1.0 - schedule.min_ratio) * max(0.0, 1.0 - left / schedule.decay_fraction)
 
 
-_SHAPES: dict[Name, Callable[[Schedule, int], float]] = {
+_SHAPES: dict[Name, Callable[[Schedule, float], float]] = {
     "constant": _constant,
     "linear": _linear,
     "cosine": _cosine,
