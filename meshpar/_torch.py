@@ -20,6 +20,7 @@
 - ``Units.drop_unreduced_gradients``, ``Units.unwind``: torch 2.13 has ``reset_iter_state`` for them, 2.11 nothing; in 2.15 that also
   drops the gradients that earlier micro-batches have reduced.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself.
+- ``parts_only``: FSDP2 holds the parameters of a unit in a list while it makes their shards, with no public form.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
 - ``forget_meshes``: DTensor keeps what it planned for a mesh, whose groups may be closed, in caches by equal meshes.
 - ``flattened``: FSDP2 takes one axis to shard over; flattening several is private (``gathered_inputs`` is what it sends over it).
@@ -43,9 +44,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import itertools
 import json
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -65,8 +69,10 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -339,6 +345,35 @@ def _differs(parameter: Any) -> bool:
     mine = whole.narrow(dim, min(begin, whole.shape[dim]), shard.shape[dim]).contiguous()
     shard = shard.to(mine.device, mine.dtype).contiguous()
     return not torch.equal(mine.view(torch.uint8), shard.view(torch.uint8))
+
+
+@contextmanager
+def parts_only() -> Iterator[None]:
+    """Let FSDP2 free each parameter when its part is made; it keeps all of a unit's until the unit is made, and compares names then."""
+    contract: Any = importlib.import_module("torch.distributed._composable.contract")
+    inner, make, ordered = FSDPParamGroup.__init__, FSDPParam, contract.OrderedDict
+
+    def init(self: Any, params: list[nn.Parameter], *args: Any, **kwargs: Any) -> None:
+        importlib.import_module("torch._dynamo")  # whose first import keeps the frames around it until the collector runs
+        places = itertools.count()
+
+        def part(*args: Any, **kwargs: Any) -> FSDPParam:
+            made = make(*args, **kwargs)
+            params[next(places)] = made.sharded_param
+            return made
+
+        _fsdp_param_group.FSDPParam = part  # type: ignore[assignment,misc]
+        inner(self, params, *args, **kwargs)
+
+    def names(pairs: Iterable[tuple[str, Any]] = ()) -> OrderedDict[str, Any]:
+        return ordered((name, None) for name, _ in pairs)
+
+    FSDPParamGroup.__init__, contract.OrderedDict = init, names  # type: ignore[method-assign,misc,assignment]
+    try:
+        yield
+    finally:
+        FSDPParamGroup.__init__, contract.OrderedDict = inner, ordered  # type: ignore[method-assign,misc]
+        _fsdp_param_group.FSDPParam = make  # type: ignore[misc]
 
 
 def make_ready(module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from meshpar import registry, runtime
+from meshpar import _torch, registry, runtime
 from meshpar.description import Description, describe
 from meshpar.errors import LayoutError, MeshError, MeshparError, PlanError
 from meshpar.exact.agreement import Agreement
@@ -133,7 +134,8 @@ class Plan:
     def apply(self, module: nn.Module, layout: ModelLayout | None = None, *, device_type: str | None = None) -> Parallelized:
         """Apply the passes to ``module`` in place and return it with its mesh.
 
-        A module with weights keeps these weights, and each rank stores its part. A module on the meta device gets weights from
+        A module with weights keeps these weights, and each rank stores its part. ``apply`` frees each whole parameter when its part is
+        made: at the peak a rank holds one whole model, the largest parameter once more (or 4 MiB). A module on the meta device gets weights from
         :meth:`Parallelized.materialize`. Build the optimizer afterwards.
 
         Args:
@@ -161,32 +163,22 @@ class Plan:
         device = runtime.device(kind)
         built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         if not simulated:
-            weights = {name: tensor for name, tensor in state(module) if not tensor.is_meta}
-            check_equal(
-                weights,
-                dict.fromkeys(weights, [0] * dist.get_world_size()),
-                device,
-                "the weights handed to apply",
-                remedy="call torch.manual_seed(0) on every rank before building the module, or build it under "
-                'torch.device("meta") and call par.materialize(seed=0)',
-            )
+            _check_weights(module, device)
         seen = [spec, held, *(seen_mesh(each, self.passes, spec) for each in self.passes)]
         meshes = {each: each.build(kind) for each in dict.fromkeys(seen)}
         mesh, held_on = meshes[spec], meshes[held]
-        before = list(module.parameters())
         data_axes = axes_of(self.passes, held, Role.SAMPLES)
         if data_axes or any(each.stage == Stage.RECOMPUTE for each in self.passes):
             synchronize_batch_norm(module, held_on, data_axes)
         applied(module).layout, applied(module).verify = layout, self.verify and not simulated
-        self._run_passes(module, layout, spec, meshes)
+        replaced = self._run_passes(module, layout, spec, meshes)
         if not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
             module.to(device)
-        kept = {id(each) for each in module.parameters()}
         data = next((each for each in self.passes if each.stage == Stage.DATA), None)
         splits_features = any(spec.axes[axis] > 1 for axis in axes_of(self.passes, spec, Role.FEATURES))
         explanation = Explanation(module, str(self), splits_features=splits_features, unit_pass=None if data is None else data.name)
         same = [axis for axis, size in held.axes.items() if size > 1 and axis not in data_axes]
-        cycle = Cycle(module, explanation, [each for each in before if id(each) not in kept], same)
+        cycle = Cycle(module, explanation, replaced, same)
         refuse_copies(module)
         par = Parallelized(module, mesh, spec, self, layout, device, cycle, meshes=meshes)
         sequence_parallel = any(each.splits_sequence and any(spec.axes[axis] > 1 for axis in each.axes) for each in self.passes)
@@ -241,15 +233,20 @@ class Plan:
         sized = isinstance(self.mesh, MeshSpec) and -1 not in self.mesh.axes.values()
         return self.mesh.size if sized and isinstance(self.mesh, MeshSpec) else runtime.world_size()
 
-    def _run_passes(self, module: nn.Module, layout: ModelLayout, spec: MeshSpec, meshes: Mapping[MeshSpec, Any]) -> None:
+    def _run_passes(self, module: nn.Module, layout: ModelLayout, spec: MeshSpec, meshes: Mapping[MeshSpec, Any]) -> list[torch.Tensor]:
+        """Run the passes; return the parameters that they replaced and somebody else still holds, such as an optimizer."""
+        before = [weakref.ref(each) for each in module.parameters()]
         names, ties = [name for name, _ in module.named_parameters()], tied_names(module)
         for each in self.passes:
-            each.apply(module, layout, meshes[seen_mesh(each, self.passes, spec)])
+            with _torch.parts_only():
+                each.apply(module, layout, meshes[seen_mesh(each, self.passes, spec)])
             if (now := [name for name, _ in module.named_parameters()]) != names:
                 changed = sorted(set(now) ^ set(names))[:6]
                 raise MeshparError(f"{each.name} changed the names of parameters, which a pass must keep: {changed}")
             if tied_names(module) != ties:
                 raise MeshparError(f"{each.name} untied tied parameters: expected {ties}, got {tied_names(module)}")
+        kept = {id(each) for each in module.parameters()}
+        return [old for one in before if (old := one()) is not None and id(old) not in kept]
 
     def describe(
         self,
@@ -282,6 +279,19 @@ class Plan:
         with runtime.simulated(size):
             par = self.apply(module, layout, device_type="cpu")
             return describe(module, par.layout, str(self), replicas if divides else 1, optimizer_copies)
+
+
+def _check_weights(module: nn.Module, device: torch.device) -> None:
+    """See that all ranks hand in the same weights."""
+    weights = {name: tensor for name, tensor in state(module) if not tensor.is_meta}
+    check_equal(
+        weights,
+        dict.fromkeys(weights, [0] * dist.get_world_size()),
+        device,
+        "the weights handed to apply",
+        remedy="call torch.manual_seed(0) on every rank before building the module, or build it under "
+        'torch.device("meta") and call par.materialize(seed=0)',
+    )
 
 
 def _split_copy(each: Pass, layout: ModelLayout, module: nn.Module, mesh: Any, group: Any, rank: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, final
 
@@ -132,7 +133,7 @@ def _place(module: nn.Module, name: str, placement: Shard | Replicate, context: 
     parameter = module._parameters.get(name)
     if parameter is None:
         return
-    taken = context.placed.get(id(parameter))
+    taken = _taken(parameter, context)
     if taken is None:
         part, mesh = parameter.detach(), context.mesh
         placements: list[Placement] = [placement]
@@ -143,10 +144,18 @@ def _place(module: nn.Module, name: str, placement: Shard | Replicate, context: 
         if isinstance(placement, Shard):
             part = part.chunk(context.size, placement.dim)[context.rank].clone(memory_format=torch.contiguous_format)
         taken = part_of(parameter, part, mesh, placements)
-        # Numbers of objects are given again once an object is gone, so the one that was replaced is kept until all are placed.
-        context.placed[id(parameter)] = context.placed[id(taken)] = taken
-        context.replaced.append(parameter)
+        was, now = weakref.ref(parameter), weakref.ref(taken)
+        context.placed.update({id(parameter): (was, now), id(taken): (now, now)})
     module._parameters[name] = taken
+
+
+def _taken(parameter: nn.Parameter, context: Context) -> nn.Parameter | None:
+    """Return the parameter that took the place of ``parameter``, or is in place already; None where none did.
+
+    Numbers of objects are given again once an object is gone, so a reference says whose number it was.
+    """
+    was, now = context.placed.get(id(parameter), (None, None))
+    return now() if was is not None and now is not None and was() is parameter else None
 
 
 def part_of(parameter: nn.Parameter, part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -67,8 +68,7 @@ class Context:
         random: random state, which follows the split; None where nothing is drawn.
         arrivals: whether ranks run the same modules; None where that is not looked at.
         inputs: keyword names under which a region may receive its hidden states.
-        placed: id of a parameter as it was -> the DTensor parameter that took its place, so that tied ones stay tied.
-        replaced: the parameters as they were.
+        placed: id of a parameter as it was, or as it is now -> references to both, so that tied ones stay tied; empty after the pass.
         regions: name -> the region that a module stands in.
         styles: name -> style of every module that has one.
         joining: modules at whose end random state is the axis's shared one again.
@@ -83,8 +83,7 @@ class Context:
     random: SplitState | None
     inputs: tuple[str, ...]
     arrivals: Arrivals | None = None
-    placed: dict[int, nn.Parameter] = field(default_factory=dict)
-    replaced: list[nn.Parameter] = field(default_factory=list)
+    placed: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Parameter]]] = field(default_factory=dict)
     regions: dict[str, Style] = field(default_factory=dict)
     styles: dict[str, Style] = field(default_factory=dict)
     joining: set[str] = field(default_factory=set)

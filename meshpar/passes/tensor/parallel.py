@@ -166,6 +166,7 @@ class TensorParallel(Pass):
         for name, child, style in found:
             style.shard(name, child, context)
         keep_whole(module, context)
+        context.placed.clear()
         for name, child, style in found:
             style.install(name, child, context)
         see_whole(module, {block for _, block in find_blocks(module, layout)}, {child for _, child, _ in found})
