@@ -261,9 +261,11 @@ class Strange(nn.Module):
         super().__init__()
         self.embed, self.head, self.shifted = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB), shifted
         self.layers = nn.ModuleList(Convolved(dim, reach) for reach in reaches)
+        self.kept = []
 
     def forward(self, input_ids, position_ids=None):
         mask, x = attention_mask(self, position_ids, window=5), self.embed(input_ids)
+        self.kept.append(x)
         x = x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1] if self.shifted else x
         for layer in self.layers:
             x = layer(x, mask)
@@ -297,6 +299,9 @@ def test_a_strangers_model_that_calls_attention_is_exact_and_what_else_mixes_pos
 def strange():
     plan = [ContextParallel(), FullyShard()]
     assert_parity(Strange, "dp_shard=1,cp=2", plan, with_documents(token_steps(VOCAB, parts=2)))
+    par = Plan("dp_shard=1,cp=2", plan).apply(Strange())
+    par.module(**par.split({"input_ids": torch.arange(16)[None]}))
+    assert [each.shape[1] for each in par.module.kept] == [8], "the test of positions leaves no trace"
     for model, balance, told in (
         (Strange(reaches=(3, 3)), True, r"layers.0.near \(Conv1d\) mixes positions"),
         (Strange(reaches=(1, 3)), True, r"layers.1.near \(Conv1d\) mixes positions"),

@@ -314,6 +314,18 @@ class OwnMixture(nn.Module):
         return SimpleNamespace(logits=self.head(x))
 
 
+class Keeping(Own):
+    """Experts that remember what they return."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def forward(self, hidden, chosen, weights):
+        self.kept.append(super().forward(hidden, chosen, weights))
+        return self.kept[-1]
+
+
 OWN = ModelLayout(experts=("layers.*.experts",))
 
 
@@ -341,6 +353,9 @@ def test_experts_of_ones_own_that_ranks_cannot_repeat_are_refused_in_the_first_f
         with pytest.raises(ParallelError, match=message):
             run_own(OwnMixture(kind))
     run_own(OwnMixture(Residual), verify=False)
+    for verify in (True, False):
+        kept = run_own(OwnMixture(Keeping), verify).module.layers[0]["experts"].kept
+        assert [each.requires_grad for each in kept] == [True], "the comparison leaves no trace"
     run_own(OwnMixture(Dropping))  # what draws random numbers is compared in evaluation alone
 
 

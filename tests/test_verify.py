@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import logging
+import random
+from collections import deque
 
 import pytest
 import torch
@@ -261,3 +265,114 @@ def test_a_projection_that_got_a_part_is_named_with_its_remedy():
     module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
     with pytest.raises(ParallelError, match=r"2 \(Linear\) failed(.|\n)*remedy: give it the style 'rowwise'.*'2': 'rowwise'"):
         Plan("tp=2", [TensorParallel()]).prove(module, torch.zeros(1, 4, 8), ModelLayout(tensor={"0": "colwise"}), world_size=2)
+
+
+SEEN = []
+
+
+class Tally:
+    """State that a block is called with."""
+
+    def __init__(self):
+        self.calls, self.losses = 0, []
+
+
+class Leaving(Block):
+    """A block that keeps what it computes in whatever ways there are."""
+
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        self.probe, self.number, self.peak = nn.Linear(8, 2), itertools.count(), torch.zeros(())
+        self.losses, self.cache, self.shapes, self.history = [], {}, set(), deque(maxlen=3)
+        self.dice, self.generator = random.Random(0), torch.Generator()
+        self.register_buffer("mean", torch.zeros(8))
+        calls = 0
+
+        def count():
+            nonlocal calls
+            calls += 1
+            return calls
+
+        self.count = count
+
+    def forward(self, x, tally=None):
+        x = super().forward(x)
+        self.aux = self.probe(x.detach()).square().mean()
+        self.losses.append(self.aux)
+        self.cache[next(self.number)] = self.count()
+        self.shapes.add(len(self.losses))
+        self.history.append(self.dice.random() + torch.rand((), generator=self.generator).item())
+        self.mean.mul_(0.5).add_(x.detach().mean((0, 1)))
+        self.peak.copy_(x.detach().abs().max())
+        type(self).made += 1
+        SEEN.append(random.random() + torch.rand(()).item())
+        if tally is not None:
+            tally.calls += 1
+            tally.losses.append(self.aux)
+        return x
+
+    def left(self):
+        plain = [self.cache, self.shapes, list(self.history), self.count(), type(self).made, list(SEEN)]
+        return [
+            *plain,
+            round(self.mean.sum().item(), 4),
+            round(self.peak.item(), 4),
+            self.peak._version,
+            len(self.losses),
+            next(self.number),
+        ]
+
+
+class Remembers(Model):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaving() for _ in range(2))
+
+    def forward(self, ids):
+        x, self.tally = self.embed(ids), Tally()
+        for block in self.blocks:
+            x = block(x, self.tally)
+        return self.head(x)
+
+
+def first_step(module=None):
+    """Return what the first step leaves: its loss, gradients, and traces of all kinds."""
+    module = Remembers() if module is None else module
+    torch.manual_seed(0)
+    random.seed(0)
+    Leaving.made, heard = 0, []
+    SEEN.clear()
+    module.blocks[0].norm.register_forward_hook(lambda *_: heard.append(1))
+    loss = module(IDS).square().mean() + sum(block.aux + sum(block.losses) for block in module.blocks) + sum(module.tally.losses)
+    loss.backward()
+    grads = {name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad for name, each in module.named_parameters()}
+    left = [block.left() for block in module.blocks]
+    return loss.detach(), grads, [left, len(heard), module.tally.calls, torch.rand(()).item(), random.random()]
+
+
+@on_ranks(2, keep=True)
+def test_the_test_in_the_first_forward_leaves_no_trace():
+    loss, grads, left = first_step()
+    held = []
+    for verify in (True, False):
+        par = Plan("tp=2", [TensorParallel()], verify=verify).apply(Remembers(), LAYOUT)
+        got, have, traces = first_step(par.module)
+        assert str(traces) == str(left), verify
+        torch.testing.assert_close((got, have), (loss, grads))
+        del got, have
+        gc.collect()
+        held.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+        del par
+    assert held[0] == held[1]
+
+
+@on_ranks(2, keep=True)
+def test_a_block_that_holds_what_cannot_be_put_back_is_not_tried_and_is_named():
+    model = Model()
+    model.blocks[0].numbers = (each for each in range(3))
+    told = Plan("tp=2", [TensorParallel()]).apply(model, LAYOUT).verify(IDS)
+    assert told.skipped == {"blocks.0": "it reaches an iterator (generator), which cannot be put back"}
+    assert next(model.blocks[0].numbers) == 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -23,6 +24,7 @@ from meshpar.exact.agreement import leaves
 from meshpar.exact.trial import as_evaluated, off, quiet
 from meshpar.passes.exchange import Exchange
 from meshpar.passes.installed import in_its_own_place, installed
+from meshpar.passes.untouched import untouched
 from meshpar.patterns import class_name
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ class MixingTest:
         if length is None:
             return
         short, part = self._beginning(length, args, kwargs)
+        forward = partial(self._untouched, forward)
         blocks = [self._module.get_submodule(name) for name in self._blocks]
         with in_its_own_place(self._module), as_evaluated(self._module, blocks) as self._seen:
             try:
@@ -100,6 +103,10 @@ class MixingTest:
                 raise ParallelError(f"{self._culprit(forward, *part)}, of which each rank has a part (off by {size:.1e}); {_REMEDY}")
             if self._agree(False):
                 raise ParallelError(f"{self._culprit(forward, *part)}, of which each rank has a part; {_REMEDY}")
+
+    def _untouched(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with untouched(self._module, args, kwargs):
+            return forward(*args, **kwargs)
 
     def _count_alike(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], want: Tensor) -> None:
         """Refuse a model that counts otherwise than 0, 1, 2, ... where it gets no positions, as it does without a plan."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from meshpar.exact.explain import Explanation
 from meshpar.exact.verify import SplitTest, Verification, call
 from meshpar.passes.tensor.collectives import Meeting, SimulatedGroup
 from meshpar.passes.tensor.context import Context
+from meshpar.passes.untouched import untouched
 
 Install = Callable[[nn.Module, Any, Any, int], Context | None]
 """``(module, mesh, group, rank) -> context``: splits ``module`` as one rank of the axis holds it."""
@@ -51,7 +53,8 @@ def prove(
 
         def run(rank: int) -> None:
             try:
-                test = SplitTest(copies[rank], contexts[rank], blocks, lambda name: module.get_parameter(name).detach())
+                whole = lambda name: module.get_parameter(name).detach()  # noqa: E731
+                test = SplitTest(copies[rank], contexts[rank], blocks, whole, kept=lambda *_: nullcontext())
                 with test.watch(), torch.enable_grad():
                     explanation = Explanation(copies[rank], plan_text, splits_features=True, unit_pass=None)
                     explanation.told(call, (copies[rank], batch), {})
@@ -61,10 +64,11 @@ def prove(
                 meeting.abort()
 
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with untouched(*copies):  # the threads share what hooks and functions hold
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
     errors = [each for each in told if isinstance(each, BaseException)]
     for error in sorted(errors, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
         raise error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -27,6 +27,7 @@ from meshpar.passes.local import strides
 from meshpar.passes.random import is_dropout
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.context import Context
+from meshpar.passes.untouched import CannotKeep, untouched
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor
 from meshpar.replicas import digest
@@ -98,10 +99,18 @@ class SplitTest:
         context: what its styles share.
         blocks: the repeated blocks by name.
         whole: returns a parameter's whole value, given its name.
+        kept: puts back what can be reached from what it is given, when a run is over.
     """
 
-    def __init__(self, module: nn.Module, context: Context, blocks: Sequence[str], whole: Callable[[str], Tensor]) -> None:
-        self._module, self._context, self._whole = module, context, whole
+    def __init__(
+        self,
+        module: nn.Module,
+        context: Context,
+        blocks: Sequence[str],
+        whole: Callable[[str], Tensor],
+        kept: Callable[..., AbstractContextManager[None]] = untouched,
+    ) -> None:
+        self._module, self._context, self._whole, self._kept = module, context, whole, kept
         self._units = list(_one_of_each_kind(module, context, blocks))
         self._seen: dict[str, _Seen] = {}
         self._returned: list[Difference] = []
@@ -175,7 +184,8 @@ class SplitTest:
         Collective: the ranks of the tensor axis, and those that share its parameters, call it.
         """
         start, tried, skipped, found = time.perf_counter(), dict[str, float](), dict[str, str](), [*self._returned]
-        for name, seen in sorted(self._seen.items()):
+        for name in sorted(self._seen):
+            seen = self._seen.pop(name)
             found += self._masks_agree(name, seen)
             if not seen.args and not seen.kwargs:
                 continue
@@ -187,7 +197,6 @@ class SplitTest:
             tried[name] = max(sizes.values(), default=0.0)
             worst = sorted(((size, what) for what, size in sizes.items() if not size <= TOLERANCE), reverse=True)
             found += [Difference(module=name, what=what, size=size) for size, what in worst]
-        self._seen.clear()
         return Verification(modules=tried, differences=tuple(found), skipped=skipped, seconds=time.perf_counter() - start)
 
     def _masks_agree(self, name: str, seen: _Seen) -> Iterator[Difference]:
@@ -215,18 +224,20 @@ class SplitTest:
         with quiet(unit):
             expected, cotangents, wanted, failed = list[Tensor](), list[Tensor](), dict[str, Tensor](), ""
             alone = Run(wholes, self._gathered(seen, self._local_inputs(name), hidden=split))
-            with holding(unit, alone.parameters), as_written(unit):  # for the backward, too, in which a model may recompute
-                try:
+            try:  # around the backward, too, in which a model may recompute
+                with self._kept(unit, seen.args, seen.kwargs), holding(unit, alone.parameters), as_written(unit):
                     expected = alone.outputs(unit)
                     cotangents = [noise(want, place) for place, want in enumerate(expected)]
                     wanted = alone.gradients(expected, cotangents)
-                except Exception as error:  # noqa: BLE001 - training meets the block's own errors, where a loop may catch them
-                    failed = f"it does not run unsplit: {type(error).__name__}: {error}".splitlines()[0]
+            except CannotKeep as error:
+                failed = str(error)
+            except Exception as error:  # noqa: BLE001 - training meets the block's own errors, where a loop may catch them
+                failed = f"it does not run unsplit: {type(error).__name__}: {error}".splitlines()[0]
             if self._anywhere(bool(failed)):
                 raise _NotTried(failed or "it does not run unsplit on another rank of the axis")
             parts = {each: self._part(self._parameter(full), wholes[each]) for each, full in names.items()}
             both = Run(parts, (seen.args, seen.kwargs))
-            with holding(unit, both.parameters), plain_products(unit):
+            with self._kept(unit, seen.args, seen.kwargs), holding(unit, both.parameters), plain_products(unit):
                 return self._compare(expected, cotangents, wanted, both, both.outputs(unit), split)
 
     def _refuse_split_inputs(self, seen: _Seen, heads: set[str]) -> None:

@@ -34,6 +34,7 @@ from meshpar.passes.random import forked
 from meshpar.passes.routing import INTERFACE, Inner, Mean, Routing, by_experts, refuse_shapes
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.parts import with_own
+from meshpar.passes.untouched import CannotKeep, untouched
 from meshpar.patterns import class_name, find_modules, matches
 
 log = logging.getLogger(__name__)
@@ -341,7 +342,13 @@ def _try(
         hidden[::4] = 0
     weights = noise(100 + size + rank, (_TOKENS, slots), dtype).abs()
     chosen = _choices(held * size, slots, rank).to(device)
-    with _by_itself(call.module, training, device, noise), ExitStack() as stack:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(untouched(call.module, call.inner, *bound.arguments.values()))
+        except CannotKeep as error:
+            log.warning("%s (%s) is not compared: %s", call.name, class_name(call.module), error)
+            return
+        stack.enter_context(_by_itself(call.module, training, device, noise))
         if widened:
             stack.enter_context(torch.autocast(device.type, enabled=False))
         try:

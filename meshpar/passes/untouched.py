@@ -1,0 +1,332 @@
+"""Run a piece of a user's model once more and leave no trace: what it can reach is as it was when the run is over.
+
+A copy would not do: what FSDP2 shards cannot be copied, forwards and hooks hold on to the modules that they were made for, and what a hook
+changes is the original all the same. So everything that can be reached is looked up first, by attributes, containers, closures, defaults,
+classes and the globals that functions name. While the code runs, tensors, generators and caches are replaced by copies; afterwards every
+container and attribute holds again what it held. Files, sockets and other processes are out of reach.
+"""
+
+from __future__ import annotations
+
+import array
+import builtins
+import copy
+import functools
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+LARGEST = 1 << 27
+"""Elements of tensors, beside parameters, that are copied at most: 512 MiB in float32."""
+MOST = 1 << 20
+"""Objects that are looked at, at most."""
+_PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, slice, range, Enum, ModuleType, type(None), type(...))
+_CLOSED = {"torch", "meshpar", "numpy", "logging", "threading", "multiprocessing", "concurrent", "asyncio", "io", "re"}
+_CLOSED |= {"transformers", "tokenizers", "huggingface_hub"}
+"""Packages whose objects are left alone, but for modules of torch's and what wraps a function."""
+_CALLABLE = (FunctionType, MethodType, functools.partial, nn.Module)
+_ITERATORS = ("count", "repeat", "list_iterator", "tuple_iterator", "range_iterator")
+"""Those that a copy goes on from where they are; others share what they iterate over with their copies."""
+_LRU: Any = type(functools.lru_cache(lambda: None))
+_Items = list[tuple[Any, Any]]
+_Access = tuple[Callable[[], _Items], Callable[[_Items], None]]
+
+
+class CannotKeep(RuntimeError):
+    """Something that can be reached cannot be put back, so the code must not run."""
+
+
+@contextmanager
+def untouched(*roots: object) -> Iterator[None]:
+    """Let code run that uses ``roots``, and put back everything that it can reach from there, and random states.
+
+    Parameters in their places are the caller's to replace; a gradient that the code leaves in one is dropped.
+
+    Raises:
+        CannotKeep: before anything is changed; says why.
+    """
+    reached = _Reached()
+    for each in roots:
+        reached.look(each)
+    with _random_states(reached.devices):
+        reached.replace()
+        try:
+            yield
+        finally:
+            reached.put_back()
+
+
+@final
+class _Reached:
+    """All that can be reached from some objects, and how it was."""
+
+    def __init__(self) -> None:
+        self.devices: set[torch.device] = set()
+        self._seen: dict[int, Any] = {}
+        self._holders: list[tuple[Callable[[], _Items], Callable[[_Items], None], _Items, bool]] = []
+        self._leaves: list[tuple[Tensor, Tensor | None]] = []
+        self._copies: dict[int, Any] = {}
+        self._elements = 0
+
+    def look(self, root: object) -> None:
+        stack = [root]
+        while stack:
+            each = stack.pop()
+            if isinstance(each, _PLAIN) or id(each) in self._seen:
+                continue
+            self._seen[id(each)] = each
+            if len(self._seen) > MOST:
+                raise CannotKeep(f"it reaches more than {MOST} objects")
+            stack += self._inside(each)
+
+    def replace(self) -> None:
+        """Put copies in the places of what code may change in place."""
+        new = [(write, [(key, self._copied(value)) for key, value in items], items) for _, write, items, swaps in self._holders if swaps]
+        for write, copies, items in new:
+            if any(one is not other for (_, one), (_, other) in zip(copies, items)):
+                write(copies)
+        for leaf, _ in self._leaves:
+            leaf.grad = None
+
+    def put_back(self) -> None:
+        for read, write, items, _ in self._holders:
+            now = read()
+            if len(now) != len(items) or any(a is not c or b is not d for (a, b), (c, d) in zip(now, items)):
+                write(items)
+        for leaf, grad in self._leaves:
+            leaf.grad = grad
+
+    def _hold(self, read: Callable[[], _Items], write: Callable[[_Items], None], *, swaps: bool = True) -> list[Any]:
+        items = read()
+        self._holders.append((read, write, items, swaps))
+        return [value for _, value in items]
+
+    def _inside(self, each: Any) -> list[Any]:
+        """Return what ``each`` holds; remember it where it can change."""
+        if isinstance(each, Tensor):
+            self._tensor(each)
+            return []
+        if isinstance(each, FunctionType):
+            return self._function(each)
+        if isinstance(each, MethodType):
+            return [each.__self__, each.__func__]
+        if isinstance(each, functools.partial):
+            return [each.func, *each.args, *each.keywords.values()]
+        if isinstance(each, staticmethod | classmethod | _LRU):
+            return [each.__wrapped__]
+        if isinstance(each, property):
+            return [each.fget, each.fset]
+        if isinstance(each, type):
+            closed = _package(each) in sys.stdlib_module_names | _CLOSED
+            return [*each.__bases__, *([] if closed else self._hold(*_of_class(each)))]
+        return [*self._container(each), *self._attributes(each)]
+
+    def _container(self, each: Any) -> list[Any]:
+        if isinstance(each, dict):
+            return self._hold(*_of_dict(each))
+        if isinstance(each, list):
+            return self._hold(*_of_values(each, list.clear, list.extend))
+        if isinstance(each, deque):
+            return self._hold(*_of_values(each, deque.clear, deque.extend))
+        if isinstance(each, set):
+            return self._hold(*_of_values(each, set.clear, set.update), swaps=False)
+        return list(each) if isinstance(each, tuple | frozenset) else []
+
+    def _attributes(self, each: Any) -> list[Any]:
+        kind = type(each)
+        if isinstance(each, nn.Module):
+            held = vars(each)
+            self._seen[id(held["_parameters"])] = held["_parameters"]
+            known = held.get("_meshpar")
+            forwards = [getattr(known, name, None) for name in ("before", "forward")]
+            return [kind, *self._hold(*_of_dict(held)), *held["_parameters"].values(), *forwards]
+        if _package(kind) in _CLOSED:
+            return []
+        own = getattr(each, "__dict__", None)
+        inside = self._hold(*_of_dict(own)) if isinstance(own, dict) else []
+        slots = [name for base in kind.__mro__ for name in _names(vars(base).get("__slots__", ()))]
+        if slots and _package(kind) not in sys.stdlib_module_names:
+            inside += self._hold(*_of_slots(each, slots))
+        return [kind, *inside]
+
+    def _function(self, each: FunctionType) -> list[Any]:
+        cells = each.__closure__ or ()
+        if _package(each) in _CLOSED:  # a wrapper of ours or torch's: what it wraps is the user's
+            inside = [value for cell in cells for value in _contents(cell)]
+            return [each.__dict__.get("__wrapped__"), *(value for value in inside if isinstance(value, _CALLABLE))]
+        inside = [*(each.__defaults__ or ()), *self._hold(*_of_dict(each.__dict__))]
+        inside += [] if each.__kwdefaults__ is None else self._hold(*_of_dict(each.__kwdefaults__))
+        for cell in cells:
+            inside += self._hold(*_of_cell(cell))
+        if _package(each) in sys.stdlib_module_names:
+            return inside
+        names = set(_named(each.__code__))
+        inside += self._hold(*_of_names(each.__globals__, names))
+        for value in list(inside):
+            if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in sys.stdlib_module_names | _CLOSED:
+                inside += self._hold(*_of_names(vars(value), names))
+        return inside
+
+    def _tensor(self, each: Tensor) -> None:
+        if each.device.type not in ("cpu", "meta"):
+            self.devices.add(each.device)
+        if each.is_leaf and each.requires_grad:
+            self._leaves.append((each, each.grad))
+        if not isinstance(each, nn.Parameter):
+            self._elements += each.numel()
+            if self._elements > LARGEST:
+                raise CannotKeep(f"it reaches tensors of more than {LARGEST} elements beside parameters")
+
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, _PLAIN):
+            return value
+        if id(value) not in self._copies:
+            self._copies[id(value)] = self._copy(value)
+        return self._copies[id(value)]
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, nn.Parameter):
+            return value
+        if isinstance(value, Tensor):
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        if isinstance(value, tuple):
+            parts = [self._copied(each) for each in value]
+            if all(one is other for one, other in zip(parts, value)):
+                return value
+            return type(value)._make(parts) if hasattr(value, "_make") else tuple(parts)
+        if isinstance(value, torch.Generator):
+            return value.clone_state()
+        if isinstance(value, _LRU):
+            return value.__wrapped__
+        kind, owner = type(value).__name__, type(value).__module__
+        iterates = owner in ("itertools", "builtins") and hasattr(value, "__next__")
+        try:
+            if kind in _ITERATORS or owner == "numpy" or isinstance(value, random.Random | bytearray | array.array):
+                return copy.copy(value)
+        except TypeError:
+            iterates = True
+        if iterates:
+            raise CannotKeep(f"it reaches an iterator ({kind}), which cannot be put back")
+        return value
+
+
+def _of_dict(held: dict[Any, Any]) -> _Access:
+    base: Any = OrderedDict if isinstance(held, OrderedDict) else dict
+
+    def write(items: _Items) -> None:
+        base.clear(held)
+        for key, value in items:
+            base.__setitem__(held, key, value)
+
+    return lambda: list(base.items(held)), write
+
+
+def _of_values(held: Any, clear: Callable[[Any], None], extend: Callable[..., None]) -> _Access:
+    def write(items: _Items) -> None:
+        clear(held)
+        extend(held, [value for _, value in items])
+
+    return lambda: [(None, value) for value in held], write
+
+
+def _of_names(held: dict[str, Any], names: set[str]) -> _Access:
+    """Return how to read and write some names of a namespace, in their places."""
+    known = sorted(name for name in names if name in held or name not in vars(builtins))
+
+    def write(items: _Items) -> None:
+        for name in {each for each in known if each in held} - {name for name, _ in items}:
+            del held[name]
+        held.update(items)
+
+    return lambda: [(name, held[name]) for name in known if name in held], write
+
+
+def _of_class(kind: type) -> _Access:
+    def read() -> _Items:
+        return [(name, value) for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__", "__abstractmethods__")]
+
+    def write(items: _Items) -> None:
+        kept = dict(items)
+        for name, value in read():
+            if name not in kept:
+                type.__delattr__(kind, name)
+            elif kept[name] is not value:
+                type.__setattr__(kind, name, kept[name])
+        for name, value in items:
+            if name not in vars(kind):
+                type.__setattr__(kind, name, value)
+
+    return read, write
+
+
+def _of_slots(each: Any, slots: list[str]) -> _Access:
+    def read() -> _Items:
+        return [(name, getattr(each, name)) for name in slots if hasattr(each, name)]
+
+    def write(items: _Items) -> None:
+        for name, _ in read():
+            with suppress(AttributeError):
+                object.__delattr__(each, name)
+        for name, value in items:
+            with suppress(AttributeError):
+                object.__setattr__(each, name, value)
+
+    return read, write
+
+
+def _of_cell(cell: CellType) -> _Access:
+    def write(items: _Items) -> None:
+        del cell.cell_contents
+        for _, value in items:
+            cell.cell_contents = value
+
+    return lambda: [(None, value) for value in _contents(cell)], write
+
+
+def _contents(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # nothing was assigned yet
+        return []
+
+
+def _names(slots: Any) -> list[str]:
+    return [each for each in ([slots] if isinstance(slots, str) else slots) if each not in ("__dict__", "__weakref__")]
+
+
+def _named(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function, and what is defined in it, looks up outside of itself."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _named(each)
+
+
+def _package(each: Any) -> str:
+    return (getattr(each, "__module__", None) or "").partition(".")[0]
+
+
+@contextmanager
+def _random_states(devices: set[torch.device]) -> Iterator[None]:
+    """Leave the random states of torch, Python and numpy as they are."""
+    numpy: Any = sys.modules.get("numpy.random")
+    kept, here = (random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.get_state()), {}
+    for device in devices:
+        here[device] = torch.get_device_module(device).get_rng_state(device)
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        torch.set_rng_state(kept[1])
+        if numpy is not None:
+            numpy.set_state(kept[2])
+        for device, state in here.items():
+            torch.get_device_module(device).set_rng_state(state, device)
