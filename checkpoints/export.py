@@ -20,7 +20,7 @@ import torch
 from meshpar.checkpoints.copying import ByteCount, Copier, Progress, StoredSource, are_copied, position_of
 from meshpar.checkpoints.files import aligned, failing_as, memory_of, tiles
 from meshpar.checkpoints.lease import LEASE_NAME, Lease
-from meshpar.checkpoints.leftovers import LEASE_S, leftover, on_the_way, remove
+from meshpar.checkpoints.leftovers import remove
 from meshpar.checkpoints.manifest import read_manifest
 from meshpar.checkpoints.objects import ObjectPath
 from meshpar.checkpoints.published import PublishedModel, StoredModel
@@ -30,6 +30,7 @@ from meshpar.checkpoints.steps import open_step
 from meshpar.checkpoints.storage import Place, carried, copy_file, delete, entries, fsync, place, write_durably, writing
 from meshpar.checkpoints.verify import Verify, open_verified
 from meshpar.errors import CheckpointError
+from meshpar.leftovers import LEASE_S, leftover, on_the_way
 from meshpar.weights import TypedSource, WeightMap
 
 _TILE_BYTES = 8 << 20

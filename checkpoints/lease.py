@@ -11,10 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from meshpar.checkpoints.leftovers import is_running, this_process, told_only
+from meshpar.checkpoints.leftovers import told_only
 from meshpar.checkpoints.objects import ObjectPath, Version
 from meshpar.checkpoints.storage import Place
 from meshpar.errors import CheckpointError
+from meshpar.leftovers import is_running, this_process
 
 LEASE_NAME = ".writer"
 

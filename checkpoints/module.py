@@ -7,12 +7,13 @@ import torch
 from meshpar.checkpoints.checkpointable import Checkpointable
 from meshpar.checkpoints.copying import Progress
 from meshpar.checkpoints.export import export_safetensors, free_target
-from meshpar.checkpoints.leftovers import leftover, on_the_way, remove
+from meshpar.checkpoints.leftovers import remove
 from meshpar.checkpoints.objects import ObjectPath
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.saving import Noted, Saving
 from meshpar.checkpoints.steps import Steps
 from meshpar.checkpoints.storage import Place, place
+from meshpar.leftovers import leftover, on_the_way
 
 
 def export_module(

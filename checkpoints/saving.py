@@ -18,7 +18,7 @@ from meshpar import __version__
 from meshpar.checkpoints.checkpointable import MODEL, Checkpointable, mesh_axes
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.files import failing_as
-from meshpar.checkpoints.leftovers import leftover, on_the_way, remove
+from meshpar.checkpoints.leftovers import remove
 from meshpar.checkpoints.manifest import Manifest, step_name, step_of
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.staging import Stager, ready_event
@@ -37,6 +37,7 @@ from meshpar.checkpoints.writing import (
     write_parts,
 )
 from meshpar.errors import CheckpointError
+from meshpar.leftovers import leftover, on_the_way
 
 _SAMPLES = 64  # elements of a part that are compared before and after it is copied
 _SPARE_BYTES = 64 << 20  # archives' headers, metadata, the manifest

@@ -17,11 +17,12 @@ from itertools import islice
 from pathlib import Path
 from typing import final
 
-from meshpar.checkpoints.leftovers import Leftover, leftover, on_the_way, remove, told_only
+from meshpar.checkpoints.leftovers import remove, told_only
 from meshpar.checkpoints.manifest import MANIFEST_NAME, Manifest, read_manifest, step_name, step_of
 from meshpar.checkpoints.objects import ObjectPath, Version
 from meshpar.checkpoints.storage import Place, delete, entries, fsync, place, write_durably
 from meshpar.errors import CheckpointError, StoreError
+from meshpar.leftovers import Leftover, leftover, on_the_way
 
 CHECKPOINTS = "checkpoints"
 """The folder of steps in a run's folder."""

@@ -7,7 +7,6 @@ delete (:func:`delete`).
 from __future__ import annotations
 
 import atexit
-import fcntl
 import functools
 import hashlib
 import operator
@@ -16,7 +15,6 @@ import re
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +25,7 @@ from meshpar.checkpoints.files import Readable, ReadFile
 from meshpar.checkpoints.objects import SCHEMES, ObjectPath, ReadObject
 from meshpar.checkpoints.writeback import WrittenBehind
 from meshpar.errors import CheckpointError
+from meshpar.once import build_once
 
 Place = Path | ObjectPath
 """A path of a file system, or of an object store: both have the members that checkpoints use."""
@@ -181,6 +180,7 @@ def fetched(source: Place, cache: Path | None = None, beside: Sequence[str] = ()
 
     Raises:
         CheckpointError: the store has no such key.
+        RecipeError: the copy cannot be written, as on a full disk.
     """
     if isinstance(source, Path):
         return source
@@ -193,21 +193,15 @@ def fetched(source: Place, cache: Path | None = None, beside: Sequence[str] = ()
         cache = Path(tempfile.mkdtemp(prefix="meshpar-"))
         atexit.register(shutil.rmtree, cache, ignore_errors=True)
     folder = cache / hashlib.sha256(f"{source} {sorted((str(each), facts) for each, facts in found.items())}".encode()).hexdigest()[:16]
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process of this machine copies, the others wait
-        if not folder.is_dir():
-            fresh = Path(tempfile.mkdtemp(dir=cache, prefix=".fetching-"))
-            try:
-                for each, (_, _, written) in found.items():
-                    target = fresh / str(each)[len(str(source.parent)) :].strip("/")
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    copy_file(each, target)
-                    os.utime(target, (written, written))
-                fresh.rename(folder)
-            finally:
-                shutil.rmtree(fresh, ignore_errors=True)
-    return folder / source.name
+
+    def copy(fresh: Path) -> None:
+        for each, (_, _, written) in found.items():
+            target = fresh / str(each)[len(str(source.parent)) :].strip("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy_file(each, target)
+            os.utime(target, (written, written))
+
+    return build_once(folder, copy) / source.name
 
 
 def delete(path: Place) -> None:
@@ -221,16 +215,6 @@ def delete(path: Place) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def untouched_s(path: Place) -> float:
-    """Return the seconds since a file, or anything in a folder, last changed; 0 if it is changing now."""
-    if isinstance(path, ObjectPath):
-        return path.untouched_s()
-    try:
-        return time.time() - max(each.stat().st_mtime for each in (path, *(path.iterdir() if path.is_dir() else ())))
-    except FileNotFoundError:
-        return 0.0
 
 
 def fsync(path: Place) -> None:

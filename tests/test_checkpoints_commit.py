@@ -30,9 +30,9 @@ from meshpar.checkpoints import (
     show_step,
     verify_step,
 )
-from meshpar.checkpoints.leftovers import on_the_way
 from meshpar.errors import CheckpointError
 from meshpar.layout import ModelLayout
+from meshpar.leftovers import on_the_way
 from meshpar.testing import on_ranks
 from tests.patience import patient
 

@@ -8,7 +8,9 @@ import inspect
 import itertools
 import json
 import multiprocessing
+import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -19,9 +21,9 @@ import torch
 from meshpar.errors import MeshparError, RecipeError
 from meshpar.imports import need
 from meshpar.loss import IGNORE_INDEX
+from meshpar.once import build_once
 from meshpar.training import text
 from meshpar.training.data import FILLER, Batches, LoaderSettings, OrderedBatches
-from meshpar.training.once import build_once
 from meshpar.training.order import permuted
 from meshpar.training.records import RecordSource
 from meshpar.training.samples import PackedTokens
@@ -308,6 +310,30 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="broken"):
         build_once(tmp_path / "made", build)
+    assert [path.name for path in tmp_path.iterdir()] == ["made.lock"]
+
+
+def test_what_a_dead_process_left_is_deleted_by_the_next_build(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    killed = context.Process(target=build_once, args=(tmp_path / "one", lambda _: os.kill(os.getpid(), signal.SIGKILL)))
+    killed.start()
+    killed.join()
+    own = tmp_path / "two.tmp-not-ours"
+    own.mkdir()
+    assert len(list(tmp_path.glob("one.tmp-*"))) == 1
+    build_once(tmp_path / "three", lambda made: (made / "data").write_text("x"))
+    assert sorted(each.name for each in tmp_path.iterdir() if each.suffix != ".lock") == ["three", "two.tmp-not-ours"]
+
+
+def test_a_full_disk_is_told_with_the_remedy_and_leaves_nothing(tmp_path: Path) -> None:
+    def build(_: Path) -> None:
+        with Path("/dev/full").open("w") as file:
+            file.write("x" * 100_000)
+
+    with pytest.raises(RecipeError, match=r"cannot write to .* MB free\): OSError: .*No space left.*free some space.*data\.cache"):
+        build_once(tmp_path / "made", build)
+    with pytest.raises(RecipeError, match=r"FileExistsError.*another folder"):
+        build_once(tmp_path / "made.lock" / "inside", build)
     assert [path.name for path in tmp_path.iterdir()] == ["made.lock"]
 
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 import meshpar
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_module, export_safetensors, read_manifest
-from meshpar.checkpoints.leftovers import LEASE_S, on_the_way
 from meshpar.checkpoints.manifest import MANIFEST_NAME
 from meshpar.errors import CheckpointError
+from meshpar.leftovers import LEASE_S, on_the_way
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.models.huggingface import from_config
 from meshpar.testing import on_ranks

@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"meshpar": "meshpar", "models": "meshpar.models", "checkpoints": "meshpar.checkpoints", "launchers": "meshpar.launchers"}
 FLOORS = [
-    {"errors", "imports", "patterns"},
+    {"errors", "imports", "patterns", "leftovers"},
+    {"once"},
     {"mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas"},
     {"layout"},
     {"passes"},

@@ -41,13 +41,13 @@ from meshpar.checkpoints import (
     remove_step,
     verify_step,
 )
-from meshpar.checkpoints.leftovers import host_name
 from meshpar.checkpoints.storage import Place, copy_file, fetched, place
 from meshpar.errors import CheckpointError, StoreError
 from meshpar.launchers import export_run
 from meshpar.launchers.cli import app
 from meshpar.launchers.jobs.job import _take_up
 from meshpar.launchers.recipes.loading import load_recipe
+from meshpar.leftovers import host_name
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import on_ranks
 from tests import object_store

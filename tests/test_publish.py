@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 import meshpar
 from meshpar.checkpoints import CheckpointManager, Safetensors
 from meshpar.checkpoints.lease import Lease
-from meshpar.checkpoints.leftovers import host_name
 from meshpar.checkpoints.steps import PIN_FILE, Steps
 from meshpar.errors import CheckpointError
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.exporting import watch
 from meshpar.launchers.export.run import export_run
+from meshpar.leftovers import host_name
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.training.tokenizer import byte_tokenizer
 

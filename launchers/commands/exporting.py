@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.checkpoints.lease import is_written
-from meshpar.checkpoints.leftovers import host_name, is_running, this_process
 from meshpar.checkpoints.manifest import read_manifest, step_name
 from meshpar.checkpoints.steps import PIN_FILE, Steps, checkpoints_in
 from meshpar.checkpoints.storage import Place, on_disk, place, write_durably
 from meshpar.errors import CheckpointError
 from meshpar.launchers.export.publishing import check_repository, held_out, measure, push, write_card
 from meshpar.launchers.export.run import chosen_step, export_run
+from meshpar.leftovers import host_name, is_running, this_process
 
 
 def export(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 from meshpar.errors import RecipeError
 from meshpar.imports import need
-from meshpar.training.once import build_once
+from meshpar.once import build_once
 from meshpar.training.order import check_held_out, held_out
 from meshpar.training.records import RecordSource
 from meshpar.training.tokenizer import TextTokenizer, batched

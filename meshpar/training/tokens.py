@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 from meshpar.errors import RecipeError
 from meshpar.imports import need
-from meshpar.training.once import build_once
+from meshpar.once import build_once
 from meshpar.training.order import check_held_out, held_out
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe

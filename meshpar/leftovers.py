@@ -1,0 +1,131 @@
+"""Names of temporary and replaced folders: they carry host, PID and the process's start, so that leftovers of the dead are recognised."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, final
+from zlib import crc32
+
+P = TypeVar("P", bound=Any)  # a path, or a place in a store
+ABANDONED_S = 6 * 3600.0
+"""How long nothing in a folder must have changed before another host's process counts as dead, in seconds."""
+LEASE_S = 120.0
+"""How recently something in a folder must have changed for another host's process to count as writing it, in seconds."""
+NOBODY = 0
+"""The process in the name of a folder that its own process could not remove."""
+_NAME = re.compile(r"(.+)\.(tmp|old)-(.+)-(\d+)-([0-9a-f]+)")
+_ID = uuid.uuid4().hex[:8]  # of this process, where the system does not tell when a process began
+_HOSTS_OWN = "pid:[4026531836]"  # linux/proc_ns.h: PROC_PID_INIT_INO
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """The parsed name of such a folder; ``tmp``: it will become ``of``, or is to be removed; ``old``: it was ``of``."""
+
+    path: Any
+    of: str
+    kind: str
+    host: str
+    process: int
+    id: str
+
+    @property
+    def ours(self) -> bool:
+        """Whether this process works on it: another one may have had its number before."""
+        return self.host == host_name() and self.process == os.getpid() and self.id.startswith(process_id(self.process))
+
+    @property
+    def held(self) -> bool:
+        """Whether another process is writing it, as far as can be told."""
+        if self.host != host_name():
+            return untouched_s(self.path) <= LEASE_S
+        return not self.ours and not self.abandoned()
+
+    def abandoned(self, *, sole_writer: bool = False) -> bool:
+        """Return whether no live process uses this folder.
+
+        Args:
+            sole_writer: whether this process is the only writer here, so that folders of other hosts are dead.
+        """
+        if self.host != host_name():
+            return sole_writer or untouched_s(self.path) > ABANDONED_S
+        if self.ours:
+            return False
+        if self.process in (NOBODY, os.getpid()) or not is_running(self.process, self.id):
+            return True
+        return _identity(self.process) is None and untouched_s(self.path) > ABANDONED_S
+
+
+def leftover(path: Any) -> Leftover | None:  # noqa: ANN401 - a path, or a place in a store
+    """Parse a folder's name; return None for a name of another kind."""
+    found = _NAME.fullmatch(path.name)
+    return Leftover(path, found[1], found[2], found[3], int(found[4]), found[5]) if found else None
+
+
+def on_the_way(target: P, kind: Literal["tmp", "old"], *, process: int | None = None) -> P:
+    """Return a new name beside ``target`` for a folder of this process, or of another; its maker removes the folder."""
+    process = os.getpid() if process is None else process
+    return target.with_name(f"{target.name}.{kind}-{host_name()}-{process}-{process_id(process)}{uuid.uuid4().hex[:8]}")
+
+
+def untouched_s(path: Any) -> float:  # noqa: ANN401 - the same
+    """Return the seconds since a file, or anything in a folder, last changed; 0 if it is changing now. A place in a store tells itself."""
+    if not isinstance(path, Path):
+        return float(path.untouched_s())
+    try:
+        return time.time() - max(each.stat().st_mtime for each in (path, *(path.iterdir() if path.is_dir() else ())))
+    except FileNotFoundError:
+        return 0.0
+
+
+def host_name() -> str:
+    """Return the host's name, in a container with what tells it from others of that name, whose processes this one cannot see."""
+    try:
+        processes = os.readlink("/proc/self/ns/pid")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        processes = _HOSTS_OWN
+    name = socket.gethostname()
+    return name if processes == _HOSTS_OWN else f"{name}_{crc32(f'{boot} {processes}'.encode()):08x}"
+
+
+def process_id(process: int) -> str:
+    """Return 8 digits that tell a process of this host from others that have its number at other times."""
+    return _identity(process) or _ID
+
+
+def this_process() -> dict[str, str | int]:
+    """Return host, number and :func:`process_id` of this process, as files name their holder."""
+    return {"host": host_name(), "process": os.getpid(), "id": process_id(os.getpid())}
+
+
+def is_running(process: int, id_: str) -> bool:
+    """Return whether a process of this host is running, and is the one whose ``id_`` begins with its :func:`process_id`."""
+    return _runs(process) and id_.startswith(_identity(process) or "")
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _identity(process: int) -> str | None:
+    """Return 8 digits of the boot and the time at which a process began; None where the system does not tell."""
+    try:
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return None
+    return f"{crc32(f'{boot} {fields[18]}'.encode()):08x}" if state not in "ZX" else "ended"

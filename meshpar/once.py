@@ -1,0 +1,103 @@
+"""Build a folder once, even if several processes request it at the same time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshpar.errors import RecipeError, brief
+from meshpar.leftovers import leftover, on_the_way
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
+    """Return ``folder``, built by ``build`` if it does not exist yet.
+
+    Every process of a machine (or of a shared file system) may call this with the same folder: one builds, the others wait. ``build``
+    fills a temporary folder, which is renamed to its final name once it is complete. A process that dies leaves no folder that looks
+    complete; the next that builds beside it deletes its leftovers. On a file system without locks several processes may build, and the
+    first rename wins.
+
+    Args:
+        folder: the folder's final path.
+        build: fills the (existing, empty) folder that it receives.
+
+    Raises:
+        RecipeError: the folder cannot be written: the disk is full, or its parent is not writable.
+    """
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder.with_name(folder.name + ".lock")):
+            if folder.is_dir():
+                return folder
+            _reap(folder.parent)
+            temporary = on_the_way(folder, "tmp")
+            temporary.mkdir()
+            try:
+                with _room(temporary):
+                    build(temporary)
+                _rename(temporary, folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        if error.filename is None or not Path(str(error.filename)).is_relative_to(folder.parent):
+            raise  # of what build reads
+        raise _unwritable(folder, error) from error
+    return folder
+
+
+def _reap(parent: Path) -> None:
+    """Delete what dead processes left on the way."""
+    for each in parent.iterdir():
+        left = leftover(each)
+        if left is not None and left.abandoned():
+            shutil.rmtree(each, ignore_errors=True)
+
+
+@contextmanager
+def _room(folder: Path) -> Iterator[None]:
+    """Convert the error of a write to a full disk, also that of a library in Rust, which has no number."""
+    try:
+        yield
+    except Exception as error:
+        number = error.errno if isinstance(error, OSError) else None
+        if number in _NO_ROOM or any(str(error).endswith(f"(os error {each})") for each in _NO_ROOM):
+            raise _unwritable(folder, error) from error
+        raise
+
+
+def _unwritable(folder: Path, error: Exception) -> RecipeError:
+    free = ""
+    if folder.parent.is_dir():
+        free = f" ({shutil.disk_usage(folder.parent).free / 1e6:,.0f} MB free)"
+    return RecipeError(
+        f"cannot write to {folder.parent}{free}: {brief(error)}; free some space or correct the folder's mode, or name another folder, "
+        "in a recipe by data.cache"
+    )
+
+
+def _rename(temporary: Path, folder: Path) -> None:
+    try:
+        os.rename(temporary, folder)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise  # else a process without locks was faster, with the same contents
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+        yield
