@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar, cast, final
+from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
+from meshpar import runtime
 from meshpar.errors import CheckpointError, StoreError
 
 T = TypeVar("T")
@@ -131,7 +132,7 @@ def _make_group(timeout: timedelta) -> dist.ProcessGroup:
 
     def make() -> None:
         try:
-            made.set_result(cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout)))
+            made.set_result(runtime.new_host_group("checkpoints", timeout.total_seconds()))
         except BaseException as error:  # noqa: BLE001 - raised again by the caller
             made.set_exception(error)
 

@@ -28,11 +28,12 @@
 - ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664). The context
   of its recomputation, ``_no_hook``, can be entered once, and a second backward through one forward enters it once more: ours takes its
   place.
-- ``collective_counts``, ``last_collectives``: which process groups there are, their numbers of collectives, and the flight recorder
-  (gloo's in memory since torch 2.13); private without a public form.
+- ``open_groups``, ``collective_counts``, ``last_collectives``: which process groups there are, their numbers of collectives, and the
+  flight recorder (gloo's in memory since torch 2.13); private without a public form.
 - ``gloo_threads``: a trace names the thread that ran a collective, gloo does not say whose thread it is; private without a public form.
 - ``quiet_gathers``: torch advises about a gather over two axes of one dim by a logger of a private module, and has no switch for it.
-- ``share_timeout``: a mesh's groups do not take the time-out of the group that they are made in; private without a public form.
+- ``share_timeout``, ``shared_timeout``: a mesh's groups do not take the time-out of the group that they are made in; private without a
+  public form.
 - ``bound``: as ``share_timeout``, of a backend; ``set_timeout`` is public since torch 2.14.
 - ``eager``: ``torch.compiler.disable`` loads the compiler where it decorates, torch's own form at the first call.
 - ``adafactor_on``: Adafactor's ``_init_group`` lists the tensors on which its step works; there is no public place between its state and
@@ -583,7 +584,7 @@ def collective_counts() -> dict[str, int]:
         return {}
     found = {}
     group: Any
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in open_groups():
         with suppress(RuntimeError):  # a backend without numbers (fake, mpi)
             found[group_title(group)] = group._get_sequence_number_for_group()
     return found
@@ -663,16 +664,26 @@ def quiet_gathers() -> Iterator[None]:
         log.disabled = was
 
 
+def shared_timeout() -> timedelta | None:
+    """Return the default group's bound on collectives; None where it has none, as a simulated one."""
+    world: Any = dist.group.WORLD
+    with suppress(IndexError, RuntimeError):  # a group of no device; a backend without options
+        return getattr(getattr(world._get_backend(world._device_types[0]), "options", None), "_timeout", None)
+    return None
+
+
 def share_timeout(groups: Iterable[Any]) -> None:
     """Give groups the default group's bound on collectives; torch gives a mesh's groups 30 minutes with gloo and 10 with NCCL."""
-    world: Any = dist.group.WORLD
-    timeout = None
-    with suppress(IndexError, RuntimeError):  # a group of no device; a backend without options
-        timeout = getattr(getattr(world._get_backend(world._device_types[0]), "options", None), "_timeout", None)
+    timeout = shared_timeout()
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public since torch 2.14
-    if timeout is not None:  # a simulated group has none
+    if timeout is not None:
         for group in groups:
             set_timeout(timeout, group)
+
+
+def open_groups() -> list[Any]:
+    """Return the process groups of this rank that are open."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def bound(group: Any, seconds: float) -> None:
@@ -690,7 +701,7 @@ def stored_at(file: str, position: int, length: int) -> Any:
 def last_collectives() -> dict[str, tuple[int, str]]:
     """Return the number and the name (with the line that called it, where it is known) of each group's last collective."""
     counts = collective_counts()
-    names = {group.group_name: group_title(group) for group in list(dist.distributed_c10d._world.pg_map)} if counts else {}
+    names = {group.group_name: group_title(group) for group in open_groups()} if counts else {}
     last = {name: (number, "a collective") for name, number in counts.items()}
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)  # pyright: ignore[reportAttributeAccessIssue] - torch has no types for it
     for entry in json.loads(dump()).get("entries", []) if dump is not None else []:

@@ -290,9 +290,10 @@ class Parallelized:
 
     def data_sum(self, values: Tensor) -> Tensor:
         """Sum ``values`` over samples and positions, in place, and return it. Collective: every rank calls it."""
+        summed = values.to(self.device)
         for axis in self._held_data:
-            dist.all_reduce(values, group=self._held_on.get_group(axis))
-        return values
+            dist.all_reduce(summed, group=self._held_on.get_group(axis))
+        return values if summed is values else values.copy_(summed)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -443,7 +444,7 @@ class Parallelized:
         for name, tensor in state.items():
             split = sharded_axes(tensor)
             groups[name] = [hash(tuple(place[axis] for axis in split if axis in place)) for place in places]
-        check_equal(tensors, groups, self.device, "parameters or buffers")
+        check_equal(tensors, groups, "parameters or buffers")
 
     def describe(self) -> Description:
         """Return a table of the parameters that this rank stores, with bytes by block and totals. ``print`` shows it."""

@@ -163,7 +163,7 @@ class Plan:
         device = runtime.device(kind)
         built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         if not simulated:
-            _check_weights(module, device)
+            _check_weights(module)
         seen = [spec, held, *(seen_mesh(each, self.passes, spec) for each in self.passes)]
         meshes = {each: each.build(kind) for each in dict.fromkeys(seen)}
         mesh, held_on = meshes[spec], meshes[held]
@@ -281,13 +281,12 @@ class Plan:
             return describe(module, par.layout, str(self), replicas if divides else 1, optimizer_copies)
 
 
-def _check_weights(module: nn.Module, device: torch.device) -> None:
+def _check_weights(module: nn.Module) -> None:
     """See that all ranks hand in the same weights."""
     weights = {name: tensor for name, tensor in state(module) if not tensor.is_meta}
     check_equal(
         weights,
         dict.fromkeys(weights, [0] * dist.get_world_size()),
-        device,
         "the weights handed to apply",
         remedy="call torch.manual_seed(0) on every rank before building the module, or build it under "
         'torch.device("meta") and call par.materialize(seed=0)',

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshpar import _torch, runtime
 from meshpar.errors import MeshparError
 
 FACTOR = 6364136223846793005
@@ -79,15 +80,12 @@ def same(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[bool]:
     return [high == ~low for high, low in zip(most, inverse)]
 
 
-def check_equal(
-    tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int]], device: torch.device, what: str, *, remedy: str = ""
-) -> None:
-    """Compare ranks' tensors by digest.
+def check_equal(tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int]], what: str, *, remedy: str = "") -> None:
+    """Compare ranks' tensors by digest. The hosts exchange the digests.
 
     Args:
         tensors: name -> this rank's part, the same names in the same order on every rank.
         groups: name -> for every rank of the world a number; ranks with the same number must hold equal values.
-        device: where the digests are exchanged.
         what: how the message calls them.
         remedy: what to do, the end of the message.
 
@@ -96,35 +94,43 @@ def check_equal(
 
     Collective: every rank of the world calls it.
     """
-    _check_same_names(tensors, device, what)
+    _check_same_names(tensors, what)
     if not tensors:
         return
-    mine = torch.stack([digest(tensor).to(device) for tensor in tensors.values()])
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    table = torch.stack(every).cpu()
+    digests = [digest(tensor) for tensor in tensors.values()]
+    device = max((each.device for each in digests), key=lambda each: each.type != "cpu")  # some may be offloaded
+    table = _gathered(torch.stack([each.to(device) for each in digests]).cpu())
     differing = []
     for column, name in enumerate(tensors):
-        first: dict[int, int] = {}
-        odd: dict[int, list[int]] = {}
-        for rank, group in enumerate(groups[name]):
-            reference = first.setdefault(group, rank)
-            if table[rank, column] != table[reference, column]:
-                odd.setdefault(reference, []).append(rank)
-        differing += [f"{name}: rank {reference} against ranks {ranks}" for reference, ranks in odd.items()]
+        references = _first_with_the_same(groups[name])
+        odd = (table[:, column] != table[references, column]).nonzero()[:, 0].tolist()
+        against: dict[int, list[int]] = {}
+        for rank in odd:
+            against.setdefault(int(references[rank]), []).append(rank)
+        differing += [f"{name}: rank {reference} against ranks {ranks}" for reference, ranks in against.items()]
     if differing:
         shown = "\n  ".join(differing[:20]) + (f"\n  and {len(differing) - 20} more" if len(differing) > 20 else "")
         raise MeshparError(f"{what} differ between ranks that must hold the same:\n  {shown}" + (f"\n{remedy}" if remedy else ""))
 
 
-def _check_same_names(tensors: Mapping[str, Tensor], device: torch.device, what: str) -> None:
+def _first_with_the_same(numbers: Sequence[int]) -> Tensor:
+    """Return for each place the first with an equal number."""
+    first: dict[int, int] = {}
+    return torch.tensor([first.setdefault(number, place) for place, number in enumerate(numbers)])
+
+
+def _gathered(mine: Tensor) -> Tensor:
+    """Return the numbers (N,) of all ranks, (ranks, N), which the hosts exchange."""
+    every = mine.new_empty(dist.get_world_size() * len(mine))
+    _torch.all_gather(every, mine, runtime.hosts())
+    return every.view(-1, len(mine))
+
+
+def _check_same_names(tensors: Mapping[str, Tensor], what: str) -> None:
     """See first that all ranks compare the same names, or they would wait for one another."""
     known = "\n".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
-    mine = torch.tensor(list(hashlib.blake2b(known.encode(), digest_size=8).digest()), dtype=torch.int64, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    odd = [rank for rank, other in enumerate(every) if not torch.equal(other, every[0])]
-    if odd:
+    every = _gathered(torch.tensor(list(hashlib.blake2b(known.encode(), digest_size=8).digest())))
+    if odd := (every != every[0]).any(1).nonzero()[:, 0].tolist():
         raise MeshparError(
             f"{what} have other names or dtypes on ranks {odd} than on rank 0; build the same model on every rank, everywhere on the meta "
             "device or everywhere with weights"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,14 +104,56 @@ def distributed(device_type: str | None = None, *, timeout_s: float = DEFAULT_TI
 
 
 def _open_group(here: torch.device, timeout_s: float) -> None:
-    backend = "gloo" if here.type == "cpu" else f"cpu:gloo,{here.type}:{dist.get_default_backend_for_device(here.type)}"
-    timeout = timedelta(seconds=timeout_s)
-    if not launched():
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
+    backend = dist.get_default_backend_for_device(here)
+    # With its device known, the group connects at once, and a mesh splits its axes from it; alone, so that no axis connects the hosts.
+    bound = None if backend == dist.Backend.GLOO or here.type == "cpu" else here
     # Not env://: for a second group torch would write and read addresses under the keys of the first.
-    store = meeting_store("group", timeout_s=timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout)
+    store = meeting_store("group", timeout_s=timeout_s) if launched() else dist.HashStore()
+    ranks, timeout = (rank(), world_size()) if launched() else (0, 1), timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=ranks[0], world_size=ranks[1], timeout=timeout, device_id=bound)
+
+
+_HOSTS = "hosts"
+_LAZILY = "TORCH_GLOO_LAZY_INIT"
+"""Read by torch when it makes a group. Without it each rank opens a socket to every other one, in each group."""
+
+
+def hosts() -> dist.ProcessGroup:
+    """Return the group over which all ranks exchange tensors in host memory: the default group on CPUs, else one of its own.
+
+    Collective where it is called first: every rank calls it.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        raise LaunchError("no process group is open; wrap the job in `with meshpar.distributed():`")
+    if is_simulated() or "cpu:gloo" in dist.get_backend_config().split(","):
+        return world
+    from meshpar._torch import open_groups  # loads FSDP2, which a job needs in any case
+
+    known = next((each for each in open_groups() if each.group_desc == _HOSTS), None)
+    return known or new_host_group(_HOSTS)
+
+
+def new_host_group(name: str, timeout_s: float | None = None) -> dist.ProcessGroup:
+    """Return a new group of all ranks for tensors in host memory. Two ranks connect when they first exchange something.
+
+    Collective: every rank calls it.
+
+    Args:
+        name: what it is for.
+        timeout_s: bound in seconds on its collectives; None: that of the default group.
+    """
+    from meshpar._torch import shared_timeout
+
+    given = _LAZILY in os.environ
+    os.environ.setdefault(_LAZILY, "1")
+    try:
+        bound = shared_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
+        made: Any = dist.new_group(backend="gloo", group_desc=name, timeout=bound)
+    finally:
+        if not given:
+            os.environ.pop(_LAZILY, None)
+    return made
 
 
 def _need_address() -> None:

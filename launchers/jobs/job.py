@@ -112,7 +112,7 @@ def _trainer(
     optimizer = build.optimizer_of(recipe)(par.module)
     train, validation = datasets.batches(recipe, data, par)
     made_of = [datasets.origin_of(recipe, train.global_batch)]
-    dist.broadcast_object_list(made_of)  # copies of a file on other nodes have other times
+    dist.broadcast_object_list(made_of, group=runtime.hosts())  # copies of a file on other nodes have other times
     settings = build.settings_of(recipe)
     replicas = runtime.replica()[1]
     trainer = Trainer(

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from meshpar import runtime
 from meshpar.errors import MeshparError, first_line
 from meshpar.passes import random
 from meshpar.placements import local_tensor, sharded_axes
@@ -160,13 +161,12 @@ class Agreement:
             )
 
     def _most(self, numbers: list[int], where: str, remedy: str) -> list[int]:
-        """Return the largest of all ranks' numbers; none where reading would wait for a device, after the first times."""
-        on_host = "cpu" in dist.get_backend_config()
-        if dist.get_world_size() == 1 or not (on_host or self._backwards < Looks.FIRST):
+        """Return the largest of all ranks' numbers, which the hosts exchange; none in one process."""
+        if dist.get_world_size() == 1:
             return []
-        most = torch.tensor(numbers, device=None if on_host else self._device)
+        most = torch.tensor(numbers)
         try:
-            dist.all_reduce(most, dist.ReduceOp.MAX)
+            dist.all_reduce(most, dist.ReduceOp.MAX, runtime.hosts())
         except RuntimeError as error:
             raise MeshparError(
                 f"the other ranks did not reach {where}: every rank must run the same number of steps and of micro-batches in each; "

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshpar import _torch
+from meshpar import _torch, runtime
 from meshpar.errors import MeshparError
 from meshpar.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
 
@@ -67,8 +67,8 @@ def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
                 state[key] = placed_like(value, parameter, ())
             elif type(optimizer).__module__.startswith("torch.optim."):
                 raise MeshparError(
-                    f"{type(optimizer).__name__}'s {key} has the shape {tuple(value.shape)}; expected {tuple(parameter.shape)}, which is the "
-                    "parameter's; load whole tensors, as one process's optimizer.state_dict() has them, or restore the optimizer by "
+                    f"{type(optimizer).__name__}'s {key} has the shape {tuple(value.shape)}; expected {tuple(parameter.shape)}, "
+                    "which is the parameter's; load whole tensors, as one process's optimizer.state_dict() has them, or restore the optimizer by "
                     "meshpar.checkpoints.CheckpointManager"
                 )
 
@@ -173,7 +173,7 @@ def scatter_state(module: nn.Module, state: Mapping[str, Any], device: torch.dev
     offered = sorted(set(own).intersection(state))
     if from_rank_0:
         said: list[Any] = [problems, offered]
-        dist.broadcast_object_list(said, src=0)
+        dist.broadcast_object_list(said, src=0, group=runtime.hosts())
         problems, offered = said
     if problems:
         raise MeshparError("\n  ".join(["this state does not fit the module:", *problems]))

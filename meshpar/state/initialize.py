@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshpar import runtime
 from meshpar.errors import LayoutError
 from meshpar.layout import ModelLayout
 from meshpar.passes import random
@@ -108,7 +109,7 @@ def from_source(
     held, wanted = fit.held, {name: tensor for name, tensor in state(module) if name not in fit.rebuilt}
     twice = [(name, other) for name in wanted for other in held[name][1:]]
     differing = [twice.index((name, other)) for name in wanted for other in _read(fit.source, held[name], wanted[name])]
-    found = _agreed(min(differing, default=len(twice)), device) if twice else 0
+    found = _agreed(min(differing, default=len(twice))) if twice else 0
     if found < len(twice):
         name, other = twice[found]
         raise LayoutError(
@@ -233,12 +234,12 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(each.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8) for each in (one, other)))
 
 
-def _agreed(place: int, device: torch.device) -> int:
+def _agreed(place: int) -> int:
     """Return the least of all ranks' numbers."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return place
-    least = torch.tensor(place, device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
+    least = torch.tensor(place)
+    dist.all_reduce(least, dist.ReduceOp.MIN, runtime.hosts())
     return int(least)
 
 

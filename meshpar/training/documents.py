@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshpar import runtime
 from meshpar.errors import MeshparError
 from meshpar.exact.trial import as_evaluated
 from meshpar.parallelized import Parallelized
@@ -90,8 +91,8 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
     whole = len(mask) == length  # where ranks split positions, the test of what mixes positions sees that a model counts them itself
     again = torch.cat([logits[2, length - cut :], logits[2, : length - cut]])
     misplaced = (logits[0] - again).abs().max() if whole else logits.new_zeros(())
-    sizes = torch.stack([moved, misplaced, control])
-    dist.all_reduce(sizes, dist.ReduceOp.MAX)
+    sizes = torch.stack([moved, misplaced, control]).cpu()
+    dist.all_reduce(sizes, dist.ReduceOp.MAX, runtime.hosts())
     moved, misplaced, control = sizes.tolist()
     most = control * (_PART if torch.finfo(min(seen, key=lambda each: torch.finfo(each).bits)).bits >= 32 else _NARROW_PART)
     if moved > most:

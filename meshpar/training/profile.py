@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshpar import _torch
+from meshpar import _torch, runtime
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import axis_groups, hold_state
 from meshpar.forecasting.trace import Phase
@@ -274,7 +274,7 @@ class Profiled:
             yield from self._snapshot(batches)
         elif not any(each.compiles for each in self._par.plan.passes):
             yield from self._watched(batches, holders)
-        dist.all_gather_object(ranks, mine)
+        dist.all_gather_object(ranks, mine, runtime.hosts())
         if tracer is not None:
             self._write(tracer, threads, ranks, holders)
 

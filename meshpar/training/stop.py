@@ -6,12 +6,12 @@ import signal
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
-from meshpar._torch import share_timeout
+from meshpar import runtime
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last: SLURM, before the time limit
 _NUMBERS = {each.name: int(each) for each in _SIGNALS}
@@ -43,8 +43,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
-            share_timeout([self._group])
+            self._group = runtime.new_host_group("stop")
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 self._before[number] = signal.signal(number, self._handle)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
 
+from meshpar import runtime
 from meshpar.errors import MeshparError
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class Together:
         self.error = "another rank of this replica failed"
         self._group: dist.ProcessGroup | None = None
         if dist.get_world_size() > 1:
-            self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+            self._group = runtime.new_host_group("replica", timeout_s)
 
     def tell(self, act: Callable[[], T]) -> T:
         """Run ``act`` on rank 0 of the replica alone and return its result, or raise its error, on every rank."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from models_for_parity import VOCAB, transformer
 from nccl_rules import Broken, check_order, rules
 
-from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, TensorParallel
+from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, Plan, TensorParallel, runtime
 from meshpar.testing import assert_parity, on_ranks, one_process, token_steps
 
 SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
@@ -49,12 +51,33 @@ def check_controls():
         other.allreduce([torch.ones(4)])
 
 
+def sockets():
+    """The sockets of this process."""
+    found = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return sum(str(each.readlink()).startswith("socket:") for each in found if each.is_symlink())
+
+
+def check_hosts():
+    """The hosts have one group beside the device's, and its ranks connect to those that they talk to."""
+    before = sockets()
+    hosts = runtime.hosts()
+    assert hosts is runtime.hosts() is not dist.group.WORLD
+    assert dist.get_backend(hosts) == "gloo" and hosts.size() == dist.get_world_size()
+    made = sockets() - before
+    dist.all_reduce(torch.ones(()), group=hosts)
+    assert (made, sockets() - before) == (1, 3), "a port, and the two neighbours in a ring"
+
+
 @on_ranks(4, timeout_s=170)
 def test_broken_rules_are_refused_and_a_train_step_of_every_plan_keeps_them():
     with rules() as seen:
         check_controls()
         with pytest.raises(Broken, match="in another order"):
             check_order(seen.groups()[:: -1 if dist.get_rank() == 1 else 1])
+        check_hosts()
+        seen.clear()
+        Plan("dp_shard=2,tp=2", [SEQUENCE, FullyShard()]).apply(PLAIN())
+        assert not seen.calls, "the hosts compare the weights that they were given"
         expected = {}
         for build, mesh, passes in PLANS.values():
             steps = token_steps(VOCAB, steps=1, parts=4)
