@@ -69,8 +69,9 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
+    device = tensor.device_mesh.device_type  # offloaded parts are on the host, and ranks gather on their devices
     with quiet_gathers():
-        return tensor.full_tensor()
+        return (tensor if tensor.device.type in (device, "meta") else tensor.to(device)).full_tensor()
 
 
 def undivided(placements: Sequence[Placement], dims: Collection[int]) -> tuple[Placement, ...]:

@@ -68,8 +68,8 @@ def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
             elif type(optimizer).__module__.startswith("torch.optim."):
                 raise MeshparError(
                     f"{type(optimizer).__name__}'s {key} has the shape {tuple(value.shape)}; expected {tuple(parameter.shape)}, "
-                    "which is the parameter's; load whole tensors, as one process's optimizer.state_dict() has them, or restore the optimizer by "
-                    "meshpar.checkpoints.CheckpointManager"
+                    "which is the parameter's; load whole tensors, as one process's optimizer.state_dict() has them, or restore the "
+                    "optimizer by meshpar.checkpoints.CheckpointManager"
                 )
 
 

@@ -10,10 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from models_for_parity import VOCAB, transformer
-from nccl_rules import Broken, check_order, rules
 
+import meshpar.forecasting.device as device
 from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, Plan, TensorParallel, runtime
+from meshpar.placements import whole_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, token_steps
+from tests.accelerator.nccl_rules import Broken, check_order, rules
+from tests.accelerator.simulated import allocate, alone, simulated
+from tests.accelerator.waits import Waits
 
 SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
 PLAIN = functools.partial(transformer, qk_norm=True)
@@ -83,3 +87,23 @@ def test_broken_rules_are_refused_and_a_train_step_of_every_plan_keeps_them():
             steps = token_steps(VOCAB, steps=1, parts=4)
             expected[build] = expected.get(build) or one_process(build, steps)
             assert_parity(build, mesh, passes, steps, expected=expected[build])
+
+
+@alone
+def test_the_groups_of_axes_get_tensors_of_the_device_alone():
+    with simulated(8):
+        with torch.device("meta"):
+            model = transformer()
+        par = allocate(Plan("dp_shard=8", [FullyShard(offload="cpu")]).apply(model, device_type=device.NAME))
+        with Waits() as waits:
+            whole_tensor(par.module.head.weight)
+            par.data_sum(torch.ones((), device="cpu"))
+        assert [each for each in waits.places if each.endswith("(hosts)")] == []
+
+
+def test_the_default_group_of_an_accelerator_has_its_device_from_the_start(monkeypatch):
+    given = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.append((backend, options["device_id"])))
+    for here in ("cuda:1", "xpu:0", "cpu"):
+        runtime._open_group(torch.device(here), 5.0)
+    assert given == [("nccl", torch.device("cuda:1")), ("xccl", torch.device("xpu:0")), ("gloo", None)]

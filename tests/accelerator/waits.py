@@ -19,7 +19,10 @@ FSDP = str(Path(torch.__file__).parent / "distributed/fsdp/_fully_shard") + "/"
 
 READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount", "histc", "_unique2", "unique_dim"}
 """Operators whose result, or its shape, the host needs from the device."""
-COLLECTIVES = {"allreduce_", "allgather_", "_allgather_base_", "alltoall_base_", "broadcast_", "reduce_scatter_", "barrier"}
+COLLECTIVES = {
+    *("allreduce_", "allgather_", "_allgather_base_", "alltoall_base_", "broadcast_", "reduce_scatter_", "barrier"),
+    *("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"),
+}
 
 
 class Waits(TorchDispatchMode):
@@ -50,7 +53,7 @@ class Waits(TorchDispatchMode):
         for each in args:
             if isinstance(each, list | tuple) and len({_on_device(one) for one in each if isinstance(one, Tensor)}) > 1:
                 raise AssertionError(f"{func} mixes tensors of the host and of the device, in {place()}")
-        if func._schema.name.startswith("c10d::") and name in COLLECTIVES and not on_device:
+        if func._schema.name.startswith(("c10d::", "_c10d_functional::")) and name in COLLECTIVES and not on_device:
             self.places[f"{place()} (hosts)"] += 1
         waits = on_device and (name in READS or _reads_shape(name, args, kwargs))
         if waits or (_crosses(name, args, kwargs) and not _non_blocking(name, args, kwargs)):
