@@ -69,9 +69,10 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    device = tensor.device_mesh.device_type  # offloaded parts are on the host, and ranks gather on their devices
+    device = tensor.device_mesh.device_type
+    held: Any = tensor if tensor.device.type in (device, "meta") else tensor.to(device)  # ranks gather offloaded parts on their devices
     with quiet_gathers():
-        return (tensor if tensor.device.type in (device, "meta") else tensor.to(device)).full_tensor()
+        return held.full_tensor()
 
 
 def undivided(placements: Sequence[Placement], dims: Collection[int]) -> tuple[Placement, ...]:

@@ -17,10 +17,10 @@ FOLDERS = {"meshpar": "meshpar", "models": "meshpar.models", "checkpoints": "mes
 FLOORS = [
     {"errors", "imports", "patterns", "leftovers"},
     {"once"},
-    {"mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas"},
+    {"mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas", "runtime"},
     {"layout"},
     {"passes"},
-    {"state", "exact", "description", "registry", "runtime", "watchdog", "positions"},
+    {"state", "exact", "description", "registry", "watchdog", "positions"},
     {"parallelized", "chunked"},
     {"plan"},
     {"testing", "forecasting", "training"},
