@@ -154,7 +154,7 @@ class Parallelized:
         part = _selected(batch, mine, dim)
         counts = self.layout.counts_positions or "position_ids" not in inspect.signature(self.module.forward).parameters
         if isinstance(part, dict) and "position_ids" not in part and not counts:
-            part["position_ids"] = mine.to(tensors[0].device)[None].expand(tensors[0].shape[0], -1)
+            part["position_ids"] = mine.to(tensors[0].device, non_blocking=True)[None].expand(tensors[0].shape[0], -1)
         return cast("Values", part)
 
     @property
@@ -458,10 +458,18 @@ class Parallelized:
 def _selected(values: object, index: Tensor, dim: int) -> object:
     """Return ``values`` with the tensors in it cut to ``index`` along ``dim``. Tensors without such a dim stay."""
     if isinstance(values, Tensor):
-        return values.index_select(dim, index.to(values.device)) if values.ndim > dim else values
+        return _taken(values, index.to(values.device, non_blocking=True), dim) if values.ndim > dim else values
     if isinstance(values, Mapping):
         return {name: _selected(value, index, dim) for name, value in values.items()}
     if isinstance(values, list | tuple):
         parts = [_selected(value, index, dim) for value in values]
         return parts if isinstance(values, list) else tuple(parts)
     return values
+
+
+def _taken(values: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Return ``index_select``; of page-locked memory in page-locked memory, from which a copy to the device does not wait."""
+    if not values.is_pinned():
+        return values.index_select(dim, index)
+    shape = [len(index) if place == dim else size for place, size in enumerate(values.shape)]
+    return torch.index_select(values, dim, index, out=torch.empty(shape, dtype=values.dtype, pin_memory=True))

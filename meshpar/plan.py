@@ -161,6 +161,7 @@ class Plan:
         if not simulated and (lacking := self.machine_problems(kind)):
             raise PlanError(lacking)
         device = runtime.device(kind)
+        runtime.make_current(device)
         built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         if not simulated:
             _check_weights(module)

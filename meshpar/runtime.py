@@ -51,11 +51,33 @@ def launched() -> bool:
 
 
 def device(device_type: str | None = None) -> torch.device:
-    """Return the device of this rank: an accelerator by the local rank, after those of the replicas before this one on the node."""
+    """Return the device of this rank.
+
+    An accelerator is that of the open process group, where it has one; else the local rank decides, after the ranks of the replicas before
+    this one on the node; a rank that sees a single device uses that.
+
+    Raises:
+        LaunchError: there are fewer devices than ranks.
+    """
     kind = device_type or default_device_type()
     if kind in ("cpu", "meta"):
         return torch.device(kind)
-    return torch.device(kind, (_number("MESHPAR_FIRST_DEVICE", 0) + local_rank()) % max(1, torch.accelerator.device_count()))
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None and bound.type == kind:
+        return bound  # type: ignore[no-any-return]
+    index, count = _number("MESHPAR_FIRST_DEVICE", 0) + local_rank(), torch.accelerator.device_count()
+    if 1 < count <= index:
+        raise LaunchError(
+            f"local rank {index} has no {kind} device of its own: this node has {count}; start at most {count} ranks on a node, or let "
+            "each rank see one device alone (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1)"
+        )
+    return torch.device(kind, index if count > 1 else 0)
+
+
+def make_current(here: torch.device) -> None:
+    """Compute on ``here`` from now on: FSDP2 and NCCL work on the current device, which is the first one until somebody changes it."""
+    if here.type not in ("cpu", "meta"):
+        torch.get_device_module(here).set_device(here)
 
 
 def _number(name: str, default: int) -> int:
@@ -86,8 +108,7 @@ def distributed(device_type: str | None = None, *, timeout_s: float = DEFAULT_TI
         LaunchError: a launcher's variables are incomplete.
     """
     here = device(device_type)
-    if here.type != "cpu":
-        torch.accelerator.set_device_index(here.index or 0)
+    make_current(here)
     if dist.is_initialized():
         yield here
         return

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,13 +20,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing import PContext
 
 from meshpar import LaunchError, ParallelError
 from meshpar.launchers.agent import check_in, failures
 from meshpar.launchers.agent.check_in import checked_in
 from meshpar.launchers.agent.failures import NO_USE, Failure, error_file, first_error, forget_left, recorded
-from meshpar.launchers.agent.local import Placement, _config, _identified, _patient
+from meshpar.launchers.agent.local import Placement, _config, _identified, _patient, _set_environment
 from meshpar.launchers.agent.rank_logs import Shown
 from meshpar.launchers.agent.starting import free_port
 from meshpar.launchers.commands.placing import from_kubeflow, placed
@@ -385,6 +387,27 @@ def test_ranks_are_bound_to_numa_nodes_where_the_environment_says_so(monkeypatch
     monkeypatch.setenv("MESHPAR_NUMA_BINDING", "nodes")
     with pytest.raises(LaunchError, match="MESHPAR_NUMA_BINDING is 'nodes'; expected one of node, socket"):
         _config(Placement(ranks=1), "x")
+
+
+def test_ranks_with_a_gpu_each_are_bound_and_their_memory_grows_unless_somebody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "MESHPAR_NUMA_BINDING"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(os.cpu_count() or 1)))
+    assert _config(Placement(ranks=8), "x").numa_options.affinity_mode.value == "node"
+    assert _config(Placement(ranks=4), "x").numa_options is None, "the GPU of a rank is not known"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    assert (os.cpu_count() == 1) or _config(Placement(ranks=8), "x").numa_options is None, "a scheduler has bound the job"
+    os.environ["MESHPAR_NUMA_BINDING"] = "off"
+    assert _config(Placement(ranks=8), "x").numa_options is None
+    _set_environment(Placement(ranks=8), terminal=False)
+    assert os.environ.pop("PYTORCH_ALLOC_CONF") == "expandable_segments:True"
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:512"
+    _set_environment(Placement(ranks=8), terminal=False)
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 def test_of_several_srun_tasks_the_first_to_fail_shows_its_traceback(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, final
 
+import torch
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -231,7 +233,7 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
         configs = {"rank": placement.node_rank or 0, "timeout": placement.meeting_s}
         meeting = {"rdzv_backend": "static", "rdzv_endpoint": placement.head, "rdzv_configs": configs}
     return LaunchConfig(
-        **_numa(),
+        **_numa(placement.ranks),
         min_nodes=placement.least_nodes if placement.elastic else placement.nodes,
         max_nodes=placement.nodes,
         nproc_per_node=placement.ranks,
@@ -243,15 +245,22 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
     )
 
 
-def _numa() -> dict[str, Any]:
-    """Return the agent's binding of ranks to NUMA nodes, as torchrun's --numa-binding; none unless the environment sets it."""
+def _numa(ranks: int) -> dict[str, Any]:
+    """Return the agent's binding of ranks to NUMA nodes, as torchrun's --numa-binding.
+
+    Unless the environment sets it, ranks are bound where each has a GPU of the same number, numactl is there, and no scheduler gave this
+    process a part of the CPUs alone, which numactl would refuse to leave.
+    """
     mode = os.environ.get("MESHPAR_NUMA_BINDING")
     if not mode:
-        return {}
+        whole = sys.platform == "linux" and len(os.sched_getaffinity(0)) == os.cpu_count() and shutil.which("numactl") is not None
+        if not whole or "MESHPAR_FIRST_DEVICE" in os.environ or not torch.cuda.is_available() or torch.cuda.device_count() != ranks:
+            return {}
+        return {"numa_options": NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)}
     modes = [each.value for each in AffinityMode]
-    if mode not in modes:
-        raise LaunchError(f"MESHPAR_NUMA_BINDING is {mode!r}; expected one of {', '.join(modes)}")
-    return {"numa_options": NumaOptions(affinity_mode=AffinityMode(mode))}
+    if mode not in (*modes, "off"):
+        raise LaunchError(f"MESHPAR_NUMA_BINDING is {mode!r}; expected one of {', '.join(modes)}, off")
+    return {} if mode == "off" else {"numa_options": NumaOptions(affinity_mode=AffinityMode(mode))}
 
 
 def _set_environment(placement: Placement, terminal: bool) -> None:
@@ -261,6 +270,9 @@ def _set_environment(placement: Placement, terminal: bool) -> None:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // placement.ranks)))
+    if torch.cuda.is_available() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Blocks of gathered parameters and of activations differ in size: segments of fixed size fragment.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     os.environ["MESHPAR_TERMINAL"] = str(int(terminal))
     os.environ["MESHPAR_ELASTIC"] = str(placement.nodes * placement.ranks if placement.elastic else 0)

@@ -11,6 +11,7 @@ from models_for_parity import gpt2, transformer
 import meshpar.forecasting.device as device
 from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, Plan, TensorParallel
 from meshpar.forecasting.private import Assumed
+from meshpar.parallelized import _selected
 from meshpar.passes.applied import applied
 from meshpar.passes.routing import Routing
 from meshpar.training.loop import Trainer
@@ -98,3 +99,13 @@ def test_a_step_waits_at_the_listed_places_alone(half):
     CausalLM.tokens = lambda self, batch: 32  # counted on the host, before the batch is moved
     found = {name: waits_of(name) for name in list(STEPS)[half::2]}
     assert found == {name: HOSTS | STEPS[name][-1] for name in found}, found
+
+
+def test_a_split_batch_stays_in_page_locked_memory(monkeypatch):
+    pinned, empty = [], torch.empty
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.dtype == torch.int64)
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: pinned.append(pin_memory) or empty(*size, **more))
+    batch = {"input_ids": torch.arange(12).view(2, 6), "weights": torch.ones(2, 6), "count": torch.tensor(3)}
+    part = _selected(batch, torch.tensor([0, 5]), 1)
+    assert part["input_ids"].tolist() == [[0, 5], [6, 11]] and part["weights"].shape == (2, 2) and part["count"] == 3
+    assert pinned == [True]

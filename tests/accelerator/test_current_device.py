@@ -1,0 +1,60 @@
+"""The device that a rank computes on is the current one before anything is allocated there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models_for_parity import transformer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import meshpar.forecasting.device as device
+from meshpar import FullyShard, Plan, TensorParallel, runtime
+from meshpar.errors import LaunchError
+from tests.accelerator.simulated import allocate, alone, install, simulated
+
+
+class Allocations(TorchDispatchMode):
+    """Collect the devices on which tensors are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices = set[torch.device]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.devices.update(each.device for each in tree_leaves(result) if isinstance(each, Tensor) and each.device.type == device.NAME)
+        return result
+
+
+@pytest.mark.parametrize("passes", ["shards", "splits"])
+@alone
+def test_everything_is_on_this_ranks_device_also_where_the_process_group_is_somebody_elses(passes):
+    module, here = install(), [0]
+    module.device_count, module.current_device = lambda: 4, lambda: here[0]
+    module.set_device = lambda device: here.__setitem__(0, device.index)
+    torch.accelerator.device_count = module.device_count
+    runtime._number = {"LOCAL_RANK": 2}.get
+    with torch.device("meta"):
+        model = transformer()
+    plan = Plan("dp_shard=4", [FullyShard()]) if passes == "shards" else Plan("tp=4", [TensorParallel()])
+    with simulated(4, as_rank=2), Allocations() as made:
+        par = allocate(plan.apply(model, device_type=device.NAME))
+        assert par.cycle is not None
+        par.cycle.agreement = None
+        par.module(torch.ones(2, 16, dtype=torch.int64, device=device.NAME)).logits.sum().backward()
+    assert made.devices == {torch.device(device.NAME, 2)}, made.devices
+
+
+def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert runtime.device("cuda").index == 1
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(LaunchError, match="local rank 2 has no cuda device of its own: this node has 2; start at most 2 ranks"):
+        runtime.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)  # as srun --gpus-per-task=1 lets each rank see its own
+    assert runtime.device("cuda").index == 0
