@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan
 
 from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.copying import ByteCount, Piece, Progress, StoredSource
 from meshpar.checkpoints.files import BLOCK_BYTES, TILE_BYTES, failing_as, memory_of, tiles
+from meshpar.checkpoints.planning import whole
 from meshpar.checkpoints.safetensors import weights_in
 from meshpar.checkpoints.saving import make_manifest
 from meshpar.checkpoints.steps import Steps
 from meshpar.checkpoints.storage import Place, free_bytes, place
-from meshpar.checkpoints.writing import Checksum, Item, divide, write_file, write_item
+from meshpar.checkpoints.writing import Checksum, Item, metadata_of, write_file
 from meshpar.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource, WeightMap
 
@@ -69,7 +69,7 @@ def import_safetensors(
             file = write_file(
                 folder / "__0_0.distcp", _items(source, stored, dtypes, ByteCount(total, progress).add), checksum, expected_bytes=total
             )
-            _, metadata = divide([SavePlan([write_item(MODEL + n, (0,) * len(s), s, s, dtypes[n]) for n, s in source.shapes().items()])])
+            metadata = metadata_of(whole((MODEL + name, shape, dtypes[name]) for name, shape in source.shapes().items()))
             told = {"step": step, "mesh": {}, "world_size": 1, "device": "cpu", "plan": f"imported from {src}"}
             return steps.commit(folder, make_manifest(folder, metadata, [file], {**told, "weights": rules.to_json(), "config": published}))
         finally:

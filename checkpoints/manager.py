@@ -16,6 +16,7 @@ from meshpar.checkpoints.lease import Lease
 from meshpar.checkpoints.leftovers import told_only
 from meshpar.checkpoints.manifest import Manifest
 from meshpar.checkpoints.objects import ObjectPath
+from meshpar.checkpoints.planning import Planning
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.restoring import RestoredState, Restoring
 from meshpar.checkpoints.saving import Noted, Saving
@@ -84,6 +85,7 @@ class CheckpointManager:
         self._threads = threads
         self._stager = Stager(threads) if async_ else None
         self._background = Background()
+        self._planning = Planning()
         self._made_ranks: Ranks | None = None
         self._temporary: Place | None = None  # on rank 0: of the save that began last
         self._lease: Lease | None = None  # on rank 0, after own()
@@ -165,7 +167,14 @@ class CheckpointManager:
         with self._abandoned_on_error():
             folder = ranks.share(f"beginning step {step}", lambda: self._begin(noted, replace))
             saving = Saving(
-                ranks, folder, noted, threads=self._threads, checksum=self._checksum, on_write=self._count_write, staging=self._staging
+                ranks,
+                folder,
+                noted,
+                self._planning,
+                threads=self._threads,
+                checksum=self._checksum,
+                on_write=self._count_write,
+                staging=self._staging,
             )
             saving.plan(par, optimizer, later=stager is not None)
         if stager is None:

@@ -9,6 +9,7 @@ from meshpar.checkpoints.copying import Progress
 from meshpar.checkpoints.export import export_safetensors, free_target
 from meshpar.checkpoints.leftovers import remove
 from meshpar.checkpoints.objects import ObjectPath
+from meshpar.checkpoints.planning import Planning
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.saving import Noted, Saving
 from meshpar.checkpoints.steps import Steps
@@ -53,7 +54,7 @@ def export_module(
     try:
         steps = Steps(root)
         folder = ranks.share("exporting", lambda: steps.begin(0, replace=False))
-        saving = Saving(ranks, folder, Noted(step=0, extra={}, metrics={}))
+        saving = Saving(ranks, folder, Noted(step=0, extra={}, metrics={}), Planning())
         saving.plan(par, None)
         step = saving.finish(lambda manifest: steps.commit(folder, manifest))
         ranks.share("exporting", lambda: export_safetensors(step, target, dtype, max_shard_size, tokenizer, progress, overwrite=overwrite))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 
 from meshpar import __version__
 from meshpar.checkpoints.checkpointable import MODEL, Checkpointable, mesh_axes
@@ -20,6 +20,7 @@ from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.files import failing_as
 from meshpar.checkpoints.leftovers import remove
 from meshpar.checkpoints.manifest import Manifest, step_name, step_of
+from meshpar.checkpoints.planning import Agreed, Described, Planning, alike
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.staging import Stager, ready_event
 from meshpar.checkpoints.state import Optimizers, merged_tables, model_state, optimizer_state, plain, random_state
@@ -29,10 +30,8 @@ from meshpar.checkpoints.writing import (
     Checksum,
     WrittenFile,
     check_written,
-    divide,
-    local_plan,
+    metadata_of,
     parts_of,
-    planned_bytes,
     write_metadata,
     write_parts,
 )
@@ -55,17 +54,6 @@ class Noted:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
-    """Data that each rank sends to rank 0 before the write."""
-
-    plan: SavePlan
-    tied: Sequence[Sequence[str]]
-    optimizer: Mapping[str, Any] | None
-    rank_extra: Any
-
-
-@final
 class Saving:
     """One save: call :meth:`plan`, then :meth:`stage` for a save in the background, then :meth:`finish`.
 
@@ -73,6 +61,7 @@ class Saving:
         ranks: the ranks that save together.
         folder: the temporary folder.
         noted: plain data that the caller adds; rank 0's is saved, except ``rank_extra``.
+        planning: the plan of the last save.
         threads: number of files that each rank writes at once.
         checksum: checksum of the files, in addition to the CRC-32 of the parts.
         on_write: called after every block, by the threads that write.
@@ -84,13 +73,14 @@ class Saving:
         ranks: Ranks,
         folder: Place,
         noted: Noted,
+        planning: Planning,
         *,
         threads: int = 2,
         checksum: Checksum = "crc32",
         on_write: Callable[[], None] = lambda: None,
         staging: Path | None = None,
     ) -> None:
-        self._ranks, self._folder, self._noted = ranks, folder, noted
+        self._ranks, self._folder, self._noted, self._planning = ranks, folder, noted, planning
         self._staging = None if staging is None else on_the_way(staging / step_name(noted.step), "tmp")
         self._staged: list[WrittenFile] | None = None
         self._threads, self._on_write = threads, on_write
@@ -106,8 +96,12 @@ class Saving:
             later: copy buffers, which a forward may change, now; other tensors must not change until :meth:`stage` has ended.
         """
         step = self._noted.step
-        planned = self._ranks.collect(f"planning step {step}", lambda: self._describe(par, optimizer, later))
-        mine = self._ranks.spread(f"planning step {step}", lambda: self._divide(planned, par))
+
+        def settle(agreed: Agreed, tables: Sequence[Mapping[str, Any]], rank_extra: Sequence[Any]) -> None:
+            self._settle(agreed, tables, rank_extra, par)
+
+        describe = functools.partial(self._describe, par, optimizer, later)
+        mine = self._planning.agree(self._ranks, f"planning step {step}", describe, settle)
         self._parts = parts_of(mine, self._tensors)
         self._versions = [(part.name, each, _version(each)) for part in self._parts for each in (part.tensor, self._tensors[part.name])]
         self._samples = [_sample(part.tensor) for part in self._parts] if later else []
@@ -154,7 +148,7 @@ class Saving:
                 remove(self._staging)
         return self._ranks.share(f"committing step {step}", lambda: self._commit(commit, [file for each in written for file in each]))
 
-    def _describe(self, par: Checkpointable, optimizer: Optimizers | None, later: bool) -> _Planned:
+    def _describe(self, par: Checkpointable, optimizer: Optimizers | None, later: bool) -> Described:
         model = model_state(par.module, {group[0] for group in par.layout.tied})
         trained = optimizer_state(optimizer, model) if optimizer is not None else None
         tensors: dict[str, Tensor] = {
@@ -170,23 +164,22 @@ class Saving:
         if isinstance(self._folder, Path) and not self._folder.is_dir():
             raise CheckpointError(f"{self._folder}, created by rank 0, does not exist here; use a file system that all ranks share")
         self._tensors = tensors
-        return _Planned(
-            plan=local_plan(tensors),
+        return Described(
+            alike=alike(tensors),
             tied=model.tied,
             optimizer=trained.table if trained else None,
             rank_extra=plain(self._noted.rank_extra, "rank_extra"),
         )
 
-    def _divide(self, planned: Sequence[_Planned], par: Checkpointable) -> list[SavePlan]:
-        self._plans, self._metadata = divide([each.plan for each in planned])
-        needed, free = planned_bytes(self._plans) + _SPARE_BYTES, free_bytes(self._folder)
+    def _settle(self, agreed: Agreed, tables: Sequence[Mapping[str, Any]], rank_extra: Sequence[Any], par: Checkpointable) -> None:
+        """Check the space on the disk, and note the plain data of the step; on rank 0."""
+        self._groups = agreed.groups
+        needed, free = sum(each.nbytes for each in agreed.groups) + _SPARE_BYTES, free_bytes(self._folder)
         if free < needed:
             raise CheckpointError(
                 f"{self._folder.parent} has {free / 1e9:.2f} GB free; this step needs {needed / 1e9:.2f} GB: free some space"
             )
-        tables = [each.optimizer for each in planned if each.optimizer is not None]
-        rank_extra = [each.rank_extra for each in planned]
-        self._told = {
+        self._entries = {
             "step": self._noted.step,
             "extra": plain(self._noted.extra, "extra"),
             "metrics": plain(self._noted.metrics, "metrics"),
@@ -194,14 +187,13 @@ class Saving:
             "world_size": self._ranks.size,
             "device": par.device.type,
             "plan": str(par.plan),
-            "tied": sorted({tuple(group) for each in planned for group in each.tied}),
+            "tied": agreed.tied,
             "weights": par.layout.weights.to_json(),
             "config": plain(par.layout.config, "layout.config"),
             "optimizer": merged_tables(tables) if tables else None,
             "seed": torch.initial_seed(),
             "rank_extra": rank_extra if any(each is not None for each in rank_extra) else (),
         }
-        return self._plans
 
     def _write(self) -> list[WrittenFile]:
         if self._stage_error is not None:
@@ -222,8 +214,8 @@ class Saving:
             return commit(self._check(files))
 
     def _check(self, files: list[WrittenFile]) -> Manifest:
-        check_written(self._plans, files)
-        manifest = make_manifest(self._folder, self._metadata, files, self._told)
+        check_written(self._groups, files)
+        manifest = make_manifest(self._folder, metadata_of(self._groups), files, self._entries)
         verify_files(self._folder, manifest, "size")
         return manifest
 

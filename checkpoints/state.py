@@ -32,6 +32,7 @@ Group = tuple[str, str, int]
 """A group of parameters: the name and the class of its optimizer, and its position there."""
 # How a step is computed, not what is computed: the running optimizer keeps its own.
 _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
+_TEXT_BYTES = 8192  # more than a Mersenne Twister's 624 words of at most 12 characters
 
 
 @final
@@ -298,7 +299,9 @@ def set_random_state(rank: int, device: torch.device, state: Mapping[str, Tensor
 
 
 def _text(value: object) -> Tensor:
-    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    """Return JSON, with spaces behind it: of one length, so that a generator that was drawn from does not change the plan of a save."""
+    text = json.dumps(value).encode()
+    return torch.frombuffer(bytearray(text.ljust(-(-len(text) // _TEXT_BYTES) * _TEXT_BYTES)), dtype=torch.uint8)
 
 
 def differences(wanted: Mapping[str, Tensor], stored: Mapping[str, Stored], *, cast: bool) -> tuple[list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""Write parts of tensors in torch.distributed.checkpoint's format: its planner divides them, threads write them."""
+"""Write parts of tensors in torch.distributed.checkpoint's format, by threads."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from meshpar._torch import stored_at
 from meshpar.checkpoints.archive import write_tensor
 from meshpar.checkpoints.checksums import crc32, joined
 from meshpar.checkpoints.dcp import METADATA_NAME
 from meshpar.checkpoints.files import TILE_BYTES, lies_in_memory, memory_of, tiles
+from meshpar.checkpoints.planning import Alike, Group
 from meshpar.checkpoints.storage import Place, writing
 from meshpar.errors import CheckpointError
-from meshpar.placements import held_by_this_rank, local_tensor
+from meshpar.placements import local_tensor
 
 Checksum = Literal["crc32", "sha256"]
 
@@ -70,30 +75,10 @@ class WrittenFile:
     parts: tuple[WrittenPart, ...]
 
 
-def local_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
-    """Return the parts that this rank could write."""
-    return SavePlan([item for name, tensor in tensors.items() for item in _items(name, tensor)])
-
-
-def divide(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Return the parts that each rank writes, so that each part is written once; raises if the plans lack a part."""
-    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False).create_global_plan(plans)
-
-
-def parts_of(plan: SavePlan, tensors: Mapping[str, Tensor]) -> list[Part]:
+def parts_of(mine: Iterable[tuple[Alike, Sequence[int]]], tensors: Mapping[str, Tensor]) -> list[Part]:
     """Return the parts of ``tensors`` that the plan assigns to this rank."""
-    return [Part(item.index.fqn, tuple(item.index.offset or ()), local_tensor(tensors[item.index.fqn])) for item in plan.items]
-
-
-def planned_bytes(plans: list[SavePlan]) -> int:
-    """Return the number of bytes of tensors in the plans."""
-    return sum(_payload_bytes(item) for plan in plans for item in plan.items)
-
-
-def _payload_bytes(item: WriteItem) -> int:
-    # WriteItem.tensor_storage_size is the size of the whole tensor, not of the part.
-    assert item.tensor_data is not None
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+    named = ((alike.names, alike.offsets, positions) for alike, positions in mine)
+    return [Part(names[each], offsets, local_tensor(tensors[names[each]])) for names, offsets, positions in named for each in positions]
 
 
 def write_parts(
@@ -145,41 +130,33 @@ def _pickled(metadata: Metadata) -> bytes:
     return stream.getvalue()
 
 
-def check_written(plans: Sequence[SavePlan], files: Sequence[WrittenFile]) -> None:
+def metadata_of(groups: Iterable[Group]) -> Metadata:
+    """Return torch's description of the tensors and their parts. Tensors that are divided alike share one list of parts."""
+    described: dict[str, Any] = {}
+    for group in groups:
+        chunks = [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)) for offsets, sizes in group.boxes]
+        properties, size = TensorProperties(dtype=group.dtype), torch.Size(group.shape)
+        described |= {name: TensorStorageMetadata(properties=properties, size=size, chunks=chunks) for name in group.names}
+    return Metadata(described)
+
+
+def check_written(groups: Iterable[Group], files: Sequence[WrittenFile]) -> None:
     """Raise CheckpointError unless every planned part was written once, with its shape and all its bytes."""
-    planned = {
-        (item.index.fqn, tuple(item.index.offset or ())): (tuple(item.tensor_data.chunk.sizes), _payload_bytes(item))
-        for plan in plans
-        for item in plan.items
-        if item.tensor_data is not None
-    }
-    written = [part for file in files for part in file.parts]
-    problems = [
-        f"{name} at {offsets} was not written" for name, offsets in planned.keys() - {(each.name, each.offsets) for each in written}
-    ]
-    for part in written:
-        shape, size = planned.pop((part.name, part.offsets), (None, 0))
-        if shape != part.shape or part.length < size:
-            problems.append(f"{part.name} at {part.offsets}: {part.shape} in {part.length} bytes were written, planned {shape} in {size}")
+    parts = [part for file in files for part in file.parts]
+    written = {(part.name, part.offsets): part for part in parts}
+    problems = [f"{part.name} at {part.offsets} was written twice" for part in parts if written[part.name, part.offsets] is not part]
+    for group in groups:
+        for offsets, sizes in group.boxes:
+            size = math.prod(sizes) * group.dtype.itemsize
+            for name in group.names:
+                part = written.pop((name, offsets), None)
+                if part is None:
+                    problems.append(f"{name} at {offsets} was not written")
+                elif part.shape != sizes or part.length < size:
+                    problems.append(f"{name} at {offsets}: {part.shape} in {part.length} bytes were written, planned {sizes} in {size}")
+    problems += [f"{name} at {offsets} was written, and is not in the plan" for name, offsets in written]
     if problems:
         raise CheckpointError("\n  ".join(["the written parts differ from the plan; save again:", *problems[:20]]))
-
-
-def write_item(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype) -> WriteItem:
-    """Return a planner's entry for the box of ``sizes`` at ``offsets`` of a tensor of shape ``size``."""
-    chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-    data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=dtype), size=torch.Size(size))
-    return WriteItem(index=MetadataIndex(name, torch.Size(offsets)), type=WriteItemType.SHARD, tensor_data=data)
-
-
-def _items(name: str, tensor: Tensor) -> list[WriteItem]:
-    local, held = local_tensor(tensor), held_by_this_rank(tensor)
-    sizes = torch.Size(each.stop - each.start for each in held)
-    if sizes != local.shape:
-        raise CheckpointError(f"{name}: this rank has a shard of {tuple(local.shape)}; expected {tuple(sizes)} of {tuple(tensor.shape)}")
-    if local.numel() == 0 and tensor.numel() > 0:
-        return []
-    return [write_item(name, tuple(each.start for each in held), tuple(sizes), tuple(tensor.shape), local.dtype)]
 
 
 @final

@@ -8,16 +8,16 @@ import zipfile
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.planner import SavePlan
 
 from meshpar.checkpoints import export_safetensors, read_manifest, verify_step
 from meshpar.checkpoints.archive import find_tensor
 from meshpar.checkpoints.checksums import crc32
 from meshpar.checkpoints.dcp import DistributedCheckpoint
 from meshpar.checkpoints.files import ReadFile, memory_of
+from meshpar.checkpoints.planning import whole
 from meshpar.checkpoints.saving import make_manifest
 from meshpar.checkpoints.steps import Steps
-from meshpar.checkpoints.writing import Item, divide, write_file, write_item
+from meshpar.checkpoints.writing import Item, metadata_of, write_file
 from meshpar.errors import CheckpointError
 
 BLOCK = memoryview(bytes(64 << 20))
@@ -46,9 +46,9 @@ def step(tmp_path_factory):
         patch.setattr("meshpar.checkpoints.writeback.write_all", write)
         file = write_file(folder / "__0_0.distcp", items, "crc32")
     parts = {"model.huge": ((HUGE,), torch.uint8), "model.small": ((3, 4), torch.float32)}
-    plan = SavePlan([write_item(name, (0,) * len(shape), shape, shape, dtype) for name, (shape, dtype) in parts.items()])
+    metadata = metadata_of(whole((name, shape, dtype) for name, (shape, dtype) in parts.items()))
     told = {"step": 1, "mesh": {}, "world_size": 1, "device": "cpu", "plan": ""}
-    return steps.commit(folder, make_manifest(folder, divide([plan])[1], [file], told))
+    return steps.commit(folder, make_manifest(folder, metadata, [file], told))
 
 
 def test_a_large_tensor_and_what_lies_behind_it_are_found_and_read(step):

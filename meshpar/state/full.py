@@ -60,7 +60,9 @@ def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.Adafactor):
         return  # its factors have other shapes, and its step places them
     for parameter, state in optimizer.state.items():
-        for key, value in state.items() if isinstance(parameter, DTensor) and isinstance(state, dict) else ():
+        if not isinstance(parameter, DTensor) or not isinstance(state, dict):
+            continue
+        for key, value in state.items():
             if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.ndim == 0:
                 continue
             if value.shape == parameter.shape:
