@@ -22,7 +22,7 @@ from meshpar.checkpoints.leftovers import remove
 from meshpar.checkpoints.manifest import Manifest, step_name, step_of
 from meshpar.checkpoints.planning import Agreed, Described, Planning, alike
 from meshpar.checkpoints.ranks import Ranks
-from meshpar.checkpoints.staging import Stager, ready_event
+from meshpar.checkpoints.staging import Samples, Stager, beside, ready_event
 from meshpar.checkpoints.state import Optimizers, merged_tables, model_state, optimizer_state, plain, random_state
 from meshpar.checkpoints.storage import Place, free_bytes, upload
 from meshpar.checkpoints.verify import verify_files
@@ -38,7 +38,6 @@ from meshpar.checkpoints.writing import (
 from meshpar.errors import CheckpointError
 from meshpar.leftovers import leftover, on_the_way
 
-_SAMPLES = 64  # elements of a part that are compared before and after it is copied
 _SPARE_BYTES = 64 << 20  # archives' headers, metadata, the manifest
 
 
@@ -104,27 +103,39 @@ class Saving:
         mine = self._planning.agree(self._ranks, f"planning step {step}", describe, settle)
         self._parts = parts_of(mine, self._tensors)
         self._versions = [(part.name, each, _version(each)) for part in self._parts for each in (part.tensor, self._tensors[part.name])]
-        self._samples = [_sample(part.tensor) for part in self._parts] if later else []
-        self._ready, self._device = ready_event(par.device) if later else None, par.device
+        self._samples = Samples(self._parts) if later else None
+        self._ready, self._device = ready_event(par.device), par.device
         self._tensors = {}
 
     def stage(self, stager: Stager) -> None:
         """Copy the parts that this rank writes. On return the module and the optimizer may change. :meth:`finish` raises an error."""
         try:
-            if self._staging is None:
-                self._parts = stager.stage(self._parts, self._device, self._ready)
-            else:
-                self._stage_on_disk(self._staging)
-            counted = [name for name, tensor, version in self._versions if _version(tensor) != version]
-            seen = [part.name for part, was in zip(self._parts, self._samples) if not torch.equal(_sample(part.tensor).cpu(), was.cpu())]
-            if changed := list(dict.fromkeys([*counted, *seen])):
+            counted = self._copy_to(stager)
+            counted += [name for name, tensor, version in self._versions if _version(tensor) != version]
+            if changed := list(dict.fromkeys(counted)):
                 raise CheckpointError(
                     f"{len(changed)} tensors were changed while the save in the background copied them ({', '.join(changed[:5])}); "
                     "call before_step() of the CheckpointManager before you change parameters outside of an optimizer's step"
                 )
         except Exception as error:  # noqa: BLE001 - the other ranks, which go on to finish(), must hear of it there
             self._stage_error = error
-        self._versions, self._samples = [], []
+        self._versions, self._samples = [], None
+
+    def _copy_to(self, stager: Stager) -> list[str]:
+        """Copy the parts; return the names of those whose samples are other than they were."""
+        assert self._samples is not None
+        parts, before = self._parts, self._samples.parts
+        if self._staging is None:
+            staged = stager.stage([*parts, *before], self._device, self._ready)
+            self._parts, before = staged[: len(parts)], staged[len(parts) :]
+            after = self._samples.of(self._parts)
+        else:
+            self._stage_on_disk(self._staging)
+            with beside(self._device, self._ready):
+                after = self._samples.of(parts)
+            staged = stager.stage([*before, *after], self._device, self._ready)
+            before, after = staged[: len(before)], staged[len(before) :]
+        return self._samples.changed(before, after, self._parts)
 
     def _stage_on_disk(self, folder: Path) -> None:
         """Write the files to this machine's disk, without what a dead process left there."""
@@ -133,8 +144,6 @@ class Saving:
             if (left := leftover(each)) and left.kind == "tmp" and step_of(left.of) is not None and left.abandoned():
                 remove(each)
         folder.mkdir()
-        if self._ready is not None:
-            self._ready.synchronize()
         with failing_as(f"staging in {folder.parent}"):
             self._staged = self._write_to(folder)
 
@@ -207,6 +216,8 @@ class Saving:
             return self._staged
 
     def _write_to(self, folder: Place) -> list[WrittenFile]:
+        if self._ready is not None:
+            self._ready.synchronize()
         return write_parts(folder, self._ranks.rank, self._parts, threads=self._threads, checksum=self._checksum, on_write=self._on_write)
 
     def _commit(self, commit: Callable[[Manifest], Place], files: list[WrittenFile]) -> Place:
@@ -223,12 +234,6 @@ class Saving:
 def _version(tensor: Tensor) -> int:
     """Return the number of in-place changes; a DTensor counts its own, and its shard those that are made to the shard."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Return the bytes of some elements. A write that no version counts, such as one through ``.data``, rarely leaves all of them equal."""
-    step = max(1, tensor.numel() // _SAMPLES) | 1  # odd, so that it does not stay in one column
-    return tensor.detach().flatten()[::step].clone().view(torch.uint8)
 
 
 def make_manifest(folder: Place, metadata: Metadata, files: Sequence[WrittenFile], told: Mapping[str, Any]) -> Manifest:

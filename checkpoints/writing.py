@@ -205,6 +205,7 @@ class _Room:
 
     def __init__(self) -> None:
         self._tile: Tensor | None = None
+        self._stream: torch.Stream | None = None
 
     def blocks(self, tensor: Tensor) -> Iterator[memoryview]:
         """Yield a tensor's bytes in row-major order."""
@@ -216,5 +217,11 @@ class _Room:
         for spans in tiles(tuple(tensor.shape), tensor.dtype.itemsize, TILE_BYTES):
             piece = tensor[tuple(slice(*span) for span in spans)]
             tile = self._tile[: piece.nbytes].view(tensor.dtype).view(piece.shape)
-            tile.copy_(piece)
+            if tensor.is_cpu:
+                tile.copy_(piece)
+            else:  # beside the next step's work, behind which the device's first stream would put it
+                self._stream = self._stream or torch.Stream(tensor.device)
+                with self._stream:
+                    tile.copy_(piece, non_blocking=True)
+                self._stream.synchronize()
             yield memory_of(tile)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import meshpar
-from meshpar.checkpoints import CheckpointManager
+from meshpar.checkpoints import CheckpointManager, read_manifest
 from meshpar.checkpoints.staging import Stager
 from meshpar.checkpoints.writing import write_parts
 from meshpar.errors import CheckpointError
@@ -216,16 +217,25 @@ def test_without_an_optimizer_save_waits_for_staging_itself(tmp_path, monkeypatc
     assert torch.equal(again.module.weight, linear(1).module.weight)
 
 
-def test_host_memory_is_allocated_once(tmp_path):
+def test_host_memory_is_allocated_once_and_has_the_bytes_of_the_parts(tmp_path):
     job = linear(1)
     optimizer = stepped(job)
     with CheckpointManager(tmp_path, async_=True) as manager:
         manager.save(1, job, optimizer)
         manager.wait()
-        kept = {key: buffer.data_ptr() for key, buffer in manager._stager._buffers.items()}
+        kept = manager._stager._slabs[False].memory
+        parts = sum(-(-math.prod(entry["shape"]) * getattr(torch, entry["dtype"]).itemsize // 64) * 64 for entry in tensors_of(tmp_path))
+        assert parts <= kept.nbytes <= parts + 64 * 256 and not manager._stager._slabs[True].memory.nbytes
         manager.save(2, job, optimizer)
         manager.wait()
-        assert {key: buffer.data_ptr() for key, buffer in manager._stager._buffers.items()} == kept
+        assert manager._stager._slabs[False].memory is kept
+        manager.save(3, linear(1), None)
+        manager.wait()
+        assert manager._stager._slabs[False].memory.nbytes < kept.nbytes, "memory of parts that are gone is given back"
+
+
+def tensors_of(root: Path) -> list[Any]:
+    return list(read_manifest(root / "step-00000001").tensors.values())
 
 
 @pytest.mark.parametrize("where", ["step", "save", "close", "wait", "restore"])

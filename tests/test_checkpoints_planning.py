@@ -149,10 +149,9 @@ def plan_again(root: str) -> None:
     assert plans_of_a_save() == 1
     manager.close()
     again = CheckpointManager(root, keep=None)
+    other, every = begun("dp_shard=2,dp_replicate=2", [meshpar.HybridShard()])
     for each, want in saved.items():
-        other, fresh = begun("dp_shard=2,dp_replicate=2", [meshpar.HybridShard()])
-        if each == 5:
-            fresh = torch.optim.AdamW(other.module[2].parameters(), lr=0.1)
+        fresh = torch.optim.AdamW(other.module[2].parameters(), lr=0.1) if each == 5 else every
         restored = again.restore(other, fresh, step=each, verify="full")
         got = values(other, fresh)
         assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want), each
