@@ -79,10 +79,12 @@ def test_a_save_takes_nothing_from_the_device_before_it_returns(tmp_path):
 def test_a_pinned_slab_has_the_bytes_that_it_is_asked_for_and_is_given_back(monkeypatch):
     calls: list[tuple[str, int, int]] = []
     cudart = SimpleNamespace(
+        cudaError=SimpleNamespace(success=0),
         cudaHostRegister=lambda at, size, flags: calls.append(("pin", at, size)) or 0,
         cudaHostUnregister=lambda at: calls.append(("unpin", at, 0)) or 0,
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: result)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     slab = Slab(5000, pin=True)
     memory = slab.memory
