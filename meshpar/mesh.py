@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import final
 
 import torch
+import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -210,6 +212,20 @@ class MeshSpec:
         Collective: every rank calls it.
         """
         return _built(device_type, tuple((self.axes or {"dp_shard": 1}).items()))
+
+    @contextmanager
+    def opened(self, device_type: str) -> Iterator[DeviceMesh]:
+        """Build the DeviceMesh for the block, and close the groups that were opened in it, unless an error ends the block.
+
+        Collective: every rank enters and leaves it.
+        """
+        from meshpar._torch import open_groups
+
+        before = set(open_groups())
+        yield self.build(device_type)
+        for group in open_groups():  # in the order in which all ranks made them
+            if group not in before:
+                dist.destroy_process_group(group)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the index of ``rank`` on every axis."""

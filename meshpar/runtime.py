@@ -113,6 +113,7 @@ def distributed(device_type: str | None = None, *, timeout_s: float = DEFAULT_TI
         yield here
         return
     _open_group(here, timeout_s)
+    hosts()
     try:
         yield here
         dist.barrier()

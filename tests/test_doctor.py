@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from meshpar import LaunchError, MeshSpec
+from meshpar._torch import open_groups
 from meshpar.forecasting.hardware import Hardware
 from meshpar.launchers.agent.failures import exit_code
 from meshpar.launchers.doctor import examine as examine_module
@@ -64,6 +66,13 @@ def broken(change: Callable[[list[dict[str, Any]]], None]) -> list[str]:
 
 def test_a_healthy_cluster_has_no_findings() -> None:
     assert all_findings(healthy()) == []
+
+
+@pytest.mark.parametrize(("ranks", "limit", "enough"), [(16, 1024, True), (32, 1024, False), (1024, 4096, False), (8192, 65536, True)])
+def test_the_limit_of_open_files_grows_with_the_ranks(ranks: int, limit: int, enough: bool) -> None:
+    facts = [each | {"open_files": limit} for each in healthy(ranks, ranks // 8)]
+    found = [each.do for each in all_findings(facts)]
+    assert found == ([] if enough else ["raise it: ulimit -n 65536"])
 
 
 def on_second_host(key: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
@@ -262,10 +271,16 @@ def test_a_checkpoint_folder_that_is_not_shared_or_not_writable_or_full_is_found
 
 @on_ranks(2)
 def test_all_to_all_is_measured_on_the_axis_over_which_tokens_travel() -> None:
-    speeds, _ = measure_module.measure(MeshSpec("dp_shard=1,ep=2").build("cpu"), torch.device("cpu"))
+    before = open_groups()
+    with MeshSpec("dp_shard=1,ep=2").opened("cpu") as mesh:
+        speeds, _ = measure_module.measure(mesh, torch.device("cpu"))
+    assert open_groups() == before, "a job needs its communicators, and not those of a measurement"
     assert [(each.axis, each.operation) for each in speeds] == [("ep", "all_reduce"), ("ep", "all_gather"), ("ep", "all_to_all")]
     sent = speeds[-1]
     assert sent.bus * sent.seconds == pytest.approx(sent.bytes / 2)  # a rank keeps its own half
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        measure_module._prepared("all_gather", 1 << 10, dist.group.WORLD, 2, torch.device("cpu"))()
+    assert {each.key for each in seen.key_averages() if each.key.startswith("c10d::")} == {"c10d::_allgather_base_"}, "a list is copied"
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,8 +110,8 @@ Found = Sequence[Facts]
 GIB = 2**30
 CLOCK_S = 2.0
 SHM = 1 * GIB
-OPEN_FILES = 4096
-FEW_FILES = 1024  # with few ranks
+FEW_FILES, FILES, FILES_A_RANK = 1024, 4096, 4
+"""Open files that a process needs: with 16 ranks at most, with more, and for each rank: gloo's groups and rank 0's stores grow with them."""
 
 
 @final
@@ -312,12 +312,13 @@ def _limits(found: Found) -> Iterator[Finding]:
             where="; ".join(f"{each['host']}: {each['locked_memory'] / GIB:.2f} GiB" for each in low),
             do="set it unlimited: ulimit -l unlimited (limits.conf, or LimitMEMLOCK of slurmd's unit)",
         )
-    few = [each for each in _one_a_host(found) if 0 < each["open_files"] < (OPEN_FILES if len(found) > 16 else FEW_FILES)]
+    needed = FEW_FILES if len(found) <= 16 else max(FILES, FEW_FILES + FILES_A_RANK * len(found))
+    few = [each for each in _one_a_host(found) if 0 < each["open_files"] < needed]
     if few:
         yield Finding(
-            what="the limit of open files is low, and each peer needs several",
+            what=f"the limit of open files is low: {len(found)} ranks need {needed} in a process",
             where="; ".join(f"{each['host']}: {each['open_files']}" for each in few),
-            do=f"raise it: ulimit -n {16 * OPEN_FILES}",
+            do=f"raise it: ulimit -n {max(65536, 2 * needed)}",
         )
 
 

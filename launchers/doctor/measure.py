@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar import runtime
+from meshpar import _torch, runtime
 from meshpar.forecasting.hardware import Hardware
 from meshpar.launchers.doctor.checks import Facts, hosts_of
 from meshpar.launchers.recipes.yamlfile import to_yaml
@@ -103,7 +103,7 @@ def _prepared(operation: str, count: int, group: dist.ProcessGroup, size: int, d
         received = torch.zeros_like(whole)
         return lambda: dist.all_to_all_single(received, whole, group=group)
     part = torch.zeros(whole.numel() // size, device=device)
-    return lambda: dist.all_gather(list(whole.chunk(size)), part, group=group)
+    return lambda: _torch.all_gather(whole, part, group)
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
@@ -153,7 +153,7 @@ def _pairs(axis: str, group: dist.ProcessGroup, size: int, device: torch.device)
                 rates[first, second] = max(rate, rates.get((first, second), 0.0))
     own = [(rate, ranks[first], ranks[second]) for (first, second), rate in rates.items()]
     found: list[list[tuple[float, int, int]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, own)
+    dist.all_gather_object(found, own, runtime.hosts())
     return [PairSpeed(axis=axis, first=first, second=second, rate=rate) for rate, first, second in sorted(itertools.chain(*found))]
 
 
@@ -265,8 +265,9 @@ def _memory(device: torch.device, per_host: int) -> dict[str, float]:
 
 def _links(hosts: int, per_host: int, device: torch.device, inside_a_rank: float) -> dict[str, Any]:
     """Measure the bandwidth and latency inside a host and between hosts."""
-    mesh = MeshSpec.auto(hosts * per_host, per_host).build(device.type)
-    speeds = {(each.axis, each.operation): each for each in measure(mesh, device)[0]}
+    with MeshSpec.auto(hosts * per_host, per_host).opened(device.type) as mesh:
+        speeds = {(each.axis, each.operation): each for each in measure(mesh, device)[0]}
+        wait = {axis: _latency(mesh.get_group(axis), device) for axis in ("dp_shard", "dp_replicate") if mesh[axis].size() > 1}
     inside, across = speeds.get(("dp_shard", "all_gather")), speeds.get(("dp_replicate", "all_gather"))
     said = [f"meshpar doctor --profile on {hosts} x {per_host} {device.type}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"]
     if inside is None and across is None:
@@ -276,7 +277,6 @@ def _links(hosts: int, per_host: int, device: torch.device, inside_a_rank: float
     elif across is None:
         said.append("one host: the network was not measured; its values are those of links inside the host")
     rates = [each.bus for each in (inside, across) if each is not None] or [inside_a_rank]
-    wait = {axis: _latency(mesh.get_group(axis), device) for axis in ("dp_shard", "dp_replicate") if mesh[axis].size() > 1}
     latency = list(wait.values()) or [0.0]
     return {
         "node_bandwidth": inside.bus if inside is not None else rates[0],

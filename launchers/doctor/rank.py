@@ -106,14 +106,15 @@ def examined(meeting: Meeting, spec: MeshSpec, device: torch.device, folder: Fol
 
 def measured(report: Report, spec: MeshSpec, device: torch.device) -> Report:
     """Measure the mesh's axes, again where they are slow, and return the report with their speeds. Collective: every rank calls it."""
-    mesh, slow = spec.build(device.type), list[Finding]()
-    for _ in range(TRIES):
-        with watched(MEASURE_S, lambda: 0):
-            speeds, pairs = measure(mesh, device)
-        report = replace(report, speeds=tuple(speeds), pairs=tuple(pairs))
-        slow = [*_speed_findings(report, spec), *_link_findings(report)]  # the same on every rank, as the speeds are
-        if not slow:
-            break
+    slow = list[Finding]()
+    with spec.opened(device.type) as mesh:
+        for _ in range(TRIES):
+            with watched(MEASURE_S, lambda: 0):
+                speeds, pairs = measure(mesh, device)
+            report = replace(report, speeds=tuple(speeds), pairs=tuple(pairs))
+            slow = [*_speed_findings(report, spec), *_link_findings(report)]  # the same on every rank, as the speeds are
+            if not slow:
+                break
     return replace(report, findings=(*report.findings, *slow))
 
 
