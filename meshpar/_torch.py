@@ -36,6 +36,7 @@
   public form.
 - ``bound``: as ``share_timeout``, of a backend; ``set_timeout`` is public since torch 2.14.
 - ``eager``: ``torch.compiler.disable`` loads the compiler where it decorates, torch's own form at the first call.
+- ``before_steps``: torch forgets a hook of all optimizers in a step only with an error; where its own code runs, frames tell.
 - ``adafactor_on``: Adafactor's ``_init_group`` lists the tensors on which its step works; there is no public place between its state and
   its arithmetic.
 - ``stored_at``: the class in which a distributed checkpoint's ``.metadata`` names each part's place, and stock ``dcp.load`` looks for it;
@@ -50,6 +51,8 @@ import inspect
 import itertools
 import json
 import logging
+import sys
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -76,10 +79,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from meshpar.patches import Undo
 
 __all__ = [
     "StridedShard",
@@ -131,12 +138,10 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     return cast("Callable[P, R]", _disable_dynamo(function))
 
 
-def ignore_profiler_marks() -> None:
+def ignore_profiler_marks() -> Undo:
     """Let selective recomputation pass over profiler marks, which FSDP2 makes in a recomputation and not in the forward it repeats."""
-    torch.utils.checkpoint.SAC_IGNORED_OPS |= {
-        torch.ops.profiler._record_function_enter_new.default,
-        torch.ops.profiler._record_function_exit._RecordFunction,
-    }
+    enter, leave = torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction
+    return _set(torch.utils.checkpoint, "SAC_IGNORED_OPS", torch.utils.checkpoint.SAC_IGNORED_OPS | {enter, leave})
 
 
 @final
@@ -156,7 +161,22 @@ class _WithoutHook:
         self._inner.__exit__(*error)
 
 
-checkpoint_activation._no_hook = _WithoutHook  # type: ignore[assignment]
+def recompute_again() -> Undo:
+    """Let a module to which :func:`checkpoint` was applied be recomputed in each of several backwards through one forward."""
+    return _set(checkpoint_activation, "_no_hook", _WithoutHook)
+
+
+def _set(owner: Any, name: str, value: object) -> Undo:
+    """Set an attribute; undoing it leaves what others set since alone."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+
+    def undo() -> bool:
+        if getattr(owner, name) is value:
+            setattr(owner, name, before)
+        return True
+
+    return undo
 
 
 @final
@@ -482,7 +502,7 @@ def enter_by(module: Any, call: Callable[..., Any]) -> None:
     module._call_impl = MethodType(entered, module)
 
 
-def refuse_parts_as_numbers(refuse: Callable[[], NoReturn]) -> None:
+def refuse_parts_as_numbers(refuse: Callable[[], NoReturn]) -> Undo:
     """Let ``refuse`` answer where a DTensor is read as a number (``.item()``) while its ranks hold parts of it.
 
     torch returns this rank's part. Reading the whole would wait for the other ranks, who may not read.
@@ -495,7 +515,15 @@ def refuse_parts_as_numbers(refuse: Callable[[], NoReturn]) -> None:
         return op(value.to_local())
 
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, read)
+    number = torch.ops.aten._local_scalar_dense.default
+    handlers.setdefault(number, read)
+
+    def undo() -> bool:
+        if handlers.get(number) is read:
+            del handlers[number]
+        return True
+
+    return undo
 
 
 def _accumulates(parameter: torch.Tensor) -> bool:
@@ -521,24 +549,38 @@ def in_checkpoint() -> bool:
     return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
 
 
-def check_gradients_of(check: Callable[[Iterable[torch.Tensor]], None]) -> None:
+def check_gradients_of(check: Callable[[Iterable[torch.Tensor]], None]) -> Undo:
     """Let ``check`` look at what somebody wants the gradients of by ``torch.autograd.grad``, or ``backward(inputs=...)``.
 
     Autograd knows nothing of FSDP2's shards: it calls them unused, or with ``allow_unused`` answers None.
     """
-    for name in ("grad", "backward"):
-        _check_tensors(torch.autograd, name, "inputs", check)
+    undone = [_check_tensors(torch.autograd, name, "inputs", check) for name in ("grad", "backward")]
+    return lambda: all(undo() for undo in undone)
 
 
-def check_norms_of(check: Callable[[Iterable[torch.Tensor]], None]) -> None:
+def check_norms_of(check: Callable[[Iterable[torch.Tensor]], None]) -> Undo:
     """Let ``check`` look at the gradients of which ``torch.nn.utils.clip_grad_norm_`` computes a norm."""
-    _check_tensors(torch.nn.utils.clip_grad, "_get_total_norm", "tensors", check)
+    return _check_tensors(torch.nn.utils.clip_grad, "_get_total_norm", "tensors", check)
 
 
-def _check_tensors(owner: Any, name: str, argument: str, check: Callable[[Iterable[torch.Tensor]], None]) -> None:
+def before_steps(run: Callable[..., Any]) -> Undo:
+    """Call ``run`` before every optimizer's step. Undoing waits while a thread is in a step, which iterates over the hooks."""
+    hook, torchs = register_optimizer_step_pre_hook(run), vars(sys.modules[Optimizer.__module__])
+
+    def undo() -> bool:
+        frames = (frame for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top))
+        if any(frame.f_globals is torchs for frame in frames):
+            return False
+        hook.remove()
+        return True
+
+    return undo
+
+
+def _check_tensors(owner: Any, name: str, argument: str, check: Callable[[Iterable[torch.Tensor]], None]) -> Undo:
     inner = getattr(owner, name)
-    if hasattr(inner, "_meshpar_checked"):  # an earlier call did it
-        return
+    if hasattr(inner, "_meshpar_checked"):  # somebody wrapped it, so that undoing left it
+        return lambda: True
     place = list(inspect.signature(inner).parameters).index(argument)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -548,7 +590,7 @@ def _check_tensors(owner: Any, name: str, argument: str, check: Callable[[Iterab
         return inner(*args, **kwargs)
 
     checked._meshpar_checked = True  # type: ignore[attr-defined]
-    setattr(owner, name, functools.wraps(inner)(checked))
+    return _set(owner, name, functools.wraps(inner)(checked))
 
 
 def in_backward() -> bool:

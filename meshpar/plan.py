@@ -134,9 +134,9 @@ class Plan:
     def apply(self, module: nn.Module, layout: ModelLayout | None = None, *, device_type: str | None = None) -> Parallelized:
         """Apply the passes to ``module`` in place and return it with its mesh.
 
-        A module with weights keeps these weights, and each rank stores its part. ``apply`` frees each whole parameter when its part is
-        made: at the peak a rank holds one whole model, the largest parameter once more (or 4 MiB). A module on the meta device gets weights from
-        :meth:`Parallelized.materialize`. Build the optimizer afterwards.
+        A module with weights keeps these weights, and each rank stores its part. ``apply`` frees each whole parameter when its
+        part is made: at the peak a rank holds one whole model, the largest parameter once more (or 4 MiB). A module on the meta
+        device gets weights from :meth:`Parallelized.materialize`. Build the optimizer afterwards.
 
         Args:
             module: the model, the same on every rank.

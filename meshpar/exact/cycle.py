@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshpar import _torch, runtime
 from meshpar.errors import MeshparError
@@ -34,6 +34,7 @@ from meshpar.passes.applied import applied
 from meshpar.passes.installed import set_forward
 from meshpar.passes.local import refuse_written
 from meshpar.passes.outside import average_outside
+from meshpar.patches import while_lives
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, sharded_axes, unevenly_split
 from meshpar.replicas import Looks
@@ -136,18 +137,8 @@ class Cycle:
         self._mark()
         if self._units.modules:
             module._is_fsdp_managed_module = True  # by which transformers' generate knows that ranks must go in step
-        me = weakref.ref(self)
-
-        def before_step(
-            optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            if (cycle := me()) is None or isinstance(optimizer, _torch.AdafactorOn):  # whose class may call the step of a base
-                return None
-            steps = cycle._before_step(optimizer)
-            return None if steps is optimizer else ((steps, *args[1:]), kwargs)
-
-        # Never removed: a collector that runs inside of an optimizer's step would remove it from the hooks that torch iterates over.
-        register_optimizer_step_pre_hook(before_step)
+        _LIVING[next(_NUMBERS)] = self
+        while_lives(self, "steps", functools.partial(_torch.before_steps, _before_every_step))
 
     def only_inside(self, parts: Mapping[str, nn.Module], why: str) -> None:
         """Refuse calls of parts of the module from outside of it.
@@ -550,6 +541,21 @@ class Cycle:
         self._unwind()
         if not self._depth and not _torch.in_backward():
             self._units.reshard()
+
+
+_LIVING: weakref.WeakValueDictionary[int, Cycle] = weakref.WeakValueDictionary()
+"""Those of all parallel modules, in the order in which plans made them, which is the same on every rank."""
+_NUMBERS = itertools.count()
+
+
+def _before_every_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Check a step of any optimizer, and let it step by what can."""
+    if isinstance(optimizer, _torch.AdafactorOn):  # whose class may call the step of a base
+        return None
+    instead = [steps for cycle in list(_LIVING.values()) if (steps := cycle._before_step(optimizer)) is not optimizer]
+    return ((instead[0], *args[1:]), kwargs) if instead else None
 
 
 @final

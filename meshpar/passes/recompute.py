@@ -22,6 +22,7 @@ from meshpar.mesh import MeshSpec
 from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Stage, block_problems, find_blocks
 from meshpar.passes.batch_norm import RECOMPUTED
+from meshpar.patches import while_lives
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Makes the contexts of one forward of a block and of its recomputation."""
@@ -71,7 +72,8 @@ class ActivationCheckpoint(Pass):
             yield f"ActivationCheckpoint(every={self.every}) must be 1 or more"
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        _torch.ignore_profiler_marks()
+        while_lives(module, "profiler marks", _torch.ignore_profiler_marks)
+        while_lives(module, "recomputation", _torch.recompute_again)
         # Random states come first: outside of what selective recomputation records and expects again.
         common: list[Contexts] = [partial(_drawn_alike, mesh.device_type)] if mesh.device_type != "cpu" else []
         if self.policy is not None or self.mode == "selective":

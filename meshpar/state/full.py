@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshpar import _torch, runtime
 from meshpar.errors import MeshparError
+from meshpar.patches import while_lives
 from meshpar.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
 
 
@@ -221,15 +222,15 @@ def refuse_copies(module: Any) -> None:  # noqa: ANN401 - a module that gets att
         )
     module._ddp_params_and_buffers_to_ignore = _NotForDDP()  # which DistributedDataParallel reads first
     guard_state(module)
-    _torch.check_gradients_of(_refuse_reduced)
-    _torch.check_norms_of(_refuse_several_meshes)
-    _torch.refuse_parts_as_numbers(
-        functools.partial(
-            _refuse,
-            "a DTensor whose ranks hold parts of it was read as a number (.item(), float()), which would give only this rank's part; use "
-            "tensor.full_tensor().item() on every rank, or par.clip_grad_norm_(float('inf')) for the norm of all gradients",
-        )
-    )
+    while_lives(module, "gradients", functools.partial(_torch.check_gradients_of, _refuse_reduced))
+    while_lives(module, "norms", functools.partial(_torch.check_norms_of, _refuse_several_meshes))
+    while_lives(module, "numbers", functools.partial(_torch.refuse_parts_as_numbers, functools.partial(_refuse, _READ_AS_A_NUMBER)))
+
+
+_READ_AS_A_NUMBER = (
+    "a DTensor whose ranks hold parts of it was read as a number (.item(), float()), which would give only this rank's part; use "
+    "tensor.full_tensor().item() on every rank, or par.clip_grad_norm_(float('inf')) for the norm of all gradients"
+)
 
 
 class _NotForDDP:
