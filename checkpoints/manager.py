@@ -27,6 +27,7 @@ from meshpar.checkpoints.storage import Place, on_disk
 from meshpar.checkpoints.verify import Verify
 from meshpar.checkpoints.writing import Checksum
 from meshpar.errors import CheckpointError, StoreError
+from meshpar.homes import expanded
 
 _log = logging.getLogger("meshpar.checkpoints")
 
@@ -79,7 +80,7 @@ class CheckpointManager:
             raise CheckpointError(
                 "staging is for saves in the background; pass async_=True (recipe: checkpoint.background: true), or drop staging"
             )
-        self._staging = None if staging is None else on_disk(staging, why="files are staged before they are uploaded").expanduser()
+        self._staging = None if staging is None else expanded(on_disk(staging, why="files are staged before they are uploaded"))
         self._keep, self._every, self._best, self._timeout_s = keep, every, best, timeout_s
         self._checksum: Checksum = checksum
         self._threads = threads

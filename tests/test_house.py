@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"meshpar": "meshpar", "models": "meshpar.models", "checkpoints": "meshpar.checkpoints", "launchers": "meshpar.launchers"}
 FLOORS = [
-    {"errors", "imports", "patterns", "leftovers", "patches"},
+    {"errors", "imports", "patterns", "leftovers", "homes", "patches"},
     {"once"},
     {"mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas", "runtime"},
     {"layout"},
@@ -216,6 +216,11 @@ def test_the_environment_has_one_reader_in_the_core():
         str(path.relative_to(ROOT)) for path, name in sources() if "os.environ" in path.read_text() or "os.getenv" in path.read_text()
     ]
     assert [path for path in readers if not path.startswith("launchers/")] == ["meshpar/runtime.py"]
+
+
+def test_home_folders_are_looked_up_in_one_place():
+    users = {str(path.relative_to(ROOT)) for path, _ in sources() if re.search(r"expanduser\(\)|Path\.home|getuser", path.read_text())}
+    assert users == {"meshpar/homes.py"}, "a container may run as a user without a home folder: meshpar.homes.expanded"
 
 
 def test_torchs_private_parts_are_named_in_one_place():

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import urllib.parse
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, final, get_type_hints
 
@@ -308,12 +309,18 @@ def test_the_commands_run_as_two_hosts(folder: Path) -> None:
             mounted = folder / "mounted"  # as the kubelet mounts the ConfigMap at /job
             mounted.mkdir()
             (mounted / "recipe.yaml").write_text(config["data"]["recipe.yaml"])
-            command = [each.replace("/job/", f"{mounted}/") for each in job["spec"]["template"]["spec"]["containers"][0]["command"]]
+            homeless = ["env", "--unset=HOME", "--unset=USER"]
+            command = [
+                *homeless,
+                *(each.replace("/job/", f"{mounted}/") for each in job["spec"]["template"]["spec"]["containers"][0]["command"]),
+            ]
             run_as_hosts(hosts, folder, command, [{"JOB_COMPLETION_INDEX": str(node)} for node in range(2)])
 
             trainer = yaml.safe_load((made["trainjob"] / "job.yaml").read_text())["spec"]["trainer"]
             common = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "n1", "PET_MASTER_PORT": "29402"}
-            run_as_hosts(hosts, folder, [*trainer["command"], *trainer["args"]], [{**common, "PET_NODE_RANK": str(n)} for n in range(2)])
+            run_as_hosts(
+                hosts, folder, [*homeless, *trainer["command"], *trainer["args"]], [{**common, "PET_NODE_RANK": str(n)} for n in range(2)]
+            )
     except Unavailable as reason:
         pytest.skip(str(reason))
     for target, at in made.items():
@@ -333,6 +340,17 @@ def test_skypilots_command_says_where_a_node_is(folder: Path) -> None:
     said, _, recipe = done.stdout.partition("\n")
     assert said.startswith("run --nodes=2 --nproc=1 --node-rank=1 --head=10.0.0.7:29401 ")
     assert recipe == (latest(folder / "runs" / "skypilot") / "recipe.resolved.yaml").read_text()
+
+
+def test_skypilots_gpus_are_counted_once(folder: Path) -> None:
+    render_on_gpus = partial(launch_job, "skypilot", "job.yaml", nodes=2, gpus_per_node=8, mesh="auto")
+    fields = ["output=runs/gpus", "device=auto"]
+    for written in ("H100", "H100:8"):
+        render_on_gpus(fields, options=[f"accelerators={written}"])
+        task = yaml.safe_load((latest(Path("runs/gpus")) / "job.yaml").read_text())
+        assert task["resources"]["accelerators"] == "H100:8"
+    with pytest.raises(LaunchError, match=r"two numbers of GPUs; write -o accelerators=H100, or --gpus-per-node 4"):
+        render_on_gpus(fields, options=["accelerators=H100:4"])
 
 
 def test_problems_are_found_before_anything_is_written(folder: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from meshpar.homes import expanded
 from meshpar.launchers.converters.tables import ACCELERATE, DEFAULTS, TRAINER, choose_mesh
 from meshpar.launchers.converters.values import Translated, truth
 from meshpar.launchers.recipes.named import SHARDING, Translation, default_passes
@@ -68,8 +69,8 @@ def trainer_options(words: Any, config: Any) -> dict[str, Any]:
     Raises:
         ValueError: a word or the config is none of Trainer's.
     """
-    if isinstance(config, str) and Path(config).expanduser().is_file():
-        config = json.loads(Path(config).expanduser().read_text(encoding="utf-8"))
+    if isinstance(config, str) and expanded(Path(config)).is_file():
+        config = json.loads(expanded(Path(config)).read_text(encoding="utf-8"))
     if config is not None and not isinstance(config, Mapping):
         raise ValueError(f"fsdp_config is a mapping or a JSON file, got {config!r}")
     options: dict[str, Any] = dict(config or {})

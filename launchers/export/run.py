@@ -23,6 +23,7 @@ from meshpar.checkpoints.steps import Steps, checkpoints_in, open_step
 from meshpar.checkpoints.storage import Place, copy_file, entries, fetched, fsync, on_disk, place, write_durably
 from meshpar.checkpoints.verify import Verify, verify_files
 from meshpar.errors import CheckpointError, LayoutError
+from meshpar.homes import expanded
 from meshpar.launchers import progress
 from meshpar.launchers.jobs.job import RECIPE, TOKENIZER
 from meshpar.launchers.recipes.loading import load_recipe
@@ -98,7 +99,7 @@ def beside(step: Place, given: Path | None = None) -> Beside:
 def _started_from(recipe: Recipe) -> list[Place]:
     """Return the folders of the weights and of the config from which a run started, where they exist."""
     named = (recipe.model.weights, getattr(recipe.model, "config", None))
-    folders = [place(each).expanduser() for each in named if isinstance(each, (str, Path))]
+    folders = [expanded(place(each)) for each in named if isinstance(each, (str, Path))]
     return [each for each in folders if each.is_dir()]
 
 
@@ -108,7 +109,7 @@ def _config_of(recipe: Recipe, sources: Sequence[Place]) -> dict[str, Any]:
     found = next((each for each in sources if (each / "config.json").is_file()), None)
     if found is None and isinstance(written, Mapping):
         return dict(written)
-    return config_in(place(str(recipe.model.weights)).expanduser() if found is None else found)
+    return config_in(expanded(place(str(recipe.model.weights))) if found is None else found)
 
 
 def _ended(config: Mapping[str, Any], end: int | None, otherwise: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -254,7 +255,7 @@ def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, over
     layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
     linear = [each for each in layers if f"{each}.weight" in source.shapes()]
     turned = any(tuple(source.shapes()[f"{each}.weight"]) != _shape(adapters, each) for each in linear[:1])
-    below = base.expanduser().absolute() if isinstance(base, Path) else base
+    below = expanded(base).absolute() if isinstance(base, Path) else base
     config = config_of(settings, linear, base_model_name_or_path=str(below), fan_in_fan_out=turned, inference_mode=True)
     found = beside(open_step(src))
     with made_on_disk(target, overwrite=overwrite) as folder:
@@ -368,7 +369,7 @@ def _adapted(run: Place) -> tuple[LoRA, Place] | None:
     settings = recipe.adapters()
     if settings is None or recipe.model.weights is None:
         return None
-    base = place(recipe.model.weights).expanduser()
+    base = expanded(place(recipe.model.weights))
     if not base.exists():
         raise CheckpointError(
             f"{run} holds adapters of the weights in {recipe.model.weights}, and that folder does not exist here; an export merges "

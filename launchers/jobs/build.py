@@ -15,6 +15,7 @@ from torch import nn
 from meshpar import registry
 from meshpar.checkpoints.storage import place
 from meshpar.errors import CheckpointError, LayoutError, MeshparError, PlanError, RecipeError
+from meshpar.homes import expanded
 from meshpar.launchers.jobs.datasets import data_problems, examples_of, separates, vocab_size_of, with_local_data
 from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.jobs.models import HEAD_OF, DataFacts, build_transformers, weights_problems
@@ -283,7 +284,7 @@ def _unwritable(recipe: Recipe) -> Iterator[str]:
     """Yield the folders that a run writes to and cannot."""
     for field, text in (("output", recipe.output), ("data.cache", recipe.data.cache)):
         try:
-            there = place(text).expanduser()
+            there = expanded(place(text))
             if not isinstance(there, Path):
                 if field == "data.cache":
                     yield f"{recipe.where(field)}: {there} is a URL; expected a folder on this machine, where copies of the data are kept"
@@ -305,7 +306,7 @@ def _unwritable(recipe: Recipe) -> Iterator[str]:
 def _unmeasured(recipe: Recipe) -> Iterator[str]:
     """Yield what a run was asked to read or to measure and cannot; one that has run so is no wrong recipe for what comes after it."""
     resume = recipe.checkpoint.resume
-    if resume not in ("auto", "never") and not place(resume).expanduser().exists():
+    if resume not in ("auto", "never") and not expanded(place(resume)).exists():
         yield f"{recipe.where('checkpoint.resume')}: there is no {resume}; expected auto, never, or the folder of a step or of a run"
     best, data, steps = (recipe.checkpoint.best or "").removeprefix("+"), recipe.data, recipe.training.steps
     if best.startswith("val/") and not data.validates:

@@ -13,6 +13,7 @@ from typing import Any, final
 from meshpar import registry, runtime
 from meshpar.checkpoints.storage import fetched, place
 from meshpar.errors import MeshparError, RecipeError, brief
+from meshpar.homes import expanded
 from meshpar.launchers.jobs.models import DataFacts
 from meshpar.launchers.recipes.named import has_keyword, make_own, objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
@@ -120,7 +121,7 @@ def vocab_size_of(recipe: Recipe) -> int:
             )
         return known or load_tokenizer(str(data.tokenizer), eos=data.eos).vocab_size
     if all(each.source == "tokens" for each in parts_of(data).values()):
-        return max(TokenFile.open(Path(each.paths[0]).expanduser()).vocab_size for each in parts_of(data).values())
+        return max(TokenFile.open(expanded(Path(each.paths[0]))).vocab_size for each in parts_of(data).values())
     if data.tokenizer in (None, "bytes"):
         return 257
     return data.vocab_size if data.tokenizer == "bpe" else load_tokenizer(str(data.tokenizer), eos=data.eos).vocab_size
@@ -143,11 +144,14 @@ def with_local_data(recipe: Recipe) -> Recipe:
     Raises:
         CheckpointError: a URL names nothing, or its store fails.
     """
-    data, cache = recipe.data, Path(recipe.data.cache).expanduser() / "fetched"
+    data = recipe.data
 
     def local(source: str, paths: Sequence[str]) -> tuple[str, ...]:
         beside = (".json", ".marks") if source == "tokens" else ()
-        return tuple(path if isinstance(each := place(path), Path) else str(fetched(each, cache, beside)) for path in paths)
+        return tuple(
+            path if isinstance(each := place(path), Path) else str(fetched(each, expanded(Path(data.cache)) / "fetched", beside))
+            for path in paths
+        )
 
     def moved(section: Any) -> dict[str, Any]:  # noqa: ANN401 - of the data, or of a part of a mixture
         return {name: local(section.source, getattr(section, name)) for name in ("paths", "validation_paths")}
@@ -159,7 +163,7 @@ def with_local_data(recipe: Recipe) -> Recipe:
 def prepare_data(recipe: Recipe) -> Data:
     """Return the tokenizer and the data. The first process prepares both and stores them in ``data.cache``."""
     data = recipe.data
-    cache = Path(data.cache).expanduser()
+    cache = expanded(Path(data.cache))
     if data.dataset is not None:
         train, held = own_samples(recipe, data.dataset).split(data.validation_fraction, recipe.seed)
         held = held if data.validation_dataset is None else own_samples(recipe, data.validation_dataset)
@@ -199,9 +203,9 @@ def _tokenizer(recipe: Recipe, texts: Sequence[DataSection], cache: Path) -> Tex
 def _split(recipe: Recipe, section: DataSection, tokenizer: TextTokenizer | None, cache: Path) -> TokenSplit:
     """Return the token files of one source."""
     if section.source == "tokens":
-        whole = TokenFile.open(Path(section.paths[0]).expanduser())
+        whole = TokenFile.open(expanded(Path(section.paths[0])))
         if section.validation_paths:
-            return TokenSplit(train=whole, validation=TokenFile.open(Path(section.validation_paths[0]).expanduser()))
+            return TokenSplit(train=whole, validation=TokenFile.open(expanded(Path(section.validation_paths[0]))))
         return split_tokens(whole, cache, fraction=section.validation_fraction, seed=recipe.seed)
     assert tokenizer is not None
     source: Any = _source(recipe, section, _inputs(section), tokenizer)
@@ -244,7 +248,7 @@ def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
     files: list[Path] = []
     for part in parts_of(data).values():
         if part.source == "tokens":
-            binary = [Path(path).expanduser() for path in part.paths]
+            binary = [expanded(Path(path)) for path in part.paths]
             files += [each for path in binary for each in (path, path.with_suffix(".json"), path.with_suffix(".marks")) if each.is_file()]
         elif part.source not in ("stdlib", "dataset") and part.paths != (STDLIB,):
             files += TextSource(inputs=part.paths, suffixes=SUFFIXES.get(part.source, ())).files()
@@ -416,14 +420,14 @@ def _made_by(recipe: Recipe, section: DataSection, path: str) -> tuple[int, int]
     """Return the vocabulary and the end of text of one source of a mixture; None where they are not known yet."""
     if not recipe.data.mix:
         return None
-    known = TokenFile.open(Path(path).expanduser()) if section.source == "tokens" else _known_tokenizer(recipe)
+    known = TokenFile.open(expanded(Path(path))) if section.source == "tokens" else _known_tokenizer(recipe)
     return None if known is None else (known.vocab_size, known.eos_id)
 
 
 def _looked_at(recipe: Recipe, section: DataSection, path: str) -> int:
     """Read the beginning of a file and return how many tokens it has at most; raises RecipeError for what is wrong in it."""
     if section.source == "tokens":
-        file = TokenFile.open(Path(path).expanduser())
+        file = TokenFile.open(expanded(Path(path)))
         file.check_ids(file.ids()[:_LOOKED_AT])
         return file.tokens
     text = _source(recipe, section, (path,), _known_tokenizer(recipe) if section.source == "chat" else None)

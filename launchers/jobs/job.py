@@ -25,6 +25,7 @@ from meshpar.checkpoints.published import stored_model
 from meshpar.checkpoints.steps import CHECKPOINTS, checkpoints_in
 from meshpar.checkpoints.storage import Place, carried, fetched, place
 from meshpar.errors import CheckpointError, MeshparError, RecipeError, StoreError
+from meshpar.homes import expanded
 from meshpar.launchers.agent.failures import failed_at, last_failed_at, made_step, watched
 from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.jobs.elastic import Elected
@@ -219,7 +220,7 @@ def _resume(
         )
     source, step = manager, own
     if own is None and wanted not in ("auto", "never"):
-        source, step = _elsewhere(place(wanted).expanduser())
+        source, step = _elsewhere(expanded(place(wanted)))
     if step is None:
         return ""
     if (folder := _model_only(source, step)) is not None:

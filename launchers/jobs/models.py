@@ -15,6 +15,7 @@ from torch import nn
 
 from meshpar.checkpoints.safetensors import weights_in
 from meshpar.errors import MeshparError, RecipeError, brief
+from meshpar.homes import expanded
 from meshpar.launchers.recipes.sections import Model
 from meshpar.layout import ModelLayout
 from meshpar.models.huggingface import for_training
@@ -74,7 +75,7 @@ def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFa
             config = transformers.AutoConfig.for_model(kind, **values)
     else:
         with _refused():
-            config = transformers.AutoConfig.from_pretrained(str(Path(source).expanduser()), local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(str(expanded(Path(source))), local_files_only=True)
     if head == "sequence_classification" and facts.classes:
         config.id2label = dict(enumerate(facts.classes))
         config.label2id = {name: number for number, name in enumerate(facts.classes)}
@@ -132,7 +133,7 @@ def with_weights(par: Parallelized, section: Model, seed: int, *, adapters: bool
 
 def weights_problems(module: nn.Module, layout: ModelLayout, section: Model, *, adapters: bool = False) -> list[str]:
     """Return why the ranks could not read a section's weights into a model, by the headers of the files: in seconds for any size."""
-    if section.weights is None or not section.weights.expanduser().exists():
+    if section.weights is None or not expanded(section.weights).exists():
         return []  # a folder that is missing is told by folder_problems
     try:
         fit = initialize.compared(module, layout, _first_weights(module, section, 0, adapters=adapters)[0], ignore=section.ignore)
@@ -146,7 +147,7 @@ def weights_problems(module: nn.Module, layout: ModelLayout, section: Model, *, 
 def _first_weights(module: nn.Module, section: Model, seed: int, *, adapters: bool) -> tuple[TypedSource, set[str]]:
     """Return the weights of a section that has some, and the names of the parameters that are drawn from the seed instead."""
     assert section.weights is not None
-    source: TypedSource = weights_in(section.weights.expanduser())
+    source: TypedSource = weights_in(expanded(section.weights))
     if adapters:
         return WithAdapters(source, module, seed=seed), set()
     patterns = getattr(section, "new", ())

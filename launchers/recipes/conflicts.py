@@ -9,6 +9,7 @@ from typing import Any
 from meshpar import registry
 from meshpar.checkpoints import storage
 from meshpar.errors import MeshparError
+from meshpar.homes import expanded
 from meshpar.launchers.recipes.named import OBJECTIVES, objective_factory, own_problems, wants_teacher
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, MixSection, Own, mixed_names, model_config
@@ -80,7 +81,7 @@ def _source_problems(recipe: Recipe) -> Conflicts:
     for each in sources:
         suffixes = SUFFIXES.get(each.source, ())
         for path in (*each.paths, *each.validation_paths) if suffixes else ():
-            if kind_of(Path(path)) not in ("", *suffixes) and not Path(path).expanduser().is_dir():
+            if kind_of(Path(path)) not in ("", *suffixes) and not expanded(Path(path)).is_dir():
                 yield (
                     ("data", "mix" if data.mix else "paths"),
                     f"source: {each.source} reads files ending in {' or '.join(suffixes)}, got {path!r}",
@@ -140,7 +141,7 @@ def _tokenizer_problems(recipe: Recipe) -> Conflicts:
             ("data", "tokenizer"),
             "the input is tokens already: remove data.tokenizer, or name the folder of their tokenizer, for the export",
         )
-    there = weights is not None and storage.place(weights).expanduser().exists()
+    there = weights is not None and expanded(storage.place(weights)).exists()
     if there and data.tokenizer is None and data.source not in ("tokens", "dataset"):
         yield (
             ("data", "tokenizer"),
@@ -189,11 +190,11 @@ def _model_problems(recipe: Recipe, *, disks: bool) -> Conflicts:
 
 def folder_problems(section: Any) -> Iterator[str]:  # one of the sections of models
     """Yield the folders of a model's section that do not exist."""
-    if section.weights is not None and not storage.place(section.weights).expanduser().exists():
+    if section.weights is not None and not expanded(storage.place(section.weights)).exists():
         yield f"weights: {section.weights} does not exist"
         return
     folder = section.config if section.kind == "huggingface" and isinstance(section.config, str) else None
-    if folder is not None and not (Path(folder).expanduser() / "config.json").is_file():
+    if folder is not None and not (expanded(Path(folder)) / "config.json").is_file():
         yield f"config: no config.json in {folder}"
 
 

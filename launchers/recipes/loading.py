@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.errors import MeshError, RecipeError
+from meshpar.homes import expanded
 from meshpar.launchers.recipes.conflicts import calling_problems, conflicts
 from meshpar.launchers.recipes.named import convert_keys, make_importable, read_passes
 from meshpar.launchers.recipes.recipe import Recipe
@@ -96,7 +97,7 @@ def _find_own_code(data: dict[str, Any], document: Document) -> None:
     names = [name for each in passes for name in (each if isinstance(each, Mapping) else (each,))]
     if any(inside(*place, "class") for place in sections) or any("." in str(each) for each in (inside("training", "objective"), *names)):
         data["code"] = inside("code") or str(Path(document.name).absolute().parent)
-        make_importable(Path(str(data["code"])).expanduser())
+        make_importable(expanded(Path(str(data["code"]))))
 
 
 def _find(source: str | Path) -> Document:
@@ -124,7 +125,7 @@ def _take_from_weights(data: dict[str, Any]) -> None:
     model, section = data.get("model"), data.get("data") or {}
     if not isinstance(model, Mapping) or not isinstance(section, Mapping) or not isinstance(model.get("weights"), str):
         return
-    folder = Path(model["weights"]).expanduser()
+    folder = expanded(Path(model["weights"]))
     if model["kind"] == "huggingface":
         data["model"] = {"config": model["weights"], **model}
     if (

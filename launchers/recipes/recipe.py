@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, final
 from pydantic import PrivateAttr
 
 from meshpar.checkpoints import storage
+from meshpar.homes import expanded
 from meshpar.launchers.recipes.schema import Section, build
 from meshpar.launchers.recipes.sections import (
     CheckpointSection,
@@ -98,12 +99,12 @@ class Recipe(Section):
     def folder(self) -> Path:
         """The run's folder on this machine: ``output``, and where that is a URL, a folder for logs, metrics and the board."""
         kept = self.kept
-        return kept.expanduser() if isinstance(kept, Path) else Path("runs", *kept.root.split("://"), kept.key)
+        return expanded(kept) if isinstance(kept, Path) else Path("runs", *kept.root.split("://"), kept.key)
 
     @property
     def kept(self) -> storage.Place:
         """Where the run's checkpoints, its recipe and its tokenizer are kept: ``output``."""
-        return storage.place(self.output).expanduser()
+        return expanded(storage.place(self.output))
 
     def adapters(self) -> LoRA | None:
         """Return the settings of the adapters."""

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from meshpar.errors import LaunchError
+from meshpar.homes import expanded
 from meshpar.launchers.targets.job import Template, template_text
 
 
@@ -67,7 +68,7 @@ def _filled(node: object, values: Mapping[str, object]) -> object:
 
 def _patches(name: str) -> list[dict[str, Any]]:
     try:
-        found = list(yaml.safe_load_all(Path(name).expanduser().read_text(encoding="utf-8")))
+        found = list(yaml.safe_load_all(expanded(Path(name)).read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LaunchError(f"cannot read patch {name}: {error}") from error
     if not all(isinstance(each, dict) for each in found):

@@ -24,6 +24,8 @@ _BOUNDED = ["--request-timeout=20s"]
 _PODS = {"Job": "batch.kubernetes.io/job-name", "JobSet": "jobset.sigs.k8s.io/jobset-name", "TrainJob": "jobset.sigs.k8s.io/jobset-name"}
 """Label of a job's pods, by the job's kind; a TrainJob makes a JobSet of its own name."""
 _PART = "node"  # name of a JobSet's only replicated job
+# OpenShift runs containers as users without a home folder.
+_HOME = '[ -w "${HOME:-}" ] || export HOME=$(mktemp -d)\n'
 _RUN = 'recipe=$(mktemp -d)/recipe.yaml\nprintf %s "$1" > "$recipe"\nexec meshpar run "$recipe"\n'
 _SCRIPT = 'exec meshpar run "$@"\n'
 
@@ -146,7 +148,7 @@ class Kubernetes(OnKubernetes):
             "no_use": NO_USE,
             "owner": "jobset.sigs.k8s.io/jobset-uid" if self.jobset else "batch.kubernetes.io/controller-uid",
             "workdir": self.workdir,
-            "work": ["bash", "-c", f'exec meshpar run {options} "$@"', "meshpar", *job.work("/job/recipe.yaml")],
+            "work": ["bash", "-c", f'{_HOME}exec meshpar run {options} "$@"', "meshpar", *job.work("/job/recipe.yaml")],
             "recipe": job.recipe,
             "volume": {"name": "workspace", **storage},
             "shm": self.shm,
@@ -222,7 +224,7 @@ class TrainJob(OnKubernetes):
             **_shared(self, job),
             "runtime": self.runtime,
             "ranks": job.ranks_per_node,
-            "work": [f"{enter}{_RUN if job.recipe else _SCRIPT}", "meshpar", *job.work(job.recipe)],
+            "work": [f"{enter}{_HOME}{_RUN if job.recipe else _SCRIPT}", "meshpar", *job.work(job.recipe)],
         }
         return {"job.yaml": fill_yaml("trainjob.yaml", values, self.patch), **job.files()}
 

@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 
 from meshpar import registry
 from meshpar.errors import LaunchError, MeshError, PlanError
+from meshpar.homes import expanded
 from meshpar.launchers.agent.replicas import divided
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.elastic import replica_problems
@@ -180,8 +181,8 @@ def _seen_from_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
     notes: list[str] = []
 
     def absent(field: str, *paths: object) -> bool:
-        found = [str(path) for path in paths if path not in (None, STDLIB) and not Path(str(path)).expanduser().exists()]
-        found = [path for path in found if not glob.glob(str(Path(path).expanduser()))]
+        found = [str(path) for path in paths if path not in (None, STDLIB) and not expanded(Path(str(path))).exists()]
+        found = [path for path in found if not glob.glob(str(expanded(Path(path))))]
         notes.extend(f"{field}: {path} is not on this machine; the job checks it when it starts" for path in found)
         return bool(found)
 

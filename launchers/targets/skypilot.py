@@ -21,7 +21,7 @@ class SkyPilot(Target):
     """Render a task file.
 
     Attributes:
-        accelerators: SkyPilot's name of the GPU, such as H100; required for a job with GPUs.
+        accelerators: SkyPilot's name of the GPU, such as H100 or H100:8; required for a job with GPUs.
         setup: lines of shell that prepares a node.
         bucket: storage of the runs, such as ``s3://runs``, in which each run has a folder of its own; empty: the nodes' disks, whose
             content is lost with the nodes.
@@ -43,17 +43,23 @@ class SkyPilot(Target):
         """Return the task file and the files beside it.
 
         Raises:
-            LaunchError: the job has GPUs and ``accelerators`` is empty.
+            LaunchError: the job has GPUs and ``accelerators`` is empty, or names another number of them.
         """
         if job.gpus_per_node and not self.accelerators:
             raise LaunchError("skypilot requires the name of the GPUs; add -o accelerators=H100, or another name")
+        name, _, count = self.accelerators.partition(":")
+        if count and count != str(job.gpus_per_node):
+            raise LaunchError(
+                f"accelerators={self.accelerators} and --gpus-per-node {job.gpus_per_node} are two numbers of GPUs; write "
+                f"-o accelerators={name}, or --gpus-per-node {count}"
+            )
         values = {
             "name": job.label,
             "shape": job.shape,
             "command": job.made_by,
             "nodes": job.nodes,
             "ranks": job.ranks_per_node,
-            "accelerators": f"{self.accelerators}:{job.gpus_per_node}" if job.gpus_per_node else "",
+            "accelerators": f"{name}:{job.gpus_per_node}" if job.gpus_per_node else "",
             "restarts": self.restarts,
             "setup": self.setup,
             "mounts": self._mounts(job.run) if self.bucket else {},

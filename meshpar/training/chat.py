@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from meshpar.errors import RecipeError, brief
+from meshpar.homes import expanded
 from meshpar.imports import need
 from meshpar.training.records import RecordSource
 from meshpar.training.text import STDLIB, TABLES, UNPLAIN, TextSource, kind_of, records_of
@@ -265,10 +266,10 @@ def chat_template(name: str | None, tokenizer: TextTokenizer | None) -> ChatTemp
     if name in TEMPLATES:
         return TEMPLATES[name]
     if name is not None:
-        if not Path(name).expanduser().is_file():
+        if not expanded(Path(name)).is_file():
             raise RecipeError(f"data.template is {name!r}; expected {', '.join(TEMPLATES)} or a file with a template in Jinja")
         try:
-            return ChatTemplate(text=Path(name).expanduser().read_text(encoding="utf-8"), variables=variables)
+            return ChatTemplate(text=expanded(Path(name)).read_text(encoding="utf-8"), variables=variables)
         except UnicodeDecodeError as error:
             raise RecipeError(f"data.template: {name} is not UTF-8 text ({error.reason}); convert it") from error
     own = None if tokenizer is None else tokenizer.chat_template()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, cast, final
 
 from meshpar.errors import RecipeError
+from meshpar.homes import expanded
 from meshpar.imports import need
 
 STDLIB = "stdlib"
@@ -123,7 +124,7 @@ class TextSource:
 def _expand(text: str, suffixes: Sequence[str]) -> list[Path]:
     if text == STDLIB:
         return standard_library()
-    path = Path(text).expanduser()
+    path = expanded(Path(text))
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir()))
         raise RecipeError(f"{path} is a folder of datasets with several splits ({splits}); name one of them: {path}/train")

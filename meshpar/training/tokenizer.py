@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from meshpar.errors import RecipeError, brief
+from meshpar.homes import expanded
 from meshpar.imports import need
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None, template: str 
         RecipeError: there is no ``tokenizer.json``, or no end-of-text token.
     """
     library = need("tokenizers")
-    folder = Path(folder)
+    folder = expanded(Path(folder))
     if not (folder / "tokenizer.json").is_file():
         raise RecipeError(
             f"there is no tokenizer.json in {folder}; save a fast tokenizer there with transformers' save_pretrained, or with meshpar"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from meshpar.errors import RecipeError
+from meshpar.homes import expanded
 from meshpar.imports import need
 from meshpar.once import build_once
 from meshpar.training.order import check_held_out, held_out
@@ -210,7 +211,7 @@ def prepare_tokenizer(
     if name == "bytes":
         return byte_tokenizer(template)
     if name != "bpe":
-        if not Path(name).is_dir():
+        if not expanded(Path(name)).is_dir():
             raise RecipeError(f"tokenizer {name!r} is neither 'bytes', 'bpe' nor a folder with a tokenizer.json")
         return load_tokenizer(name, eos=eos, template=template)
     if not sources:
