@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         Stage,
         TensorParallel,
     )
-    from meshpar.patterns import matches
+    from meshpar.patterns import covers, matches
     from meshpar.plan import Plan
     from meshpar.positions import attention, attention_mask
     from meshpar.runtime import distributed
@@ -82,6 +82,7 @@ __all__ = [
     "attention",
     "attention_mask",
     "chunked_token_loss",
+    "covers",
     "distributed",
     "forecast",
     "matches",
@@ -97,7 +98,7 @@ _HOMES = {
     "chunked_token_loss": "chunked",
     "forecast": "forecasting.api",
     "ModelLayout": "layout",
-    "matches": "patterns",
+    **dict.fromkeys(("covers", "matches"), "patterns"),
     "token_loss": "loss",
     "MeshSpec": "mesh",
     "Parallelized": "parallelized",

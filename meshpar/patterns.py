@@ -1,7 +1,8 @@
 """The one matcher of module and parameter names.
 
 ``*`` stands for exactly one part of a dotted name or a piece of it: ``layers.*`` matches ``layers.0`` and never
-``layers.0.up``, which ``fnmatch`` would let through.
+``layers.0.up``, which ``fnmatch`` would let through. ``**`` stands for one part or more. Fields that select parameters
+take a module's name for all that is in the module: :func:`covers`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,29 @@ def matches(pattern: str, name: str) -> bool:
     (True, False)
     """
     want, have = pattern.split("."), name.split(".")
+    if "**" in want:
+        return _fits(want, have)
     return len(want) == len(have) and all(map(fnmatchcase, have, want))
+
+
+def _fits(want: list[str], have: list[str]) -> bool:
+    if not want or not have:
+        return want == have
+    if want[0] == "**":
+        return any(_fits(want[1:], have[count:]) for count in range(1, len(have) + 1))
+    return fnmatchcase(have[0], want[0]) and _fits(want[1:], have[1:])
+
+
+def covers(pattern: str, name: str) -> bool:
+    """Return whether ``pattern`` matches a dotted ``name``, or a module around it: a module's name stands for all that is in it.
+
+    >>> from meshpar import covers
+    >>> covers("vision", "vision.blocks.0.up.weight"), covers("vision.*", "vision.blocks.0.up.weight"), covers("vision", "visions.a")
+    (True, True, False)
+    """
+    parts = name.split(".")
+    ends = range(1, len(parts) + 1) if "**" in pattern else (pattern.count(".") + 1,)
+    return any(matches(pattern, ".".join(parts[:end])) for end in ends)
 
 
 def find_modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:

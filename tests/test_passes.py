@@ -24,6 +24,7 @@ KNOBS = {
     "prefetch-none": [FullyShard(prefetch_backward=0)],
     "one-unit": [FullyShard(min_params=10**6)],
     "by-class-name": [FullyShard(blocks=("Layer",))],
+    "whole-subtree": [FullyShard(whole=("layers.1", "embed"))],
     "selective": [ActivationCheckpoint(mode="selective"), FullyShard()],
     "every-second": [ActivationCheckpoint(every=2), FullyShard()],
     "own-policy": [ActivationCheckpoint(policy=save_products), FullyShard()],

@@ -26,9 +26,12 @@ from meshpar import (
     Role,
     Stage,
     TensorParallel,
+    covers,
+    matches,
     registry,
     runtime,
 )
+from meshpar.checkpoints.quantizing import fitting
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.passes.base import find_blocks
 
@@ -153,6 +156,24 @@ def test_a_star_does_not_cross_a_dot():
     text = only("dp_shard=8", [FullyShard(blocks=("l*",))], TwoLayers(), ModelLayout())
     assert "'l*' matches layers, a ModuleList, which is never called; name the modules in it: 'layers.*'" in text
     assert Plan("dp_shard=8", [FullyShard(blocks=("layers.*",))]).check(TwoLayers(), ModelLayout(), 8)
+
+
+def test_a_modules_name_stands_for_all_that_is_in_it():
+    inside = "layers.0.mlp.up.weight"
+    for pattern in ("layers.0", "layers.*", "layers.0.mlp", "layers.*.mlp.*", inside, "layers.**", "**.mlp", "**.weight"):
+        assert covers(pattern, inside), pattern
+    for pattern in ("layer", "layers.1", "mlp", "layers.0.mlp.up.weight.x", "**.attn", "layers.*.up"):
+        assert not covers(pattern, inside), pattern
+    assert matches("layers.**.up", "layers.0.mlp.up") and not matches("layers.**", "layers")
+
+    module = model()
+    layout = registry.layout_for(module)
+    everything = {name for name, _ in module.named_parameters() if name.startswith("layers.")}
+    for pattern in ("layers", "layers.*", "layers.**"):
+        assert not {*FullyShard(whole=(pattern,)).shards(module, layout)} & everything, pattern
+    left = TensorParallel(styles={"layers.*.mlp": None}).shards(module, layout)
+    assert "layers.0.attn.q.weight" in left and inside not in left
+    assert fitting(["layers.*.mlp"], ["layers.0.mlp.up", "head"]) == {"layers.0.mlp.up"}
 
 
 def test_an_override_that_matches_nothing():

@@ -20,7 +20,7 @@ from meshpar.launchers.recipes.sections import Model
 from meshpar.layout import ModelLayout
 from meshpar.models.huggingface import for_training
 from meshpar.parallelized import Parallelized
-from meshpar.patterns import matches, nearest
+from meshpar.patterns import covers, nearest
 from meshpar.state import initialize
 from meshpar.training.lora import WithAdapters
 from meshpar.weights import TypedSource
@@ -153,9 +153,9 @@ def _first_weights(module: nn.Module, section: Model, seed: int, *, adapters: bo
     patterns = getattr(section, "new", ())
     shapes = {name: tuple(tensor.shape) for name, tensor in initialize.state(module)} if patterns else {}
     for pattern in patterns:
-        if not any(matches(pattern, name) for name in shapes):
+        if not any(covers(pattern, name) for name in shapes):
             raise RecipeError(f"model.new: {pattern!r} matches no parameter; nearest: {', '.join(nearest(pattern, shapes)) or 'none'}")
-    new = {name: shape for name, shape in shapes.items() if any(matches(pattern, name) for pattern in patterns)}
+    new = {name: shape for name, shape in shapes.items() if any(covers(pattern, name) for pattern in patterns)}
     return _Without(source, new) if new else source, set(new)
 
 

@@ -53,7 +53,7 @@ class HuggingFaceSection(Section):
         config: contents of a ``config.json``, or the folder that contains one; None: that of ``weights``. Nothing is downloaded.
         head: type of the head; None: the objective's (for packed text ``causal_lm``).
         weights: folder of safetensors, or of files of ``torch.save``, to start from; None: initial weights from the seed.
-        new: patterns of parameters that are initialised from the seed although weights are given: ``classifier.*`` on a pretrained encoder.
+        new: patterns of parameters that are initialised from the seed although weights are given: ``classifier`` on a pretrained encoder.
         ignore: patterns of tensors, or of modules, in the weights that the model does not have: ``lm_head`` under a classifier.
     """
 

@@ -18,7 +18,7 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes.base import Pass, Stage, block_problems, find_blocks
 from meshpar.passes.local import set_product
-from meshpar.patterns import matches
+from meshpar.patterns import covers
 from meshpar.placements import local_tensor
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class Float8(Pass):
 
     Args:
         recipe: a recipe of torchao: ``tensorwise`` (fastest), ``rowwise``, or ``rowwise_with_gw_hp`` (closest to full precision).
-        skip: patterns of layers to leave out. Layers whose features (under tensor parallelism: the part of a rank) are not multiples
-            of 16 are always left out.
+        skip: patterns of layers, or of modules around them, to leave out. Layers whose features (under tensor parallelism: the part
+            of a rank) are not multiples of 16 are always left out.
         emulate: compute the same numbers in higher precision, on any hardware. This is slow; use it to try the pass.
         blocks: name patterns or class names of the modules that contain the layers. Defaults to the layout's blocks, without the head.
     """
@@ -91,7 +91,7 @@ class Float8(Pass):
             for name, child in inside.named_modules():
                 full = f"{block}.{name}"
                 fits = isinstance(child, nn.Linear) and not child.in_features % _MULTIPLE and not child.out_features % _MULTIPLE
-                if fits and not any(matches(pattern, full) for pattern in self.skip):
+                if fits and not any(covers(pattern, full) for pattern in self.skip):
                     found[full] = child  # type: ignore[assignment]
         return found
 

@@ -22,7 +22,7 @@ from meshpar.mesh import sizes_text
 from meshpar.passes.installed import Product, installed, own_forward, record, set_forward
 from meshpar.passes.tensor.collectives import copy_weight
 from meshpar.passes.tensor.context import Context
-from meshpar.patterns import class_name, is_called, matches
+from meshpar.patterns import class_name, covers, is_called
 from meshpar.placements import local_tensor
 
 
@@ -275,7 +275,7 @@ def sum_gradients(name: str, module: nn.Module, context: Context) -> None:
 def kept_whole(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Parameter]:
     """Return the parameters, by their first name, that FSDP2 does not manage: scalars, which it cannot split, and those of ``patterns``."""
     named = module.named_parameters(remove_duplicate=False)
-    chosen = {id(each) for name, each in named if not each.ndim or any(matches(pattern, name) for pattern in patterns)}
+    chosen = {id(each) for name, each in named if not each.ndim or any(covers(pattern, name) for pattern in patterns)}
     return {name: each for name, each in module.named_parameters() if id(each) in chosen}
 
 

@@ -19,7 +19,7 @@ from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, block_problems, find_blocks, unmatched
 from meshpar.passes.local import WholeParameters, kept_whole
 from meshpar.passes.world import ReplicaShards
-from meshpar.patterns import find_modules, matches, nearest
+from meshpar.patterns import covers, find_modules, nearest
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -81,14 +81,15 @@ class Precision:
         yield from block_problems(owner, module, layout, self.blocks, required=False)
         known = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         for pattern in self.whole:
-            if not any(matches(pattern, name) for name in known):
-                yield f"{owner}(whole=...) {pattern!r} matches no parameter; nearest names: {', '.join(nearest(pattern, known))}"
+            if not any(covers(pattern, name) for name in known):
+                near = ", ".join(nearest(pattern, [*known, *(name for name, _ in module.named_modules())]))
+                yield f"{owner}(whole=...) {pattern!r} matches no parameter; nearest names: {near}"
         for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             value = getattr(self, field)
             if value is not None and value not in FLOATS:
                 yield f"{owner}({field}={value}) is not a floating dtype; use one of {', '.join(map(str, FLOATS))}"
         integers = [name for name, each in module.named_parameters() if not each.is_floating_point() and _torch.BEFORE_2_13]
-        if left := [name for name in integers if not any(matches(pattern, name) for pattern in self.whole)]:
+        if left := [name for name in integers if not any(covers(pattern, name) for pattern in self.whole)]:
             yield (
                 f"{owner}: {', '.join(left)} are parameters of integers, which torch {torch.__version__} cannot shard; use torch 2.13 or "
                 f"newer, register them as buffers, or use {owner}(whole={left})"
@@ -197,11 +198,12 @@ class FullyShard(_Sharding, Pass):  # type: ignore[override]
         param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
         reduce_dtype: dtype in which gradients are reduced. Defaults to ``param_dtype``.
         output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
-        cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``, as FSDP2 does. This also rounds timesteps and positions:
+            998.39 becomes 1000 in bfloat16. Pass these as integers, or cast inputs in the model and set False.
         buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
         blocks: name patterns or class names of the units. Defaults to the layout's blocks.
-        whole: patterns of parameters that every rank stores whole, in their own dtype (``("logit_scale",)``). Scalars are always
-            whole. Their gradients are averaged at the end of each backward.
+        whole: patterns of parameters, or of modules for all of theirs, that every rank stores whole, in their own dtype
+            (``("logit_scale", "vision")``). Scalars are always whole. Their gradients are averaged at the end of each backward.
         reshard_after_forward: True (ZeRO-3): free gathered parameters after forward and gather them again in backward. False
             (ZeRO-2): keep gathered parameters. A number: reshard to groups of this many adjacent ranks (a node). The outermost unit
             keeps its parameters, unless this is a number.
@@ -241,11 +243,12 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
         reduce_dtype: dtype in which gradients are reduced. Defaults to ``param_dtype``.
         output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
-        cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``, as FSDP2 does. This also rounds timesteps and positions:
+            998.39 becomes 1000 in bfloat16. Pass these as integers, or cast inputs in the model and set False.
         buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
         blocks: name patterns or class names of the units. Defaults to the layout's blocks.
-        whole: patterns of parameters that every rank stores whole, in their own dtype (``("logit_scale",)``). Scalars are always
-            whole. Their gradients are averaged at the end of each backward.
+        whole: patterns of parameters, or of modules for all of theirs, that every rank stores whole, in their own dtype
+            (``("logit_scale", "vision")``). Scalars are always whole. Their gradients are averaged at the end of each backward.
         reshard_after_forward: True (ZeRO-3): free gathered parameters after forward and gather them again in backward. False
             (ZeRO-2): keep gathered parameters. A number: reshard to groups of this many adjacent ranks (a node). The outermost unit
             keeps its parameters, unless this is a number.
@@ -354,11 +357,12 @@ class Replicate(Precision, Pass):
         param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
         reduce_dtype: dtype in which gradients are reduced. Defaults to ``param_dtype``.
         output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
-        cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``, as FSDP2 does. This also rounds timesteps and positions:
+            998.39 becomes 1000 in bfloat16. Pass these as integers, or cast inputs in the model and set False.
         buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
         blocks: name patterns or class names of the units. Defaults to the layout's blocks.
-        whole: patterns of parameters that every rank stores whole, in their own dtype (``("logit_scale",)``). Scalars are always
-            whole. Their gradients are averaged at the end of each backward.
+        whole: patterns of parameters, or of modules for all of theirs, that every rank stores whole, in their own dtype
+            (``("logit_scale", "vision")``). Scalars are always whole. Their gradients are averaged at the end of each backward.
     """
 
     name = "Replicate"

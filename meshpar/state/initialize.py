@@ -17,7 +17,7 @@ from meshpar import runtime
 from meshpar.errors import LayoutError
 from meshpar.layout import ModelLayout
 from meshpar.passes import random
-from meshpar.patterns import class_name, matches, nearest
+from meshpar.patterns import class_name, covers, matches, nearest
 from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.weights import Mapped, WeightSource, dtypes_of
 
@@ -147,7 +147,7 @@ def compared(module: nn.Module, layout: ModelLayout, source: WeightSource, *, ig
     if any(not offered.intersection(each) for each in names.values()):
         source = layout.weights.view(source)
     told = _told_names(source)
-    covered = {pattern: {name for name in told if _covers(pattern, name) or _covers(pattern, told[name])} for pattern in ignore}
+    covered = {pattern: {name for name in told if covers(pattern, name) or covers(pattern, told[name])} for pattern in ignore}
     ignored = set[str]().union(*covered.values())
     problems = [
         f"ignore: {pattern!r} matches no tensor of these weights; nearest: {nearest(pattern, told.values())}"
@@ -176,11 +176,6 @@ def _told_names(source: WeightSource) -> dict[str, str]:
     """Return the names of the tensors in ``source`` -> those in the files, where a tensor comes whole from one of there."""
     origin = source.origin if isinstance(source, Mapped) else lambda name: name
     return {name: origin(name) or name for name in source.shapes()}
-
-
-def _covers(pattern: str, name: str) -> bool:
-    """Tell whether a pattern fits a tensor's name or that of a module around it."""
-    return matches(pattern, ".".join(name.split(".")[: pattern.count(".") + 1]))
 
 
 def _misfits(wanted: Mapping[str, Tensor], held: Mapping[str, list[str]], source: WeightSource, *, cast: bool) -> list[str]:

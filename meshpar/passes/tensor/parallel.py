@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, final
@@ -22,7 +22,7 @@ from meshpar.passes.random import SplitState, draws_random
 from meshpar.passes.tensor.context import Arrivals, Context, Style
 from meshpar.passes.tensor.parts import CopiedHeads, Parts
 from meshpar.passes.tensor.styles import PARAMETER_STYLES, PER_HEAD, Colwise, Sequence, parse
-from meshpar.patterns import find_modules, matches, nearest
+from meshpar.patterns import covers, find_modules, matches, nearest
 
 _WHOLE_SHARE = 0.25
 
@@ -59,7 +59,7 @@ class TensorParallel(Pass):
         sequence_parallel: split activations between layers along the sequence (arXiv 2205.05198). The sequence length must be a
             multiple of the axis's size.
         loss_parallel: keep the logits split over the vocabulary, as a DTensor that :func:`meshpar.token_loss` accepts.
-        styles: module pattern -> style, which replaces the entry of the layout's table. None removes the entry. The styles are
+        styles: module pattern -> style, which replaces the entry of the layout's table. None removes the entries in the module. Styles are
             ``region``, ``colwise``, ``packed_colwise:N``, ``colwise_gather``, ``rowwise``, ``rowwise_split``, ``vocab``, ``features``,
             ``head``, ``sequence`` and ``grad_sum``. A pattern that names a parameter (``blocks.*.attn.sinks``) supports ``per_head``,
             which splits the first dim, ``grad_sum``, and None: whole, used with whole features.
@@ -177,7 +177,7 @@ class TensorParallel(Pass):
         table, entries = _Table(), dict(layout.tensor)
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         for pattern, text in self.styles.items():
-            replaced = _take_out(module, entries, pattern)
+            replaced = _take_out(module, entries, pattern, covers if text is None else matches)
             if text is not None:
                 entries[pattern] = text
             elif any(matches(pattern, name) for name in names):
@@ -219,12 +219,13 @@ class TensorParallel(Pass):
                 yield f"{inside[0]} is tied to {missing}, and only {inside[0]} is split over tp; give both a style, or neither"
 
 
-def _take_out(module: nn.Module, entries: dict[str, Any], pattern: str) -> bool:
-    """Take the modules that ``pattern`` matches out of a table, and tell whether there were any."""
+def _take_out(module: nn.Module, entries: dict[str, Any], pattern: str, fits: Callable[[str, str], bool]) -> bool:
+    """Take the modules and parameters that ``pattern`` fits out of a table, and tell whether there were any."""
     named = pattern in entries
     entries.pop(pattern, None)
-    found = {known: [name for name, _ in find_modules(module, known)] for known in entries}
-    left = {name for name, _ in find_modules(module, pattern)}
+    every = [*(name for name, _ in module.named_modules()), *(name for name, _ in module.named_parameters(remove_duplicate=False))]
+    found = {known: [name for name in every if matches(known, name)] for known in entries}
+    left = {name for name in every if fits(pattern, name)}
     hit = [known for known, held in found.items() if left.intersection(held)]
     for known in hit:
         style = entries.pop(known)
