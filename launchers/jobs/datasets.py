@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, final
 
@@ -25,12 +25,13 @@ from meshpar.training.examples import ExampleFile, ExampleSplit, prepare_example
 from meshpar.training.records import RecordSource
 from meshpar.training.samples import LabelledExamples, MappedSamples, MixedSamples, PackedTokens, PairedExamples, tokenizers_problem
 from meshpar.training.text import PACKED, STDLIB, SUFFIXES, UNPLAIN, TextSource, kind_of
-from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer, byte_tokenizer, load_tokenizer
-from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens
+from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens, training_texts
 
 _BEFORE: dict[str, Any] = {"data.documents": "joined", "data.packing": "cut", "data.template": None, "data.mix": []}
 """Settings of runs that were saved before there was a choice."""
 _LOOKED_AT, _PIECE, _PIECES_READ = 1 << 20, 1 << 13, 100
+_TRIED = 1 << 20  # characters on which a BPE is tried, in about a second
 
 
 @final
@@ -189,7 +190,7 @@ def _tokenizer(recipe: Recipe, texts: Sequence[DataSection], cache: Path) -> Tex
     data, name = recipe.data, recipe.data.tokenizer
     if not texts:
         return None if name is None else load_tokenizer(name, eos=data.eos)
-    named = next((chat_template(each.template, None) for each in texts if each.source == "chat" and each.template is not None), None)
+    named = _named_template(texts)
     if name in (None, "bytes", "bpe"):
         sources = [_source(recipe, each, _inputs(each)) for each in texts] if name == "bpe" else []
         special, end = ((), None) if named is None else (named.special, named.end)
@@ -198,6 +199,38 @@ def _tokenizer(recipe: Recipe, texts: Sequence[DataSection], cache: Path) -> Tex
             name or "bytes", sources, cache, vocab_size=data.vocab_size, special=special, eos=data.eos or end, template=template
         )
     return load_tokenizer(name, eos=data.eos, template=None if named is None else named.text)
+
+
+def _named_template(texts: Sequence[DataSection]) -> ChatTemplate | None:
+    """Return the template that the recipe names for its conversations; None where it names none."""
+    return next((chat_template(each.template, None) for each in texts if each.source == "chat" and each.template is not None), None)
+
+
+def untried(recipe: Recipe) -> Iterator[str]:
+    """Yield what a check does not know of the data, because all of it would have to be read."""
+    if examples_of(recipe) == "labels":
+        yield "the labels of the data are counted when the job starts, which checks the size of the model's head then"
+    if short := _short_vocabulary(recipe, whole=False):
+        yield f"only the beginning of the text was tried, and {short.partition(':')[0]}; the job reads all of it when it starts"
+
+
+def _short_vocabulary(recipe: Recipe, *, whole: bool) -> str:
+    """Return why a BPE of a short text, which is read ``whole``, or of the beginning of another has too few ids; else nothing."""
+    texts = [each for each in parts_of(recipe.data).values() if each.source != "tokens"]
+    if recipe.data.tokenizer != "bpe" or not texts:
+        return ""
+    named, left, read = _named_template(texts), _TRIED, list[str]()
+    pieces = chain.from_iterable(training_texts(_source(recipe, each, _inputs(each))) for each in texts)
+    while left > 0 and (text := next(pieces, None)) is not None:
+        read.append(text[:left])
+        left -= len(text)
+    if whole != (left > 0):
+        return ""
+    try:
+        train_bpe(read, recipe.data.vocab_size, () if named is None else named.special)
+    except RecipeError as error:
+        return str(error)
+    return ""
 
 
 def _split(recipe: Recipe, section: DataSection, tokenizer: TextTokenizer | None, cache: Path) -> TokenSplit:
@@ -386,7 +419,7 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: 
 
 def data_problems(recipe: Recipe) -> Iterator[str]:
     """Yield the problems of the data's files, before anything is prepared; the beginning of each is read."""
-    most, kinds = 0, dict[str, tuple[int, int]]()
+    most, kinds, all_read = 0, dict[str, tuple[int, int]](), True
     for name in ("dataset", "validation_dataset"):
         if (own := getattr(recipe.data, name)) is not None:
             try:
@@ -406,10 +439,12 @@ def data_problems(recipe: Recipe) -> Iterator[str]:
                 if name not in kinds and (made_by := _made_by(recipe, section, path)) is not None:
                     kinds[name] = made_by
             except (RecipeError, OSError) as error:
-                most = sys.maxsize
+                most, all_read = sys.maxsize, False
                 yield f"{where}: {error if isinstance(error, RecipeError) else f'{path} cannot be read: {brief(error)}'}"
     if problem := tokenizers_problem(kinds):
         yield f"{recipe.where('data.mix')}: {problem}"
+    if all_read and (short := _short_vocabulary(recipe, whole=True)):
+        yield f"{recipe.where('data.vocab_size')}: {short}"
     if all(section.source != "stdlib" for section in parts_of(recipe.data).values()) and examples_of(recipe) == "tokens":
         few = _too_few(recipe, max(0, most - 1) // recipe.data.sequence_length + 1)
         if few:

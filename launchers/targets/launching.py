@@ -16,6 +16,7 @@ from meshpar.errors import LaunchError, MeshError, PlanError
 from meshpar.homes import expanded
 from meshpar.launchers.agent.replicas import divided
 from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs.datasets import untried
 from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
@@ -160,7 +161,7 @@ def _problems_or_notes(
     recipe: Recipe, spec: MeshSpec, nodes: int, gpus_per_node: int, elastic: str, *, shares_disks: bool
 ) -> Sequence[str]:
     """Raise PlanError with every problem, or return notes about what only the job itself can check."""
-    seen, notes = (recipe, []) if shares_disks else _seen_from_here(recipe)
+    seen, notes = (recipe, list(untried(recipe))) if shares_disks else _seen_from_here(recipe)
     ranks, replica = spec.size, elastic == "replicas"
     if replica:
         division = divided(spec, nodes, 0)

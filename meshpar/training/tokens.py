@@ -219,12 +219,13 @@ def prepare_tokenizer(
     key = _key("bpe", *(each.fingerprint() for each in sources), vocab_size, *special)
 
     def build(folder: Path) -> None:
-        train_bpe(chain.from_iterable(map(_training_texts, sources)), vocab_size, special).save(folder)
+        train_bpe(chain.from_iterable(map(training_texts, sources)), vocab_size, special).save(folder)
 
     return load_tokenizer(build_once(Path(cache) / f"tokenizer-{key}", build), eos=eos, template=template)
 
 
-def _training_texts(source: Any) -> Iterator[str]:  # noqa: ANN401 - of texts or of records
+def training_texts(source: Any) -> Iterator[str]:  # noqa: ANN401 - of texts or of records
+    """Yield the texts of a source on which a tokenizer is trained."""
     return (text for text, _ in source.pieces(_LONG_PIECE)) if isinstance(source, TextSource) else source.documents()
 
 
