@@ -27,9 +27,9 @@ from meshpar.launchers.agent.failures import Failure, first_error, record_kills
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.generating import Completer
 from meshpar.launchers.commands.plan import ranks_of
-from meshpar.launchers.commands.train import code_of
 from meshpar.launchers.export.run import bytes_of
 from meshpar.models import TransformerConfig
+from meshpar.signals import exit_code_of
 from meshpar.training.tokenizer import byte_tokenizer
 
 RECIPE = """\
@@ -149,7 +149,8 @@ def test_sizes_are_read_with_their_units() -> None:
 
 
 def test_a_stopped_run_ends_with_128_and_the_signal() -> None:
-    assert (code_of(None), code_of("SIGTERM"), code_of("SIGINT"), code_of("another rank was asked to stop")) == (0, 143, 130, 143)
+    reasons = (None, "SIGTERM", "SIGINT", "SIGHUP", "another rank was asked to stop")
+    assert [exit_code_of(each) for each in reasons] == [0, 143, 130, 129, 143]
 
 
 def write_error(folder: Path, rank: int, kind: str, message: str, seconds: float) -> None:

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"meshpar": "meshpar", "models": "meshpar.models", "checkpoints": "meshpar.checkpoints", "launchers": "meshpar.launchers"}
 FLOORS = [
-    {"errors", "imports", "patterns", "leftovers", "homes", "patches"},
+    {"errors", "imports", "patterns", "leftovers", "homes", "patches", "signals"},
     {"once"},
     {"mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas", "runtime"},
     {"layout"},

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from meshpar import MeshparError, RecipeError
+from meshpar.checkpoints import read_manifest
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.train import launch
 from meshpar.launchers.export.run import export_run
@@ -69,8 +74,8 @@ def command(folder: Path, output: str, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "meshpar.launchers", "train", str(folder / "job.yaml"), *more, "--quiet"]
 
 
-def start(folder: Path, output: str, *overrides: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(command(folder, output, *overrides), stderr=subprocess.PIPE, text=True, start_new_session=True)
+def start(folder: Path, output: str, *overrides: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    return subprocess.Popen([*before, *command(folder, output, *overrides)], stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -84,23 +89,26 @@ def run(folder: Path, output: str, *overrides: str) -> str:
 
 
 @contextlib.contextmanager
-def running(folder: Path, output: str, *overrides: str, until_step: int) -> Iterator[subprocess.Popen[str]]:
+def running(folder: Path, output: str, *overrides: str, until_step: int, before: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
     """Start a run in a session of its own and wait until it reports a step."""
-    process = start(folder, output, *overrides)
+    process = start(folder, output, *overrides, before=before)
     try:
-        assert process.stderr is not None
-        seen = ""
-        for line in process.stderr:
-            seen += line
-            if line.startswith("step") and int(line.split()[1].partition("/")[0]) >= until_step:
-                break
-        else:
-            pytest.fail(f"the run ended before step {until_step}:\n{seen}")
+        wait_for_step(process, until_step)
         yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
+    assert process.stderr is not None
+    seen = ""
+    for line in process.stderr:
+        seen += line
+        if line.startswith("step") and int(line.split()[1].partition("/")[0]) >= step:
+            return
+    pytest.fail(f"the run ended before step {step}:\n{seen}")
 
 
 def rest_of(process: subprocess.Popen[str]) -> str:
@@ -145,12 +153,15 @@ def weights(folder: Path, output: str) -> dict[str, torch.Tensor]:
 @pytest.mark.timeout(300)
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder: Path) -> None:
     whole = start(folder, "whole")  # beside the rest, to save time
-    with running(folder, "stopped", until_step=5) as process:
+    with running(folder, "stopped", until_step=5, before=["nohup"]) as process:
+        for each in (process.pid, *ranks_of(process.pid)):  # as when the terminal is closed
+            os.kill(each, signal.SIGHUP)
+        wait_for_step(process, 10)
         told = stop(process)
     assert "asked to stop (SIGTERM)" in told
     assert "saved" in told
     (step,) = sorted((folder / "stopped" / "checkpoints").glob("step-*"))
-    assert 5 <= int(step.name.removeprefix("step-")) < STEPS
+    assert 10 <= int(step.name.removeprefix("step-")) < STEPS
     subprocess.run(["cp", "-r", folder / "stopped", folder / "moved"], check=True)
     moved = start(folder, "moved", "mesh=tp=2", "data.micro_batch=8")
     kill_launcher(folder, "stopped", until_step=int(step.name.removeprefix("step-")) + 3)
@@ -166,6 +177,36 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder: Path) -> N
     got = weights(folder, "moved")
     for name, tensor in expected.items():
         assert float((tensor - got[name]).abs().max()) <= 1e-5 * float(tensor.abs().max()), name
+
+
+def test_a_terminal_that_is_closed_during_validation_stops_the_run_with_a_checkpoint(folder: Path) -> None:
+    """A validation of minutes does not hold a stop up, and a terminal that is gone loses lines, not the run."""
+    told = []
+    terminal, end = pty.openpty()
+
+    def own() -> None:
+        fcntl.ioctl(end, termios.TIOCSCTTY, 0)
+
+    long = ["data.validation_fraction=0.9", "data.micro_batch=1", "training.validate_steps=null", "training.validate_every=5"]
+    process = subprocess.Popen(command(folder, "closed", *long), stdin=end, stdout=end, stderr=end, start_new_session=True, preexec_fn=own)
+    os.close(end)
+
+    def at_step_five() -> bool:
+        while select.select([terminal], [], [], 0)[0]:
+            told.append(os.read(terminal, 1 << 16).decode())
+        assert process.poll() is None, "".join(told)
+        return (folder / "closed" / "metrics.jsonl").exists() and len(metrics(folder / "closed")) == 5
+
+    try:
+        until(at_step_five, told=lambda: "".join(told))
+        os.close(terminal)
+        assert process.wait(60) == 128 + signal.SIGHUP
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    lines = (folder / "closed" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 5 and not any("val/loss" in line for line in lines)
+    assert read_manifest(folder / "closed" / "checkpoints" / "step-00000005").extra["owes_validation"]
 
 
 def test_the_export_is_the_model_that_was_trained(folder: Path) -> None:
@@ -217,7 +258,7 @@ def test_a_killed_rank_ends_the_job_with_one_message(folder: Path) -> None:
 
 @on_ranks(2)
 def test_a_signal_that_one_rank_gets_is_the_reason_of_all() -> None:
-    for mine in ({1: signal.SIGUSR1}, {0: signal.SIGINT}, {0: signal.SIGINT, 1: signal.SIGUSR1}):
+    for mine in ({1: signal.SIGUSR1}, {0: signal.SIGINT}, {1: signal.SIGHUP}, {0: signal.SIGINT, 1: signal.SIGUSR1}):
         with StopRequest() as stop:
             assert not stop.agreed()
             if dist.get_rank() in mine:

@@ -80,6 +80,10 @@ def test_where_nothing_fits_or_nothing_is_said(tmp_path: Path) -> None:
 
     with pytest.raises(LaunchError, match="KeyError"):
         find_batch_size(recipe(tmp_path), broken, 1 << 30)
+    tried: list[Recipe] = []
+    with pytest.raises(SystemExit, match="143"):  # a trial that a signal stopped is the last one
+        find_batch_size(recipe(tmp_path), lambda each: tried.append(each) or 143, 1 << 30)
+    assert len(tried) == 1
 
 
 class Notes:

@@ -29,6 +29,7 @@ from meshpar.errors import (
     ReplicaError,
     seen_at,
 )
+from meshpar.signals import STOPPING
 
 NO_USE = 78
 """Exit code when another start would fail as well (sysexits.h: EX_CONFIG): problems of a recipe or plan, a failed preflight,
@@ -37,11 +38,8 @@ or starts that make no step."""
 RETRY = 75
 """Exit code of a replica that cannot go on with the others, when another start may succeed (sysexits.h: EX_TEMPFAIL)."""
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that are passed on to the ranks, which then save and stop."""
-
-STOPPED = {128 + each for each in SIGNALS}
-"""Exit codes of ranks that one of these signals stopped."""
+STOPPED = {128 + each for each in STOPPING}
+"""Exit codes of ranks that a signal stopped."""
 
 SCRATCH = "MESHPAR_SCRATCH"
 """Environment variable with a folder of this machine for errors that cannot be written to the logs, as on a full disk."""

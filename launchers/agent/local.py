@@ -30,7 +30,6 @@ from meshpar.launchers.agent.failures import (
     OTHERS_S,
     SCRATCH,
     SHUTDOWN_S,
-    SIGNALS,
     STOPPED,
     exit_code,
     first_error,
@@ -40,6 +39,7 @@ from meshpar.launchers.agent.failures import (
     recorded,
 )
 from meshpar.launchers.agent.rank_logs import Shown, log_file, start_id
+from meshpar.signals import STOPPING, heard
 
 if TYPE_CHECKING:
     from meshpar.launchers.recipes.recipe import Recipe  # loads all that a job may use, which a script does without
@@ -138,7 +138,7 @@ def launch_recipe(recipe: Recipe, placement: Placement, logs: Path | None = None
 def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextIO) -> int:
     """Run this node's ranks until they end.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 are passed on to the ranks, which write a checkpoint and stop. No process is left running.
+    The signals of :mod:`meshpar.signals` are passed on to the ranks, which write a checkpoint and stop. No process is left running.
 
     Args:
         work: arguments of :mod:`meshpar.launchers.jobs.worker`.
@@ -240,7 +240,7 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
         run_id=placement.run_id,
         max_restarts=placement.restarts,
         logs_specs=DefaultLogsSpecs(log_dir=folder),
-        signals_to_handle=",".join(each.name for each in SIGNALS),
+        signals_to_handle=",".join(each.name for each in heard()),
         **meeting,
     )
 
@@ -284,7 +284,7 @@ def _set_environment(placement: Placement, terminal: bool) -> None:
 
 @contextmanager
 def _signals_restored() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOPPING}
     try:
         yield
     finally:
@@ -294,7 +294,7 @@ def _signals_restored() -> Iterator[None]:
 
 def _ignore_signals() -> None:
     """Ignore signals after the ranks ended, so that a scheduler which ends the job now does not cut off the report."""
-    for number in SIGNALS:
+    for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
 
 

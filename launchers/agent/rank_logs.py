@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, final
 
+from meshpar.signals import Lenient
+
 _EVERY_S = 0.1
 
 
@@ -39,44 +41,22 @@ def redirect(logs: Path, rank: int) -> None:
         os.dup2(file.fileno(), sys.stderr.fileno())
     if isinstance(sys.stdout, io.TextIOWrapper):  # it was made for what the process began with
         sys.stdout.reconfigure(line_buffering=True)
-    sys.stdout, sys.stderr = _Lenient(sys.stdout), _Lenient(sys.stderr)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = Lenient(sys.stdout), Lenient(sys.stderr)  # type: ignore[assignment]
 
 
 def copy_output(logs: Path, rank: int) -> None:
     """Write to the terminal and to the log, except control sequences (a progress bar), which go to the terminal alone."""
     logs.mkdir(parents=True, exist_ok=True)
     file = log_file(logs, rank).open("a", encoding="utf-8", buffering=1)
-    sys.stdout, sys.stderr = _Both(sys.stdout, _Lenient(file)), _Both(sys.stderr, _Lenient(file))  # type: ignore[assignment]
-
-
-@final
-class _Lenient:
-    """A log's stream. Text that cannot be written, as on a full disk, is lost; training goes on."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def write(self, text: str) -> int:
-        """Write what the disk takes."""
-        with suppress(OSError):
-            self._file.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Write what was held back, if the disk takes it."""
-        with suppress(OSError):
-            self._file.flush()
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as the file's
-        return getattr(self._file, name)
+    sys.stdout, sys.stderr = _Both(sys.stdout, file), _Both(sys.stderr, file)  # type: ignore[assignment]
 
 
 @final
 class _Both:
-    """Write to a terminal's stream and to a file."""
+    """Write to a terminal's stream and to a file; either may fail."""
 
-    def __init__(self, terminal: TextIO, file: _Lenient) -> None:
-        self._terminal, self._file = terminal, file
+    def __init__(self, terminal: TextIO, file: TextIO) -> None:
+        self._terminal, self._file = Lenient(terminal), Lenient(file)
 
     def write(self, text: str) -> int:
         """Write to both; escape sequences go to the terminal alone."""

@@ -30,12 +30,12 @@ from meshpar.launchers.agent.meeting import Meeting, Start, publish
 from meshpar.launchers.agent.starting import handling
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.mesh import MeshSpec
+from meshpar.signals import heard
 from meshpar.training import Lighthouse
 
 _POLL_S, _ANSWER_S, _TELL_S, _WAIT_S = 0.2, 5.0, 10.0, 900.0
 _FOLLOW_S = 10.0  # in which ranks end by themselves after those of another node failed
 _RESTARTS = 1000
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @final
@@ -133,7 +133,7 @@ def launch_replicas(
             _Replica(number, division, path, place, logs, restarts, addresses / f"replica-{number}.address", quiet=quiet)
             for number in division.here
         ]
-        with handling(_SIGNALS, lambda number: _pass_on(kept, number)), ThreadPoolExecutor(len(kept)) as pool:
+        with handling(heard(), lambda number: _pass_on(kept, number)), ThreadPoolExecutor(len(kept)) as pool:
             codes = list(pool.map(_Replica.run, kept))
     if 0 in codes:
         (logs / COMPLETE).touch()

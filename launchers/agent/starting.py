@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshpar.errors import LaunchError
+from meshpar.signals import STOPPING, heard
 
 if TYPE_CHECKING:
     from meshpar.launchers.recipes.recipe import Recipe  # loads all that a job may use
 
 _PORTS, _FIRST_PORT = 10_000, 20_000
 _POLL_S = 0.2
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @contextmanager
@@ -102,9 +102,9 @@ def launch_nodes_here(recipe: Recipe, nodes: int, nproc: int) -> int:
         meeting = ["--nodes", str(nodes), "--nproc", str(nproc), "--head", f"127.0.0.1:{free_port()}", "--run-id", Path(folder).name]
         agent = [sys.executable, "-m", "meshpar.launchers", "run", *meeting]
         running = [subprocess.Popen([*agent, "--node-rank", str(node), str(path)], start_new_session=True) for node in range(nodes)]
-        with handling(_SIGNALS, lambda number: _pass_on(running, number)):
+        with handling(heard(), lambda number: _pass_on(running, number)):
             codes = _await(running)
-    failed = [node for node, code in enumerate(codes) if code not in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)]
+    failed = [node for node, code in enumerate(codes) if code not in (0, *(128 + each for each in STOPPING))]
     if failed:
         raise LaunchError(f"node {failed[0]} of {nodes} ended with exit code {codes[failed[0]]}; see its message above")
     return max(codes)

@@ -18,10 +18,11 @@ from meshpar.launchers.commands.placing import Given, accelerators, adopted, fir
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.job import run_job
 from meshpar.launchers.jobs.preflight import find_batch_size
-from meshpar.launchers.jobs.worker import code_of, end_with_parent
+from meshpar.launchers.jobs.worker import end_with_parent
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.mesh import MeshSpec
+from meshpar.signals import exit_code_of
 
 
 def train_recipe(
@@ -75,14 +76,14 @@ def launch(recipe: Recipe, ranks: int, *, quiet: bool = False) -> int:
     check(recipe, ranks, build.machine_problems(recipe, ranks))
     if not quiet:
         show(recipe)
-    return code_of(run_job(recipe).stopped) if ranks == 1 else launch_local(recipe, ranks)
+    return exit_code_of(run_job(recipe).stopped) if ranks == 1 else launch_local(recipe, ranks)
 
 
 @record  # torchrun shows the error of the rank that failed first
 def run_as_rank(recipe: Recipe) -> int:
     """Check and run a recipe in a process that another launcher made a rank, and return the exit code."""
     check(recipe, runtime.world_size(), [])
-    return code_of(run_job(recipe).stopped)
+    return exit_code_of(run_job(recipe).stopped)
 
 
 def check(recipe: Recipe, ranks: int, found: Sequence[str], *, replica: bool = False) -> None:

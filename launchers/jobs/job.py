@@ -44,6 +44,7 @@ from meshpar.training.metrics import JsonLines, Reporter, TensorBoard, flops_per
 from meshpar.training.optimizer import LossScaler
 from meshpar.training.profile import LEAST as PROFILED
 from meshpar.training.settings import Outcome
+from meshpar.training.stop import StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def run_job(recipe: Recipe) -> Outcome:
             staging=saving.staging,
         )
         trainer, origin = _trainer(recipe, data, kind, par, manager, saved)
-        with manager, contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as heard, manager, contextlib.ExitStack() as stack:
             if runtime.replica()[1]:
                 trainer.replicas = stack.enter_context(_replicas(recipe, par, trainer))
             else:
@@ -103,7 +104,8 @@ def run_job(recipe: Recipe) -> Outcome:
                 if recipe.profile and left < PROFILED:
                     trainer.reporters[0].note(f"no profile: it requires {PROFILED} steps, and {left} are left")
             with watched(recipe.watchdog, lambda: trainer.step, lambda: (trainer.validated, manager.writes)):
-                return trainer.run()
+                # to the end of the checkpoints that are written in the background
+                return trainer.run(heard.enter_context(StopRequest()))
 
 
 def _trainer(
@@ -374,7 +376,7 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
         f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over {schedule.steps:,} steps"
         f"{f' of {trainer.batch:,} samples' if trainer.follows_samples and trainer.batch != batch else ''}",
     ]
-    if trainer.complete:
+    if trainer.complete and not trainer.owes_validation:
         kind = "steps" if settings.steps is not None and trainer.step >= settings.steps else "epochs"
         lines.append(f"all {getattr(settings, kind)} {kind} are done already, after step {trainer.step}; raise training.{kind} to continue")
     elif come_from:

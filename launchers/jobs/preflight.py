@@ -102,6 +102,7 @@ def find_batch_size(recipe: Recipe, run: Callable[[Recipe], int], memory: int | 
 
     Raises:
         RecipeError: ``memory`` is None on a CPU, or no micro-batch fits.
+        SystemExit: a signal stopped a trial.
     """
     if memory is None and build.device_type(recipe) == "cpu":
         raise RecipeError("--find-batch-size on a CPU needs --memory 4GiB, or another limit per rank: there is no device memory to fill")
@@ -132,6 +133,7 @@ def try_batch(recipe: Recipe, run: Callable[[Recipe], int], size: int) -> Trial:
 
     Raises:
         LaunchError: the run failed for another reason than memory.
+        SystemExit: a signal stopped it.
     """
     with tempfile.TemporaryDirectory(prefix="meshpar-batch-") as folder:
         overrides = [
@@ -145,9 +147,11 @@ def try_batch(recipe: Recipe, run: Callable[[Recipe], int], size: int) -> Trial:
         overrides += ["data.validation_fraction=0", "data.validation_paths=[]", f"schedule.steps={_STEPS}", "schedule.warmup_steps=0"]
         overrides += ["checkpoint.every=null", "checkpoint.best=null", "training.forecast=false"]
         try:
-            run(_with(recipe, overrides))
+            stopped = run(_with(recipe, overrides))
         except FullMemoryError:
             return Trial(size, None)
+        if stopped:
+            raise SystemExit(stopped)
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     peaks = [record["memory_gib"] for record in map(json.loads, lines) if record.get("memory_gib")]
     return Trial(size, int(max(peaks) * 2**30))

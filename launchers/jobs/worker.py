@@ -32,6 +32,7 @@ from meshpar.launchers.agent.failures import (
 )
 from meshpar.launchers.agent.rank_logs import copy_output, redirect
 from meshpar.launchers.agent.starting import quick_imports
+from meshpar.signals import exit_code_of, heard
 
 _SET_DEATH_SIGNAL = 1  # linux/prctl.h: PR_SET_PDEATHSIG
 
@@ -78,18 +79,14 @@ def run_recipe(path: str) -> int:
     if os.environ["RANK"] == "0":
         for note in recipe.notes[known:]:
             print(f"note: {note}", file=sys.stderr)
-    return code_of(run_job(recipe).stopped)
-
-
-def code_of(stopped: str | None) -> int:
-    """Return 0 for a complete run, and 128 + the signal's number for one that was asked to stop."""
-    return 0 if stopped is None else 128 + {"SIGINT": 2, "SIGUSR1": 10, "SIGTERM": 15}.get(stopped, 15)
+    return exit_code_of(run_job(recipe).stopped)
 
 
 def run_code(kind: str, what: str, arguments: Sequence[str]) -> int:
     """Run a script or a module as ``python WHAT ARGS`` does: as ``__main__``, so that spawned processes can load its file."""
     sys.argv = [what, *arguments]
-    signal.signal(signal.SIGUSR1, _unheard)
+    if signal.SIGUSR1 in heard():
+        signal.signal(signal.SIGUSR1, _unheard)
     if kind == "module":
         sys.path.insert(0, os.getcwd())
         runpy.run_module(what, run_name="__main__", alter_sys=True)

@@ -6,9 +6,10 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, TextIO, final
+from typing import TYPE_CHECKING, TextIO, cast, final
 
 from meshpar.imports import need
+from meshpar.signals import Lenient
 from meshpar.training.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -46,13 +47,13 @@ class Console:
             file: output stream; None: standard error.
             unit: unit of the throughput: ``tok`` or ``examples``.
         """
-        self._file, self._unit = file or sys.stderr, unit
+        self._file, self._unit = Lenient(file or sys.stderr), unit
         self._total = steps if callable(steps) else lambda: steps
         self._first = step
         self._start = time.monotonic()
         self._progress: Progress | None = None
         if self._file.isatty():
-            self._progress = _progress(self._file)
+            self._progress = _progress(cast("TextIO", self._file))
             self._task = self._progress.add_task("", total=self._total(), completed=step)
             self._progress.start()
 

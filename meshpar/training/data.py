@@ -18,6 +18,7 @@ import torch
 
 from meshpar.errors import RecipeError
 from meshpar.imports import need
+from meshpar.signals import STOPPING
 from meshpar.training.order import Interleave, key_of, permuted
 
 FILLER = -1  # the index of a sample that is fully masked: it fills the last global batch of an epoch
@@ -354,6 +355,6 @@ def _as_it_is(batch: TensorBatch) -> TensorBatch:
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:
-    """Ignore SIGINT and SIGTERM in a worker: both go to every process of the group, and the trainer finishes its step first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Ignore stop requests in a worker: they go to every process of the group, and the trainer finishes its step first."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)

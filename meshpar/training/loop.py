@@ -132,6 +132,8 @@ class Trainer:
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=par.device)
         self._on_device = Transfer(par.device)
         self._reading: tuple[Reading, dict[str, float], list[str]] | None = None
+        self._stop: StopRequest | None = None  # of a run
+        self.owes_validation = False  # a stop request ended the validation after the last step
         self._at, self._rate = 0.0, 0.0  # of the last step, in the schedule
         self._plan_schedule()
 
@@ -163,6 +165,7 @@ class Trainer:
             "seed": self.settings.seed,
             "data": self.data.state_dict(),
             "batch": self.batch,
+            "owes_validation": self.owes_validation,
             "schedule": asdict(self.planned),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "metrics": {name: value for name, value in self._values.items() if name.startswith(("train/", "val/"))},
@@ -178,6 +181,7 @@ class Trainer:
         self.step, self.tokens, self.skipped = state["step"], state["tokens"], state["skipped"]
         self.batch = state.get("batch", self.data.global_batch)
         self._plan_schedule()
+        self.owes_validation = self.validation is not None and state.get("owes_validation", False)
         self._values = dict(state["metrics"])
         self._saved, self._reading = self.step, None
         self._meter.forget()
@@ -190,7 +194,7 @@ class Trainer:
         Collective: every rank calls it.
 
         Args:
-            stop: source of stop requests, which this method enters and exits; None: SIGTERM and SIGINT.
+            stop: source of stop requests, which this method enters and exits; None: the signals of :class:`StopRequest`.
 
         Raises:
             MeshparError: a loss or gradient is not finite (the message names the step), ranks have different data or parameters, or the
@@ -201,28 +205,46 @@ class Trainer:
         self._check_documents()
         self.par.module.train()
         stopped = None
-        with stop or StopRequest() as stop:
+        with stop or StopRequest() as self._stop:
             batches = iter(self.data)
-            while not self.complete:
+            if self.owes_validation:
+                stopped = self._make_up()
+            while not self.complete and stopped is None:
                 if not self._train_step(self._begin_step(batches)):
                     continue
                 self.step += 1
                 self._after_step(epoch_ended=self.data.position()["samples"] == 0)
-                if self._stops(stop.agreed()) and not self.complete:
-                    stopped = stop.reason
-                    self._note(f"asked to stop ({stopped}) after step {self.step}")
-                    self._save(last=True)
-                    break
+                stopped = self._stopped()
             self._read()
+        self._stop = None
         return Outcome(steps=self.step, stopped=stopped, values=dict(self._values))
 
-    def _stops(self, asked: bool) -> bool:
-        return asked if self.replicas is None else self.replicas.stops(asked)
+    def _stopped(self) -> str | None:
+        """Save if the ranks have agreed to stop before the run is complete, and return the reason."""
+        assert self._stop is not None
+        asked = self._stop.agreed()
+        stops = asked if self.replicas is None else self.replicas.stops(asked)
+        if not stops or (self.complete and not self.owes_validation):
+            return None
+        self._note(f"asked to stop ({self._stop.reason}) after step {self.step}{', during its validation' if self.owes_validation else ''}")
+        self._save(last=True)
+        return self._stop.reason
+
+    def _make_up(self) -> str | None:
+        """Validate after a resume where a stop request ended the validation, save the result, and return the reason of another stop."""
+        if self.replicas is not None:
+            self.replicas.begin()  # or none of them would report
+        if self.owes_validation:
+            self._validate()
+        if not self.owes_validation:
+            self._saved = -1
+            self._save(last=self.complete)
+        return self._stopped()
 
     def validate(self) -> dict[str, float]:
         """Return the means over the validation data: ``loss`` and the other values that the objective reports.
 
-        Collective: every rank calls it.
+        Collective: every rank calls it. Empty if the ranks of a run agreed to stop before its end.
         """
         assert self.validation is not None
         module, tokens = self.par.module, 0
@@ -231,6 +253,9 @@ class Trainer:
         self.validation.restart()
         with torch.no_grad(), self._meter.paused():
             for batch in chain.from_iterable(islice(self.validation.one_epoch(), self.settings.validate_steps)):
+                if self._stop is not None and self._stop.agreed():
+                    module.train()
+                    return {}
                 batch = self.par.split(batch)
                 loss_sum, more = self._loss(batch, self.validation)
                 self.validated += 1
@@ -346,11 +371,19 @@ class Trainer:
             with self._meter.paused():
                 self.par.check_replicas()
         # validation first: the checkpoint contains its metrics
+        self.owes_validation = False
         if self.validation is not None and (last or self._due(settings.validate_every, epoch_ended)):
-            self._read()
-            self._publish({"step": self.step} | {f"val/{name}": value for name, value in self.validate().items()})
+            self._validate()
         if last or self._due(settings.checkpoint_every, epoch_ended):
             self._save(last=last)
+
+    def _validate(self) -> None:
+        """Validate and publish the result; a stop request ends it, and the next start makes up for it."""
+        self._read()
+        found = self.validate()
+        self.owes_validation = not found
+        if found:
+            self._publish({"step": self.step} | {f"val/{name}": value for name, value in found.items()})
 
     def _tell_changes(self) -> None:
         """Report which replicas were lost and joined."""

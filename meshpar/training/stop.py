@@ -1,4 +1,4 @@
-"""Stop requests: a signal on any rank stops all ranks at the end of the same step."""
+"""Stop requests: a signal on any rank stops all ranks at the same place, between two steps or within a longer piece of work."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ import torch
 import torch.distributed as dist
 
 from meshpar import runtime
+from meshpar.signals import STOPPING, heard
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last: SLURM, before the time limit
-_NUMBERS = {each.name: int(each) for each in _SIGNALS}
-_OTHERWISE = 1  # a request that is no signal; less than any signal's number
+_NUMBERS = {each.name: int(each) + 1 for each in STOPPING}
+_OTHERWISE = 1  # a request that is no signal; less than any signal's number + 1
 _SAME_S = 1.0  # one Ctrl-C may arrive twice: from the terminal and from the launcher that passes it on
+_LONG_S = 1.0  # between two calls of agreed(), from which on the ranks wait for each other's answer
 
 
 @final
 class StopRequest:
-    """Convert SIGTERM, SIGINT and SIGUSR1 to a stop request on which all ranks agree. A second SIGINT interrupts at once.
+    """Convert the signals of :mod:`meshpar.signals` to a stop request on which all ranks agree. A second SIGINT interrupts at once.
 
-    A context manager. Collective: every rank enters it. A small all-reduce of CPU memory on a separate group combines the ranks' flags and
-    overlaps with the next step: the ranks agree one step after the request, and nothing waits. A flag is the signal's number, so that all
-    ranks report the same signal. Outside the main thread, where Python allows no signal handlers, only :meth:`request` works.
+    A context manager, which may be entered again inside. Collective: every rank enters it. A small all-reduce of CPU memory on a separate
+    group combines the ranks' flags and overlaps with the next step: the ranks agree one call of :meth:`agreed` after the request, and
+    nothing waits. If more than a second passes between two calls, the ranks wait for the answer, which costs less than a thousandth of the
+    time and saves a step. A flag tells the signal, so that all ranks report the same one. Outside the main thread, where Python allows no
+    signal handlers, only :meth:`request` works.
     """
 
     def __init__(self) -> None:
         self.reason: str | None = None
         self._group: dist.ProcessGroup | None = None
-        self._flag = torch.zeros((), dtype=torch.int32)
+        self._flags = torch.zeros(2, dtype=torch.int32)  # who asks, and whether the time since the last call was long
         self._work: dist.Work | None = None
-        self._asked = 0.0
+        self._agreed, self._waits, self._entered = False, False, 0
+        self._asked, self._called = 0.0, time.monotonic()
         self._before: dict[signal.Signals, Any] = {}
 
     def request(self, reason: str) -> None:
@@ -42,43 +46,57 @@ class StopRequest:
             self.reason, self._asked = reason, time.monotonic()
 
     def __enter__(self) -> StopRequest:
+        self._entered += 1
+        if self._entered > 1:
+            return self
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = runtime.new_host_group("stop")
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            for number in heard():
                 self._before[number] = signal.signal(number, self._handle)
+        self._called = time.monotonic()
         return self
 
     def agreed(self) -> bool:
-        """Return, at the end of a step, whether the ranks had agreed to stop by the end of the step before.
+        """Return whether the ranks have agreed to stop; they did not if a request came after the call before, see the class.
 
-        Collective: every rank calls it after every step.
+        Collective: every rank calls it after every step, and between the parts of work that may take more than a second.
         """
         if self._group is None:
             return self.reason is not None
-        stop = self._finish()
-        self._flag.fill_(0 if self.reason is None else _NUMBERS.get(self.reason, _OTHERWISE))
-        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return stop
+        self._finish()
+        if not self._agreed:
+            now = time.monotonic()
+            asks = 0 if self.reason is None else _NUMBERS.get(self.reason, _OTHERWISE)
+            self._flags = torch.tensor([asks, int(now - self._called > _LONG_S)], dtype=torch.int32)
+            self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            if self._waits:
+                self._finish()
+            self._called = time.monotonic()
+        return self._agreed
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._entered -= 1
+        if self._entered:
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._group is not None and kind is None:  # after an error the other ranks may never come
             self._finish()
             dist.destroy_process_group(self._group)
 
-    def _finish(self) -> bool:
+    def _finish(self) -> None:
         if self._work is None:
-            return False
+            return
         self._work.wait()
         self._work = None
-        flag = int(self._flag)
+        flag, long = self._flags.tolist()
+        self._waits = bool(long)
         if flag:
+            self._agreed = True
             self.request("another rank was asked to stop")
         if flag > _OTHERWISE:
-            self.reason = signal.Signals(flag).name  # also where this rank has got another one
-        return bool(flag)
+            self.reason = signal.Signals(flag - 1).name  # also where this rank has got another one
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason is not None and time.monotonic() - self._asked > _SAME_S:
