@@ -333,7 +333,8 @@ def test_resuming_on_two_ranks_is_bitwise_and_one_rank_stops_both() -> None:
         check_resume(Path(name), "dp_shard=2", [FullyShard()])
         check_ranks_must_agree(Path(name))
         check_one_rank_stops_all(Path(name))
-        check_stop_in_validation(Path(name), *(parallel("dp_shard=2", [FullyShard()]) for _ in range(2)), late=1)
+        first, second = (parallel("dp_shard=2", [FullyShard()]) for _ in range(2))
+        check_stop_in_validation(Path(name), first, second, late=1)
         check_two_ranks_match_one(Path(name))
 
 
@@ -423,7 +424,7 @@ def check_stop_in_validation(folder: Path, par: Parallelized, last: Parallelized
     def train(par: Parallelized, saved: Any = None, batch: int = 99) -> tuple[Any, Kept, Records]:
         kept, records = Kept(), Records()
         held = Batches(samples, micro_batch=1, data_rank=par.data_rank, data_size=par.data_size, seed=None)
-        more = {"steps": 4, "validate_every": 2, "validation": held, "checkpointer": kept, "reporters": [records]}
+        more: dict[str, Any] = {"steps": 4, "validate_every": 2, "validation": held, "checkpointer": kept, "reporters": [records]}
         run = resumed(par, saved, samples, **more) if saved else trainer(par, samples, **more)
         run.objective = Asking(batch if dist.get_rank() == dist.get_world_size() - 1 else 99)
         return run.run(), kept, records
