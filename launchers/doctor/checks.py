@@ -111,7 +111,7 @@ GIB = 2**30
 CLOCK_S = 2.0
 SHM = 1 * GIB
 FEW_FILES, FILES, FILES_A_RANK = 1024, 4096, 4
-"""Open files that a process needs: with 16 ranks at most, with more, and for each rank: gloo's groups and rank 0's stores grow with them."""
+"""Open files that a process needs: with 16 ranks at most, with more, and for each rank, because gloo's groups and rank 0's stores grow."""
 
 
 @final

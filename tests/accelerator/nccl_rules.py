@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
+from meshpar import _torch
+
 NAME = "rules"
 DEVICE = "cpu"
 """The type of the device that stands for an accelerator."""
@@ -243,6 +245,21 @@ def _gloo(options: Any, name: str) -> Any:
     return group
 
 
+class _Operators:
+    """The functional collectives; one of them asks a group's backend without the group, so its call is checked here."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def all_gather_into_tensor_out(self, input: Tensor, size: int, group: str, *, out: Tensor) -> Tensor:
+        known: Any = dist.distributed_c10d._resolve_process_group(group)
+        known._begin("all_gather", [input], [out])
+        return self._inner.all_gather_into_tensor_out(input, size, group, out=out)
+
+
 def check_order(groups: Sequence[tuple[str, tuple[int, ...]]]) -> None:
     """Check that every two ranks made the groups that they share in the same order. Collective over the world."""
     every: list[Any] = [None] * dist.get_world_size()
@@ -266,10 +283,12 @@ def rules() -> Iterator[Seen]:
     SEEN.made.clear()
     SEEN.clear()
     dist.Backend.default_device_backend_map[DEVICE] = NAME
+    operators, _torch.collective_ops = _torch.collective_ops, _Operators(_torch.collective_ops)
     dist.init_process_group(NAME, store=dist.PrefixStore("rules", store), rank=rank, world_size=size, timeout=timeout)
     try:
         yield SEEN
         check_order([(each.title, each.ranks) for each in SEEN.made])
     finally:
+        _torch.collective_ops = operators
         dist.Backend.default_device_backend_map.clear()
         dist.Backend.default_device_backend_map.update(was)
