@@ -391,6 +391,19 @@ def test_each_launch_has_a_folder_of_its_own(folder: Path) -> None:
     assert f"work=({folder}/runs/slurm/launches/002/recipe.resolved.yaml)" in (second / "job.sbatch").read_text()
 
 
+def test_a_script_is_run_here_before_its_job_is_rendered(folder: Path) -> None:
+    launch_script = partial(launch_job, "slurm", "train.py", ["--lr", "3"], nodes=2, gpus_per_node=0, nproc=2)
+    (folder / "train.py").write_text("import sys; sys.exit(0 if sys.argv[1:] == ['--lr', '3', '--dry-run', 'a b'] else 3)")
+    assert "note: the script is not checked here; --check ARGUMENTS" in launch_script()
+    assert "not checked" not in launch_script(check="--dry-run 'a b'")
+    launches = len(list(Path("runs/train/launches").iterdir()))
+    with pytest.raises(LaunchError, match=r"the check train.py --lr 3 --wet ended with exit code 3; correct the script"):
+        launch_script(check="--wet")
+    assert len(list(Path("runs/train/launches").iterdir())) == launches == 2
+    with pytest.raises(LaunchError, match="--check is for scripts"):
+        launch_job("slurm", "job.yaml", [], nodes=2, gpus_per_node=0, nproc=1, mesh="auto", check="--dry-run")
+
+
 def test_a_script_is_launched_with_its_arguments(folder: Path) -> None:
     (folder / "train.py").write_text("")
     (folder / "bin").mkdir()

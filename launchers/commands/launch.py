@@ -108,6 +108,9 @@ def launch(
     option: Annotated[list[str] | None, typer.Option("-o", "--option", help="An option of the target: -o partition=gpu")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the job.")] = False,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT_OR_RECIPE is a module's name.")] = False,
+    check: Annotated[
+        str | None, typer.Option(metavar="ARGS", help="First run the script here with these arguments too: --check=--dry-run")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Render a script or a recipe as a job of SLURM, Kubernetes, ...
@@ -119,7 +122,7 @@ def launch(
 
     told = launch_job(
         target, what, arguments or [], nodes=nodes, gpus_per_node=gpus_per_node, nproc=nproc, mesh=mesh, elastic=elastic,
-        preflight=preflight, options=option or [], submit=submit, module=module,
+        preflight=preflight, options=option or [], submit=submit, module=module, check=check,
     )  # fmt: skip
     print(told)
 

@@ -6,6 +6,7 @@ import glob
 import itertools
 import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,9 @@ from meshpar.training.text import STDLIB
 ELASTIC = ("nodes", "replicas")
 """The kinds of elastic jobs."""
 
+CHECK_S = 600
+"""Seconds within which a script's own check must end."""
+
 SUBMIT_S = 900
 """Seconds within which an engine must accept a job; SkyPilot may start its controller first."""
 
@@ -47,6 +51,7 @@ def launch_job(
     options: Sequence[str] = (),
     submit: bool = False,
     module: bool = False,
+    check: str | None = None,
 ) -> str:
     """Render a job into a folder of its own in the run's folder, and return a summary as text.
 
@@ -63,6 +68,7 @@ def launch_job(
         options: options of the target, ``partition=gpu``.
         submit: whether to submit the job.
         module: whether ``what`` is a module's name.
+        check: arguments with which a script is first run here, in one process: the job is rendered if it ends with 0.
 
     Raises:
         MeshparError: listing every problem.
@@ -79,6 +85,12 @@ def launch_job(
     place: _Place = {"nodes": nodes, "gpus_per_node": gpus_per_node, "ranks_per_node": ranks, "elastic": elastic}
     if module or what.endswith(".py"):
         run, work = _script(what, arguments, module=module, mesh=mesh, preflight=preflight, elastic=elastic)
+        if check is None:
+            notes = ["the script is not checked here; --check ARGUMENTS first runs it with these in one process, such as --check=--dry-run"]
+        else:
+            _run_check(["-m", what] if module else [what], [*arguments, *shlex.split(check)])
+    elif check is not None:
+        raise LaunchError(f"--check is for scripts, and {what} is a recipe, which is always checked; leave it out")
     else:
         wants = arguments if mesh is None else [*arguments, f"mesh={_placed(mesh, nodes, ranks)}"]
         wants = wants if preflight is None else [*wants, f"preflight='{preflight}'"]
@@ -130,6 +142,17 @@ def _script(
             raise LaunchError(f"{option} is for recipes, and {what} is a {'module' if module else 'script'}; leave it out")
     name = what.rpartition(".")[2] if module else Path(what).stem
     return (Path("runs") / name).absolute(), {"name": name, "script": (*(["-m"] if module else []), what, *arguments)}
+
+
+def _run_check(script: Sequence[str], arguments: Sequence[str]) -> None:
+    """Run a script here, with its output on this terminal; raise LaunchError unless it ends with 0."""
+    told = shlex.join([*script, *arguments])
+    try:
+        code = subprocess.run([sys.executable, *script, *arguments], timeout=CHECK_S, check=False).returncode
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"the check {told} did not end within {CHECK_S} s; give it less to do, or leave out --check") from error
+    if code:
+        raise LaunchError(f"the check {told} ended with exit code {code}; correct the script or its arguments")
 
 
 def _written(plugin: Target, run: Path, fields: Mapping[str, Any]) -> tuple[Job, Mapping[str, str]]:
