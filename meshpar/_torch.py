@@ -13,8 +13,9 @@
 - ``enter_by``: a call of a module, with its hooks inside; ``nn.Module`` has no public place around both.
 - ``refuse_parts_as_numbers``: what DTensor does with single operators is its own table, with no public form.
 - ``in_checkpoint``: whose hooks on saved tensors are in force.
-- ``check_gradients_of``, ``check_norms_of``: ``torch.autograd.grad`` and ``torch.nn.utils.clip_grad_norm_`` have no hook for what they are
-  asked.
+- ``check_backwards``, ``check_norms_of``: ``torch.autograd.grad``, ``backward`` and ``torch.nn.utils.clip_grad_norm_`` have no hook for
+  what they are asked.
+- ``next_node``: autograd's number of the node that it makes next, by which units know their own; private without a public form.
 - ``in_backward``, ``at_end_of_backward``: where autograd is; FSDP2 and DDP read the same, with no public form.
 - ``without_modes``: a try inside of a forward must not be recorded by selective recomputation; private without a public form.
 - ``Units.drop_unreduced_gradients``, ``Units.unwind``: torch 2.13 has ``reset_iter_state`` for them, 2.11 nothing; in 2.15 that also
@@ -54,7 +55,7 @@ import logging
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -67,7 +68,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch import _assert_async as assert_async
 from torch._compile import _disable_dynamo
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed._composable import checkpoint_activation
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -89,6 +90,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from meshpar.patches import Undo
 
 __all__ = [
+    "Node",
     "StridedShard",
     "assert_async",
     "checkpoint",
@@ -262,6 +264,13 @@ class Units:
     def runs(self, unit: nn.Module) -> None:
         """Remember that a unit runs a forward whose gradients are wanted."""
         self._ran.update(map(id, _groups(unit)))
+
+    def enters_backward(self, unit: nn.Module) -> None:
+        """Gather a unit for the backward that runs, as FSDP2 does where a gradient reaches one of its outputs."""
+        state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+        groups = _groups(unit)
+        if not groups or any(each._training_state != TrainingState.PRE_BACKWARD for each in groups):
+            state._pre_backward(None)
 
     def reshard(self) -> None:
         """Let go of gathered weights, also of those that were asked for ahead and never used."""
@@ -549,18 +558,24 @@ def in_checkpoint() -> bool:
     return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
 
 
-def check_gradients_of(check: Callable[[Iterable[torch.Tensor]], None]) -> Undo:
-    """Let ``check`` look at what somebody wants the gradients of by ``torch.autograd.grad``, or ``backward(inputs=...)``.
+def check_backwards(wanted: Callable[[list[Any]], None], roots: Callable[[list[Any]], None]) -> Undo:
+    """Let functions look at each backward before it runs, by ``backward`` or ``torch.autograd.grad``.
 
-    Autograd knows nothing of FSDP2's shards: it calls them unused, or with ``allow_unused`` answers None.
+    Args:
+        wanted: looks at what the gradients are asked of, by ``torch.autograd.grad`` or ``backward(inputs=...)``. Autograd knows nothing of
+            FSDP2's shards: it calls them unused, or with ``allow_unused`` answers None.
+        roots: looks at the tensors and nodes from which the backward starts.
     """
-    undone = [_check_tensors(torch.autograd, name, "inputs", check) for name in ("grad", "backward")]
+    undone = [
+        _check_tensors(torch.autograd, name, {"inputs": wanted, starts: roots})
+        for name, starts in (("grad", "outputs"), ("backward", "tensors"))
+    ]
     return lambda: all(undo() for undo in undone)
 
 
-def check_norms_of(check: Callable[[Iterable[torch.Tensor]], None]) -> Undo:
+def check_norms_of(check: Callable[[list[Any]], None]) -> Undo:
     """Let ``check`` look at the gradients of which ``torch.nn.utils.clip_grad_norm_`` computes a norm."""
-    return _check_tensors(torch.nn.utils.clip_grad, "_get_total_norm", "tensors", check)
+    return _check_tensors(torch.nn.utils.clip_grad, "_get_total_norm", {"tensors": check})
 
 
 def before_steps(run: Callable[..., Any]) -> Undo:
@@ -577,16 +592,22 @@ def before_steps(run: Callable[..., Any]) -> Undo:
     return undo
 
 
-def _check_tensors(owner: Any, name: str, argument: str, check: Callable[[Iterable[torch.Tensor]], None]) -> Undo:
+def next_node() -> int:
+    """Return the number of the node that autograd makes next in this thread; a graph's nodes are numbered in the order of their making."""
+    return torch.autograd._get_sequence_nr()
+
+
+def _check_tensors(owner: Any, name: str, checks: Mapping[str, Callable[[list[Any]], None]]) -> Undo:
+    """Let ``checks``, by the name of an argument, look at the tensors and nodes that a function of ``owner`` is called with."""
     inner = getattr(owner, name)
     if hasattr(inner, "_meshpar_checked"):  # somebody wrapped it, so that undoing left it
         return lambda: True
-    place = list(inspect.signature(inner).parameters).index(argument)
+    places = list(inspect.signature(inner).parameters)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        wanted = args[place] if len(args) > place else kwargs.get(argument)
-        if wanted is not None:
-            check([each for each in tree_leaves(wanted) if isinstance(each, torch.Tensor)])
+        given = dict(zip(places, args)) | kwargs
+        for argument, check in checks.items():
+            check([each for each in tree_leaves(given.get(argument)) if isinstance(each, torch.Tensor | Node)])
         return inner(*args, **kwargs)
 
     checked._meshpar_checked = True  # type: ignore[attr-defined]

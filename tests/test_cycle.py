@@ -673,3 +673,113 @@ def test_parameters_that_some_ranks_freeze_are_refused():
     par.module.blocks[1].requires_grad_(par.data_rank == 0)
     with pytest.raises(MeshparError, match=r"data ranks train different parameters in blocks\.1"):
         par.module(x_of())
+
+
+class Probed(nn.Module):
+    """A block with a loss of its own, which it keeps; it adds what the block before it kept to its input by wish."""
+
+    def __init__(self, detached):
+        super().__init__()
+        self.up, self.down, self.probe, self.detached = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 3), detached
+        self.before = []
+
+    def forward(self, x):
+        x = x + sum(0.1 * each.aux for each in self.before)
+        x = x + self.down(torch.relu(self.up(x)))
+        self.aux = self.probe(x.detach() if self.detached else x).square().mean(-1, keepdim=True)
+        return x
+
+
+class Supervised(nn.Module):
+    def __init__(self, detached=False, chained=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet, self.blocks, self.out = nn.Linear(8, 8), nn.ModuleList(Probed(detached) for _ in range(3)), nn.Linear(8, 8)
+        for before, block in zip(self.blocks, list(self.blocks)[1:] if chained else []):
+            block.before.append(before)
+
+    def forward(self, x):
+        x = self.inlet(x)
+        self.first = x.square().mean()
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def both_losses(model, x):
+    (model(x).square().mean() + sum(block.aux.mean() for block in model.blocks) + model.first).backward()
+
+
+def kept_losses(model, x):
+    model(x)
+    sum(block.aux.mean() for block in model.blocks).backward()
+
+
+def one_kept_loss(model, x):
+    model(x)
+    model.blocks[1].aux.mean().backward()
+
+
+def first_loss(model, x):
+    model(x)
+    model.first.backward()
+
+
+def one_after_the_other(model, x):
+    model(x).square().mean().backward()
+    for block in model.blocks:
+        block.aux.mean().backward()
+
+
+def begun_late(model, x):
+    for weight in (0.0, 0.0, 0.0, 1.0):
+        loss = model(x).square().mean()
+        (loss + weight * sum(block.aux.mean() for block in model.blocks) if weight else loss).backward()
+
+
+KEPT = [
+    (both_losses, {}),
+    (both_losses, dict(detached=True)),
+    (both_losses, dict(chained=True)),
+    (kept_losses, {}),
+    (one_kept_loss, {}),
+    (first_loss, {}),
+    (one_after_the_other, dict(detached=True)),
+    (begun_late, {}),
+]
+PROBED = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+KEEPING = {
+    "fsdp": ("dp_shard=2", [FullyShard(prefetch_backward=0)], KEPT),
+    "recomputed": ("dp_shard=2", [ActivationCheckpoint(), FullyShard()], KEPT[:4:3]),
+    "replicas": ("dp_replicate=2", [Replicate()], KEPT[:1]),
+    "world": ("dp_replicate=2,dp_shard=1", [HybridShard(optimizer="world")], KEPT[:1]),
+    "tp": ("tp=2", [TensorParallel()], KEPT[:2]),
+}
+
+
+@on_ranks(2, keep=True)
+def test_a_loss_that_leaves_a_block_by_an_attribute_equals_one_process():
+    for name, (mesh, passes, habits) in KEEPING.items():
+        for run, options in habits:
+            one, par = Supervised(**options), Plan(mesh, passes).apply(Supervised(**options), PROBED)
+            x, part = x_of(), slice(2 * par.data_rank, 2 * par.data_rank + 4 // par.data_size)
+            for _ in range(2):
+                run(one, x)
+                run(par.module, x[part])
+                got = {name: None if each.grad is None else whole(each.grad) for name, each in par.module.named_parameters()}
+                want = {name: each.grad for name, each in one.named_parameters()}
+                torch.testing.assert_close(got, want, msg=lambda said: f"{run.__name__}, {options}, {name}: {said}")  # noqa: B023
+
+
+@on_ranks(2, keep=True)
+def test_a_kept_loss_has_no_backward_after_a_step():
+    par = applied(Supervised(), "dp_shard=2", [FullyShard()], PROBED)
+    optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
+    par.module(x_of()).sum().backward()
+    par.module(x_of())
+    optimizer.step()
+    with pytest.raises(MeshparError, match="changed weights between a forward and its backward"):
+        par.module.blocks[0].aux.mean().backward()
+    par.module(x_of())
+    with pytest.raises(MeshparError, match="a gradient of a gradient"):
+        par.module.blocks[0].aux.mean().backward(create_graph=True)

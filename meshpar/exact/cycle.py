@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from meshpar import _torch, runtime
 from meshpar.errors import MeshparError
 from meshpar.exact.agreement import leaves
+from meshpar.exact.entrances import STALE, Entrances, look
 from meshpar.exact.explain import Explanation
 from meshpar.exact.mixing import MixingTest
 from meshpar.exact.parts import adafactor_by_parts
@@ -38,7 +39,7 @@ from meshpar.patches import while_lives
 from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, sharded_axes, unevenly_split
 from meshpar.replicas import Looks
-from meshpar.state.full import guard_optimizer
+from meshpar.state.full import guard_optimizer, refuse_reduced
 
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
 """Names of methods that models publish beside ``forward`` and that enter as it does."""
@@ -95,6 +96,7 @@ class Cycle:
         self._shares_gathered = False
         self._explanation = explanation
         self._units = _torch.Units(module)
+        self._entrances = Entrances(self._enter_backward)
         self._names = {unit: name for name, unit in module.named_modules()}
         self._replaced = {id(each): weakref.ref(each) for each in replaced}
         self._depth = 0
@@ -138,6 +140,7 @@ class Cycle:
         if self._units.modules:
             module._is_fsdp_managed_module = True  # by which transformers' generate knows that ranks must go in step
         _LIVING[next(_NUMBERS)] = self
+        while_lives(self, "backwards", functools.partial(_torch.check_backwards, refuse_reduced, look))
         while_lives(self, "steps", functools.partial(_torch.before_steps, _before_every_step))
 
     def only_inside(self, parts: Mapping[str, nn.Module], why: str) -> None:
@@ -273,6 +276,7 @@ class Cycle:
         self.check_parameters()
         # Parameters that an earlier forward left gathered may be older than the last step: any code may have changed the shards since.
         self._units.reshard()
+        self._entrances.begin()
         self._gather_shards()
         if torch.is_grad_enabled():
             self._refuse_left()
@@ -326,6 +330,7 @@ class Cycle:
         if not self._depth and not _torch.in_backward():
             _torch.make_ready(self.module)
             self._units.reshard()
+            self._entrances.begin()
             self._gather_shards()
         self._units.show(unit)
         if self.agreement is not None and not _torch.in_backward():
@@ -340,6 +345,7 @@ class Cycle:
         elif not _torch.in_backward():
             self._without_grad.discard(unit)
             self._units.runs(unit)
+            self._entrances.opens(unit)
 
     def _mark(self) -> None:
         """Know the shards, and average the gradients that reach them from outside of the module's calls."""
@@ -363,6 +369,8 @@ class Cycle:
     def _after_unit(self, unit: nn.Module, args: object, output: object) -> None:
         if torch.is_grad_enabled() and not isinstance(output, Tensor):
             _torch.gather_before_backward(unit, output, _trained(output))
+        if not _torch.in_backward():
+            self._entrances.closes(unit, output)
         if (stack := self._outside.pop(unit, None)) is not None:
             stack.close()
         if unit is not self.module:
@@ -382,35 +390,39 @@ class Cycle:
     def _begin_backward(self, forward: _Forward, grad: Tensor) -> None:
         """Look at a backward that reaches an output of the module, and see that its end is noticed."""
         if self._units.modules:
-            if torch.is_grad_enabled():
-                raise MeshparError(
-                    "a gradient of a gradient (create_graph=True) needs weights that data parallelism has freed by then; use a mesh "
-                    "of tensor parallelism alone, or compute the penalty from finite differences"
-                )
+            _refuse_second_order()
             if forward.done:
                 raise MeshparError(
                     "a second backward runs through one forward (retain_graph=True), whose weights data parallelism has freed; add the "
                     "losses and run one backward, or run the forward again"
                 )
             if forward.steps != self._steps:
-                raise MeshparError(
-                    "an optimizer changed weights between a forward and its backward, and the backward would use the new weights; run the "
-                    "backward before the step, or the forward again after it"
-                )
+                raise MeshparError(STALE)
         elif forward.done and self._selective:
             raise MeshparError(
                 "a second backward runs through one forward (retain_graph=True), whose saved results selective recomputation has freed; "
                 "add the losses and run one backward, or use ActivationCheckpoint(mode='full')"
             )
+        self._refuse_unwound()
+        if not self._begun:
+            self._units.show()
+        self.expect_end()
+        self._begun.add(forward)
+
+    def _enter_backward(self, unit: nn.Module) -> None:
+        """Gather a unit for a backward that comes into it otherwise than by its outputs: by a loss that a block keeps."""
+        _refuse_second_order()
+        self._refuse_unwound()
+        self.expect_end()
+        self._units.enters_backward(unit)
+        self._units.show(unit)
+
+    def _refuse_unwound(self) -> None:
         if self._backward not in (-1, _torch.backward()):
             raise MeshparError(
                 "an error ended an earlier backward, and the forward of this one came before it; clear the gradients by "
                 "optimizer.zero_grad() and run the forward again"
             )
-        if not self._begun:
-            self._units.show()
-        self.expect_end()
-        self._begun.add(forward)
 
     def expect_end(self) -> None:
         """See that :meth:`_end_backward` runs when the backward that runs now is through."""
@@ -502,6 +514,7 @@ class Cycle:
         if self.agreement is not None:
             self.agreement.settings(optimizer)
         self._steps += 1
+        self._entrances.step()
         self._refuse_left()
         if optimizer not in self._guarded:
             self._guarded.add(optimizer)
@@ -564,6 +577,14 @@ class _Forward:
 
     def __init__(self, steps: int) -> None:
         self.steps, self.done = steps, False
+
+
+def _refuse_second_order() -> None:
+    if torch.is_grad_enabled():
+        raise MeshparError(
+            "a gradient of a gradient (create_graph=True) needs weights that data parallelism has freed by then; use a mesh of tensor "
+            "parallelism alone, or compute the penalty from finite differences"
+        )
 
 
 def _refuse_changed(buffers: Iterable[tuple[nn.Module, str, Tensor, int]]) -> None:

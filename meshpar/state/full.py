@@ -222,7 +222,6 @@ def refuse_copies(module: Any) -> None:  # noqa: ANN401 - a module that gets att
         )
     module._ddp_params_and_buffers_to_ignore = _NotForDDP()  # which DistributedDataParallel reads first
     guard_state(module)
-    while_lives(module, "gradients", functools.partial(_torch.check_gradients_of, _refuse_reduced))
     while_lives(module, "norms", functools.partial(_torch.check_norms_of, _refuse_several_meshes))
     while_lives(module, "numbers", functools.partial(_torch.refuse_parts_as_numbers, functools.partial(_refuse, _READ_AS_A_NUMBER)))
 
@@ -240,8 +239,9 @@ class _NotForDDP:
         _refuse("DistributedDataParallel would average what the plan has averaged; call par.module without it")
 
 
-def _refuse_reduced(wanted: Iterable[Tensor]) -> None:
-    if any(_torch.is_shard(each) or "_meshpar_whole" in each.__dict__ for each in wanted):
+def refuse_reduced(wanted: Iterable[object]) -> None:
+    """Refuse to be asked by autograd for gradients that it does not have."""
+    if any(_torch.is_shard(each) or "_meshpar_whole" in each.__dict__ for each in wanted if isinstance(each, Tensor)):
         _refuse(
             "torch.autograd.grad and backward(inputs=...) find no gradients of parameters that data ranks share: those are reduced when a "
             "whole backward has run; use loss.backward() and read parameter.grad, or a mesh of tensor parallelism alone"

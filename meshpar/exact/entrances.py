@@ -1,0 +1,132 @@
+"""The ways by which a backward comes into a unit: each gathers the unit's weights, whatever tensor the backward starts from.
+
+FSDP2 gathers a unit for backward where a gradient reaches one of its outputs. A loss that a block keeps as an attribute leads into the
+block by another way, and its weights are free by then. Autograd numbers the nodes of its graph in the order in which they are made, so
+the numbers at the beginning and at the end of a unit's forward tell which nodes are its own. Before a backward runs, its graph is looked
+through once, a microsecond a node: where an edge leads from elsewhere into a unit's own nodes, and not to its outputs, the node gets the
+hook that FSDP2 gives to outputs. (Hooks on saved tensors would find every use of a weight, too, but cost more, take the place of a user's
+own, and keep autograd from noticing that a saved tensor was changed in place.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from meshpar import _torch
+from meshpar.errors import MeshparError
+from meshpar.exact.agreement import leaves
+
+STALE = (
+    "an optimizer changed weights between a forward and its backward, and the backward would use the new weights; run the backward "
+    "before the step, or the forward again after it"
+)
+_MOST = 1 << 17
+"""Beginnings and ends of units that are remembered at most; forwards that no optimizer step follows would pile up."""
+
+
+@final
+class Entrances:
+    """The ways into the units of one module.
+
+    Args:
+        enter: is called in a backward that comes into a unit otherwise than by its outputs.
+    """
+
+    def __init__(self, enter: Callable[[nn.Module], None]) -> None:
+        self._enter = enter
+        self._numbers: list[int] = []
+        self._owners: list[nn.Module | None] = []  # of the nodes from each of the numbers on
+        self._exits: set[int] = set()
+        self._hooked: set[int] = set()
+        self._open: list[nn.Module] = []
+        self._stepped = 0
+        _LIVING.add(self)
+
+    def begin(self) -> None:
+        """Begin a forward of the outermost module."""
+        self._open.clear()
+
+    def opens(self, unit: nn.Module) -> None:
+        """Remember that the nodes from here on are ``unit``'s own."""
+        self._open.append(unit)
+        self._mark(unit)
+
+    def closes(self, unit: nn.Module, output: object) -> None:
+        """Remember that ``unit`` returns ``output``."""
+        if not self._open or self._open[-1] is not unit:
+            return  # an error came before its own forward
+        self._open.pop()
+        self._mark(self._open[-1] if self._open else None)
+        self._exits.update(each._sequence_nr() for each in _nodes(leaves(output, objects=True)))
+
+    def _mark(self, owner: nn.Module | None) -> None:
+        self._numbers.append(_torch.next_node())
+        self._owners.append(owner)
+        if len(self._numbers) > _MOST:
+            self._forget(self._numbers[_MOST // 2])
+
+    def step(self) -> None:
+        """Forget the forwards before the optimizer step before this one."""
+        self._forget(self._stepped)
+        self._stepped = _torch.next_node()
+
+    def _forget(self, number: int) -> None:
+        first = bisect_right(self._numbers, number - 1)
+        del self._numbers[:first], self._owners[:first]
+        self._exits = {each for each in self._exits if each >= number}
+        self._hooked = {each for each in self._hooked if each >= number}
+
+    def look(self, roots: Iterable[object]) -> None:
+        """Look through the graph of a backward that is about to run from ``roots``, tensors or nodes.
+
+        Raises:
+            MeshparError: it comes into a unit that ran before the last optimizer step.
+        """
+        if not self._numbers or self._open or _torch.in_backward():  # a compiler traces a block's backward in its forward
+            return
+        numbers, owners, exits = self._numbers, self._owners, self._exits
+        seen: set[Any] = set()
+        stack: list[tuple[nn.Module | None, list[Any]]] = [(None, list(_nodes(roots)))]
+        while stack:
+            here, nodes = stack.pop()
+            for node in nodes:
+                number = node._sequence_nr()
+                place = bisect_right(numbers, number) - 1
+                owner = owners[place] if place >= 0 else None
+                if owner is not here and owner is not None and number not in exits and number not in self._hooked:
+                    self._hook(node, number, owner)
+                if node not in seen:
+                    seen.add(node)
+                    stack.append((owner, [each for each, _ in node.next_functions if each is not None]))
+
+    def _hook(self, node: Any, number: int, owner: nn.Module) -> None:
+        if number < self._stepped:
+            raise MeshparError(STALE)
+        self._hooked.add(number)
+        node.register_prehook(partial(self._reach, owner))
+
+    def _reach(self, owner: nn.Module, grads: object) -> None:
+        self._enter(owner)
+
+
+_LIVING: weakref.WeakSet[Entrances] = weakref.WeakSet()
+
+
+def look(roots: Iterable[object]) -> None:
+    """Look through the graph of a backward that is about to run, for the units of every module."""
+    for each in list(_LIVING):
+        each.look(roots)
+
+
+def _nodes(values: Iterable[object]) -> Iterator[Any]:
+    """Yield the nodes of a graph from which gradients of ``values`` come, tensors or nodes."""
+    for each in values:
+        node = each.grad_fn if isinstance(each, Tensor) else each
+        if isinstance(node, _torch.Node):
+            yield node
