@@ -404,6 +404,17 @@ def test_an_error_without_a_message_is_explained():
         Explanation(Net(), "tp=2", splits_features=True, unit_pass=None).told(fails, (), {})
 
 
+@on_ranks(2, keep=True)
+def test_a_forward_mode_derivative_equals_one_process_without_tensor_parallelism_and_is_refused_with_its_reason_under_it():
+    x = x_of()
+    want = torch.func.jvp(Net(), (x,), (x.sin(),))[1]
+    par = applied(Net(), "dp_shard=2", [FullyShard()])
+    torch.testing.assert_close(torch.func.jvp(par.module, (x,), (x.sin(),))[1], want)
+    par = applied(Net(), "tp=2", [TensorParallel(styles={"blocks.*.gain": None})])
+    with pytest.raises(ParallelError, match=r"likely cause: torch.func \(jvp, vmap, grad\)(.|\n)*use a mesh without tp"):
+        torch.func.jvp(par.module, (x,), (x.sin(),))
+
+
 @on_ranks(2)
 def test_a_block_called_alone_under_sequence_parallelism_is_refused():
     par = Plan("tp=2", [TensorParallel(sequence_parallel=True)]).apply(transformer())

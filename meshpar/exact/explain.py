@@ -32,8 +32,8 @@ _WHOLE: _Cause = (
 _OUTSIDE: _Cause = (
     r"mixed torch\.Tensor and DTensor",
     "a parameter that is split over the mesh is used outside its own module, together with a plain tensor",
-    "call the module that owns the weight (x = self.head(x)) instead of using its weight directly, or take the module out of the "
-    "tensor-parallel table: TensorParallel(styles={{'{module}': None}})",
+    "call the module that owns the weight (x = self.head(x)) instead of using its weight directly, or take that module out of the "
+    "tensor-parallel table: TensorParallel(styles={{NAME: None}})",
 )
 _OUTSIDE_BLOCK: _Cause = (
     r"mixed torch\.Tensor and DTensor",
@@ -66,11 +66,17 @@ _GONE: _Cause = (
     "run the same number of steps on every rank, and look at the first error of all ranks' logs; cut the data to the same length, "
     "DistributedSampler(..., drop_last=True)",
 )
+_TRANSFORMS: _Cause = (
+    r"functorch transforms|forward AD",
+    "torch.func (jvp, vmap, grad) and forward-mode derivatives do not go through the exchanges of tensor parallelism",
+    "use a mesh without tp, on which they equal one process's (FullyShard(), Replicate()); torch.autograd.grad works under tp, also with "
+    "create_graph=True",
+)
 _SHARE: _Cause = (
     "",
-    "each rank computes with its share of the heads or features here, and an operation of torch refuses it",
-    "run the model without the plan: if it fails in the same way, the model is at fault; otherwise correct the style of each layer in "
-    "{module} in the tensor-parallel table, or keep {module} whole: TensorParallel(styles={{'{module}': None}})",
+    "not known; under this plan each rank computes with its share of the heads or features, which an operation may refuse",
+    "run the model without the plan: if it fails in the same way, the model is at fault; otherwise correct the styles {inside} in the "
+    "tensor-parallel table, or keep the layers there whole (the style None)",
 )
 """For an error of torch's own that no other cause fits. A :class:`ParallelError` is a RuntimeError, too."""
 
@@ -89,7 +95,7 @@ class Explanation:
     def __init__(self, module: nn.Module, plan_text: str, *, splits_features: bool, unit_pass: str | None) -> None:
         self._module, self._plan_text, self._unit_pass = module, plan_text, unit_pass
         self._splits_features = splits_features
-        shares = (_OUTSIDE, _SHAPES) if splits_features else (_OUTSIDE_BLOCK,)
+        shares = (_TRANSFORMS, _OUTSIDE, _SHAPES) if splits_features else (_OUTSIDE_BLOCK,)
         self._causes = (*shares, _IN_PLACE, _DTYPES, _COMPILED, _GONE)
 
     def told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -127,7 +133,7 @@ class Explanation:
             f"  at: {line}\n"
             f"  holds: {_placements(culprit)}\n"
             f"  likely cause: {why}\n"
-            f"  remedy: {remedy.format(module=name)}"
+            f"  remedy: {remedy.format(module=name, inside=f'of the layers in {name}' if name else 'of its layers')}"
         )
 
     def _outside_of_its_block(self, text: str, name: str, frames: list[tuple[Any, str]]) -> tuple[str, str] | None:
