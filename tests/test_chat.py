@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from meshpar.errors import RecipeError
-from meshpar.training.chat import TEMPLATES, ChatSource, ChatTemplate, _overlap, chat_template, messages_of
+from meshpar.training.chat import ChatSource, _overlap, messages_of
 from meshpar.training.data import FILLER
 from meshpar.training.samples import PackedTokens
+from meshpar.training.tables import Reading
+from meshpar.training.template import TEMPLATES, ChatTemplate, chat_template
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from meshpar.training.tokens import prepare_tokens, write_tokens
@@ -222,6 +224,10 @@ def test_forms_of_conversations_and_tools_pass_through():
     for template, told in ((TEMPLATES["llama3"], "no token <|begin_of_text|>"), (ChatTemplate(text=PLAIN), "no <|endoftext|> behind")):
         with pytest.raises(RecipeError, match=re.escape(told)):
             template.check("<|endoftext|>", byte_tokenizer().fast.token_to_id)
+    outside = ChatTemplate(text="{% for m in messages %}" + BLOCK + "<|endoftext|>{% endfor %}")
+    with pytest.raises(RecipeError, match=r"block of the chat template ends before <\|endoftext\|> .* write the token inside the block"):
+        outside.check("<|endoftext|>", None)
+    ChatTemplate(text=outside.text.replace("{% endgeneration %}", "<|endoftext|>{% endgeneration %}")).check("<|endoftext|>", None)
     with pytest.raises(RecipeError, match="llama3 has no tool calls"):
         TEMPLATES["llama3"].conversation(said)
     for tools in ([{"name": "add"}], '[{"name": "add"}]'):
@@ -233,8 +239,71 @@ def test_forms_of_conversations_and_tools_pass_through():
     ):
         with pytest.raises(RecipeError, match=told):
             messages_of({"messages": messages(), "tools": tools})
-    with pytest.raises(RecipeError, match="leaves out the tool_calls of turn 3; use a template that writes them"):
+    with pytest.raises(RecipeError, match=r"leaves out the tool_calls of turn 3, so .*; use a template that writes it"):
         ChatTemplate(text=PLAIN).conversation(said)
+
+
+def test_alpacas_records_and_lists_as_texts_of_json_are_conversations():
+    want = messages([("user", "Sum up\nA text."), ("assistant", "Text.")])
+    assert messages_of({"instruction": "Sum up", "input": "A text.", "output": "Text."}) == (want, None)
+    assert messages_of({"instruction": "Hi", "input": "", "output": "Yo"})[0] == messages([("user", "Hi"), ("assistant", "Yo")])
+    for key in ("messages", "conversations"):
+        assert messages_of({key: json.dumps(messages()), "tools": '[{"name": "f"}]'}) == (messages(), [{"name": "f"}])
+    calls = [{"name": "f", "arguments": {"x": 1}}]
+    said = [*messages(SAID[:1]), {"role": "assistant", "content": "", "tool_calls": json.dumps(calls)}]
+    assert messages_of({"messages": said})[0][1]["tool_calls"] == calls
+    with pytest.raises(RecipeError, match=r"input is a list; expected a text"):
+        messages_of({"instruction": "Hi", "input": [1], "output": "Yo"})
+
+
+THINKS = CHATML.replace(
+    "message['content'] +",
+    "('<think>' + message.reasoning_content + '</think>' if message.reasoning_content else '') + message['content'] +",
+)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "refusal", "function_call"])
+def test_what_the_assistant_says_is_written_by_the_template_or_refused(name, tmp_path):
+    thought = [*messages(SAID[:1]), {"role": "assistant", "content": "4", name: "2 and 2"}]
+    file = tmp_path / "chat.jsonl"
+
+    def texts(said, template, reading):
+        file.write_text(json.dumps(said) + "\n" + json.dumps({"messages": messages()}) + "\n")
+        return [text for text, _ in ChatSource(inputs=(str(file),), template=template, reading=reading).conversations()]
+
+    told = (
+        rf"chat\.jsonl:1: the chat template leaves out the {name} of turn 2, so the model would not learn it; use a template that writes it"
+    )
+    with pytest.raises(RecipeError, match=told):
+        texts({"messages": thought}, TEMPLATES["chatml"], Reading())
+    if name == "reasoning_content":
+        assert "<think>2 and 2</think>4<|im_end|>" in texts({"messages": thought}, ChatTemplate(text=THINKS), Reading())[0]
+        inside = [*messages(SAID[:1]), {"role": "assistant", "content": "<think>2 and 2</think>4"}]
+        assert "<think>2 and 2</think>4<|im_end|>" in texts({"messages": inside}, TEMPLATES["chatml"], Reading())[0], "as the error says"
+        uncounted = [*thought[:1], {**thought[1], "weight": 0}, *messages(SAID[2:])]
+        assert texts({"messages": uncounted}, TEMPLATES["chatml"], Reading()), "its tokens are not learned"
+    with pytest.raises(RecipeError, match=rf"{name} is beside prompt, where no template reads it; write it into a turn of the assistant"):
+        texts({"prompt": "Q", "completion": "A", name: "T"}, TEMPLATES["chatml"], Reading())
+    reading = Reading(skip=True)
+    assert len(texts({"messages": thought}, TEMPLATES["chatml"], reading)) == 1
+    assert next(reading.notes()).startswith("skipped 1 of 2 rows of the data")
+
+
+def test_fields_that_no_template_reads_are_named_once(tmp_path):
+    rows = [{"id": 1, "messages": [{**each, "name": "Ann", "time": 5} for each in messages()], "source": "web", "empty": None}] * 3
+    for name, template, unused in (
+        ("all", CHATML, "id, name, source, time"),
+        ("some", "{{ messages[0].name }}" + CHATML, "id, source, time"),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = ChatSource(inputs=(str(tmp_path / f"{name}.jsonl"),), template=ChatTemplate(text=template))
+        assert len(list(source.conversations())) == 3
+        told = f"nothing reads these fields of the data, so they are not trained on: {unused} (first in {tmp_path / name}.jsonl:1)"
+        assert list(source.reading.notes()) == [told]
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    source = ChatSource(inputs=(str(tmp_path / "a.parquet"),), template=ChatTemplate(text=CHATML))
+    assert len(list(source.conversations())) == 3 and "not trained on: empty, id, name, source, time" in next(source.reading.notes())
 
 
 @pytest.mark.parametrize(
@@ -245,7 +314,7 @@ def test_forms_of_conversations_and_tools_pass_through():
         ('{"messages": [{"content": "x"}]}', "turn 1 has no role; it has .*'content'.*: add role"),
         ('{"messages": [{"role": "user", "content": "x"}]}', r"no turn is the assistant's \(roles: user\).*; remove the line, or name"),
         ('{"messages": [{"role": "assistant"}]}', r"turn 1 \(assistant\) has no content; .*: add content"),
-        ('{"messages": "x"}', "the conversation is a str; expected a list of turns"),
+        ('{"messages": "x"}', "messages is a text that is not JSON .*; expected a list of objects"),
         (
             '{"messages": [{"role": "assistant", "content": [{"type": "image_url"}]}]}',
             "turn 1 .* has the part .*image_url.*remove the others",
@@ -256,7 +325,7 @@ def test_forms_of_conversations_and_tools_pass_through():
         ),
         ('{"messages": [{"role": "assitant", "content": "x"}]}', "turn 1 has role 'assitant'; write assistant"),
         ('{"system": "S", "messages": [{"role": "system", "content": "T"}]}', "turn 1 is the system's, .*; keep one of the two"),
-        ('{"text": "x"}', "there are .*'text'.*; expected messages, conversations, or prompt and completion"),
+        ('{"text": "x"}', "there are .*'text'.*; expected messages, conversations, prompt and completion, or instruction and output"),
         ("[1]", "got a list; expected an object"),
     ],
 )

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -24,9 +25,11 @@ from meshpar.loss import IGNORE_INDEX
 from meshpar.once import build_once
 from meshpar.training import text
 from meshpar.training.data import FILLER, Batches, LoaderSettings, OrderedBatches
+from meshpar.training.examples import prepare_examples
 from meshpar.training.order import permuted
 from meshpar.training.records import RecordSource
 from meshpar.training.samples import PackedTokens
+from meshpar.training.tables import Reading
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, train_bpe
 from meshpar.training.tokens import TokenFile, prepare_tokenizer, prepare_tokens, split_tokens, write_tokens
@@ -454,3 +457,65 @@ def test_sizes_below_one_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no sample"):
         Batches(PackedTokens(token_file(tmp_path, 1), 4), micro_batch=1)
     assert len(OrderedBatches(10, micro_batch=2, accumulate=2, data_rank=0, data_size=2, seed=0)) == 4
+
+
+PEOPLE = [{"text": f"line {place}", "id": place, "url": "x"} for place in range(40)]
+
+
+def test_rows_that_cannot_be_used_are_skipped_and_counted_only_if_told_and_unused_fields_are_named(tmp_path, caplog):
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PEOPLE) + '{"text": null}\n{"text": "cut\n"just text"\n')
+    (tmp_path / "a.csv").write_text("text,id,url\n" + "".join(f"line {place},{place},x\n" for place in range(40)) + "short\n")
+    parquet.write_table(arrow.Table.from_pylist([*PEOPLE, {"text": None, "id": 1, "url": "x"}]), tmp_path / "a.parquet")
+    for name, skipped in (("a.jsonl", 3), ("a.csv", 1), ("a.parquet", 1)):
+        source = TextSource(inputs=(str(tmp_path / name),))
+        with pytest.raises(RecipeError, match=rf"{name}:4\d? (has|is)"):
+            list(source.documents())
+        skipping = TextSource(inputs=source.inputs, reading=Reading(skip=True))
+        assert skipping.fingerprint() != source.fingerprint(), "the tokens are others"
+        for _ in range(2):  # the second start finds the tokens in the cache
+            caplog.clear()
+            file = prepare_tokens(skipping, byte_tokenizer(), tmp_path / "cache").train
+            assert file.documents == 40
+            unused, counted = (record.getMessage() for record in caplog.records)
+            assert unused.startswith(
+                f"nothing reads these fields of the data, so they are not trained on: id, url (first in {tmp_path / name}"
+            )
+            assert counted.startswith(
+                f"skipped {skipped} of {40 + skipped} rows of the data (data.bad_rows: skip); the first: {tmp_path / name}:4"
+            )
+    pairs = RecordSource(inputs=(str(tmp_path / "a.jsonl"),), kind="pairs", output_field="url", reading=Reading(skip=True))
+    caplog.clear()
+    assert prepare_examples(pairs, byte_tokenizer(), tmp_path / "cache").train.count == 40
+    assert [record.getMessage().partition(" (")[0].rpartition(": ")[2] for record in caplog.records] == [
+        "id",
+        "skipped 3 of 43 rows of the data",
+    ]
+    with pytest.raises(
+        RecipeError, match=r"has 0 tokens; expected at least 2: give more text; skipped 43 of 43 rows .*has no text under 'body'"
+    ):
+        prepare_tokens(TextSource(inputs=pairs.inputs, field="body", reading=Reading(skip=True)), byte_tokenizer(), tmp_path / "cache")
+
+
+def test_files_that_begin_with_a_byte_order_mark_may_be_joined(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n\xef\xbb\xbf{"text": "c"}\n')
+    assert list(TextSource(inputs=(str(tmp_path / "a.jsonl"),)).documents()) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_array_is_refused_with_the_command_that_converts_it(tmp_path, name, indent):
+    rows = [{"text": "é 'a'\n"}, {"text": "b"}]
+    (tmp_path / name).write_text("\ufeff" + json.dumps(rows, indent=indent), encoding="utf-8")
+    for source in (
+        TextSource(inputs=(str(tmp_path / name),), suffixes=(".jsonl",), reading=Reading(skip=True)),
+        TextSource(inputs=(str(tmp_path),), suffixes=(".jsonl",)),
+    ):
+        with pytest.raises(RecipeError, match="it is one JSON array: write one object a line with: python -c") as told:
+            list(source.documents())
+    subprocess.run(str(told.value).partition("with: ")[2].replace("python", sys.executable, 1), shell=True, check=True)
+    made = next(each for each in tmp_path.glob("*.jsonl") if each.name != name)
+    assert list(TextSource(inputs=(str(made),)).documents()) == [row["text"] for row in rows]
+    (tmp_path / "lines.json").write_text('{"text": "a"}\n')
+    with pytest.raises(RecipeError, match=r"lines.json does not end in .jsonl; if it has one object a line, rename it to lines.jsonl"):
+        TextSource(inputs=(str(tmp_path / "lines.json"),), suffixes=(".jsonl",)).files()

@@ -18,7 +18,7 @@ from meshpar.launchers.recipes.loading import load_recipe, resolve, shipped
 from meshpar.launchers.recipes.named import make_passes
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.yamlfile import parse_document
-from meshpar.training.chat import TEMPLATES
+from meshpar.training.template import TEMPLATES
 from meshpar.training.tokens import write_tokens
 
 SMALL = """\

@@ -10,7 +10,7 @@ from meshpar import registry
 from meshpar.errors import PlanError
 from meshpar.launchers.agent.replicas import check_elastic, divided
 from meshpar.launchers.jobs import build
-from meshpar.launchers.jobs.datasets import untried
+from meshpar.launchers.jobs.datasets import data_notes, untried
 from meshpar.launchers.recipes.loading import UnknownRecipeError, load_recipe, resolve, shipped
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import Own
@@ -73,7 +73,8 @@ def check_recipe(source: str, overrides: Sequence[str] = (), *, world_size: int 
     problems = build.check_job(recipe, ranks, replica=replicas > 1)
     if problems:
         raise PlanError(problems)
-    notes = "".join(f"\nnote: {note}" for note in (*recipe.notes, *untried(recipe)))
+    local = build.with_local_data(recipe)
+    notes = "".join(f"\nnote: {note}" for note in (*recipe.notes, *untried(recipe), *data_notes(local)))
     each = f"{replicas} replicas of " if replicas > 1 else ""
     return f"{source} fits {each}{ranks} rank{'s' if ranks > 1 else ''}: {build.plan_of(recipe)}{notes}"
 

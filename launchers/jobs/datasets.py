@@ -19,16 +19,24 @@ from meshpar.launchers.recipes.named import has_keyword, make_own, objective_fac
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, Own, mixed_names
 from meshpar.parallelized import Parallelized
-from meshpar.training.chat import ChatSource, ChatTemplate, chat_template
+from meshpar.training.chat import ChatSource
 from meshpar.training.data import Batches, LoaderSettings, Samples
 from meshpar.training.examples import ExampleFile, ExampleSplit, prepare_examples
 from meshpar.training.records import RecordSource
 from meshpar.training.samples import LabelledExamples, MappedSamples, MixedSamples, PackedTokens, PairedExamples, tokenizers_problem
-from meshpar.training.text import PACKED, STDLIB, SUFFIXES, UNPLAIN, TextSource, kind_of
+from meshpar.training.tables import PACKED, UNPLAIN, Reading, kind_of
+from meshpar.training.template import ChatTemplate, chat_template
+from meshpar.training.text import STDLIB, SUFFIXES, TextSource
 from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens, training_texts
 
-_BEFORE: dict[str, Any] = {"data.documents": "joined", "data.packing": "cut", "data.template": None, "data.mix": []}
+_BEFORE: dict[str, Any] = {
+    "data.documents": "joined",
+    "data.packing": "cut",
+    "data.template": None,
+    "data.mix": [],
+    "data.bad_rows": "refuse",
+}
 """Settings of runs that were saved before there was a choice."""
 _LOOKED_AT, _PIECE, _PIECES_READ = 1 << 20, 1 << 13, 100
 _TRIED = 1 << 20  # characters on which a BPE is tried, in about a second
@@ -275,6 +283,7 @@ def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
         "documents",
         "packing",
         "template",
+        "bad_rows",
     )
     settings = {f"data.{name}": getattr(data, name) for name in names} | {"seed": recipe.seed}
     settings["data.mix"] = [each.model_dump(mode="json") for each in data.mix]
@@ -417,6 +426,15 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: 
     )
 
 
+def data_notes(recipe: Recipe) -> list[str]:
+    """Return what a person must know of the data, such as fields that nothing reads; the beginning of each file is read."""
+    found = dict[str, None]()
+    for section in parts_of(recipe.data).values() if recipe.data.source != "dataset" else ():
+        for path in (*section.paths, *section.validation_paths) if section.source not in ("stdlib", "tokens") else ():
+            found |= dict.fromkeys(_looked_at(recipe, section, path).notes)
+    return list(found)
+
+
 def data_problems(recipe: Recipe) -> Iterator[str]:
     """Yield the problems of the data's files, before anything is prepared; the beginning of each is read."""
     most, kinds, all_read = 0, dict[str, tuple[int, int]](), True
@@ -434,7 +452,7 @@ def data_problems(recipe: Recipe) -> Iterator[str]:
             trained = path in section.paths
             where = recipe.where(f"{at}.paths" if trained else f"{at}.validation_paths")
             try:
-                size = _looked_at(recipe, section, path)
+                size = _looked_at(recipe, section, path).tokens
                 most += size if trained else 0
                 if name not in kinds and (made_by := _made_by(recipe, section, path)) is not None:
                     kinds[name] = made_by
@@ -459,12 +477,21 @@ def _made_by(recipe: Recipe, section: DataSection, path: str) -> tuple[int, int]
     return None if known is None else (known.vocab_size, known.eos_id)
 
 
-def _looked_at(recipe: Recipe, section: DataSection, path: str) -> int:
-    """Read the beginning of a file and return how many tokens it has at most; raises RecipeError for what is wrong in it."""
+@final
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What the beginning of a file shows: how many tokens it has at most, and what a person must know."""
+
+    tokens: int
+    notes: tuple[str, ...] = ()
+
+
+def _looked_at(recipe: Recipe, section: DataSection, path: str) -> _Look:
+    """Read the beginning of a file; raises RecipeError for what is wrong in it."""
     if section.source == "tokens":
         file = TokenFile.open(expanded(Path(path)))
         file.check_ids(file.ids()[:_LOOKED_AT])
-        return file.tokens
+        return _Look(file.tokens)
     text = _source(recipe, section, (path,), _known_tokenizer(recipe) if section.source == "chat" else None)
     if isinstance(text, ChatSource):
         _check_template(recipe, text.template, _known_tokenizer(recipe))
@@ -472,7 +499,8 @@ def _looked_at(recipe: Recipe, section: DataSection, path: str) -> int:
     deque(islice(read, _PIECES_READ), maxlen=0)
     files = text.files()
     plain = section.source != "chat" and all(kind_of(each) not in UNPLAIN and each.suffix not in PACKED for each in files)
-    return sum(each.stat().st_size + 1 for each in files) if plain else sys.maxsize  # a byte is at least one token, with an end a document
+    most = sum(each.stat().st_size + 1 for each in files) if plain else sys.maxsize  # a byte is at least one token, with an end a document
+    return _Look(most, tuple(text.reading.notes()))
 
 
 def _check_template(recipe: Recipe, template: ChatTemplate, tokenizer: TextTokenizer | None) -> None:
@@ -506,11 +534,13 @@ def _too_few(recipe: Recipe, most: int) -> str:
 def _source(
     recipe: Recipe, section: DataSection, inputs: tuple[str, ...], tokenizer: TextTokenizer | None = None
 ) -> TextSource | RecordSource | ChatSource:
+    reading = Reading(skip=section.bad_rows == "skip")
     match examples_of(recipe):
         case "pairs":
-            return RecordSource(inputs=inputs, kind="pairs", field=section.field, output_field=section.target_field)
+            return RecordSource(inputs=inputs, kind="pairs", field=section.field, output_field=section.target_field, reading=reading)
         case "labels":
-            return RecordSource(inputs=inputs, kind="labels", field=section.field, output_field=section.label_field)
+            return RecordSource(inputs=inputs, kind="labels", field=section.field, output_field=section.label_field, reading=reading)
     if section.source == "chat":
-        return ChatSource(inputs=inputs, template=chat_template(section.template, tokenizer))
-    return TextSource(inputs=inputs, field=section.field, separator=section.separator, suffixes=SUFFIXES.get(section.source, ()))
+        return ChatSource(inputs=inputs, template=chat_template(section.template, tokenizer), reading=reading)
+    suffixes = SUFFIXES.get(section.source, ())
+    return TextSource(inputs=inputs, field=section.field, separator=section.separator, suffixes=suffixes, reading=reading)

@@ -15,7 +15,8 @@ from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, MixSection, Own, mixed_names, model_config
 from meshpar.launchers.recipes.yamlfile import Document, Place
 from meshpar.training.order import weights_problem
-from meshpar.training.text import SUFFIXES, kind_of
+from meshpar.training.tables import as_lines, kind_of
+from meshpar.training.text import SUFFIXES
 
 Conflicts = Iterator[tuple[Place, str]]
 """Fields, each with what is wrong with it."""
@@ -84,7 +85,7 @@ def _source_problems(recipe: Recipe) -> Conflicts:
             if kind_of(Path(path)) not in ("", *suffixes) and not expanded(Path(path)).is_dir():
                 yield (
                     ("data", "mix" if data.mix else "paths"),
-                    f"source: {each.source} reads files ending in {' or '.join(suffixes)}, got {path!r}",
+                    f"source: {each.source} reads files ending in {' or '.join(suffixes)}, got {path!r}{as_lines(expanded(Path(path)))}",
                 )
     if data.validation_paths and data.validation_fraction:
         yield ("data", "validation_fraction"), "set either validation_paths or validation_fraction, not both"

@@ -183,6 +183,8 @@ class DataSection(Section):
         target_field: key of the target text, if the objective requires pairs of texts.
         label_field: key of the label, if the objective requires labels.
         separator: text that separates the documents of a file; None: a file is one document.
+        bad_rows: ``refuse``: a row of a table that cannot be used (no text, not JSON, no conversation) is an error; ``skip``: such rows are
+            left out, and every start prints how many.
         tokenizer: ``bytes``, ``bpe`` (trained on the text) or a folder with a ``tokenizer.json``; None: that of ``model.weights``, else
             ``bytes`` for text, none for tokens.
         vocab_size: vocabulary size of a trained BPE.
@@ -213,6 +215,7 @@ class DataSection(Section):
     target_field: str = "target"
     label_field: str = "label"
     separator: str | None = None
+    bad_rows: Literal["refuse", "skip"] = "refuse"
     tokenizer: str | None = None
     vocab_size: Annotated[int, Bound(ge=257)] = 4096
     eos: str | None = None

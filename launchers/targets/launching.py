@@ -24,7 +24,7 @@ from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.targets.job import Job, Target, ask, make_target
 from meshpar.launchers.targets.launched import LAUNCH
 from meshpar.mesh import MeshSpec, is_auto
-from meshpar.training.chat import TEMPLATES
+from meshpar.training.template import TEMPLATES
 from meshpar.training.text import STDLIB
 
 ELASTIC = ("nodes", "replicas")

@@ -15,6 +15,7 @@ from meshpar.imports import need
 from meshpar.once import build_once
 from meshpar.training.order import check_held_out, held_out
 from meshpar.training.records import RecordSource
+from meshpar.training.tables import warn_of
 from meshpar.training.tokenizer import TextTokenizer, batched
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class ExampleFile:
         eos_id: id of the end of a text.
         pad_id: id that fills the shorter rows of a batch.
         fingerprint: hash of the examples.
+        notes: as for :class:`meshpar.training.tokens.TokenFile`.
     """
 
     folder: Path
@@ -47,12 +49,14 @@ class ExampleFile:
     eos_id: int
     pad_id: int
     fingerprint: str
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, folder: Path) -> ExampleFile:
         """Read the description of a folder written by :func:`prepare_examples`."""
         fields = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
-        return cls(folder=folder, **{**fields, "classes": tuple(fields["classes"])})
+        lists = {name: tuple(fields.get(name, ())) for name in ("classes", "notes")}
+        return cls(folder=folder, **{**fields, **lists})
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all inputs (``input``) or outputs (``output``) and their ends, memory-mapped and read-only."""
@@ -103,8 +107,9 @@ def prepare_examples(
     folder = build_once(
         Path(cache) / f"examples-{key}", lambda made: _write_all(made, source, validation, tokenizer, validation_fraction, seed)
     )
-    held = (folder / "validation").is_dir()
-    return ExampleSplit(train=ExampleFile.open(folder / "train"), validation=ExampleFile.open(folder / "validation") if held else None)
+    held, train = (folder / "validation").is_dir(), ExampleFile.open(folder / "train")
+    warn_of(train.notes)
+    return ExampleSplit(train=train, validation=ExampleFile.open(folder / "validation") if held else None)
 
 
 def _write_all(
@@ -113,8 +118,9 @@ def _write_all(
     count, classes = _counted(source)
     if not count or (source.kind == "labels" and len(classes) < 2):
         what = f"{count} records" + (f" of {len(classes)} classes" if count else "")
-        raise RecipeError(f"{', '.join(source.inputs)} give {what}; give some{', of two classes at least' if count else ''}")
-    about = {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id, "classes": classes}
+        found = "".join(f"; {note}" for note in source.reading.notes())
+        raise RecipeError(f"{', '.join(source.inputs)} give {what}; give some{', of two classes at least' if count else ''}{found}")
+    about: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id, "classes": classes}
     held = held_out(count, fraction, seed) if fraction else None
     names = ["train", *(["validation"] if validation is not None or fraction else [])]
     with ExitStack() as stack:
@@ -126,6 +132,7 @@ def _write_all(
                 raise RecipeError(f"the validation data has labels that the training data lacks: {', '.join(strange[:5])}")
             for _, part in _encoded(validation, classes, tokenizer):
                 writers[1].add(*part)
+        about["notes"] = [note for each in (source, validation) if each is not None for note in each.reading.notes()]
 
 
 def _counted(source: RecordSource) -> tuple[int, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 import re
 from collections import Counter
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Literal, final
 
 from meshpar.errors import RecipeError
-from meshpar.training.text import STDLIB, TABLES, TextSource, records_of, standard_library, standard_library_root
+from meshpar.training.tables import TABLES, Reading, records_of
+from meshpar.training.text import STDLIB, TextSource, standard_library, standard_library_root
 
 TextPair = tuple[str, str]
 """An input text, and a target text or a label."""
@@ -35,12 +37,14 @@ class RecordSource:
             docstring. Labels of ``stdlib`` are lines of code with their module or package, of the largest twelve.
         field: key of the input text in a line of JSON.
         output_field: key of the target text or of the label (text, an integer, true or false).
+        reading: whether to skip rows without both, and what reading found.
     """
 
     inputs: tuple[str, ...]
     kind: Literal["pairs", "labels"]
     field: str = "text"
     output_field: str = "target"
+    reading: Reading = dataclasses.field(default_factory=Reading, compare=False)
 
     def records(self) -> Iterator[TextPair]:
         """Yield every record once.
@@ -65,13 +69,15 @@ class RecordSource:
     def fingerprint(self) -> str:
         """Return a hash of the files' names, sizes and times and of the settings."""
         files = TextSource(inputs=self.inputs, suffixes=TABLES).fingerprint()
-        return hashlib.sha256(f"{_FORMAT}\0{self.kind}\0{self.field}\0{self.output_field}\0{files}".encode()).hexdigest()
+        skips = "\0skip" if self.reading.skip else ""
+        return hashlib.sha256(f"{_FORMAT}\0{self.kind}\0{self.field}\0{self.output_field}\0{files}{skips}".encode()).hexdigest()
 
     def files(self) -> list[Path]:
         """Return the files; raises RecipeError if an input matches no file."""
         return TextSource(inputs=self.inputs, suffixes=TABLES).files()
 
     def _all(self) -> Iterator[TextPair]:
+        self.reading.begin()
         if self.inputs == (STDLIB,):
             yield from documented_functions() if self.kind == "pairs" else lines_of_modules()
             return
@@ -79,17 +85,24 @@ class RecordSource:
             yield from self._table(path)
 
     def _table(self, path: Path) -> Iterator[TextPair]:
-        for number, entry in records_of(path, [self.field, self.output_field]):
-            keys = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
-            text, output = (entry.get(key) if isinstance(entry, dict) else None for key in (self.field, self.output_field))
-            if not isinstance(text, str):
-                raise RecipeError(f"{path}:{number} has no text under {self.field!r}; it has {keys}; name the key with data.field")
-            if not isinstance(output, str if self.kind == "pairs" else (str, int)):
-                wanted, name = ("text", "target_field") if self.kind == "pairs" else ("label", "label_field")
-                raise RecipeError(
-                    f"{path}:{number} has no {wanted} under {self.output_field!r}; it has {keys}; name the key with data.{name}"
-                )
-            yield text, str(output)
+        for number, entry in records_of(path, [self.field, self.output_field], self.reading):
+            try:
+                pair = self._pair(entry, f"{path}:{number}")
+            except RecipeError as error:
+                self.reading.refuse(error)
+                continue
+            yield pair
+
+    def _pair(self, entry: object, place: str) -> TextPair:
+        keys = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+        text, output = (entry.get(key) if isinstance(entry, dict) else None for key in (self.field, self.output_field))
+        if not isinstance(text, str):
+            raise RecipeError(f"{place} has no text under {self.field!r}; it has {keys}; name the key with data.field")
+        if not isinstance(output, str if self.kind == "pairs" else (str, int)):
+            wanted, name = ("text", "target_field") if self.kind == "pairs" else ("label", "label_field")
+            raise RecipeError(f"{place} has no {wanted} under {self.output_field!r}; it has {keys}; name the key with data.{name}")
+        self.reading.leave([name for name in keys if name not in (self.field, self.output_field)], place)
+        return text, str(output)
 
 
 def documented_functions() -> Iterator[TextPair]:

@@ -7,7 +7,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
@@ -17,6 +17,7 @@ from meshpar.homes import expanded
 from meshpar.imports import need
 from meshpar.once import build_once
 from meshpar.training.order import check_held_out, held_out
+from meshpar.training.tables import Reading, warn_of
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 
@@ -49,6 +50,7 @@ class TokenFile:
         fingerprint: SHA-256 of the ids; empty if the file's ``.json`` has none.
         marked: there is a ``.marks`` file with a byte for each id: ``BEGINS`` a document, ``COUNTS`` as a label. Without it each ``eos_id``
             ends a document, and every id counts.
+        notes: what a person must know of the data, such as fields that nothing reads and rows that were skipped.
     """
 
     path: Path
@@ -59,6 +61,7 @@ class TokenFile:
     eos_id: int
     fingerprint: str = ""
     marked: bool = False
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, path: str | Path) -> TokenFile:
@@ -94,6 +97,7 @@ class TokenFile:
             "documents": fields.get("documents", 0),
             "fingerprint": fields.get("fingerprint", ""),
             "marked": fields.get("marked", False),
+            "notes": tuple(fields.get("notes", ())),
         }
         return cls(path=path, tokens=size // width, **known, **more)
 
@@ -170,6 +174,9 @@ class MarkedSource(Protocol):
 
     @property
     def inputs(self) -> tuple[str, ...]: ...
+
+    @property
+    def reading(self) -> Reading: ...
 
     def documents(self) -> Iterator[str]:
         """Yield the texts, on which a tokenizer is trained."""
@@ -329,11 +336,17 @@ def _tokenize_once(source: TextSource | MarkedSource, tokenizer: TextTokenizer, 
         pieces = _token_pieces(source, tokenizer) if isinstance(source, TextSource) else source.token_pieces(tokenizer)
         written = _write_pieces(folder / "tokens.bin", pieces, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
         if written.tokens < 2:
-            raise RecipeError(f"the text of {', '.join(source.inputs)} has {written.tokens} tokens; expected at least 2: give more text")
+            found = "".join(f"; {note}" for note in source.reading.notes())
+            raise RecipeError(
+                f"the text of {', '.join(source.inputs)} has {written.tokens} tokens; expected at least 2: give more text{found}"
+            )
         written.check_labels()
+        replace(written, notes=tuple(source.reading.notes())).save()
 
     key = _key("tokens", source.fingerprint(), tokenizer.fingerprint())
-    return TokenFile.open(build_once(cache / f"tokens-{key}", build) / "tokens.bin")
+    found = TokenFile.open(build_once(cache / f"tokens-{key}", build) / "tokens.bin")
+    warn_of(found.notes)
+    return found
 
 
 def _token_pieces(source: TextSource, tokenizer: TextTokenizer) -> Iterator[Piece]:

@@ -1,0 +1,267 @@
+"""Read rows of tables: JSON lines, CSV, Parquet and Arrow, also packed; and say what of them was not used."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import importlib
+import io
+import json
+import logging
+import re
+import shlex
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast, final
+
+from meshpar import runtime
+from meshpar.errors import RecipeError
+from meshpar.imports import need
+
+log = logging.getLogger(__name__)
+
+UNPLAIN = (".parquet", ".arrow")
+"""Suffixes of tables that are not text."""
+TABLES = (".jsonl", ".csv", *UNPLAIN)
+_ROWS = 1024  # of a table at a time
+_LONGEST_CELL = 1 << 30  # characters; the csv module's own limit is for tables of numbers
+PACKED = (".gz", ".zst")
+_UNREAD = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
+_SURROGATE = re.compile(rb"\\ud[89a-f]", re.IGNORECASE)
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+@final
+@dataclass(slots=True)
+class Reading:
+    """What to do with rows that cannot be used, and what the last reading of a source found.
+
+    Attributes:
+        skip: count rows that cannot be used, and continue; otherwise the first is an error.
+        rows: number of rows that were read.
+        skipped: number of rows that could not be used.
+        first: the error of the first of them.
+        unused: fields that nothing reads, each with the place where it was first seen.
+    """
+
+    skip: bool = False
+    rows: int = 0
+    skipped: int = 0
+    first: str = ""
+    unused: dict[str, str] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Forget what an earlier reading found."""
+        self.rows, self.skipped, self.first = 0, 0, ""
+        self.unused.clear()
+
+    def refuse(self, error: RecipeError) -> None:
+        """Raise the error of a row, or count the row."""
+        if not self.skip:
+            raise error
+        self.skipped, self.first = self.skipped + 1, self.first or str(error)
+
+    def leave(self, names: Iterable[str], place: str) -> None:
+        """Note fields that nothing reads."""
+        for name in names:
+            self.unused.setdefault(name, place)
+
+    def notes(self) -> Iterator[str]:
+        """Yield what a person must know of the last reading: a line about unused fields, and one about skipped rows."""
+        if self.unused:
+            place = next(iter(self.unused.values()))
+            yield f"nothing reads these fields of the data, so they are not trained on: {', '.join(sorted(self.unused))} (first in {place})"
+        if self.skipped:
+            yield f"skipped {self.skipped:,} of {self.rows:,} rows of the data (data.bad_rows: skip); the first: {self.first}"
+
+
+def warn_of(notes: Iterable[str]) -> None:
+    """Log what a person must know of the data, at every start, on one rank."""
+    for note in notes if runtime.is_main() else ():
+        log.warning("%s", note)
+
+
+def kind_of(path: Path) -> str:
+    """Return a file's suffix, without ``.gz`` and ``.zst``."""
+    return path.with_suffix("").suffix if path.suffix in PACKED else path.suffix
+
+
+def is_table(path: Path) -> bool:
+    """Tell whether a file has records with names: JSON lines or CSV."""
+    return kind_of(path) in TABLES
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, also one packed by gzip or zstd; raises RecipeError for other packers, and for damage found while it is read."""
+    if (tool := _UNREAD.get(path.suffix)) is not None:
+        raise RecipeError(f"{path} is packed by something else than gzip or zstd; unpack it first ({tool} {path.name})")
+    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    damage: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
+    if path.suffix == ".zst":
+        opener, more = _zstd(path)
+        damage += (more,)
+    try:
+        with cast("IO[bytes]", opener(path, "rb")) as file:
+            yield file
+    except damage as error:
+        raise RecipeError(f"{path} cannot be unpacked: {error}; it is damaged, or not packed as its name says") from error
+
+
+def _zstd(path: Path) -> tuple[Callable[..., Any], type[Exception]]:
+    """Return what opens a file packed by zstd, and its error."""
+    for name in ("compression.zstd", "backports.zstd"):
+        try:
+            library = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        return library.open, library.ZstdError
+    raise RecipeError(f"{path} is packed by zstd, which needs Python 3.14 or a package: pip install backports.zstd, or unpack it")
+
+
+def records_of(path: Path, columns: Sequence[str] | None = None, reading: Reading | None = None) -> Iterator[tuple[int, Any]]:
+    """Yield the number and value of each record; memory stays bounded.
+
+    Args:
+        path: JSON lines, CSV, Parquet or Arrow (its stream format, which ``datasets`` writes, or its file format).
+        columns: the columns of Parquet or Arrow to read; None: all.
+        reading: whether lines that are no record are skipped; notes the columns that are not read.
+
+    Raises:
+        RecipeError: a line or a file is none of these.
+    """
+    reading = reading or Reading()
+    if kind_of(path) in UNPLAIN:
+        found: Iterator[tuple[int, Any]] = _arrow_rows(path, columns, reading)
+    else:
+        found = _lines(path, reading) if kind_of(path) != ".csv" else _rows(path, reading)
+    for each in found:
+        reading.rows += 1
+        yield each
+
+
+def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, Any]]:
+    with opened(path) as file:
+        begun = False
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = _record(path, number, line)
+            except RecipeError as error:
+                if not begun and (hint := as_lines(path)):
+                    raise RecipeError(f"{path} is not JSON lines{hint}") from error
+                reading.rows += 1
+                reading.refuse(error)
+                continue
+            if not begun and isinstance(record, list):
+                raise RecipeError(f"{path} is not JSON lines{as_lines(path) or '; it is one JSON array: write one object a line'}")
+            begun = True
+            yield number, record
+
+
+def _record(path: Path, number: int, line: bytes) -> Any:  # noqa: ANN401 - of JSON
+    """Return the value of a line; files that begin with a byte order mark may have been joined."""
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+        if _SURROGATE.search(line):
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RecipeError(f"{path}:{number} has half of a surrogate pair ({error.object[error.start]!a}); remove it") from error
+    except RecursionError as error:
+        raise RecipeError(f"{path}:{number} is nested too deeply; remove the line") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}:{number} is not UTF-8 text (byte {error.start} of the line: {error.reason}); convert it") from error
+    except ValueError as error:
+        raise RecipeError(f"{path}:{number} is not JSON: {error}; write one object a line, or remove the line") from error
+    return record
+
+
+def as_lines(path: Path) -> str:
+    """Return how to convert a file that is one JSON array, or JSON lines under another name; empty for other files."""
+    if path.suffix not in (".json", ".jsonl") or not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        begin = file.read(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    lines = path.with_suffix(".jsonl") if path.suffix == ".json" else path.with_name(f"{path.stem}-lines.jsonl")
+    if begin == b"[":
+        code = f"import json; [print(json.dumps(each)) for each in json.load(open({str(path)!r}, encoding='utf-8-sig'))]"
+        return f'; it is one JSON array: write one object a line with: python -c "{code}" > {shlex.quote(str(lines))}'
+    return f"; if it has one object a line, rename it to {lines.name}" if begin == b"{" and path.suffix == ".json" else ""
+
+
+def _rows(path: Path, reading: Reading) -> Iterator[tuple[int, dict[str, str]]]:
+    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
+    with opened(path) as file:
+        reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    reading.rows += 1
+                    told = f"{path}:{reader.line_num} has another number of cells than the first line, which names the columns"
+                    reading.refuse(RecipeError(told))
+                    continue
+                yield reader.line_num, row
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"{path} is not UTF-8 text behind line {reader.line_num} ({error.reason}); convert it") from error
+        except csv.Error as error:
+            raise RecipeError(f"{path}:{reader.line_num + 1} is not CSV: {error}") from error
+
+
+def _arrow_rows(path: Path, columns: Sequence[str] | None, reading: Reading) -> Iterator[tuple[int, dict[str, Any]]]:
+    arrow, number = need("pyarrow", extra="arrow"), 0
+    try:
+        with ExitStack() as stack:
+            if path.suffix == ".parquet":
+                file = stack.enter_context(need("pyarrow.parquet", extra="arrow").ParquetFile(path, memory_map=True))
+                every = file.schema_arrow.names
+                batches = file.iter_batches(batch_size=_ROWS, columns=[each for each in columns or every if each in every])
+            else:
+                source = stack.enter_context(arrow.memory_map(str(path)))
+                every, batches = None, _arrow_batches(arrow, source, path)
+            for batch in batches:
+                every = every or batch.schema.names
+                kept = batch if columns is None else batch.select([each for each in columns if each in batch.schema.names])
+                reading.leave(() if columns is None else [each for each in every if each not in columns], str(path))
+                for start in range(0, kept.num_rows, _ROWS):
+                    for record in kept.slice(start, _ROWS).to_pylist():
+                        number += 1
+                        yield number, record
+    except (arrow.ArrowInvalid, OSError) as error:
+        raise RecipeError(f"{path} cannot be read as {path.suffix[1:]}: {error}; it is damaged, or not what its name says") from error
+
+
+def _arrow_batches(arrow: Any, source: Any, path: Path) -> Iterator[Any]:  # noqa: ANN401 - pyarrow has no types
+    """Yield the record batches of Arrow's stream format or file format."""
+    try:
+        batches = arrow.ipc.open_stream(source)
+    except arrow.ArrowInvalid:
+        source.seek(0)
+        file = arrow.ipc.open_file(source)
+        yield from (file.get_batch(place) for place in range(file.num_record_batches))
+        return
+    yield from batches
+    source.seek(source.tell() - len(_ARROW_END))
+    if source.read(len(_ARROW_END)) != _ARROW_END:
+        raise RecipeError(f"{path} ends without Arrow's end of a stream: it was cut, and rows are missing; copy or write it again")
+
+
+def column(path: Path, name: str, reading: Reading) -> Iterator[str]:
+    """Yield the texts of a table's column ``name``; raises RecipeError, unless ``reading`` skips, for a row without one."""
+    for number, record in records_of(path, [name], reading):
+        if not isinstance(record, dict) or not isinstance(record.get(name), str):
+            keys = sorted(record) if isinstance(record, dict) else type(record).__name__
+            keys = sorted(next(records_of(path))[1]) if kind_of(path) in UNPLAIN else keys
+            reading.refuse(
+                RecipeError(
+                    f"{path}:{number} has no text under {name!r}; it has {keys}: name the key with data.field, remove the record, or skip "
+                    "such records with data.bad_rows: skip"
+                )
+            )
+            continue
+        reading.leave((each for each in record if each != name), f"{path}:{number}")
+        yield record[name]

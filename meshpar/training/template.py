@@ -1,0 +1,289 @@
+"""Chat templates: render a conversation, find what of it the assistant wrote, and refuse a template that leaves out what it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, final
+
+from meshpar.errors import RecipeError, brief
+from meshpar.homes import expanded
+from meshpar.imports import need
+from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer
+
+Message = Mapping[str, Any]
+Spans = list[tuple[int, int]]
+"""Begin and end, in characters, of what the assistant wrote."""
+
+SAID = (
+    *("reasoning_content", "reasoning", "reasoning_details", "thinking", "thinking_blocks", "thought", "thoughts", "chain_of_thought"),
+    *("tool_calls", "function_call", "refusal", "history"),
+)
+"""Keys by which data sets and interfaces name what an assistant says beside ``content``."""
+_GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")
+_DATE = re.compile(r"strftime_now\(\s*(?:(['\"])(.*?)\1\s*\))?")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+"""Stand where a block begins and ends: code points that no text has (Unicode's noncharacters)."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTemplate:
+    """A chat template in Jinja, as tokenizers of transformers have them.
+
+    Attributes:
+        text: the template. Where it has ``{% generation %}`` blocks, they are what the assistant wrote; otherwise each turn of the
+            assistant is found by rendering the conversation up to it and with it.
+        special: the tokens that the template writes, which a tokenizer that is trained here gets whole.
+        end: the token that ends a turn; None: the tokenizer's own end of text.
+        variables: what the template reads beside messages and tools: ``bos_token``, ``eos_token``.
+    """
+
+    text: str
+    special: tuple[str, ...] = ()
+    end: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def dated(self) -> bool:
+        """Whether it writes the day on which it is used."""
+        return _DATE.search(self.text) is not None
+
+    def on(self, day: datetime) -> ChatTemplate:
+        """Return the template that writes ``day`` where it calls ``strftime_now``, so that each run on the data has the same text.
+
+        Raises:
+            RecipeError: it calls ``strftime_now`` with something else than a text.
+        """
+
+        def written(call: re.Match[str]) -> str:
+            if call[1] is None:
+                raise RecipeError(
+                    "the chat template calls strftime_now with something else than a text, so its date would change from run to run; write "
+                    "the format into the call, strftime_now('%d %b %Y')"
+                )
+            return repr(day.strftime(call[2]))
+
+        return replace(self, text=_DATE.sub(written, self.text))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, text: str | None = None, **options: bool) -> str:
+        """Return the text of a conversation; ``text``: of this template in place of its own."""
+        library = need("transformers.utils.chat_template_utils", extra="transformers")
+        texts, _ = library.render_jinja_template(
+            [list(messages)], tools=tools, chat_template=text or self.text, **options, **self.variables
+        )
+        return texts[0]
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[str, Spans]:
+        """Return the text of a conversation, and what of it the assistant wrote: from behind the generation prompt to the end of the turn.
+
+        Raises:
+            RecipeError: the template refuses the conversation, leaves out its tools or something that the assistant says (a tool call, or
+                the thoughts of a turn that counts), writes nothing of the assistant's, or has no ``{% generation %}`` and renders an
+                earlier turn otherwise once a later one is there, so that no part of the text is known to be the assistant's.
+        """
+        try:
+            whole = self.render(messages, tools)
+            if tools and self._writes(whole, messages, None):
+                raise RecipeError(
+                    "the chat template leaves out the tools; use a template that writes them (data.template: chatml), or remove tools"
+                )
+            for place, message in enumerate(messages):
+                for name in (each for each in SAID if _is_said(message, each)):
+                    bare = _without([message], {name})
+                    if self._writes(whole, [*messages[:place], *bare, *messages[place + 1 :]], tools):
+                        raise RecipeError(
+                            f"the chat template leaves out the {name} of turn {place + 1}, so the model would not learn it; use a "
+                            f"template that writes it{_REMEDIES.get(name, _INTO_CONTENT)}, or remove it"
+                        )
+            marked = _GENERATION.search(_COMMENT.sub("", self.text))
+            spans = self._generated(whole, messages, tools) if marked else self._answers(whole, messages, tools)
+        except RecipeError:
+            raise
+        except Exception as error:  # a template's own
+            raise RecipeError(f"the chat template does not render it: {brief(error)}") from error
+        said = [message for message in messages if message["role"] == "assistant"]
+        if any(message.get("weight") == 0 for message in said):
+            if len(said) != len(spans):
+                raise RecipeError(
+                    f"the chat template writes {len(spans)} answers of {len(said)}, so those of weight 0 cannot be identified; remove "
+                    "weight"
+                )
+            spans = [span for span, message in zip(spans, said, strict=True) if message.get("weight") != 0]
+        if not any(begin < end for begin, end in spans):
+            raise RecipeError(
+                "no token of the conversation would count as a label, because the chat template writes nothing of an assistant's turn "
+                "(of a weight other than 0); remove the conversation, or use another template"
+            )
+        return whole, spans
+
+    def unread(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, names: set[str]) -> set[str]:
+        """Return which of the turns' keys ``names`` do not change the text that the template writes."""
+        if not names or self._writes(text, _without(messages, names), tools):
+            return names
+        return {name for name in names if len(names) > 1 and self._writes(text, _without(messages, {name}), tools)}
+
+    def check(self, eos: str, known: Callable[[str], object | None] | None) -> None:
+        """Check that a tokenizer can write what the template writes, and that an answer ends with its end of text.
+
+        Args:
+            eos: the token that ends a text.
+            known: the id of a token, or None; None: every token of the template will be one.
+
+        Raises:
+            RecipeError: a token of the template is none of the tokenizer, or ``eos`` never follows an answer.
+        """
+        missing = [] if known is None else [token for token in self.special if known(token) is None]
+        if missing:
+            raise RecipeError(
+                f"the tokenizer has no token {', '.join(missing)}, which the chat template writes; use the template of the tokenizer or a "
+                "file, or write tokenizer: bpe, which gets them"
+            )
+        said = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        try:
+            text, spans = self.conversation(said)
+        except RecipeError:
+            return  # told with the data, where they are refused
+        begin, end = spans[-1]
+        if eos in text[begin:] and eos not in text[begin:end]:
+            raise RecipeError(
+                f"the {{% generation %}} block of the chat template ends before {eos} ({text[begin:]!r}), so the model would never learn "
+                "to stop; write the token inside the block, in a template of your own"
+            )
+        if eos not in text[begin:]:
+            raise RecipeError(
+                f"the chat template writes no {eos} behind the assistant's text ({text[begin:]!r}), so the model would never learn "
+                "to stop; set data.eos to the token that ends a turn, or write {{ eos_token }} behind it in a template of your own"
+            )
+
+    def _writes(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        try:
+            return self.render(messages, tools) == text
+        except Exception:  # noqa: BLE001 - a template's own: it looks at what is not there
+            return False
+
+    def _generated(self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Spans:
+        """Return the spans of the ``{% generation %}`` blocks, wherever they are: in a macro as well."""
+        text = _GENERATION.sub(lambda tag: f"{tag[1]} print '{_END if tag[2] else _BEGIN}' {tag[3]}", self.text)
+        plain, spans, begin = "", Spans(), 0
+        for part in re.split(f"([{_BEGIN}{_END}])", self.render(messages, tools, text=text)):
+            if part == _BEGIN:
+                begin = len(plain)
+            elif part == _END:
+                spans.append((begin, len(plain)))
+            else:
+                plain += part
+        if plain != whole:
+            raise RecipeError(
+                "the {% generation %} blocks of the chat template cannot be found in the text, because the template changes what they "
+                "write (a filter or a set block around one), or reads behind one what was set in it; put the blocks outside of these"
+            )
+        return spans
+
+    def _answers(self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Spans:
+        """Return the spans of the assistant's turns, each found by rendering the conversation up to it and with it."""
+        spans: Spans = []
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.render(messages[:place], tools, add_generation_prompt=True)
+            through = self.render(messages[: place + 1], tools)
+            why = ""
+            if not through.startswith(before):
+                why = "begins it otherwise than it asks for it"
+            elif not whole.startswith(through):
+                why = "rewrites earlier turns when later ones follow"
+            elif "add_generation_prompt" not in self.text and not through[len(before) :].lstrip().startswith(
+                (message["content"] or "").strip()
+            ):
+                why = "has no generation prompt (add_generation_prompt) and begins it with other text"
+            if why:
+                raise RecipeError(
+                    f"turn {place + 1}, the assistant's, cannot be found in the text, because the chat template {why}; mark the "
+                    "assistant's text with {% generation %} in the template, give data.template: chatml or llama3, or keep one answer "
+                    "in each conversation"
+                )
+            spans.append((len(before), len(through.rstrip())))
+        return spans
+
+
+def _without(messages: Sequence[Message], names: set[str]) -> list[Message]:
+    return [{name: value for name, value in message.items() if name not in names} for message in messages]
+
+
+def _is_said(message: Message, name: str) -> bool:
+    """Return whether a turn has a field of what the assistant says: calls of tools, which later turns answer; or thoughts that count."""
+    return bool(message.get(name)) and (name == "tool_calls" or (message["role"] == "assistant" and message.get("weight") != 0))
+
+
+_REMEDIES = {"tool_calls": " (data.template: chatml)", "function_call": " (as tool_calls: data.template: chatml)"}
+_INTO_CONTENT = ", write it into content (<think>...</think>)"
+_CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if loop.first and tools %}
+{%- if message['role'] != 'system' %}{{ raise_exception('tools need a system turn, in which they are listed') }}{% endif %}
+{{- message['content'] + '\\n\\n<tools>\\n' }}{% for tool in tools %}{{ (tool | tojson) + '\\n' }}{% endfor %}{{ '</tools><|im_end|>\\n' }}
+{%- elif message['role'] == 'assistant' %}
+{%- generation %}{{ message['content'] or '' }}
+{%- for call in message['tool_calls'] or [] %}
+{{- '\\n<tool_call>\\n' + ((call['function'] or call) | tojson) + '\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
+{%- else %}
+{{- message['content'] + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+_LLAMA3 = """\
+{{- '<|begin_of_text|>' }}
+{%- if tools %}{{ raise_exception('the template llama3 has no tools; use the one of the tokenizer') }}{% endif %}
+{%- for message in messages %}
+{%- if message['tool_calls'] %}{{ raise_exception('the template llama3 has no tool calls; use the one of the tokenizer') }}{% endif %}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}
+{%- else %}
+{{- message['content'] | trim + '<|eot_id|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+TEMPLATES = {
+    "chatml": ChatTemplate(text=_CHATML, special=("<|im_start|>", "<|im_end|>"), end="<|im_end|>"),
+    "llama3": ChatTemplate(
+        text=_LLAMA3,
+        special=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        end="<|eot_id|>",
+    ),
+}
+"""Templates that come with meshpar: OpenAI's ChatML, with Hermes's tool calls, and Llama 3's."""
+
+
+def chat_template(name: str | None, tokenizer: TextTokenizer | None) -> ChatTemplate:
+    """Return a chat template.
+
+    Args:
+        name: of :data:`TEMPLATES`, or a file; None: the tokenizer's own.
+        tokenizer: from a folder; None: one that is still to be made.
+
+    Raises:
+        RecipeError: there is no such template.
+    """
+    variables = {"eos_token": END_OF_TEXT} if tokenizer is None else tokenizer.variables()
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    if name is not None:
+        if not expanded(Path(name)).is_file():
+            raise RecipeError(f"data.template is {name!r}; expected {', '.join(TEMPLATES)} or a file with a template in Jinja")
+        try:
+            return ChatTemplate(text=expanded(Path(name)).read_text(encoding="utf-8"), variables=variables)
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"data.template: {name} is not UTF-8 text ({error.reason}); convert it") from error
+    own = None if tokenizer is None else tokenizer.chat_template()
+    if own is None:
+        raise RecipeError(f"the tokenizer has no chat template; write data.template: {' or '.join(TEMPLATES)}, or a file with one")
+    return ChatTemplate(text=own, variables=variables)
