@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshpar import FullyShard, HybridShard, LaunchError, MeshError, MeshSpec, Plan, PlanError, runtime
 from meshpar.checkpoints import read_manifest
@@ -38,6 +39,7 @@ from meshpar.training import Batches, CausalLM, Lighthouse, LoaderSettings, Repl
 from meshpar.training.metrics import JsonLines
 from meshpar.training.order import Interleave
 from meshpar.training.quorum import Member, Quorum
+from meshpar.training.stop import StopRequest
 from tests import patience
 from tests.hosts import Hosts, Unavailable
 
@@ -200,7 +202,8 @@ def test_a_recipe_that_cannot_lose_replicas_is_refused_before_a_process_starts(t
 
 def small(lighthouse, data, *, sparse=False, **options):
     """Return one replica of one rank."""
-    par = Plan("dp_shard=1", []).apply(torch.nn.Embedding(lab.VOCAB, 4, sparse=sparse))
+    par = Plan("dp_shard=1", []).apply(torch.nn.Embedding(lab.VOCAB, 4))
+    par.module.sparse = sparse  # which a plan refuses
     optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
     return Replicas(par, optimizer, data, lighthouse=f"http://127.0.0.1:{lighthouse.port}", **options)
 
@@ -257,6 +260,24 @@ def test_all_ranks_wait_for_the_lighthouse():
     par = Plan("dp_shard=2", [FullyShard()]).apply(lab.model())
     with pytest.raises(ReplicaError, match="does not answer"):
         Replicas(par, torch.optim.SGD(par.module.parameters()), batches(), lighthouse="http://127.0.0.1:9", patience_s=1.5, wait_s=4.0)
+
+
+@on_ranks(2)
+def test_a_stop_request_ends_the_wait_for_other_replicas():
+    """They may take a quarter of an hour to come, or never do; every rank leaves, whichever of the signals' reasons it has."""
+    lighthouse = Lighthouse() if dist.get_rank() == 0 else None
+    address = [lighthouse and f"http://127.0.0.1:{lighthouse.port}"]
+    dist.broadcast_object_list(address)
+    par, saves = lab.parallel(2), Saves()
+    data = Batches(lab.Rows(16), micro_batch=2, data_rank=par.data_rank, data_size=2)
+    optimizer, stop = lab.optimizer_of(par.module), StopRequest()
+    trainer = Trainer(par, CausalLM(), data, optimizer, Schedule(), TrainSettings(steps=2), checkpointer=saves)
+    if dist.get_rank() == 0:
+        stop.request("SIGTERM")
+    began = time.monotonic()
+    with Replicas(par, optimizer, data, state=trainer, lighthouse=address[0], name="0", replicas=2) as trainer.replicas:
+        outcome = trainer.run(stop)
+    assert (outcome.stopped, outcome.steps, saves.steps) == ("SIGTERM", 0, []) and time.monotonic() - began < patience.patient(15)
 
 
 class Watched:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,6 +23,7 @@ from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.divided import Divided, check_separable
 from meshpar.training.quorum import Member, Membership, Peers, Quorum, Sum, connect
 from meshpar.training.replicated import Replicated, Stateful
+from meshpar.training.stop import StopAskedError
 from meshpar.training.summed import Summed
 from meshpar.training.together import Together
 
@@ -152,6 +153,7 @@ class Replicas:
         self._first, self._behind, self._longest_s, self._began = False, False, 0.0, 0.0
         self._open, self._stepped, self._saves = False, False, False
         self._asked_to_stop, self._leaves, self._saved = 0, False, -1
+        self._asked: Callable[[], str | None] = lambda: None  # in a wait that a stop request may end
 
     def __enter__(self) -> Replicas:
         return self
@@ -250,6 +252,11 @@ class Replicas:
         return together or self._leaves
 
     @property
+    def saves_alone(self) -> bool:
+        """Whether a replica has all state that a checkpoint needs."""
+        return self._divided is None
+
+    @property
     def optimizer_sent(self) -> int:
         """Bytes of parameters that this rank has sent to other replicas after its last step; 0 where optimizer state is not divided."""
         return 0 if self._divided is None else self._divided.sent
@@ -269,14 +276,22 @@ class Replicas:
         if self._membership is not None:
             self._membership.moved(self._longest_s)
 
-    def begin(self) -> list[TensorBatch]:
+    def begin(self, asked: Callable[[], str | None] = lambda: None) -> list[TensorBatch]:
         """Begin a step: let new replicas in, copy the state if this one is behind, and return the micro-batches of this rank.
+
+        Args:
+            asked: returns the reason of a stop request on this rank, which ends a wait for other replicas; None: there is none.
 
         Raises:
             ReplicaError: this replica does not reach the others any more; a new start of it may.
+            StopAskedError: rank 0 of this replica was asked to stop while it waited; no step has begun.
         """
         began = time.monotonic()
-        self._settle()
+        self._asked = asked
+        try:
+            self._settle()
+        finally:
+            self._asked = lambda: None
         self._behind = False
         assert self._quorum is not None
         self._slots, self._drawn = self._names(), self._quorum.key
@@ -539,6 +554,8 @@ class Replicas:
                     "lighthouse does not answer, or its quorum leaves this replica out; start the replica again, or the job from its "
                     "newest checkpoint"
                 )
+            if reason := self._asked():
+                raise StopAskedError(reason)
             return None
 
         found = None

@@ -28,7 +28,7 @@ from meshpar.training.metrics import Meter, Reading, Reporter, losses_of, means
 from meshpar.training.objectives import Objective
 from meshpar.training.optimizer import LossScaler, Schedule
 from meshpar.training.settings import Every, Outcome, TrainSettings
-from meshpar.training.stop import StopRequest
+from meshpar.training.stop import StopAskedError, StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -207,14 +207,20 @@ class Trainer:
         stopped = None
         with stop or StopRequest() as self._stop:
             batches = iter(self.data)
-            if self.owes_validation:
-                stopped = self._make_up()
-            while not self.complete and stopped is None:
-                if not self._train_step(self._begin_step(batches)):
-                    continue
-                self.step += 1
-                self._after_step(epoch_ended=self.data.position()["samples"] == 0)
-                stopped = self._stopped()
+            try:
+                if self.owes_validation:
+                    stopped = self._make_up()
+                while not self.complete and stopped is None:
+                    if not self._train_step(self._begin_step(batches)):
+                        continue
+                    self.step += 1
+                    self._after_step(epoch_ended=self.data.position()["samples"] == 0)
+                    stopped = self._stopped()
+            except StopAskedError as asked:  # while this replica waited for others
+                stopped = str(asked)
+                self._note(f"asked to stop ({stopped}) after step {self.step}, while waiting for other replicas")
+                if self.step and self.replicas is not None and self.replicas.saves_alone:
+                    self._save()
             self._read()
         self._stop = None
         return Outcome(steps=self.step, stopped=stopped, values=dict(self._values))
@@ -223,7 +229,7 @@ class Trainer:
         """Save if the ranks have agreed to stop before the run is complete, and return the reason."""
         assert self._stop is not None
         asked = self._stop.agreed()
-        stops = asked if self.replicas is None else self.replicas.stops(asked)
+        stops = asked if self.replicas is None or self.complete else self.replicas.stops(asked)
         if not stops or (self.complete and not self.owes_validation):
             return None
         self._note(f"asked to stop ({self._stop.reason}) after step {self.step}{', during its validation' if self.owes_validation else ''}")
@@ -233,7 +239,7 @@ class Trainer:
     def _make_up(self) -> str | None:
         """Validate after a resume where a stop request ended the validation, save the result, and return the reason of another stop."""
         if self.replicas is not None:
-            self.replicas.begin()  # or none of them would report
+            self.replicas.begin(lambda: self._stop and self._stop.reason)  # or none of them would report
         if self.owes_validation:
             self._validate()
         if not self.owes_validation:
@@ -283,7 +289,9 @@ class Trainer:
 
     def _begin_step(self, batches: Iterator[list[TensorBatch]]) -> list[TensorBatch]:
         """Return the micro-batches of a step, and note its place in the schedule before they move the position in the data."""
-        begun = None if self.replicas is None else self.replicas.begin()  # may take over the others' position
+        begun = (
+            None if self.replicas is None else self.replicas.begin(lambda: self._stop and self._stop.reason)
+        )  # may take over the others' position
         self._at = self.data.steps_at(self.batch) if self.follows_samples else float(self.step)
         return next(batches) if begun is None else begun
 

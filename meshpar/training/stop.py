@@ -12,12 +12,18 @@ import torch
 import torch.distributed as dist
 
 from meshpar import runtime
+from meshpar.errors import MeshparError
 from meshpar.signals import STOPPING, heard
 
 _NUMBERS = {each.name: int(each) + 1 for each in STOPPING}
 _OTHERWISE = 1  # a request that is no signal; less than any signal's number + 1
 _SAME_S = 1.0  # one Ctrl-C may arrive twice: from the terminal and from the launcher that passes it on
 _LONG_S = 1.0  # between two calls of agreed(), from which on the ranks wait for each other's answer
+
+
+@final
+class StopAskedError(MeshparError):
+    """Raised on all ranks where a stop request ends a wait; the message is the request's reason."""
 
 
 @final
