@@ -23,6 +23,7 @@ from meshpar.errors import LayoutError, MeshError, MeshparError, PlanError
 from meshpar.exact.agreement import Agreement
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.explain import Explanation
+from meshpar.exact.losses import Losses
 from meshpar.exact.proving import prove
 from meshpar.exact.verify import Verification, verified
 from meshpar.layout import ModelLayout
@@ -197,6 +198,7 @@ class Plan:
         reduced = [axis for axis in data_axes if held.axes[axis] > 1]
         split = {axis: mesh.get_group(axis) for axis in axes_of(self.passes, spec, Role.POSITIONS) if spec.axes[axis] > 1}
         cycle.splits_positions = bool(split)
+        cycle.losses = Losses({} if sequence_parallel else {axis: held_on.get_group(axis) for axis in same}, device)
         cycle.agreement = Agreement(module, held_on, reduced, same, split, device, draws=draws)
         return par
 

@@ -369,6 +369,39 @@ def test_the_test_in_the_first_forward_leaves_no_trace():
     assert held[0] == held[1]
 
 
+class Sparse(Block):
+    """A block with a penalty on what stands between its split layers, which leaves it by an attribute."""
+
+    def forward(self, x):
+        hidden = self.between(self.up(self.norm(x)))
+        self.penalty = hidden.abs().mean()
+        return x + self.down(hidden)
+
+
+class Penalised(Model):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+        self.blocks = nn.ModuleList(Sparse() for _ in range(2))
+
+
+@on_ranks(2, keep=True)
+def test_a_loss_that_takes_in_what_a_rank_has_a_part_of_is_refused_and_exact_where_it_is_whole():
+    def step(model, weight):
+        (model(IDS).square().mean() + weight * sum(block.penalty for block in model.blocks)).backward()
+
+    one, whole = Penalised(), {f"blocks.*.{name}": None for name in ("up", "down")}
+    par = Plan("tp=2", [TensorParallel()]).apply(Penalised(), LAYOUT)
+    step(par.module, 0.0)  # as in a warm-up
+    with pytest.raises(ParallelError, match=r"ranks of tp .* starts from different losses: .*'blocks.\*.attn': None"):
+        step(par.module, 0.1)
+    par = Plan("tp=2", [TensorParallel(styles=whole)]).apply(Penalised(), LAYOUT)
+    step(one, 0.1)
+    step(par.module, 0.1)
+    for name, each in par.module.blocks.named_parameters():
+        torch.testing.assert_close(each.grad.full_tensor(), one.blocks.get_parameter(name).grad)
+
+
 @on_ranks(2, keep=True)
 def test_a_block_that_holds_what_cannot_be_put_back_is_not_tried_and_is_named():
     model = Model()

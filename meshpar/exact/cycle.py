@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 from meshpar import _torch, runtime
 from meshpar.errors import MeshparError
 from meshpar.exact.agreement import leaves
-from meshpar.exact.entrances import STALE, Entrances, look
+from meshpar.exact.entrances import STALE, Entrances
 from meshpar.exact.explain import Explanation
+from meshpar.exact.losses import Losses
 from meshpar.exact.mixing import MixingTest
 from meshpar.exact.parts import adafactor_by_parts
 from meshpar.exact.placed import Placed
@@ -82,6 +83,7 @@ class Cycle:
         self.module, self._same_axes = module, frozenset(same_axes)
         self.placed = Placed(module)
         self.agreement: Comparisons | None = None
+        self.losses: Losses | None = None
         self.splits_positions = False
         self.parts: set[int] = set()  # the lengths that par.split has given
         self.split_test: SplitTest | None = None
@@ -140,7 +142,7 @@ class Cycle:
         if self._units.modules:
             module._is_fsdp_managed_module = True  # by which transformers' generate knows that ranks must go in step
         _LIVING[next(_NUMBERS)] = self
-        while_lives(self, "backwards", functools.partial(_torch.check_backwards, refuse_reduced, look))
+        while_lives(self, "backwards", functools.partial(_torch.check_backwards, refuse_reduced, _before_every_backward))
         while_lives(self, "steps", functools.partial(_torch.before_steps, _before_every_step))
 
     def only_inside(self, parts: Mapping[str, nn.Module], why: str) -> None:
@@ -387,6 +389,13 @@ class Cycle:
 
     # Backward
 
+    def before_backward(self, roots: list[Any]) -> None:
+        """Look at a backward of whatever model that is about to run from ``roots``, tensors or nodes."""
+        if not _torch.in_backward():
+            self._entrances.look(roots)
+            if self.losses is not None:
+                self.losses.begin(roots)
+
     def _begin_backward(self, forward: _Forward, grad: Tensor) -> None:
         """Look at a backward that reaches an output of the module, and see that its end is noticed."""
         if self._units.modules:
@@ -406,6 +415,8 @@ class Cycle:
         self._refuse_unwound()
         if not self._begun:
             self._units.show()
+        if self.losses is not None:
+            self.losses.reach()
         self.expect_end()
         self._begun.add(forward)
 
@@ -453,8 +464,11 @@ class Cycle:
                 self._refuse_hooks()
             return
         unused = self._units.take_filled() + ([] if self.whole is None else self.whole.reduce())
-        if self.agreement is not None and any(each.grad is not None for each in self.module.parameters()):
-            self.agreement.gradients(unused)
+        if any(each.grad is not None for each in self.module.parameters()):
+            if self.losses is not None:
+                self.losses.check()
+            if self.agreement is not None:
+                self.agreement.gradients(unused)
         if any(each.grad is None and each._post_accumulate_grad_hooks for each in unused):
             raise MeshparError(
                 "a post-accumulate-grad hook ran for a parameter that no rank used in this backward; use every parameter in "
@@ -554,6 +568,11 @@ class Cycle:
         self._unwind()
         if not self._depth and not _torch.in_backward():
             self._units.reshard()
+
+
+def _before_every_backward(roots: list[Any]) -> None:
+    for cycle in list(_LIVING.values()):
+        cycle.before_backward(roots)
 
 
 _LIVING: weakref.WeakValueDictionary[int, Cycle] = weakref.WeakValueDictionary()

@@ -10,7 +10,6 @@ own, and keep autograd from noticing that a saved tensor was changed in place.)
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -46,7 +45,6 @@ class Entrances:
         self._hooked: set[int] = set()
         self._open: list[nn.Module] = []
         self._stepped = 0
-        _LIVING.add(self)
 
     def begin(self) -> None:
         """Begin a forward of the outermost module."""
@@ -88,7 +86,7 @@ class Entrances:
         Raises:
             MeshparError: it comes into a unit that ran before the last optimizer step.
         """
-        if not self._numbers or self._open or _torch.in_backward():  # a compiler traces a block's backward in its forward
+        if not self._numbers or self._open:  # a compiler traces a block's backward in its forward
             return
         numbers, owners, exits = self._numbers, self._owners, self._exits
         seen: set[Any] = set()
@@ -113,15 +111,6 @@ class Entrances:
 
     def _reach(self, owner: nn.Module, grads: object) -> None:
         self._enter(owner)
-
-
-_LIVING: weakref.WeakSet[Entrances] = weakref.WeakSet()
-
-
-def look(roots: Iterable[object]) -> None:
-    """Look through the graph of a backward that is about to run, for the units of every module."""
-    for each in list(_LIVING):
-        each.look(roots)
 
 
 def _nodes(values: Iterable[object]) -> Iterator[Any]:
