@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from meshpar import LaunchError, MeshSpec
 from meshpar._torch import open_groups
 from meshpar.forecasting.hardware import Hardware
 from meshpar.launchers.agent.failures import exit_code
+from meshpar.launchers.doctor import devices as devices_module
 from meshpar.launchers.doctor import examine as examine_module
 from meshpar.launchers.doctor import measure as measure_module
 from meshpar.launchers.doctor import rank as rank_module
@@ -267,6 +269,76 @@ def test_a_checkpoint_folder_that_is_not_shared_or_not_writable_or_full_is_found
     assert "cannot be written" in found.what and found.where.startswith("n2: ")
     (found,) = _folder_findings(facts, Folder(path=tmp_path, bytes=2**60), token, [good, None, good, None])
     assert "too little free space" in found.what
+
+
+class Nvml(SimpleNamespace):
+    """A management library of one device; what it lacks, as a device may, raises."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, NVML_NVLINK_MAX_LINKS = 1, 0, 4
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*arguments: Any) -> Any:
+            if name not in self.answers:
+                raise self.NVMLError(name)
+            return self.answers[name]
+
+        return ask
+
+
+@pytest.mark.parametrize(
+    ("answers", "what"),
+    [
+        ({}, None),
+        ({"nvmlDeviceGetTotalEccErrors": 3}, "uncorrected memory errors"),
+        ({"nvmlDeviceGetRemappedRows": (1, 1, 1, 0)}, "wait for a reset"),
+        ({"nvmlDeviceGetRemappedRows": (1, 1, 0, 1)}, "cannot replace rows"),
+        ({"nvmlDeviceGetCurrentClocksThrottleReasons": 0x40}, "held back: temperature"),
+        ({"nvmlDeviceGetCurrentClocksThrottleReasons": 0x4}, None),  # a limit of power that somebody set
+        ({"nvmlDeviceGetCurrPcieLinkWidth": 8, "nvmlDeviceGetMaxPcieLinkWidth": 16}, "PCIe links are narrower"),
+    ],
+)
+def test_what_the_management_library_says_of_a_device_is_found(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], what: str | None
+) -> None:
+    known = {"nvmlInit": None, "nvmlDeviceGetHandleByUUID": "handle"}
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(answers=known | answers))
+    facts = healthy()
+    facts[3]["device"]["health"] = devices_module.health("GPU-3")
+    found = list(devices_module.health_findings(facts))
+    assert [each.where for each in found] == ([] if what is None else ["rank 3 (n2)"])
+    assert what is None or what in found[0].what
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(answers={"nvmlInit": None}))
+    assert devices_module.health("GPU-3") is None, "another machine's device"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert devices_module.health("GPU-3") is None, "not installed"
+
+
+def test_a_link_that_is_down_is_found_beside_devices_whose_links_are_up() -> None:
+    facts = healthy()
+    for each in facts:
+        each["device"]["health"] = {
+            "uncorrected": 0,
+            "rows_pending": 0,
+            "rows_failed": 0,
+            "held_back": 0,
+            "width": None,
+            "most_width": None,
+        }
+        each["device"]["health"]["links_up"] = 17 if each["rank"] == 2 else 18
+    (found,) = devices_module.health_findings(facts)
+    assert found.where == "rank 2 (n2)" and "NVLinks are down: other devices have 18" in found.what
+
+
+def test_a_device_that_computes_another_product_or_slower_is_found() -> None:
+    rate, digest = devices_module.product(torch.device("cpu"), size=64)
+    assert devices_module.product(torch.device("cpu"), size=64)[1] == digest and rate > 0
+    assert list(devices_module.product_findings(healthy(), [(7e14, digest)] * 4)) == []
+    wrong, slow = devices_module.product_findings(healthy(), [(7e14, digest), (7e14, "another"), (7e14, digest), (5e14, digest)])
+    assert wrong.where == "rank 1 (n1)" and "another product" in wrong.what
+    assert slow.where == "rank 3 (n2): 500" and "700 TFLOP/s" in slow.what
 
 
 @on_ranks(2)

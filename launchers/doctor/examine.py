@@ -20,6 +20,7 @@ from meshpar import runtime
 from meshpar.errors import LaunchError
 from meshpar.launchers.agent.check_in import Waiting, unreached
 from meshpar.launchers.doctor.checks import GIB, Facts, Finding, all_findings, collect, hosts_of, ranks_text
+from meshpar.launchers.doctor.devices import health
 from meshpar.launchers.doctor.measure import AxisSpeed, PairSpeed
 
 _READ_S = 2.0
@@ -157,7 +158,9 @@ def examine(meeting: Meeting, device: torch.device, folder: Folder | None) -> Re
     Raises:
         LaunchError: ranks did not connect.
     """
-    facts = meeting.gather("facts", collect(device))
+    mine = collect(device)
+    mine["device"]["health"] = health(mine["device"]["id"])
+    facts = meeting.gather("facts", mine)
     now = time.time()  # all ranks have just read the same answer; a slow file system below would look like a clock
     firsts = {each["host"]: each["rank"] for each in reversed(facts)}
     speaks = meeting.rank in firsts.values()

@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from meshpar import runtime
 from meshpar.launchers.agent.failures import watched
 from meshpar.launchers.doctor.checks import Finding
+from meshpar.launchers.doctor.devices import health_findings, product, product_findings
 from meshpar.launchers.doctor.examine import Folder, Meeting, Report, examine
 from meshpar.launchers.doctor.measure import measure, measured_profile
 from meshpar.launchers.doctor.report import placement_findings, price_of_sharding, rate_text, report_text, spans
@@ -100,13 +102,20 @@ def examined(meeting: Meeting, spec: MeshSpec, device: torch.device, folder: Fol
     report = examine(meeting, device, folder)
     hosts = [each["host"] for each in report.facts]
     price = price_of_sharding(spec, hosts)
-    findings = (*report.findings, *placement_findings(spec, hosts))
+    findings = (*report.findings, *health_findings(report.facts), *placement_findings(spec, hosts))
     return replace(report, findings=findings, notes=() if price is None else (price,))
 
 
 def measured(report: Report, spec: MeshSpec, device: torch.device) -> Report:
-    """Measure the mesh's axes, again where they are slow, and return the report with their speeds. Collective: every rank calls it."""
-    slow = list[Finding]()
+    """Measure the mesh's axes, again where they are slow, and return the report with their speeds. Collective: every rank calls it.
+
+    Accelerators also compute a product each, whose results and speeds are compared.
+    """
+    slow, odd = list[Finding](), list[Finding]()
+    if device.type != "cpu":
+        products: list[tuple[float, str]] = [(0.0, "")] * runtime.world_size()
+        dist.all_gather_object(products, product(device), runtime.hosts())
+        odd = list(product_findings(report.facts, products))
     with spec.opened(device.type) as mesh:
         for _ in range(TRIES):
             with watched(MEASURE_S, lambda: 0):
@@ -115,7 +124,7 @@ def measured(report: Report, spec: MeshSpec, device: torch.device) -> Report:
             slow = [*_speed_findings(report, spec), *_link_findings(report)]  # the same on every rank, as the speeds are
             if not slow:
                 break
-    return replace(report, findings=(*report.findings, *slow))
+    return replace(report, findings=(*report.findings, *odd, *slow))
 
 
 def _link_findings(report: Report) -> Iterator[Finding]:
