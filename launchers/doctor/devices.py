@@ -7,11 +7,13 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from meshpar.launchers.doctor.checks import Facts, Finding, Found, ranks_text
+
+T = TypeVar("T")
 
 SLOW = 0.9
 """A device that computes slower than the median of its kind by this factor is a finding: every step waits for it."""
@@ -38,7 +40,7 @@ def health(identity: str | None) -> dict[str, Any] | None:
     except nvml.NVMLError:
         return None
 
-    def asked(question: Callable[..., Any], *arguments: object) -> Any:
+    def asked(question: Callable[..., T], *arguments: object) -> T | None:
         try:
             return question(handle, *arguments)
         except nvml.NVMLError:  # this kind of device has no such thing

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +15,26 @@ import torch.distributed as dist
 from models_for_parity import VOCAB, transformer
 
 import meshpar.forecasting.device as device
-from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, Plan, TensorParallel, runtime
+from benchmarks.scale import groups_of, sent_in, traces_of
+from meshpar import (
+    ActivationCheckpoint,
+    ContextParallel,
+    ExpertParallel,
+    FullyShard,
+    HybridShard,
+    MeshSpec,
+    Plan,
+    TensorParallel,
+    _torch,
+    runtime,
+)
 from meshpar.passes.applied import applied
 from meshpar.placements import whole_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, random_tokens, token_loss_sum, token_steps, whole
 from tests.accelerator.nccl_rules import Broken, check_order, rules
 from tests.accelerator.simulated import allocate, alone, simulated
 from tests.accelerator.waits import Waits
+from tests.patience import patient
 
 SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
 PLAIN = functools.partial(transformer, qk_norm=True)
@@ -131,3 +146,24 @@ def test_the_default_group_of_an_accelerator_has_its_device_from_the_start(monke
     for here in ("cuda:1", "xpu:0", "cpu"):
         runtime._open_group(torch.device(here), 5.0)
     assert given == [("nccl", torch.device("cuda:1")), ("xccl", torch.device("xpu:0")), ("gloo", None)]
+
+
+def test_the_watchdog_names_the_collectives_of_nccl(monkeypatch):
+    group = SimpleNamespace(group_name="3", group_desc="mesh_tp")
+    entries = [{"process_group": ["3", "mesh_tp"], "collective_seq_id": 6 + n, "profiling_name": f"nccl:{name}", "is_p2p": False}
+               for n, name in enumerate(("broadcast", "all_reduce"))]  # fmt: skip
+    monkeypatch.setattr(_torch, "open_groups", lambda: [group])
+    monkeypatch.setattr(_torch, "group_title", lambda group: group.group_desc)
+    monkeypatch.setattr(_torch, "collective_counts", lambda: {"mesh_tp": 7})
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda: json.dumps({"entries": entries}), raising=False)
+    assert _torch.last_collectives() == {"mesh_tp": (7, "nccl:all_reduce")}
+
+
+def test_what_a_rank_opens_and_calls_does_not_grow_with_the_ranks():
+    mesh = MeshSpec("dp_replicate=-1,dp_shard=8", ranks_per_node=8)
+    plans = [Plan(mesh.resolve(size), [HybridShard(optimizer="world")]) for size in (1024, 8192)]
+    for plan in plans:
+        groups, seconds = groups_of(plan, plan.mesh.size)
+        assert sorted(groups) == sorted([plan.mesh.size, 8, plan.mesh.size // 8]) and seconds < patient(20)
+    fewer, more = (sent_in(trace)[0] for trace in traces_of(plans, layers=2))
+    assert fewer == more, "collectives of a step by axis"
