@@ -279,6 +279,12 @@ class Units:
             if not group.is_sharded:
                 group.reshard()
 
+    def release(self, output: Iterable[Tensor]) -> None:
+        """Let go of gathered weights after a call without gradients, which no backward needs; a call may have returned them."""
+        gathered = [each._unsharded_param for group in self._groups if group.is_unsharded for each in group.fsdp_params]
+        if {_memory(each) for each in output}.isdisjoint(map(_memory, gathered)):
+            self.reshard()
+
     def hide(self, unit: nn.Module | None = None) -> None:
         """Register the shards on the modules of one unit, or of all, again, and keep what is gathered, which backward needs."""
         for group in self._groups if unit is None else _groups(unit):
@@ -356,10 +362,15 @@ def _registered(parameter: Any) -> Tensor | None:
     return held
 
 
+def _memory(tensor: Tensor) -> int:
+    """Return the number of the memory that a tensor's part here is in."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
+
+
 def _version(gathered: Any) -> tuple[int, int]:
     """Return numbers that change when somebody writes a gathered weight or gives it other memory; gathering changes neither."""
     local = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
-    return local._version, local.untyped_storage()._cdata
+    return local._version, _memory(gathered)
 
 
 @torch.no_grad()

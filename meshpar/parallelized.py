@@ -447,7 +447,16 @@ class Parallelized:
         check_equal(tensors, groups, "parameters or buffers")
 
     def describe(self) -> Description:
-        """Return a table of the parameters that this rank stores, with bytes by block and totals. ``print`` shows it."""
+        """Return a table of the parameters that this rank stores, with bytes by block and totals. ``print`` shows it.
+
+        After every call of a loop, this rank's tensors take these bytes: gradients from a backward to ``zero_grad``, optimizer state from
+        the first step. Beside them live at most 256 bytes, 16 bytes for each parameter, and the padding of each part to the largest
+        rank's. :class:`meshpar.testing.Memory` asserts it. Three states need more:
+
+        - between a forward and its backward, and from an error in a backward to the next forward: activations and gathered units;
+        - during ``apply`` on a module with weights: one whole model and its largest parameter (at least 4 MiB);
+        - with ``CheckpointManager(async_=True)``: a copy of what this rank saves, in host memory, until the manager is closed.
+        """
         self.reshard()
         return describe(self.module, self.layout, str(self.plan))
 

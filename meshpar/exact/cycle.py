@@ -232,8 +232,10 @@ class Cycle:
                 self._end_forward()
                 if torch.is_grad_enabled():
                     self._after_forward(output)
-                elif self._shards is not None:
-                    self._shards.changed()  # an evaluation's weights may be swapped back before the backward of an earlier forward
+                else:
+                    if self._shards is not None:
+                        self._shards.changed()  # an evaluation's weights may be swapped back before the backward of an earlier forward
+                    self._units.release(each for each in leaves(output, objects=True) if isinstance(each, Tensor))
                 return output
         finally:
             self._units.hide()  # outside of the door parameters are shards

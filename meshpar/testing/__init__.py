@@ -5,6 +5,7 @@
 ...     assert_parity(MyModel, "dp_shard=2,tp=2", [TensorParallel(), MyPass(), FullyShard()], token_steps(VOCAB))
 """
 
+from meshpar.testing.memory import Memory
 from meshpar.testing.parity import (
     Record,
     assert_parity,
@@ -20,6 +21,7 @@ from meshpar.testing.ranks import PRELOAD, RankFailure, launch, on_ranks
 
 __all__ = [
     "PRELOAD",
+    "Memory",
     "RankFailure",
     "Record",
     "assert_parity",

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from typing import Any, TypeVar
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from meshpar.parallelized import Parallelized
+from meshpar.passes.applied import applied
+from meshpar.placements import local_index, local_tensor
 
 Result = TypeVar("Result")
 
+_BESIDE, _BESIDE_EACH = 256, 16
+"""Bytes that may live beside what is described: at all, and for each parameter."""
+_GOES_S = 2.0
+"""How long a thread that has ended a collective may still hold its tensors."""
 
-def storages() -> dict[int, Tensor]:
-    """Return a tensor for each storage of this process that has memory, by the storage's number; garbage counts until it is collected."""
-    found: dict[int, Tensor] = {}
+
+def storages() -> dict[int, tuple[int, Tensor]]:
+    """Return the bytes of each storage of this process, and a tensor in it, by the storage's number. Garbage counts, too."""
+    found: dict[int, tuple[int, Tensor]] = {}
     seen: set[int] = set()
     waiting: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
     while waiting:
@@ -29,7 +41,7 @@ def storages() -> dict[int, Tensor]:
             continue
         storage = tensor.untyped_storage()
         if storage.nbytes() and storage.data_ptr():
-            found.setdefault(storage._cdata, tensor)
+            found.setdefault(storage._cdata, (storage.nbytes(), tensor))
     return found
 
 
@@ -43,3 +55,108 @@ def allocated(run: Callable[[], Result]) -> tuple[Result, int, int]:
         total += each.nbytes()
         most = max(most, total)
     return result, most, total
+
+
+@final
+class Memory:
+    """Compare the tensors that this rank holds with its plan's description, after any verb.
+
+    Every storage counts once, garbage too until it is collected. Make the object before the module; what is there by then does not count.
+
+    >>> memory = Memory()                                                       # doctest: +SKIP
+    >>> par = plan.apply(model)                                                 # doctest: +SKIP
+    >>> memory.check(par, "apply")                                              # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._before = storages()  # kept, so that no number is given again
+
+    def live(self) -> dict[int, tuple[int, Tensor]]:
+        """Return the bytes of each storage that came since, and a tensor in it, by the storage's number."""
+        return {number: each for number, each in storages().items() if number not in self._before}
+
+    def check(
+        self, par: Parallelized, after: str, optimizer: Optimizer | None = None, *, also: Iterable[Tensor] = (), beside: int = 0
+    ) -> None:
+        """Assert that this rank holds what ``par.describe()`` says, and nothing else.
+
+        Parameters, gradients, optimizer state and shards may each be as large as on the fullest rank, because torch pads them to that.
+        Beside them may live 256 bytes, and 16 for each parameter: an optimizer's counts, and what ranks compare.
+
+        Args:
+            par: the parallel module.
+            after: the verb, for the message.
+            optimizer: whose state counts.
+            also: tensors that the caller holds.
+            beside: bytes of other tensors that may be there.
+
+        Raises:
+            AssertionError: names what is there and should not be, or is not there.
+        """
+        parameters = list(par.module.parameters())
+        kinds = {**_kinds(par, parameters, optimizer), "others": list(also)}
+        held: dict[str, dict[int, int]] = {}
+        for kind, tensors in kinds.items():
+            there = {each.untyped_storage() for each in map(local_tensor, tensors) if not each.is_meta}
+            held[kind] = {each._cdata: each.nbytes() for each in there if not any(each._cdata in known for known in held.values())}
+        known = {number for sizes in held.values() for number in sizes}
+        # Before the description, for which gathered weights go.
+        others = self._others(known, beside + _BESIDE + _BESIDE_EACH * len(parameters))
+        problems = []
+        for kind, expected in _described(par, kinds).items():
+            size, room = sum(held[kind].values()), sum(map(_padding, kinds[kind]))
+            if kinds[kind] and not expected <= size <= expected + room:
+                problems.append(f"{kind}: {size:,} bytes, expected {expected:,} and at most {room:,} of padding")
+        if others:
+            total, listed = sum(nbytes for nbytes, _ in others), ", ".join(f"{shape} {nbytes:,}" for nbytes, shape in others[:8])
+            problems.append(f"{len(others)} tensors that the description does not know, {total:,} bytes: {listed}")
+        assert not problems, f"after {after}:\n  " + "\n  ".join(problems)
+
+    def _others(self, named: set[int], most: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Return bytes and shapes of the tensors in other storages than those ``named``, the largest first; none up to ``most`` bytes."""
+        until = time.monotonic() + _GOES_S
+        while True:
+            others = [(nbytes, tuple(each.shape)) for number, (nbytes, each) in self.live().items() if number not in named]
+            if sum(nbytes for nbytes, _ in others) <= most:
+                return []
+            if time.monotonic() > until:
+                return sorted(others, reverse=True)
+            time.sleep(0.01)
+
+
+def _kinds(par: Parallelized, parameters: list[nn.Parameter], optimizer: Optimizer | None) -> dict[str, list[Tensor]]:
+    """Return what the description knows of."""
+    state = [] if optimizer is None else [value for each in optimizer.state.values() for value in each.values()]
+    shards = applied(par.module).replica_shards
+    return {
+        "parameters": list(parameters),
+        "gradients": [each.grad for each in parameters if each.grad is not None],
+        "optimizer state": [each for each in state if isinstance(each, Tensor) and each.ndim],
+        "buffers": list(par.module.buffers()),
+        "shards": [] if shards is None else shards.tensors(),
+    }
+
+
+def _described(par: Parallelized, kinds: Mapping[str, Sequence[Tensor]]) -> dict[str, int]:
+    """Return the bytes of each kind that the description says."""
+    described = par.describe()
+    if all(each.is_meta for each in kinds["parameters"]):
+        return dict.fromkeys(kinds, 0)
+    trained = [each for each in kinds["parameters"] if each.requires_grad]
+    some = sum(local_tensor(each).nbytes for each in kinds["gradients"])  # where an error ended the backward
+    return {
+        "parameters": described.parameter_bytes,
+        "gradients": described.gradient_bytes if len(kinds["gradients"]) == len(trained) else some,
+        "optimizer state": described.optimizer_bytes or 0,
+        "buffers": described.buffer_bytes,
+        "shards": described.shard_bytes,
+    }
+
+
+def _padding(tensor: Tensor) -> int:
+    """Return how many bytes more the fullest rank stores."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    fullest = local_index(tensor.shape, tensor.placements, tensor.device_mesh.shape, [0] * tensor.device_mesh.ndim)
+    return (math.prod(part.stop - part.start for part in fullest) - local_tensor(tensor).numel()) * tensor.element_size()
