@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 
@@ -25,6 +27,22 @@ def lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], obje
         return sorted({*vars(sys.modules[package]), *homes})
 
     return load, names
+
+
+_TALKATIVE = ("torchao", "torch.utils._pytree")  # transformers imports torchao, whose files and enums do not suit every torch
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Keep loggers silent that warn, at each import, of what a reader can do nothing about; usable as a decorator."""
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in _TALKATIVE}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def need(module: str, *, extra: str = "train") -> ModuleType:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from meshpar.errors import LayoutError
+from meshpar.imports import quiet_imports
 from meshpar.layout import ModelLayout
 from meshpar.models.huggingface_exchange import counts_positions, exchange_positions, mixer_refusal, mixers, refusal
 from meshpar.models.huggingface_tensor import (
@@ -81,6 +82,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
     )
 
 
+@quiet_imports()
 def from_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> nn.Module:
     """Build transformers' causal language model for a config, on the meta device, for training.
 

@@ -263,6 +263,13 @@ def found(name):
     return {each.name: each for each in lints(traces()[name], cost(traces()[name], small), small)}
 
 
+def test_float32_is_the_first_lever():
+    name, lint = next(iter(found("gpt2").items()))
+    assert name == "float32" and lint.text.startswith("100% of the operations are in float32, which h100 computes at 1/")
+    assert lint.seconds == max(each.seconds for each in found("gpt2").values()) > 0
+    assert "float32" not in found(("recomputed", 3))
+
+
 def test_projections_that_prepare_their_own_input_are_told_with_their_cost():
     lint = found("alone")["redundant tensor-parallel collectives"]
     assert "5 all-gathers a block" in lint.text and lint.seconds > 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 
 from meshpar import ActivationCheckpoint, FullyShard, TensorParallel, patterns
 from meshpar.errors import LayoutError
+from meshpar.imports import quiet_imports
 from meshpar.mesh import MeshSpec
 from meshpar.models.huggingface import from_config, layout_for
 from meshpar.models.huggingface_styles import FullPositions, GPT2Attention, Head, Heads
@@ -137,6 +140,19 @@ def test_what_a_plan_leaves_whole_is_told() -> None:
     assert warning.startswith(
         "tensor parallelism leaves 64% of the parameters whole on every rank of tp, the largest model.layers.0.self_attn"
     )
+    layout = layout_of(model)
+    others = {name: style for name, style in layout.tensor.items() if ".self_attn" not in name}
+    meant = replace(layout, tensor={**others, f"{LAYER}.self_attn": None})
+    assert not list(TensorParallel().warnings(model, meant, MeshSpec("tp=2"))), "the layout says so"
+
+
+def test_what_other_packages_warn_of_at_import_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("torchao")
+    with quiet_imports():
+        logger.warning("Failed to load a file")
+        logger.error("an error")
+    logger.warning("later")
+    assert [each.message for each in caplog.records] == ["an error", "later"]
 
 
 def test_models_whose_masks_count_positions_leave_sequence_parallelism_out() -> None:

@@ -394,7 +394,8 @@ def test_each_launch_has_a_folder_of_its_own(folder: Path) -> None:
 def test_a_script_is_run_here_before_its_job_is_rendered(folder: Path) -> None:
     launch_script = partial(launch_job, "slurm", "train.py", ["--lr", "3"], nodes=2, gpus_per_node=0, nproc=2)
     (folder / "train.py").write_text("import sys; sys.exit(0 if sys.argv[1:] == ['--lr', '3', '--dry-run', 'a b'] else 3)")
-    assert "note: the script is not checked here; --check ARGUMENTS" in launch_script()
+    told = launch_script()
+    assert told.startswith("train: 4 ranks on 2 x 2\n") and "note: the script is not checked here; --check ARGUMENTS" in told
     assert "not checked" not in launch_script(check="--dry-run 'a b'")
     launches = len(list(Path("runs/train/launches").iterdir()))
     with pytest.raises(LaunchError, match=r"the check train.py --lr 3 --wet ended with exit code 3; correct the script"):

@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 
 from meshpar.errors import MeshparError, brief
+from meshpar.imports import quiet_imports
 
 _ADAPTERS, _GENERATION = "adapter_config.json", "generation_config.json"
 
@@ -54,6 +55,7 @@ class Completer:
 
     continues = True
 
+    @quiet_imports()
     def __init__(self, folder: Path) -> None:
         """Load a folder: of a model, of peft's adapters or with a GGUF file; raises MeshparError if it has no model with a tokenizer."""
         need_transformers()

@@ -16,6 +16,7 @@ from torch import nn
 from meshpar.checkpoints.safetensors import weights_in
 from meshpar.errors import MeshparError, RecipeError, brief
 from meshpar.homes import expanded
+from meshpar.imports import quiet_imports
 from meshpar.launchers.recipes.sections import Model
 from meshpar.layout import ModelLayout
 from meshpar.models.huggingface import for_training
@@ -51,6 +52,7 @@ class DataFacts:
     classes: tuple[str, ...] = ()
 
 
+@quiet_imports()
 def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFacts) -> nn.Module:
     """Build a model of transformers on the meta device, in float32, for training.
 

@@ -104,7 +104,8 @@ def launch_job(
         run, work = recipe.folder.absolute(), {"name": recipe.name, "recipe": recipe.to_yaml(), "mesh": spec}
     job, files = _written(plugin, run, {**work, **place, "command": ("meshpar", *sys.argv[1:])})
     path = job.folder / next(iter(files))
-    told = [f"{job.name}: {nodes * ranks} ranks, {job.shape} on {nodes} x {ranks}", *(f"  {job.folder / name}" for name in files)]
+    mesh_text = f", {job.mesh}" if job.mesh else ""
+    told = [f"{job.name}: {nodes * ranks} ranks{mesh_text} on {nodes} x {ranks}", *(f"  {job.folder / name}" for name in files)]
     told += [f"note: {note}" for note in (*notes, *plugin.notes(job))]
     command = plugin.submit(path)
     note: Mapping[str, object] = {"target": target, "options": list(options), "file": path.name, "label": job.label}

@@ -35,6 +35,7 @@ class Lint:
 def lints(trace: Trace, timed: Cost, hardware: Hardware) -> tuple[Lint, ...]:
     """Return the findings that matter, the dearest first."""
     found = [
+        *_float32(trace, timed, hardware),
         *_tensor_parallel(trace, hardware),
         *_padding(trace, hardware),
         *_logits(trace),
@@ -45,6 +46,21 @@ def lints(trace: Trace, timed: Cost, hardware: Hardware) -> tuple[Lint, ...]:
     ]
     matter = [each for each in found if each.seconds > _SMALLEST * timed.seconds or each.size > _SMALLEST * hardware.memory]
     return tuple(sorted(matter, key=lambda each: (-each.seconds, -each.size)))
+
+
+def _float32(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
+    """Matrix products in float32, which every accelerator computes several times as fast in bfloat16."""
+    single, half = hardware.flops("float32"), hardware.flops("bfloat16")
+    done = sum(event.flops for _, event in trace.events())
+    share = sum(event.flops for _, event in trace.events() if event.dtype == "float32") / max(1, done)
+    seconds = share * (timed.computing.get("matmul", 0.0) + timed.computing.get("attention", 0.0)) * (1 - single / half)
+    if share and half > single:
+        yield Lint(
+            name="float32",
+            text=f"{share:.0%} of the operations are in float32, which {hardware.name} computes at 1/{half / single:.0f} of the speed of "
+            "bfloat16: set param_dtype=bfloat16 in the pass that shards or replicates; parameters and optimizer state stay float32",
+            seconds=seconds,
+        )
 
 
 def _tensor_parallel(trace: Trace, hardware: Hardware) -> Iterator[Lint]:

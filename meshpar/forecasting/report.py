@@ -186,7 +186,9 @@ def _time(forecast: Forecast) -> Table:
     table = _table("Time of a step", show_header=False)
     table.add_row("step", f"{timed.seconds * 1e3:,.1f} ms, {least * 1e3:,.1f} to {most * 1e3:,.1f} (± {ERROR_RANGE:.0%})")
     table.add_row("tokens/s", f"{timed.tokens_per_second:,.0f}, {timed.tokens_per_second / forecast.world_size:,.0f} a rank")
-    table.add_row("MFU", f"{timed.mfu:.1%} ({forecast.trace.flops() / 1e12:,.2f} TFLOP a rank, recomputation included)")
+    model, done = (forecast.trace.flops(recomputed=each) / 1e12 for each in (False, True))
+    again = f"; {done:,.2f} TFLOP with recomputation" if done > model else ""
+    table.add_row("MFU", f"{timed.mfu:.1%} ({model:,.2f} TFLOP a rank{again})")
     for kind, seconds in timed.computing.items():
         table.add_row(f"computing: {kind}", f"{seconds * 1e3:,.1f} ms")
     for axis, seconds in timed.exposed.items():

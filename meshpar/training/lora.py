@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshpar._torch import eager
 from meshpar.errors import MeshparError, RecipeError
+from meshpar.imports import quiet_imports
 from meshpar.layout import ModelLayout
 from meshpar.parallelized import Parallelized
 from meshpar.passes import random
@@ -411,6 +412,7 @@ class _Initialiser:
             init(module)
 
 
+@quiet_imports()
 def _peft() -> ModuleType:
     try:
         import peft

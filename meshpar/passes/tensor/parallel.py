@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, final
@@ -59,7 +59,7 @@ class TensorParallel(Pass):
         sequence_parallel: split activations between layers along the sequence (arXiv 2205.05198). The sequence length must be a
             multiple of the axis's size.
         loss_parallel: keep the logits split over the vocabulary, as a DTensor that :func:`meshpar.token_loss` accepts.
-        styles: module pattern -> style, which replaces the entry of the layout's table. None removes the entries in the module. Styles are
+        styles: module pattern -> style, which replaces the entry of the layout's table. None removes the entry. The styles are
             ``region``, ``colwise``, ``packed_colwise:N``, ``colwise_gather``, ``rowwise``, ``rowwise_split``, ``vocab``, ``features``,
             ``head``, ``sequence`` and ``grad_sum``. A pattern that names a parameter (``blocks.*.attn.sinks``) supports ``per_head``,
             which splits the first dim, ``grad_sum``, and None: whole, used with whole features.
@@ -119,12 +119,15 @@ class TensorParallel(Pass):
                 "batch x sequence x features, four times a step between nodes; keep tp within a node"
             )
         split, sizes = self.shards(module, layout), {name: p.numel() for name, p in module.named_parameters()}
-        whole = sorted((name for name in sizes if name not in split), key=lambda name: -sizes[name])
+        meant = [pattern for pattern, style in layout.tensor.items() if style is None]
+        left = (name for name in sizes if name not in split and not any(covers(pattern, name) for pattern in meant))
+        whole = sorted(left, key=lambda name: -sizes[name])
         share = sum(sizes[name] for name in whole) / max(1, sum(sizes.values()))
         if mesh.axes["tp"] > 1 and share > _WHOLE_SHARE:
             yield (
                 f"tensor parallelism leaves {share:.0%} of the parameters whole on every rank of tp, the largest {whole[0]}, because the "
-                "layout's table does not name them; give linear layers and embeddings among them a style, or use data axes instead of tp"
+                "layout's table does not name them; give linear layers and embeddings among them a style, or None to what is meant "
+                "to stay whole, or use data axes instead of tp"
             )
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
@@ -177,7 +180,7 @@ class TensorParallel(Pass):
         table, entries = _Table(), dict(layout.tensor)
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         for pattern, text in self.styles.items():
-            replaced = _take_out(module, entries, pattern, covers if text is None else matches)
+            replaced = _take_out(module, entries, pattern)
             if text is not None:
                 entries[pattern] = text
             elif any(matches(pattern, name) for name in names):
@@ -219,13 +222,12 @@ class TensorParallel(Pass):
                 yield f"{inside[0]} is tied to {missing}, and only {inside[0]} is split over tp; give both a style, or neither"
 
 
-def _take_out(module: nn.Module, entries: dict[str, Any], pattern: str, fits: Callable[[str, str], bool]) -> bool:
-    """Take the modules and parameters that ``pattern`` fits out of a table, and tell whether there were any."""
+def _take_out(module: nn.Module, entries: dict[str, Any], pattern: str) -> bool:
+    """Take the modules that ``pattern`` matches out of a table, and tell whether there were any."""
     named = pattern in entries
     entries.pop(pattern, None)
-    every = [*(name for name, _ in module.named_modules()), *(name for name, _ in module.named_parameters(remove_duplicate=False))]
-    found = {known: [name for name in every if matches(known, name)] for known in entries}
-    left = {name for name in every if fits(pattern, name)}
+    found = {known: [name for name, _ in find_modules(module, known)] for known in entries}
+    left = {name for name, _ in find_modules(module, pattern)}
     hit = [known for known, held in found.items() if left.intersection(held)]
     for known in hit:
         style = entries.pop(known)
