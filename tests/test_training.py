@@ -335,6 +335,9 @@ def test_resuming_on_two_ranks_is_bitwise_and_one_rank_stops_both() -> None:
         check_one_rank_stops_all(Path(name))
         first, second = (parallel("dp_shard=2", [FullyShard()]) for _ in range(2))
         check_stop_in_validation(Path(name), first, second, late=1)
+        for reduce_each in (False, True):
+            check_stop_in_a_long_step(Path(name), [FullyShard()], reduce_each)
+        check_stop_in_a_long_step(Path(name), [FullyShard(reshard_after_forward=False)], False)
         check_two_ranks_match_one(Path(name))
 
 
@@ -349,7 +352,7 @@ def check_one_rank_stops_all(folder: Path) -> None:
     par, kept, stop = parallel("dp_shard=2", [FullyShard()]), Kept(), StopRequest()
     reporters = [Records(step3=lambda: stop.request("enough"))] if dist.get_rank() == 1 else []
     outcome = trainer(par, packed(folder), steps=50, checkpointer=kept, reporters=reporters).run(stop)
-    assert outcome.steps in (3, 4) and sorted(kept.steps) == [outcome.steps]  # 3: steps take more than a second
+    assert outcome.steps in (3, 4) and sorted(kept.steps) == [outcome.steps]  # heard after the step, or within the next
     assert outcome.stopped == ("enough" if dist.get_rank() == 1 else "another rank was asked to stop")
 
 
@@ -402,17 +405,17 @@ def test_sigterm_finishes_the_step_saves_and_stops(group: None, tmp_path: Path) 
 
 
 class Asking:
-    """A causal objective that asks for a stop in the n-th batch of validations."""
+    """A causal objective that asks for a stop in the n-th batch of validations, or of training."""
 
-    def __init__(self, batch: int) -> None:
-        self.left = batch
+    def __init__(self, batch: int, *, trains: bool = False) -> None:
+        self.left, self.trains = batch, trains
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
         return CausalLM().tokens(batch)
 
     def loss(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Any:
-        self.left -= not model.training
-        if not self.left and not model.training:
+        self.left -= model.training is self.trains
+        if not self.left and model.training is self.trains:
             os.kill(os.getpid(), signal.SIGHUP)
         return CausalLM().loss(model, batch)
 
@@ -445,6 +448,21 @@ def check_stop_in_validation(folder: Path, par: Parallelized, last: Parallelized
     told = [[(each["step"], each.get("train/loss"), each.get("val/loss")) for each in records] for records in (found, expected.records)]
     assert told[0] == told[1]
     assert kept.steps[4][2] == whole.steps[4][2]
+
+
+def check_stop_in_a_long_step(folder: Path, passes: list[Any], reduce_each: bool) -> None:
+    """The micro-batches that were done are left, the state before the step is saved, and the next start repeats the step."""
+    samples, (whole, part) = packed(folder), (parallel("dp_shard=2", passes, dropout=0.2) for _ in range(2))
+    more: dict[str, Any] = {"micro": 1, "accumulate": 6, "steps": 3, "reduce_each": reduce_each}
+    trainer(whole, samples, **more).run()
+    kept = Kept()
+    run = trainer(part, samples, checkpointer=kept, **more)
+    run.objective = Asking(8 if dist.get_rank() else 99, trains=True)
+    outcome = run.run()
+    assert (outcome.stopped, outcome.steps, sorted(kept.steps)) == ("SIGHUP", 1, [1])
+    for again in (part, parallel("dp_shard=2", passes, dropout=0.2)):
+        assert resumed(again, copy.deepcopy(kept.steps[1]), samples, **more).run().steps == 3
+        assert_equal(weights(again), weights(whole))
 
 
 def test_a_stop_in_validation_saves_and_the_next_start_makes_up_for_it(group: None, tmp_path: Path) -> None:

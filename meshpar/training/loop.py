@@ -134,6 +134,7 @@ class Trainer:
         self._reading: tuple[Reading, dict[str, float], list[str]] | None = None
         self._stop: StopRequest | None = None  # of a run
         self.owes_validation = False  # a stop request ended the validation after the last step
+        self._begun = data.state_dict()  # before the last step
         self._at, self._rate = 0.0, 0.0  # of the last step, in the schedule
         self._plan_schedule()
 
@@ -212,6 +213,7 @@ class Trainer:
                     stopped = self._make_up()
                 while not self.complete and stopped is None:
                     if not self._train_step(self._begin_step(batches)):
+                        stopped = self._stopped() if self.replicas is None else None
                         continue
                     self.step += 1
                     self._after_step(epoch_ended=self.data.position()["samples"] == 0)
@@ -219,7 +221,7 @@ class Trainer:
             except StopAskedError as asked:  # while this replica waited for others
                 stopped = str(asked)
                 self._note(f"asked to stop ({stopped}) after step {self.step}, while waiting for other replicas")
-                if self.step and self.replicas is not None and self.replicas.saves_alone:
+                if self.replicas is not None and self.replicas.saves_alone:
                     self._save()
             self._read()
         self._stop = None
@@ -289,14 +291,15 @@ class Trainer:
 
     def _begin_step(self, batches: Iterator[list[TensorBatch]]) -> list[TensorBatch]:
         """Return the micro-batches of a step, and note its place in the schedule before they move the position in the data."""
-        begun = (
-            None if self.replicas is None else self.replicas.begin(lambda: self._stop and self._stop.reason)
-        )  # may take over the others' position
+        begun = None
+        if self.replicas is not None:  # this one may take over the others' position
+            begun = self.replicas.begin(lambda: self._stop and self._stop.reason)
+        self._begun = self.data.state_dict()
         self._at = self.data.steps_at(self.batch) if self.follows_samples else float(self.step)
         return next(batches) if begun is None else begun
 
     def _train_step(self, micro_batches: list[TensorBatch]) -> bool:
-        """Train a step, and return whether it counts: among replicas, the others may have gone on without this one."""
+        """Train a step, and return whether it counts: it may have been left for a stop request, or the other replicas made it alone."""
         par, optimizer, replicas = self.par, self.optimizer, self.replicas
         par.manual_seed(mix(self.settings.seed, self.step, *([] if replicas is None else [replicas.slot])))
         micro_batches = [par.split(batch) for batch in micro_batches]
@@ -306,6 +309,8 @@ class Trainer:
         scale = None
         sums: dict[str, torch.Tensor] = {}
         for batch in par.accumulate(micro_batches, reduce_each=self.settings.reduce_each):
+            if scale is not None and replicas is None and self._stop is not None and self._stop.agreed():
+                break
             loss_sum, more = self._loss(batch, self.data)
             if scale is None:  # not before the first forward, beside which the ranks exchange their counts
                 scale = token_scale() * (1.0 if self.scaler is None else self.scaler.scale)
@@ -313,6 +318,16 @@ class Trainer:
             (sum(balance.values(), loss_sum) * scale).backward()
             for name, value in {"loss": loss_sum, **more, **balance}.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+        else:
+            return self._finish_step(tokens, sums)
+        par.reshard()
+        optimizer.zero_grad(set_to_none=True)
+        self.data.load_state_dict(self._begun)
+        return False
+
+    def _finish_step(self, tokens: int, sums: dict[str, torch.Tensor]) -> bool:
+        """Step the optimizer, and return whether the step counts: the other replicas may have made it without this one."""
+        par, optimizer, replicas = self.par, self.optimizer, self.replicas
         summed = None
         if replicas is not None:
             summed = replicas.reduce(tokens, *sums.values())
@@ -433,7 +448,7 @@ class Trainer:
         self._publish({"lr": known.pop("lr"), "grad_norm": norm, "epoch": known.pop("epoch"), **record, **known, "tokens": self.tokens})
 
     def _save(self, *, last: bool = False) -> None:
-        if self.checkpointer is None or self._saved == self.step:
+        if self.checkpointer is None or self.step in (0, self._saved):
             return
         with nullcontext(True) if self.replicas is None else self.replicas.saving(last=last) as writes:
             if not writes:

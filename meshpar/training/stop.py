@@ -66,7 +66,8 @@ class StopRequest:
     def agreed(self) -> bool:
         """Return whether the ranks have agreed to stop; they did not if a request came after the call before, see the class.
 
-        Collective: every rank calls it after every step, and between the parts of work that may take more than a second.
+        Collective: every rank calls it after every step, and between the parts of work that may take more than a second: micro-batches of
+        a step and of a validation.
         """
         if self._group is None:
             return self.reason is not None
