@@ -8,14 +8,14 @@ import weakref
 import pytest
 import torch
 import torch.optim.optimizer as optimizers
-from models_for_parity import VOCAB
+from models_for_parity import VOCAB, transformer
 from test_parity import MODELS, PLANS, ranks_of
 from torch import nn
 from torch.autograd.profiler import profile, record_function
 from torch.distributed._composable import checkpoint_activation
 from torch.distributed.tensor import DTensor
 
-from meshpar import ActivationCheckpoint, FullyShard, HybridShard, ModelLayout, Plan, Replicate, TensorParallel
+from meshpar import ActivationCheckpoint, ExpertParallel, FullyShard, HybridShard, ModelLayout, Plan, Replicate, TensorParallel
 from meshpar.checkpoints import CheckpointManager, export_module
 from meshpar.testing import Memory, on_ranks, token_loss_sum, token_steps
 from meshpar.testing.memory import allocated
@@ -223,9 +223,22 @@ def verbs(build, mesh, passes, folder, memory, later):
 
 
 def held(model, plan, folder):
-    mesh, passes = PLANS[plan]
-    every_verb(MODELS[model], mesh, passes, folder, Memory())
+    mesh, passes = {**PLANS, **OTHERS}[plan]
+    every_verb({**MODELS, "mixture": mixture}[model], mesh, passes, folder, Memory())
 
+
+def mixture():
+    return transformer(experts=4, qk_norm=True)
+
+
+OTHERS = {
+    "world": ("dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world")]),
+    "bf16": ("dp_shard=4", [FullyShard(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)]),
+    "offload": ("dp_shard=4", [FullyShard(offload="cpu")]),
+    "whole": ("dp_shard=4", [FullyShard(whole=("*norm*",))]),
+    "experts": ("dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), FullyShard()]),
+}
+"""Plans that store what no plan of the parity tests does, on four ranks."""
 
 held_2, held_4, held_8 = (on_ranks(n, keep=True)(held) for n in (2, 4, 8))
 ON_RANKS = {2: held_2, 4: held_4, 8: held_8}
@@ -238,11 +251,15 @@ def cases():
         for model in MODELS:
             if not (model == "hf-gpt2" and "sequence" in plan):
                 yield pytest.param(model, plan, id=f"{model}-{plan}", marks=[] if SAMPLE.get(plan) == model else [pytest.mark.long])
+    for plan in OTHERS:
+        yield pytest.param(
+            "mixture" if plan == "experts" else "transformer", plan, id=plan, marks=[] if plan == "world" else [pytest.mark.long]
+        )
 
 
 @pytest.mark.parametrize(("model", "plan"), cases())
 def test_a_rank_holds_what_is_described_after_every_verb(model, plan, tmp_path):
-    ON_RANKS[ranks_of(plan)](model, plan, str(tmp_path))
+    ON_RANKS[4 if plan in OTHERS else ranks_of(plan)](model, plan, str(tmp_path))
 
 
 class Counted:

@@ -231,6 +231,10 @@ class ReplicaShards:
         _torch.make_ready(self._module)
         return [each.shard() for each in self._gathers]
 
+    def held(self) -> list[Tensor]:
+        """Return the shards that have memory: those of units that were gathered."""
+        return [each._shard for each in self._gathers if each._shard is not None]
+
     @property
     def nbytes(self) -> int:
         """Bytes of the shards, also of a module on the meta device."""

@@ -134,7 +134,7 @@ def _kinds(par: Parallelized, parameters: list[nn.Parameter], optimizer: Optimiz
         "gradients": [each.grad for each in parameters if each.grad is not None],
         "optimizer state": [each for each in state if isinstance(each, Tensor) and each.ndim],
         "buffers": list(par.module.buffers()),
-        "shards": [] if shards is None else shards.tensors(),
+        "shards": [] if shards is None else shards.held(),
     }
 
 
