@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, final
 
@@ -26,6 +26,7 @@ from meshpar.passes import random
 from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, axes_of, find_blocks, held_mesh
 from meshpar.passes.installed import installed
+from meshpar.passes.untouched import CannotKeep, untouched
 from meshpar.patterns import class_name
 from meshpar.placements import clip_grad_norm_, local_tensor, sharded_axes, whole_tensor
 from meshpar.replicas import check_equal
@@ -368,8 +369,11 @@ class Parallelized:
         training = [each for each in self.module.modules() if each.training]
         try:
             self.module.eval()
-            with test.eagerly(), test.watch(), torch.enable_grad():
-                test.returned(call(self.module, batch))
+            with ExitStack() as stack:
+                with suppress(CannotKeep):  # what cannot be put back goes on, as in a forward of the user's own
+                    stack.enter_context(untouched(self.module, batch))
+                with test.eagerly(), test.watch(), torch.enable_grad():
+                    test.returned(call(self.module, batch))
         finally:
             for each in training:
                 each.training = True

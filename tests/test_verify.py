@@ -359,6 +359,7 @@ def test_the_test_in_the_first_forward_leaves_no_trace():
     held = []
     for verify in (True, False):
         par = Plan("tp=2", [TensorParallel()], verify=verify).apply(Remembers(), LAYOUT)
+        par.verify(IDS)
         got, have, traces = first_step(par.module)
         assert str(traces) == str(left), verify
         torch.testing.assert_close((got, have), (loss, grads))
@@ -395,6 +396,8 @@ def test_a_loss_that_takes_in_what_a_rank_has_a_part_of_is_refused_and_exact_whe
     step(par.module, 0.0)  # as in a warm-up
     with pytest.raises(ParallelError, match=r"ranks of tp .* starts from different losses: .*'blocks.\*.attn': None"):
         step(par.module, 0.1)
+    with pytest.raises(ParallelError, match="starts from different losses"):
+        par.module.blocks[0].penalty.backward()
     par = Plan("tp=2", [TensorParallel(styles=whole)]).apply(Penalised(), LAYOUT)
     step(one, 0.1)
     step(par.module, 0.1)

@@ -224,7 +224,11 @@ class Cycle:
                 run = self._explanation.told if self.split_test is None and self.mixing_test is None else self._first_run
                 buffers = list(self._recomputed_buffers()) if torch.is_grad_enabled() else []
                 versions = {} if self.whole is None else self.whole.versions()
+                if not self._units.modules and torch.is_grad_enabled():
+                    self._entrances.opens(self.module)
                 output = run(inner, args, kwargs)
+                if not self._units.modules:
+                    self._entrances.closes(self.module, output)
                 _refuse_changed(buffers)
                 self.check_parameters()
                 if self.whole is not None and (now := self.whole.versions()) != versions:
@@ -393,10 +397,12 @@ class Cycle:
 
     def before_backward(self, roots: list[Any]) -> None:
         """Look at a backward of whatever model that is about to run from ``roots``, tensors or nodes."""
-        if not _torch.in_backward():
+        if _torch.in_backward():
+            return
+        if self._units.modules:
             self._entrances.look(roots)
-            if self.losses is not None:
-                self.losses.begin(roots)
+        if self.losses is not None and self.losses.compared and self._entrances.reached(roots):
+            self.losses.check(roots)
 
     def _begin_backward(self, forward: _Forward, grad: Tensor) -> None:
         """Look at a backward that reaches an output of the module, and see that its end is noticed."""
@@ -417,8 +423,6 @@ class Cycle:
         self._refuse_unwound()
         if not self._begun:
             self._units.show()
-        if self.losses is not None:
-            self.losses.reach()
         self.expect_end()
         self._begun.add(forward)
 
@@ -466,11 +470,8 @@ class Cycle:
                 self._refuse_hooks()
             return
         unused = self._units.take_filled() + ([] if self.whole is None else self.whole.reduce())
-        if any(each.grad is not None for each in self.module.parameters()):
-            if self.losses is not None:
-                self.losses.check()
-            if self.agreement is not None:
-                self.agreement.gradients(unused)
+        if self.agreement is not None and any(each.grad is not None for each in self.module.parameters()):
+            self.agreement.gradients(unused)
         if any(each.grad is None and each._post_accumulate_grad_hooks for each in unused):
             raise MeshparError(
                 "a post-accumulate-grad hook ran for a parameter that no rank used in this backward; use every parameter in "

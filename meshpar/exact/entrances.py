@@ -88,20 +88,37 @@ class Entrances:
         """
         if not self._numbers or self._open:  # a compiler traces a block's backward in its forward
             return
-        numbers, owners, exits = self._numbers, self._owners, self._exits
+        exits = self._exits
         seen: set[Any] = set()
         stack: list[tuple[nn.Module | None, list[Any]]] = [(None, list(_nodes(roots)))]
         while stack:
             here, nodes = stack.pop()
             for node in nodes:
                 number = node._sequence_nr()
-                place = bisect_right(numbers, number) - 1
-                owner = owners[place] if place >= 0 else None
+                owner = self._owner(number)
                 if owner is not here and owner is not None and number not in exits and number not in self._hooked:
                     self._hook(node, number, owner)
                 if node not in seen:
                     seen.add(node)
                     stack.append((owner, [each for each, _ in node.next_functions if each is not None]))
+
+    def reached(self, roots: Iterable[object]) -> bool:
+        """Tell whether a backward from ``roots``, tensors or nodes, reaches a forward of the module."""
+        if not self._numbers or self._open:
+            return False
+        stack, seen = list(_nodes(roots)), set[Any]()
+        while stack:
+            node = stack.pop()
+            if self._owner(node._sequence_nr()) is not None:
+                return True
+            if node not in seen:
+                seen.add(node)
+                stack += [each for each, _ in node.next_functions if each is not None]
+        return False
+
+    def _owner(self, number: int) -> nn.Module | None:
+        place = bisect_right(self._numbers, number) - 1
+        return self._owners[place] if place >= 0 else None
 
     def _hook(self, node: Any, number: int, owner: nn.Module) -> None:
         if number < self._stepped:

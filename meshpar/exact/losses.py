@@ -31,35 +31,26 @@ class Losses:
     """
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], device: torch.device) -> None:
-        self._groups, self._device, self._looks = dict(groups), device, Looks()
-        self._roots: list[Tensor] = []
-        self._taken: list[Tensor] = []
+        self._groups, self._device, self._looked = dict(groups), device, 0
 
-    def begin(self, roots: Iterable[object]) -> None:
-        """Remember what a backward starts from, of whatever model."""
-        if self._groups:
-            plain = [each for each in roots if isinstance(each, Tensor) and not isinstance(each, DTensor)]
-            self._roots = [each.detach() for each in plain if each.numel() == 1]
+    @property
+    def compared(self) -> bool:
+        """The next loss is compared: every time on a CPU, on an accelerator, where reading waits, the first times."""
+        return bool(self._groups) and (self._device.type == "cpu" or self._looked < Looks.FIRST)
 
-    def reach(self) -> None:
-        """Remember that the backward that has begun reaches this module."""
-        self._taken += self._roots
-        self._roots = []
-
-    def check(self) -> None:
-        """Compare what the backwards since the last comparison started from: every time on a CPU, on an accelerator the first times.
+    def check(self, roots: Iterable[object]) -> None:
+        """Compare what a backward of the module is about to start from.
 
         Raises:
             ParallelError: on every rank of the axis alike.
 
         Collective over the axes.
         """
-        taken, self._taken = self._taken, []
-        if not self._groups or not self._looks.now("", self._device):
-            return
-        kind = max((each.dtype for each in taken), key=lambda each: torch.finfo(each).eps, default=torch.float64)
+        self._looked += 1
+        plain = [each.detach() for each in roots if isinstance(each, Tensor) and not isinstance(each, DTensor) and each.numel() == 1]
+        kind = max((each.dtype for each in plain), key=lambda each: torch.finfo(each).eps, default=torch.float64)
         mine = torch.zeros((), device=self._device, dtype=torch.float64)
-        for each in taken:
+        for each in plain:
             mine += each.reshape(()).to(self._device, torch.float64).nan_to_num(-1e300)
         allowed = torch.finfo(kind).eps * _ROUNDINGS["cpu" if self._device.type == "cpu" else "accelerator"]
         for axis, group in self._groups.items():
