@@ -423,9 +423,11 @@ class Parallelized:
         """
         scatter_state(self.module, state, self.device, from_rank_0=from_rank_0, strict=strict)
 
-    def averaged(self, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False) -> Averaged:
+    def averaged(
+        self, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False, from_start: bool = False
+    ) -> Averaged:
         """Return a sharded exponential moving average of the parameters. See :class:`meshpar.state.averaging.Averaged`."""
-        return Averaged(self, decay, dtype=dtype, buffers=buffers)
+        return Averaged(self, decay, dtype=dtype, buffers=buffers, from_start=from_start)
 
     def reshard(self) -> None:
         """Free gathered parameters, so that the module's parameters are this rank's shards. The next forward gathers again."""

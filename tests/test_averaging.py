@@ -124,6 +124,23 @@ def test_a_decay_that_depends_on_the_step():
 
 
 @on_ranks(2, keep=True)
+def test_an_average_from_the_start_weighs_the_first_values():
+    par = Plan("dp_shard=2", [FullyShard()]).apply(build())
+    averaged = par.averaged(0.8, from_start=True)
+    wanted = {name: whole(each).clone() for name, each in par.module.named_parameters()}
+
+    def update():
+        averaged.update()
+        for name, each in par.module.named_parameters():
+            wanted[name].lerp_(whole(each).detach(), 1 - 0.8)
+
+    train(par.module, range(2), update)
+    with averaged.swapped():
+        for name, each in par.module.named_parameters():
+            torch.testing.assert_close(whole(each), wanted[name])
+
+
+@on_ranks(2, keep=True)
 def test_an_average_in_float32_of_parameters_in_bfloat16():
     par = Plan("dp_shard=2", [FullyShard()]).apply(build().bfloat16())
     low, high = Averaged(par, decay=0.999), Averaged(par, decay=0.999, dtype=torch.float32)

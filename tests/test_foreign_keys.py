@@ -363,6 +363,13 @@ def test_a_field_said_twice_is_a_conflict() -> None:
     )
 
 
+def test_a_key_is_refused_once_and_publishing_stops_no_training() -> None:
+    assert problems("save_strategy: steps\nsave_steps: 0.1\n").count("0.1 is refused") == 1
+    assert "push_to_hub: has no effect: training uploads nothing; publishing is a command of its own" in "\n".join(
+        read("push_to_hub: true\n").notes
+    )
+
+
 def test_values_that_cannot_be_read() -> None:
     for text, reason in {
         "num_train_epochs: 1.5": "expected an integer from 1, got 1.5",

@@ -26,7 +26,7 @@ DEFAULTS = {
 """Trainer's defaults that differ from a recipe's."""
 
 _OPT = "AdamW has no such options here; they are lr, betas, eps, weight_decay and fused, in the section optimizer"
-_HUB = "nothing is uploaded; export, then upload with huggingface_hub"
+_HUB = "training uploads nothing; publishing is a command of its own: `meshpar export RUN DST --push OWNER/NAME`"
 _FIXED = "it is always so"
 _DDP = "gradients are averaged by FSDP2's replicate, which has no such setting"
 _EVAL = "validation sums the loss and the objective's numbers on the device, and gathers no predictions"
@@ -110,6 +110,7 @@ TRAINER = Keys(
         "overwrite_output_dir": "checkpoint.resume sets what happens to a folder that contains a run",
         "enable_jit_checkpoint": "SIGTERM always finishes the step, saves and stops",
         "restore_callback_states_from_checkpoint": "there are no callbacks; the loop's own state is always restored",
+        "push_to_hub": _HUB,
         "hub_token": _HUB,
         "hub_private_repo": _HUB,
         "hub_model_id": _HUB,
@@ -156,7 +157,6 @@ TRAINER = Keys(
             (False,),
             "a run cannot resume from a checkpoint without the optimizer; `meshpar export` writes the model alone",
         ),
-        "push_to_hub": ((False,), _HUB),
         "ignore_data_skip": ((False,), "a resumed run uses each sample of the epoch once"),
         "full_determinism": ((False,), "set torch.use_deterministic_algorithms in your own program"),
         "data_seed": ((), "one seed orders the data and draws the weights"),

@@ -271,7 +271,10 @@ def every(kind: str, path: str) -> Any:
             return f"{text} became {path}: null" + (" (at the end only)" if kind == "save" else "")
         if text == "best":
             raise ValueError("'best' is refused: write save_strategy: epoch or steps; checkpoint.best keeps the best of them")
-        every = "epoch" if text == "epoch" else count(result.known.get(f"{kind}_steps") or result.known.get("logging_steps") or 500)
+        steps = result.known.get(f"{kind}_steps") or result.known.get("logging_steps") or 500
+        if text == "steps" and isinstance(steps, float) and 0 < steps < 1:
+            return "steps, whose number is refused"  # at its own key
+        every = "epoch" if text == "epoch" else count(steps)
         if text not in ("epoch", "steps"):
             raise ValueError(f"expected no, steps or epoch, got {value!r}")
         result.put(path, every)

@@ -50,6 +50,8 @@ class Averaged:
         dtype: dtype of the average; None: each parameter's own. In bfloat16 an average with a decay near 1 stops to change, because the
             increments are rounded away; use ``torch.float32``.
         buffers: average floating-point buffers too.
+        from_start: the average starts from the values at its construction, and the first :meth:`update` averages like every later one, as
+            EMAs without torch's copy do; a function as decay then gets 0 first. The default starts from the values at the first update.
 
     Attributes:
         updates: how often :meth:`update` was called.
@@ -58,11 +60,14 @@ class Averaged:
         MeshparError: a parameter has no values yet, a decay outside of 0 to 1, or a dtype that is not floating-point.
     """
 
-    def __init__(self, par: Resharded, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False) -> None:
+    def __init__(
+        self, par: Resharded, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False, from_start: bool = False
+    ) -> None:
         if dtype is not None and not dtype.is_floating_point:
             raise MeshparError(f"the average's dtype is {dtype}; expected a floating-point dtype such as torch.float32")
         self._par, self._module = par, par.module
         self._decay, self._buffers, self._swapped = decay, buffers, False
+        self._copies_first = not from_start
         self.updates = 0
         if not callable(decay):
             self._weight()
@@ -81,7 +86,7 @@ class Averaged:
         """
         self._refuse_inside("update()")
         pairs = [(local_tensor(self._averages[name]), local_tensor(tensor)) for name, tensor in self._tensors().items()]
-        if self.updates == 0:
+        if self.updates == 0 and self._copies_first:
             for average, value in pairs:
                 average.copy_(value)
         else:
