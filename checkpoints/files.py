@@ -229,6 +229,19 @@ class Box:
             )
 
     def _read(self, into: _Into, spans: Spans, out: torch.Tensor) -> None:
+        """Read into memory of the host, or through it piece by piece, in the order of the file."""
+        if out.is_cpu:
+            self._read_here(into, spans, out)
+            return
+        turns = Turns(out.device)
+        for piece in tiles(tuple(out.shape), out.itemsize, TILE_BYTES):
+            target = out[tuple(slice(*span) for span in piece)]
+            tile = turns.tile(target)
+            self._read_here(into, tuple((start + low, start + high) for (start, _), (low, high) in zip(spans, piece)), tile)
+            turns.send(tile, target)
+        turns.wait()
+
+    def _read_here(self, into: _Into, spans: Spans, out: torch.Tensor) -> None:
         partial = [dim for dim, (span, size) in enumerate(zip(spans, self.shape)) if span != (0, size)]
         first = partial[-1] if partial else 0  # all dims after this one are whole: pieces of it are contiguous runs
         if first:
@@ -282,6 +295,36 @@ class Box:
 
     def _at(self, prefix: tuple[int, ...]) -> int:
         return self.position + sum(self._bytes(dim, index) for dim, index in enumerate(prefix))
+
+
+@final
+class Turns:
+    """Two tiles of pinned host memory on the way to a device: one is filled from the file while the other is copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tiles: list[tuple[torch.Tensor, torch.Event]] = []
+        self._sent = 0
+
+    def tile(self, like: torch.Tensor) -> torch.Tensor:
+        """Return host memory of the shape and dtype of ``like``, at most :data:`TILE_BYTES`, that no copy reads any more."""
+        if len(self._tiles) < 2:
+            memory = torch.empty(TILE_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._tiles.insert(self._sent, (memory, torch.Event(self._device)))
+        else:
+            self._tiles[self._sent % 2][1].synchronize()
+        return self._tiles[self._sent % 2][0][: like.nbytes].view(like.dtype).view(like.shape)
+
+    def send(self, tile: torch.Tensor, out: torch.Tensor) -> None:
+        """Begin to copy the tile that :meth:`tile` returned last."""
+        out.copy_(tile, non_blocking=True)
+        self._tiles[self._sent % 2][1].record()
+        self._sent += 1
+
+    def wait(self) -> None:
+        """Wait for all copies."""
+        for _, copied in self._tiles:
+            copied.synchronize()
 
 
 @contextmanager

@@ -10,7 +10,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshpar.checkpoints import CheckpointManager, files
 from meshpar.checkpoints import saving as saves
+from meshpar.checkpoints.checksums import crc32
+from meshpar.checkpoints.files import Box, ReadFile
 from meshpar.checkpoints.planning import Planning
 from meshpar.checkpoints.ranks import Ranks
 from meshpar.checkpoints.saving import Noted, Saving
@@ -96,3 +99,83 @@ def test_a_pinned_slab_has_the_bytes_that_it_is_asked_for_and_is_given_back(monk
     assert view.sum() == 3 * len(view), "memory that is still used stays"
     Slab(0, pin=True)
     assert len(calls) == 2
+
+
+class LateDevice(TorchDispatchMode):
+    """A device that copies when the host waits for it, and not before: a tile that is filled too early arrives wrong."""
+
+    def __init__(self, out: torch.Tensor) -> None:
+        super().__init__()
+        self.out, self.values, self.blocking = out, torch.zeros(out.untyped_storage().nbytes() // out.itemsize, dtype=out.dtype), 0
+        self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+        device = self
+
+        class Event:
+            def __init__(self, where: torch.device) -> None:
+                assert where == DEVICE
+                self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+            def record(self) -> None:
+                self.copies, device.pending = device.pending, []
+
+            def synchronize(self) -> None:
+                for to, tile in self.copies:
+                    device.values.as_strided(to.shape, to.stride(), to.storage_offset()).copy_(tile)
+                self.copies = []
+
+        self.event = Event
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default and args[0].device == DEVICE:
+            self.blocking += not args[2]
+            self.pending.append((args[0], args[1]))
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("spans", "dtype"),
+    [
+        (((0, 100), (0, 60)), torch.float32),
+        (((0, 100), (0, 60)), torch.float64),
+        (((7, 90), (0, 60)), torch.float32),
+        (((7, 90), (13, 60)), torch.bfloat16),
+        (((99, 100), (59, 60)), torch.float32),
+    ],
+    ids=["whole", "cast", "rows", "columns cast", "one"],
+)
+def test_a_restore_to_a_device_fills_a_tile_after_its_last_copy_has_ended(tmp_path, monkeypatch, spans, dtype):
+    whole = torch.randn(100, 60)
+    (tmp_path / "file").write_bytes(bytes(64) + whole.numpy().tobytes())
+    box = Box(ReadFile(tmp_path / "file"), 64, (100, 60), torch.float32, "whole", crc32(whole.numpy().tobytes()))
+    monkeypatch.setattr(files, "TILE_BYTES", 1000)
+    want = whole[tuple(slice(*span) for span in spans)].to(dtype)
+    out = torch.empty(3, *want.shape[::-1], dtype=dtype, device=DEVICE)[1].mT  # other strides, in the middle of other memory
+    device = LateDevice(out)
+    monkeypatch.setattr(torch, "Event", device.event)
+    with device:
+        box.read(spans, out)
+    got = device.values.as_strided(out.shape, out.stride(), out.storage_offset())
+    assert torch.equal(got, want) and not device.blocking and not device.pending
+    assert device.values.count_nonzero() == want.count_nonzero(), "nothing else was written"
+
+
+@pytest.mark.gpu
+def test_a_background_save_and_a_restore_on_a_gpu(tmp_path):
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    job = Job(nn.Sequential(nn.Linear(3000, 2000), nn.Linear(2000, 100)).to(device), device=device)
+    optimizer = torch.optim.AdamW(job.module.parameters(), lr=0.1)
+    job.module(torch.ones(1, 3000, device=device)).sum().backward()
+    optimizer.step()
+    want = {name: value.clone() for name, value in job.module.state_dict().items()}
+    with CheckpointManager(tmp_path, async_=True) as manager:
+        for number in (1, 2):
+            manager.save(number, job, optimizer)
+            job.module(torch.ones(1, 3000, device=device)).sum().backward()
+            optimizer.step()
+            manager.wait()
+            slab = manager._stager._slabs[True].memory
+            assert slab.is_pinned() and slab.nbytes < 1.01 * 3 * sum(each.nbytes for each in want.values())
+        manager.restore(job, step=1, verify="full")
+    assert all(torch.equal(value, want[name]) for name, value in job.module.state_dict().items())
