@@ -127,8 +127,10 @@ def distributed(device_type: str | None = None, *, timeout_s: float = DEFAULT_TI
 
 def _open_group(here: torch.device, timeout_s: float) -> None:
     backend = dist.get_default_backend_for_device(here)
+    if backend == dist.Backend.GLOO and here.type != "cpu":
+        backend = f"cpu:gloo,{here.type}:gloo"
     # With its device known, the group connects at once, and a mesh splits its axes from it; alone, so that no axis connects the hosts.
-    bound = None if backend == dist.Backend.GLOO or here.type == "cpu" else here
+    bound = None if dist.Backend.GLOO in backend or here.type == "cpu" else here
     if bound is not None:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's record of collectives, which the watchdog reads
     # Not env://: for a second group torch would write and read addresses under the keys of the first.

@@ -143,9 +143,9 @@ def test_the_groups_of_axes_get_tensors_of_the_device_alone():
 def test_the_default_group_of_an_accelerator_has_its_device_from_the_start(monkeypatch):
     given = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.append((backend, options["device_id"])))
-    for here in ("cuda:1", "xpu:0", "cpu"):
+    for here in ("cuda:1", "xpu:0", "mps:0", "cpu"):
         runtime._open_group(torch.device(here), 5.0)
-    assert given == [("nccl", torch.device("cuda:1")), ("xccl", torch.device("xpu:0")), ("gloo", None)]
+    assert given == [("nccl", torch.device("cuda:1")), ("xccl", torch.device("xpu:0")), ("cpu:gloo,mps:gloo", None), ("gloo", None)]
 
 
 def test_the_watchdog_names_the_collectives_of_nccl(monkeypatch):
