@@ -140,9 +140,10 @@ def clip_grad_norm_(
     norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
     if not math.isinf(max_norm):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        scales = {place: scale.to(place) for place in by_device(grad for grads in parts.values() for grad in grads)}
         for grads in parts.values():
             for place, together in by_device(grads).items():
-                torch._foreach_mul_(together, scale.to(place))
+                torch._foreach_mul_(together, scales[place])
     return norm
 
 

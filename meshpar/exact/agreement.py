@@ -272,7 +272,7 @@ def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> No
     Collective over the axes.
     """
     for axis in axes:
-        if odd := differing_gradients(module, axis, mesh.get_group(axis)):
+        if odd := differing_gradients(module, axis, mesh.get_group(axis), mesh.device_type):
             raise MeshparError(
                 f"ranks of {axis} have different gradients for parameters that each keeps whole: {', '.join(odd[:6])}; where such a module "
                 "sees a slice of the heads or features, give it the style 'grad_sum' in the layout's tensor-parallel table; where it "
@@ -280,18 +280,18 @@ def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> No
             )
 
 
-def differing_gradients(module: nn.Module, axis: str, group: dist.ProcessGroup) -> list[str]:
+def differing_gradients(module: nn.Module, axis: str, group: dist.ProcessGroup, device_type: str) -> list[str]:
     """Return the names of parameters that every rank of ``axis`` keeps whole and whose gradients have different norms there.
 
     A replicated parameter that sees a slice of the heads or features has a part of its gradient on each rank. A gradient
     that is zero in theory, and so is rounding noise, does not count.
 
-    Collective over ``group``, the ranks of ``axis``.
+    Collective over ``group``, the ranks of ``axis``, on a device of ``device_type``; parameters may be on the host.
     """
     kept = [(name, p) for name, p in module.named_parameters() if p.requires_grad and axis not in sharded_axes(p)]
     if not kept:
         return []
-    norms = torch.stack([_norm(parameter) for _, parameter in kept])
+    norms = torch.stack([_norm(parameter).to(device_type) for _, parameter in kept])
     most, least = norms.clone(), norms.neg()
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
     dist.all_reduce(least, dist.ReduceOp.MAX, group)

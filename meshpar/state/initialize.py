@@ -31,14 +31,21 @@ def without_memory(module: nn.Module) -> set[str]:
 
 
 def allocate(module: nn.Module, device: torch.device, parameter_device: torch.device) -> None:
-    """Give meta parameters and buffers memory, uninitialised, leave the others alone, and keep tied parameters tied."""
+    """Give meta parameters and buffers memory, uninitialised, leave the others alone, and keep tied parameters tied.
+
+    Parameters that data ranks keep whole are on ``device``, where nothing gathers them.
+    """
     ties = tied_names(module)
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
                 child._buffers[name] = torch.empty_like(buffer, device=device)
+
     # As nn.Module.to_empty, except for tensors that have their values.
-    module._apply(lambda tensor: torch.empty_like(tensor, device=parameter_device) if tensor.is_meta else tensor)
+    def home(tensor: Tensor) -> torch.device:
+        return device if "_meshpar_whole" in vars(tensor) else parameter_device
+
+    module._apply(lambda tensor: torch.empty_like(tensor, device=home(tensor)) if tensor.is_meta else tensor)
     retie(module, ties)
 
 

@@ -30,10 +30,10 @@ STEPS = {
     "positions": (transformer, "dp_shard=4,cp=2", [ContextParallel(), FullyShard(**BF16)], {}),
     "host": (
         transformer,
-        "dp_shard=8",
-        [FullyShard(**BF16, offload="cpu")],
+        "dp_shard=4,tp=2",
+        [TensorParallel(), FullyShard(**BF16, offload="cpu", whole=("norm.weight",))],
         {
-            "_fsdp_param_group.FSDPParamGroup.finalize_backward": 21,  # the optimizer runs on the host, which needs the gradients
+            "_fsdp_param_group.FSDPParamGroup.finalize_backward": 20,  # the optimizer runs on the host, which needs the gradients
             "placements.clip_grad_norm_": 1,  # and the factor by which they are clipped
         },
     ),
@@ -62,6 +62,9 @@ class Data:
 
     def position(self):
         return {"epoch": 0, "samples": 1}
+
+    def state_dict(self):
+        return self.position()
 
 
 class Watched(Routing):

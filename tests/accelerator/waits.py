@@ -103,6 +103,7 @@ def place() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith((PACKAGE, FSDP)) and not file.startswith(PACKAGE + "forecasting/"):
-            return f"{file.removeprefix(PACKAGE).removeprefix(FSDP).removesuffix('.py').replace('/', '.')}.{frame.f_code.co_qualname}"
+            function = frame.f_code.co_qualname.partition(".<locals>")[0]  # a comprehension is a function of its own before Python 3.12
+            return f"{file.removeprefix(PACKAGE).removeprefix(FSDP).removesuffix('.py').replace('/', '.')}.{function}"
         frame = frame.f_back
     return "elsewhere"
