@@ -290,7 +290,8 @@ class Units:
         for group in self._groups if unit is None else _groups(unit):
             if not group.is_sharded:
                 for each in group.fsdp_params:
-                    if _registered(each) is each._unsharded_param:  # what somebody put there stays, to be found
+                    held = _registered(each)  # what somebody put there stays, to be found
+                    if held is each._unsharded_param or held is each._sharded_post_forward_param:
                         each._setattr_on_modules(each.sharded_param)
 
     def show(self, unit: nn.Module | None = None) -> None:

@@ -251,6 +251,11 @@ class Parallelized:
             if not whole and self.cycle is not None:
                 self.cycle.leave_step()
 
+    def _meet(self, place: str) -> None:
+        """See that every rank comes to ``place``, whose exchange would meet another one elsewhere."""
+        if self.cycle is not None and self.cycle.agreement is not None:
+            self.cycle.agreement.meet(place)
+
     def _agree_on_rest(self, left: int) -> None:
         if self.cycle is not None and self.cycle.agreement is not None:
             self.cycle.agreement.micro_batches(left)
@@ -276,6 +281,7 @@ class Parallelized:
 
         Collective: every rank calls it, and the returned function.
         """
+        self._meet("par.token_scale")
         count = torch.zeros((), device=self.device) + tokens
         first, *others = self._held_data or (None,)
         work = None if first is None else dist.all_reduce(count, group=self._held_on.get_group(first), async_op=True)
@@ -291,6 +297,7 @@ class Parallelized:
 
     def data_sum(self, values: Tensor) -> Tensor:
         """Sum ``values`` over samples and positions, in place, and return it. Collective: every rank calls it."""
+        self._meet("par.data_sum")
         summed = values.to(self.device)
         for axis in self._held_data:
             dist.all_reduce(summed, group=self._held_on.get_group(axis))
@@ -406,6 +413,7 @@ class Parallelized:
         """
         if not full:
             return dict(self.module.state_dict())
+        self._meet("par.state_dict(full=True)")
         return gather_state(self.module, everywhere=everywhere)
 
     def load_state_dict(self, state: Mapping[str, Any], *, from_rank_0: bool = False, strict: bool = True) -> None:
@@ -443,6 +451,7 @@ class Parallelized:
         Collective: every rank calls it.
         """
         self.reshard()
+        self._meet("par.check_replicas")
         state = dict(initialize.state(self.module))
         tensors = {name: local_tensor(tensor) for name, tensor in state.items()}
         groups = {}

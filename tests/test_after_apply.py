@@ -291,3 +291,27 @@ def test_different_initial_weights_are_refused_with_a_remedy():
     torch.manual_seed(torch.distributed.get_rank())
     with pytest.raises(MeshparError, match=r"torch\.manual_seed(.|\n)*par\.materialize\(seed=0\)"):
         Plan("dp_shard=2", [FullyShard()]).apply(nn.Linear(4, 4), ModelLayout())
+
+
+@on_ranks(2)
+def test_ranks_that_evaluate_unevenly_are_refused_at_once_on_both():
+    for mesh, passes in plans(2, {mesh: PLANS[mesh] for mesh in ("dp_replicate=2", "dp_shard=2")}):
+        for dtype in (torch.float32, torch.float64):
+            par, total = Plan(mesh, passes).apply(Net(), LAYOUT), torch.zeros((), dtype=dtype)
+            with pytest.raises(MeshparError, match=r"this rank is at (par\.data_sum|a forward), another one at (par|a forward)"):
+                with torch.no_grad():
+                    for _ in range(2 + par.data_rank):
+                        total += par.module(batch()).square().sum().to(dtype)
+                par.data_sum(total)
+
+
+@on_ranks(2)
+def test_a_rank_that_skips_a_batch_is_refused_at_once_on_both():
+    for mesh, passes in plans(2, {mesh: PLANS[mesh] for mesh in ("dp_replicate=2", "dp_shard=2")}):
+        par = Plan(mesh, passes).apply(Net(), LAYOUT)
+        with pytest.raises(MeshparError, match=r"ranks are at different places"):
+            for place in range(3):
+                loss = par.module(mine(par, batch())).square().mean()
+                if place == 1 and par.data_rank == 1:
+                    continue  # as after a loss that is no number
+                loss.backward()

@@ -77,7 +77,7 @@ def applied(net, mesh, passes, layout=LAYOUT):
 def test_a_block_that_one_data_rank_leaves_out_is_refused_where_it_happens():
     par = applied(Net(), "dp_shard=2", [FullyShard()])
     par.module(x_of())
-    with pytest.raises(MeshparError, match=r"data ranks call different blocks at the same time, this rank blocks\.[01]"):
+    with pytest.raises(MeshparError, match=r"ranks are at different places of their loops: this rank is at the forward of blocks\.[01]"):
         par.module(x_of(), order=(0, 1) if par.data_rank else (1, 0))
 
 
@@ -86,7 +86,7 @@ def test_a_data_rank_that_calls_fewer_blocks_is_refused_before_its_backward():
     for passes in ([FullyShard()], [FullyShard(reshard_after_forward=False)], [Replicate()]):
         par = applied(Net(), f"{passes[0].axes[0]}=2", passes)
         with pytest.raises(
-            MeshparError, match=r"data ranks call different blocks at the same time, this rank (blocks\.1|the end of the forward)"
+            MeshparError, match=r"ranks are at different places of their loops: this rank is at (the forward of blocks\.1|a backward)"
         ):
             par.module(x_of(), order=(0,) if par.data_rank else (0, 1)).sum().backward()
 

@@ -58,8 +58,29 @@ class Agreement:
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
         self._split = split
         self._batches, self._wholes, self._looks, self._backwards = Looks(), Looks(), Looks(), 0
-        self._marks: tuple[int, ...] = ()
-        self._sent = torch.empty(0)
+        self._meeting = Meeting(type(module).__name__)
+        self._later: Later | None = None
+
+    def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
+        """See that all ranks are at the same place of their loop before they exchange something there, or raise what tells where they are.
+
+        Each time on a CPU; beside an accelerator the first times, and while the module evaluates.
+
+        Args:
+            place: of this rank, as a message names it.
+            numbers: up to two, to compare.
+
+        Returns:
+            Of each number whether all ranks have the same.
+
+        Raises:
+            MeshparError: on every rank alike, or where the others do not come in time.
+
+        Collective: every rank calls it.
+        """
+        if self._looks.now(place, self._device) or not self._module.training:
+            return self._meeting.meet(place, numbers)
+        return [True] * len(numbers)
 
     def batch(self, inputs: object) -> None:
         """Compare the arguments of a forward on ranks of ``same_axes``: every time on a CPU, on an accelerator the first times.
@@ -97,7 +118,7 @@ class Agreement:
                 raise MeshparError(f"ranks of {axis} split different batches; {_SAME_BATCH}")
 
     def unit(self, name: str, trained: str) -> None:
-        """See that all data ranks come to one unit together: every time on a CPU, on an accelerator, where reading waits, the first times.
+        """See that all ranks come to one unit together: every time on a CPU, beside an accelerator the first times.
 
         Args:
             name: of the unit.
@@ -106,22 +127,22 @@ class Agreement:
         Raises:
             MeshparError: on every rank alike.
 
-        Collective over the data axes.
+        Collective: every rank calls it.
         """
         if not self._data_axes or not self._looks.now(name, self._device):
             return
-        marks = torch.tensor([zlib.crc32(name.encode()), zlib.crc32(trained.encode())], device=self._device)
-        together, alike = same(marks, self.data_groups(on_cpu=self._device.type == "cpu"))
-        if not together:
-            raise MeshparError(
-                f"data ranks call different blocks at the same time, this rank {name or '(the outermost)'}; all data ranks gather and "
-                "reduce a block together: call every block on every rank, or make a skipped part one block with its neighbours (blocks=...)"
-            )
+        place = f"the forward of {name}" if name else "a forward of the module"
+        (alike,) = self._meeting.meet(place, [zlib.crc32(trained.encode())])
         if not alike:
             raise MeshparError(
                 f"data ranks train different parameters in {name or 'the outermost block'}: requires_grad differs; set it alike on every "
                 "rank"
             )
+
+    def backward(self) -> None:
+        """See that all ranks begin a backward together, and none is still to call a unit, whose collectives would meet this one's."""
+        if self._data_axes and self._looks.now("a backward", self._device):
+            self._meeting.meet("a backward")
 
     def micro_batches(self, left: int) -> None:
         """See that all ranks are as far in their step: 0 where this rank has no micro-batch in it, 1 before its last one, 2 before others.
@@ -131,8 +152,8 @@ class Agreement:
 
         Collective: every rank calls it.
         """
-        remedy = "cut the data to the same length on all ranks"
-        if (most := self._most([left, -left], "this micro-batch", remedy)) and most[0] != -most[1]:
+        self._meeting.counted(left)
+        if not all(self.meet("a micro-batch of par.accumulate", [left])):
             here = ("has none", "is at its last", "has more")[left]
             raise MeshparError(
                 f"ranks have different numbers of micro-batches in one step (this rank {here}), so that some would wait forever; pass "
@@ -142,40 +163,32 @@ class Agreement:
     def settings(self, optimizer: Optimizer) -> None:
         """Compare an optimizer's settings, such as its learning rate, before its step.
 
+        Every time on a CPU. Beside an accelerator the first times; then they travel with what the next backward exchanges.
+
         Raises:
             MeshparError: on every rank alike, or where the others do not step in time.
 
         Collective: every rank calls it.
         """
-        told = [
+        listed = [
             f"{key}={float(value) if isinstance(value, Tensor) else value}"
             for group in optimizer.param_groups
             for key, value in sorted(group.items())
             if isinstance(value, int | float | str | tuple) or (isinstance(value, Tensor) and value.device.type == "cpu")
         ]
-        digest = zlib.crc32(" ".join(told).encode())
-        if (most := self._most([digest, -digest], "this optimizer step", "step on every rank or on none")) and most[0] != -most[1]:
+        number = zlib.crc32(" ".join(listed).encode())
+        self._meeting.counted(number)
+        if not all(self.meet("an optimizer's step", [number])):
             raise MeshparError(
-                f"ranks step {type(optimizer).__name__} with different settings, this rank with {', '.join(dict.fromkeys(told))}; set them "
+                f"ranks step {type(optimizer).__name__} with different settings, this rank with {', '.join(dict.fromkeys(listed))}; set them "
                 "alike on every rank: give a schedule that reads a loss the mean over all ranks, par.data_sum(loss) / par.loss_size"
             )
 
-    def _most(self, numbers: list[int], where: str, remedy: str) -> list[int]:
-        """Return the largest of all ranks' numbers, which the hosts exchange; none in one process."""
-        if dist.get_world_size() == 1:
-            return []
-        most = torch.tensor(numbers)
-        try:
-            dist.all_reduce(most, dist.ReduceOp.MAX, runtime.hosts())
-        except RuntimeError as error:
-            raise MeshparError(
-                f"the other ranks did not reach {where}: every rank must run the same number of steps and of micro-batches in each; "
-                f"{remedy}. The wait ended with: {first_line(error)}"
-            ) from error
-        return most.tolist()
-
     def gradients(self, unused: list[nn.Parameter]) -> None:
-        """Compare gradients after a backward that left some: on a CPU every time, on an accelerator, where reading waits, the first times.
+        """Compare which gradients a backward left: on a CPU every time.
+
+        Beside an accelerator the first times, and where a rank did not use a parameter; else the exchange runs beside the next step, after
+        which it is looked at.
 
         Args:
             unused: parameters that this rank did not use, and whose gradient counts as zero; those that no rank used lose it.
@@ -189,6 +202,9 @@ class Agreement:
         if self._backwards == 0:
             check_copies(self._module, self._mesh, self._same_axes)
         self._backwards += 1
+        if self._later is not None:
+            self._later.check()
+            self._later = None
         if not self._data_axes:
             for each in unused:
                 each.grad = None
@@ -209,15 +225,9 @@ class Agreement:
         """Return this rank's groups whose ranks see different positions of the same samples."""
         return list(self._split.values())
 
-    def data_groups(self, *, on_cpu: bool) -> list[dist.ProcessGroup]:
-        """Return the groups that join the data ranks: one for each axis, or the one of all ranks where every rank is a data rank.
-
-        An accelerator compares the first times only, which is not worth a communicator of its own.
-        """
-        groups, world = [self._mesh.get_group(axis) for axis in self._data_axes], dist.group.WORLD
-        if groups and world is not None and on_cpu and math.prod(group.size() for group in groups) == world.size():
-            return [world]
-        return groups
+    def data_groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups that join the data ranks, one for each axis."""
+        return [self._mesh.get_group(axis) for axis in self._data_axes]
 
     def _same_parameters(self, unused: list[nn.Parameter], *, look: bool) -> None:
         """See that all data ranks have gradients for the same parameters, and drop the zeros of those that no rank used.
@@ -227,40 +237,121 @@ class Agreement:
         """
         zeros = {id(each) for each in unused}
         trained = list(self._module.named_parameters())
-        marks = tuple(0 if each.grad is None else 1 if id(each) in zeros else 2 for _, each in trained)
-        if marks != self._marks:
-            self._marks, mine = marks, torch.tensor(marks, dtype=torch.int32, device=self._device)
-            self._sent = torch.cat([mine, -mine])
-        both = self._sent.clone()
-        for group in self.data_groups(on_cpu=self._device.type == "cpu"):
-            dist.all_reduce(both, dist.ReduceOp.MAX, group)
-        if not (look or unused):
-            return
-        most, least = both.view(2, -1).tolist()
-        for (_, each), mark in zip(trained, most):
-            if mark == 1:
-                each.grad = None
-        if any(high and not low for high, low in zip(most, least)):
-            without = [name for (name, each), mark in zip(trained, marks) if each.requires_grad and not mark]
-            raise MeshparError(
-                f"data ranks have gradients for different parameters; here these have none: {', '.join(without[:6]) or '(all have one)'}; "
-                "call the same blocks on every rank; to leave out a block, multiply its output by 0 instead of skipping it"
-            )
+        marks = [0 if each.grad is None else 1 if id(each) in zeros else 2 for _, each in trained]
+        self._later = Later(self._meeting, trained, marks)
+        if look or unused:
+            most, self._later = self._later.check(), None
+            for each, mark in zip((each for _, each in trained), most):
+                if mark == 1:
+                    each.grad = None
 
     def _same_buffers(self) -> None:
         """See that data ranks hold the same persistent buffers, which a forward may have computed from this rank's part of the batch."""
         buffers = {name: each for name, each in state(self._module) if not isinstance(each, nn.Parameter)}
         if not buffers:
             return
-        agree = same(
-            torch.stack([digest(each).to(self._device) for each in buffers.values()]), self.data_groups(on_cpu=self._device.type == "cpu")
-        )
+        agree = same(torch.stack([digest(each).to(self._device) for each in buffers.values()]), self.data_groups())
         if odd := [name for name, equal in zip(buffers, agree) if not equal]:
             raise MeshparError(
                 f"data ranks hold different values of the buffers {', '.join(odd[:6])}, each computed from its own part of the batch, "
                 "while one process computes them from the whole; sum their input over the ranks (par.data_sum), or, where ranks may "
                 "differ, register the buffers with persistent=False"
             )
+
+
+@final
+class Meeting:
+    """Small exchanges of all ranks, through the hosts where a process group joins them; each tells where its rank is.
+
+    Every exchange has the same size and is a maximum, so that ranks at different places learn of it, whatever they came for.
+
+    Args:
+        model: the name of the module's class, by which several models differ.
+    """
+
+    NUMBERS = 2
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._places: dict[int, str] = {}
+        self._history = 0
+
+    def counted(self, number: int) -> int:
+        """Take a number into the digest of all that this rank has counted, and return the digest."""
+        self._history = (self._history * FACTOR + number + 1) % (1 << 62)
+        return self._history
+
+    def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
+        """See :meth:`Agreement.meet`."""
+        if dist.get_world_size() == 1:
+            return [True] * len(numbers)
+        tag = zlib.crc32(f"{self._model} {place}".encode())
+        self._places[tag] = place
+        mine = torch.tensor([tag, *numbers, *[0] * (self.NUMBERS - len(numbers))])
+        try:
+            here, *agree = _spans(mine)
+        except RuntimeError as error:
+            raise MeshparError(
+                f"this rank is at {place}, and the other ranks did not come there in time: every rank must call the module, and train and "
+                f"evaluate with it, equally often. The wait ended with: {first_line(error)}"
+            ) from error
+        if here[0] != here[1]:
+            known = [self._places[other] for other in here if other != tag and other in self._places]
+            raise MeshparError(
+                f"ranks are at different places of their loops: this rank is at {place}, another one at {known[0] if known else 'another'}. "
+                "Every rank must run the same calls in the same order: as many batches (also in evaluation: drop or pad the rest), steps and "
+                "sums. All data ranks gather and reduce a block together: call every block on every rank, or make a skipped part one block "
+                "with its neighbours (blocks=...)"
+            )
+        return [high == low for high, low in agree[: len(numbers)]]
+
+
+@final
+class Later:
+    """Which gradients each rank has after a backward: exchanged beside other work, and looked at by :meth:`check`.
+
+    Args:
+        meeting: of the ranks.
+        trained: names and parameters.
+        marks: of each parameter 0 without a gradient here, 1 with zeros for others' gradients, 2 with a gradient.
+    """
+
+    def __init__(self, meeting: Meeting, trained: Sequence[tuple[str, nn.Parameter]], marks: Sequence[int]) -> None:
+        self._trained, self._marks = trained, marks
+        mine = torch.tensor([meeting.counted(len(marks)), *marks])
+        self._both, self._work = torch.cat([mine, -mine]), None
+        if dist.get_world_size() > 1:
+            self._work = dist.all_reduce(self._both, dist.ReduceOp.MAX, runtime.hosts(), async_op=True)
+
+    def check(self) -> list[int]:
+        """Wait for the exchange, and return the largest mark of each parameter.
+
+        Raises:
+            MeshparError: on every rank alike.
+        """
+        if self._work is not None:
+            self._work.wait()
+        (most_counted, *most), (least_counted, *least) = self._both.view(2, -1).tolist()
+        if any(high and not -low for high, low in zip(most, least)):
+            without = [name for (name, each), mark in zip(self._trained, self._marks) if each.requires_grad and not mark]
+            raise MeshparError(
+                f"data ranks have gradients for different parameters; here these have none: {', '.join(without[:6]) or '(all have one)'}; "
+                "call the same blocks on every rank; to leave out a block, multiply its output by 0 instead of skipping it"
+            )
+        if most_counted != -least_counted:
+            raise MeshparError(
+                "ranks took different steps: other settings of an optimizer (a learning rate that follows a rank's own loss), or another "
+                "number of steps; step on every rank alike"
+            )
+        return most
+
+
+def _spans(mine: Tensor) -> list[tuple[int, int]]:
+    """Return of each number the largest and the least of all ranks."""
+    both = torch.cat([mine, -mine])
+    dist.all_reduce(both, dist.ReduceOp.MAX, runtime.hosts())
+    most, least = both.view(2, -1).tolist()
+    return [(high, -low) for high, low in zip(most, least)]
 
 
 def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> None:

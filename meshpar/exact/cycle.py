@@ -12,7 +12,7 @@ import inspect
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, final
 
@@ -57,6 +57,12 @@ class Comparisons(Protocol):
 
     def unit(self, name: str, trained: str) -> None:
         """Before the forward of a unit, with a digit for each of its parameters."""
+
+    def backward(self) -> None:
+        """Before a backward."""
+
+    def meet(self, place: str, numbers: Sequence[int] = ()) -> object:
+        """Before ranks exchange something at ``place``."""
 
     def micro_batches(self, left: int) -> None:
         """Before a micro-batch."""
@@ -106,7 +112,7 @@ class Cycle:
         self._ready = False
         self._steps = 0
         self._begun: set[_Forward] = set()
-        self._backward = -1  # the number of the one that runs
+        self._backward = self._met = -1  # the numbers of the one that runs, and of the last one that all ranks began together
         self._cut_short = False
         self._left: list[tuple[Tensor, Tensor, int]] = []
         self._had_gradient: set[int] = set()
@@ -233,7 +239,6 @@ class Cycle:
                 self.check_parameters()
                 if self.whole is not None and (now := self.whole.versions()) != versions:
                     refuse_written(next(name for name in now if now[name] != versions[name]))
-                self._end_forward()
                 if torch.is_grad_enabled():
                     self._after_forward(output)
                 else:
@@ -324,12 +329,6 @@ class Cycle:
             )
 
     @_torch.eager
-    def _end_forward(self) -> None:
-        """See that no other data rank is still to call a unit: its collectives would meet those of this rank's backward."""
-        if self.agreement is not None and self._units.modules:
-            self.agreement.unit("the end of the forward", "")
-
-    @_torch.eager
     def _before_unit(self, unit: nn.Module, args: object) -> None:
         if torch.is_inference_mode_enabled():  # a method of the module's own may have entered it
             stack = ExitStack()
@@ -370,6 +369,9 @@ class Cycle:
 
     @_torch.eager
     def _before_freed(self, unit: nn.Module, args: object, output: object) -> None:
+        if unit is self.module and torch.is_grad_enabled() and not _torch.in_backward():
+            for each in _trained(output):
+                each.register_hook(self._meet_before_backward)
         if name := self._units.written(unit, look=not runtime.is_simulated() and self._looks.first(self._names[unit])):
             refuse_written(name)
 
@@ -440,6 +442,12 @@ class Cycle:
                 "an error ended an earlier backward, and the forward of this one came before it; clear the gradients by "
                 "optimizer.zero_grad() and run the forward again"
             )
+
+    def _meet_before_backward(self, grad: Tensor) -> None:
+        """See, before FSDP2's first collective of a backward, that all ranks are there."""
+        if self.agreement is not None and self._met != _torch.backward():
+            self._met = _torch.backward()
+            self.agreement.backward()
 
     def expect_end(self) -> None:
         """See that :meth:`_end_backward` runs when the backward that runs now is through."""

@@ -25,7 +25,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar import runtime
-from meshpar.exact.agreement import Agreement
+from meshpar.exact.agreement import Agreement, Meeting
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.passes.routing import Routing
@@ -127,25 +127,32 @@ class Settled:
         """Send the digest of a batch that is split by positions, where it is looked at."""
         self._send(2, self._real.split_groups())
 
+    def meet(self, place: str, numbers: Sequence[int] = ()) -> None:
+        """Send where a rank is, where it is looked at."""
+        if self._on_cpu and dist.get_world_size() > 1:
+            dist.all_reduce(torch.empty(2 * (1 + Meeting.NUMBERS), dtype=torch.int64, device=self._par.device))
+
     def unit(self, name: str, trained: str) -> None:
         """Send the marks of a unit, where they are looked at."""
-        self._send(4, self._real.data_groups(on_cpu=self._on_cpu))
+        self.meet(name)
+
+    def backward(self) -> None:
+        """Send that a backward begins, where it is looked at."""
+        self.meet("a backward")
 
     def micro_batches(self, left: int) -> None:
-        """Send how far a rank is, where it is looked at; beside an accelerator the hosts send it."""
-        if self._on_cpu and dist.get_world_size() > 1:
-            dist.all_reduce(torch.empty(2, dtype=torch.int64, device=self._par.device))
+        """Send how far a rank is, where it is looked at."""
+        self.meet("a micro-batch")
 
     def settings(self, optimizer: torch.optim.Optimizer) -> None:
-        """Send the digest of an optimizer's settings; beside an accelerator the hosts send it."""
-        if self._on_cpu and dist.get_world_size() > 1:
-            dist.all_reduce(torch.empty(2, dtype=torch.int64, device=self._par.device))
+        """Send the digest of an optimizer's settings, where it is looked at."""
+        self.meet("a step")
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
-        """Send which parameters have a gradient; simulated ranks all use the same."""
-        both = torch.empty(2 * sum(1 for _ in self._par.module.parameters()), dtype=torch.int32, device=self._par.device)
-        for group in self._real.data_groups(on_cpu=self._on_cpu):
-            dist.all_reduce(both, group=group)
+        """Send which parameters have a gradient; simulated ranks all use the same. Beside an accelerator the hosts send it meanwhile."""
+        if self._on_cpu and self._real.data_groups():
+            count = 1 + sum(1 for _ in self._par.module.parameters())
+            dist.all_reduce(torch.empty(2 * count, dtype=torch.int64, device=self._par.device))
         for each in unused:
             each.grad = None
 
