@@ -291,7 +291,8 @@ class Units:
             if not group.is_sharded:
                 for each in group.fsdp_params:
                     held = _registered(each)  # what somebody put there stays, to be found
-                    if held is each._unsharded_param or held is each._sharded_post_forward_param:
+                    gathered = (each._unsharded_param, getattr(each, "_sharded_post_forward_param", None))
+                    if held is not None and any(held is known for known in gathered):
                         each._setattr_on_modules(each.sharded_param)
 
     def show(self, unit: nn.Module | None = None) -> None:

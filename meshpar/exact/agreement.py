@@ -27,6 +27,17 @@ _SAME_BATCH = (
     "they compute one sample together, so pass par.data_rank and par.data_size to the sampler: "
     "DistributedSampler(data, num_replicas=par.data_size, rank=par.data_rank)"
 )
+PLACES = (
+    "a forward of the module",
+    "a backward",
+    "a micro-batch of par.accumulate",
+    "an optimizer's step",
+    "par.token_scale",
+    "par.data_sum",
+    "par.check_replicas",
+    "par.state_dict(full=True)",
+)
+"""Where ranks meet, besides the forwards of blocks: a message can name these places of other ranks, too."""
 
 
 @final
@@ -139,10 +150,14 @@ class Agreement:
                 "rank"
             )
 
+    @property
+    def meets_before_backward(self) -> bool:
+        """Data ranks meet before the next backward: every time on a CPU, beside an accelerator the first times."""
+        return bool(self._data_axes) and (self._device.type == "cpu" or self._backwards < Looks.FIRST)
+
     def backward(self) -> None:
         """See that all ranks begin a backward together, and none is still to call a unit, whose collectives would meet this one's."""
-        if self._data_axes and self._looks.now("a backward", self._device):
-            self._meeting.meet("a backward")
+        self._meeting.meet("a backward")
 
     def micro_batches(self, left: int) -> None:
         """See that all ranks are as far in their step: 0 where this rank has no micro-batch in it, 1 before its last one, 2 before others.
@@ -273,7 +288,7 @@ class Meeting:
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._places: dict[int, str] = {}
+        self._places = {self._tag(place): place for place in PLACES}
         self._history = 0
 
     def counted(self, number: int) -> int:
@@ -281,11 +296,14 @@ class Meeting:
         self._history = (self._history * FACTOR + number + 1) % (1 << 62)
         return self._history
 
+    def _tag(self, place: str) -> int:
+        return zlib.crc32(f"{self._model} {place}".encode())
+
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """See :meth:`Agreement.meet`."""
         if dist.get_world_size() == 1:
             return [True] * len(numbers)
-        tag = zlib.crc32(f"{self._model} {place}".encode())
+        tag = self._tag(place)
         self._places[tag] = place
         mine = torch.tensor([tag, *numbers, *[0] * (self.NUMBERS - len(numbers))])
         try:
@@ -298,7 +316,7 @@ class Meeting:
         if here[0] != here[1]:
             known = [self._places[other] for other in here if other != tag and other in self._places]
             raise MeshparError(
-                f"ranks are at different places of their loops: this rank is at {place}, another one at {known[0] if known else 'another'}. "
+                f"ranks are at different places of their loops: this rank is at {place}, another one at {known[0] if known else 'another place'}. "
                 "Every rank must run the same calls in the same order: as many batches (also in evaluation: drop or pad the rest), steps and "
                 "sums. All data ranks gather and reduce a block together: call every block on every rank, or make a skipped part one block "
                 "with its neighbours (blocks=...)"

@@ -58,6 +58,11 @@ class Comparisons(Protocol):
     def unit(self, name: str, trained: str) -> None:
         """Before the forward of a unit, with a digit for each of its parameters."""
 
+    @property
+    def meets_before_backward(self) -> bool:
+        """Ranks meet before the next backward."""
+        ...
+
     def backward(self) -> None:
         """Before a backward."""
 
@@ -112,7 +117,7 @@ class Cycle:
         self._ready = False
         self._steps = 0
         self._begun: set[_Forward] = set()
-        self._backward = self._met = -1  # the numbers of the one that runs, and of the last one that all ranks began together
+        self._backward = -1  # the number of the one that runs
         self._cut_short = False
         self._left: list[tuple[Tensor, Tensor, int]] = []
         self._had_gradient: set[int] = set()
@@ -369,9 +374,6 @@ class Cycle:
 
     @_torch.eager
     def _before_freed(self, unit: nn.Module, args: object, output: object) -> None:
-        if unit is self.module and torch.is_grad_enabled() and not _torch.in_backward():
-            for each in _trained(output):
-                each.register_hook(self._meet_before_backward)
         if name := self._units.written(unit, look=not runtime.is_simulated() and self._looks.first(self._names[unit])):
             refuse_written(name)
 
@@ -403,8 +405,13 @@ class Cycle:
             return
         if self._units.modules:
             self._entrances.look(roots)
-        if self.losses is not None and self.losses.compared and self._entrances.reached(roots):
-            self.losses.check(roots)
+        meets = self.agreement is not None and self.agreement.meets_before_backward
+        compares = self.losses is not None and self.losses.compared
+        if (meets or compares) and self._entrances.reached(roots):
+            if self.agreement is not None and meets:
+                self.agreement.backward()
+            if self.losses is not None and compares:
+                self.losses.check(roots)
 
     def _begin_backward(self, forward: _Forward, grad: Tensor) -> None:
         """Look at a backward that reaches an output of the module, and see that its end is noticed."""
@@ -442,12 +449,6 @@ class Cycle:
                 "an error ended an earlier backward, and the forward of this one came before it; clear the gradients by "
                 "optimizer.zero_grad() and run the forward again"
             )
-
-    def _meet_before_backward(self, grad: Tensor) -> None:
-        """See, before FSDP2's first collective of a backward, that all ranks are there."""
-        if self.agreement is not None and self._met != _torch.backward():
-            self._met = _torch.backward()
-            self.agreement.backward()
 
     def expect_end(self) -> None:
         """See that :meth:`_end_backward` runs when the backward that runs now is through."""

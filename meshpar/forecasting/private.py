@@ -136,6 +136,11 @@ class Settled:
         """Send the marks of a unit, where they are looked at."""
         self.meet(name)
 
+    @property
+    def meets_before_backward(self) -> bool:
+        """Ranks meet before each backward."""
+        return self._on_cpu and bool(self._real.data_groups())
+
     def backward(self) -> None:
         """Send that a backward begins, where it is looked at."""
         self.meet("a backward")
