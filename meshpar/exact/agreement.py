@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -151,9 +150,14 @@ class Agreement:
             )
 
     @property
+    def differs(self) -> bool:
+        """Some ranks have different samples."""
+        return bool(self._data_axes)
+
+    @property
     def meets_before_backward(self) -> bool:
         """Data ranks meet before the next backward: every time on a CPU, beside an accelerator the first times."""
-        return bool(self._data_axes) and (self._device.type == "cpu" or self._backwards < Looks.FIRST)
+        return self.differs and (self._device.type == "cpu" or self._backwards < Looks.FIRST)
 
     def backward(self) -> None:
         """See that all ranks begin a backward together, and none is still to call a unit, whose collectives would meet this one's."""
@@ -195,8 +199,8 @@ class Agreement:
         self._meeting.counted(number)
         if not all(self.meet("an optimizer's step", [number])):
             raise MeshparError(
-                f"ranks step {type(optimizer).__name__} with different settings, this rank with {', '.join(dict.fromkeys(listed))}; set them "
-                "alike on every rank: give a schedule that reads a loss the mean over all ranks, par.data_sum(loss) / par.loss_size"
+                f"ranks step {type(optimizer).__name__} with different settings, this rank with {', '.join(dict.fromkeys(listed))}; "
+                "set them alike on every rank: give a schedule that reads a loss the mean over all ranks, par.data_sum(loss) / par.loss_size"
             )
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
@@ -314,12 +318,12 @@ class Meeting:
                 f"evaluate with it, equally often. The wait ended with: {first_line(error)}"
             ) from error
         if here[0] != here[1]:
-            known = [self._places[other] for other in here if other != tag and other in self._places]
+            other = next((self._places[number] for number in here if number != tag and number in self._places), "another place")
             raise MeshparError(
-                f"ranks are at different places of their loops: this rank is at {place}, another one at {known[0] if known else 'another place'}. "
-                "Every rank must run the same calls in the same order: as many batches (also in evaluation: drop or pad the rest), steps and "
-                "sums. All data ranks gather and reduce a block together: call every block on every rank, or make a skipped part one block "
-                "with its neighbours (blocks=...)"
+                f"ranks are at different places of their loops: this rank is at {place}, another one at {other}. Every rank must run "
+                "the same calls in the same order: as many batches (also in evaluation: drop or pad the rest), steps and sums. All data "
+                "ranks gather and reduce a block together: call every block on every rank, or make a skipped part one block with its "
+                "neighbours (blocks=...)"
             )
         return [high == low for high, low in agree[: len(numbers)]]
 

@@ -139,7 +139,7 @@ class Settled:
     @property
     def meets_before_backward(self) -> bool:
         """Ranks meet before each backward."""
-        return self._on_cpu and bool(self._real.data_groups())
+        return self._on_cpu and self._real.differs
 
     def backward(self) -> None:
         """Send that a backward begins, where it is looked at."""
@@ -155,7 +155,7 @@ class Settled:
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
         """Send which parameters have a gradient; simulated ranks all use the same. Beside an accelerator the hosts send it meanwhile."""
-        if self._on_cpu and self._real.data_groups():
+        if self._on_cpu and self._real.differs:
             count = 1 + sum(1 for _ in self._par.module.parameters())
             dist.all_reduce(torch.empty(2 * count, dtype=torch.int64, device=self._par.device))
         for each in unused:
