@@ -200,7 +200,8 @@ class Agreement:
         if not all(self.meet("an optimizer's step", [number])):
             raise MeshparError(
                 f"ranks step {type(optimizer).__name__} with different settings, this rank with {', '.join(dict.fromkeys(listed))}; "
-                "set them alike on every rank: give a schedule that reads a loss the mean over all ranks, par.data_sum(loss) / par.loss_size"
+                "set them alike on every rank: give a schedule that reads a loss the mean over all ranks, par.data_sum(loss) / "
+                "par.loss_size"
             )
 
     def gradients(self, unused: list[nn.Parameter]) -> None:

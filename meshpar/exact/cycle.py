@@ -27,7 +27,6 @@ from meshpar.errors import MeshparError
 from meshpar.exact.agreement import leaves
 from meshpar.exact.entrances import STALE, Entrances
 from meshpar.exact.explain import Explanation
-from meshpar.exact.losses import Losses
 from meshpar.exact.mixing import MixingTest
 from meshpar.exact.parts import adafactor_by_parts
 from meshpar.exact.placed import Placed
@@ -79,6 +78,18 @@ class Comparisons(Protocol):
         """After a backward that left gradients, zeros for what was ``unused`` here; those that no rank used lose theirs."""
 
 
+class LossComparison(Protocol):
+    """The comparison of what backwards start from; see :class:`meshpar.exact.losses.Losses`."""
+
+    @property
+    def compared(self) -> bool:
+        """The next loss is compared."""
+        ...
+
+    def check(self, roots: Iterable[object]) -> None:
+        """Before a backward of the module."""
+
+
 @final
 class Cycle:
     """The work around every forward, backward and optimizer step of one parallel module.
@@ -94,7 +105,7 @@ class Cycle:
         self.module, self._same_axes = module, frozenset(same_axes)
         self.placed = Placed(module)
         self.agreement: Comparisons | None = None
-        self.losses: Losses | None = None
+        self.losses: LossComparison | None = None
         self.splits_positions = False
         self.parts: set[int] = set()  # the lengths that par.split has given
         self.split_test: SplitTest | None = None

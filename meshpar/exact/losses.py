@@ -31,12 +31,12 @@ class Losses:
     """
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], device: torch.device) -> None:
-        self._groups, self._device, self._looked = dict(groups), device, 0
+        self.groups, self._device, self._looked = dict(groups), device, 0
 
     @property
     def compared(self) -> bool:
         """The next loss is compared: every time on a CPU, on an accelerator, where reading waits, the first times."""
-        return bool(self._groups) and (self._device.type == "cpu" or self._looked < Looks.FIRST)
+        return bool(self.groups) and (self._device.type == "cpu" or self._looked < Looks.FIRST)
 
     def check(self, roots: Iterable[object]) -> None:
         """Compare what a backward of the module is about to start from.
@@ -53,7 +53,7 @@ class Losses:
         for each in plain:
             mine += each.reshape(()).to(self._device, torch.float64).nan_to_num(-1e300)
         allowed = torch.finfo(kind).eps * _ROUNDINGS["cpu" if self._device.type == "cpu" else "accelerator"]
-        for axis, group in self._groups.items():
+        for axis, group in self.groups.items():
             both = torch.stack([mine, -mine])
             dist.all_reduce(both, dist.ReduceOp.MAX, group)
             most, least = both[0].item(), -both[1].item()

@@ -13,7 +13,7 @@ Only the simulation's own process calls these, but for :func:`hidden_propagation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final, overload
 
@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar import runtime
 from meshpar.exact.agreement import Agreement, Meeting
+from meshpar.exact.losses import Losses
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.passes.routing import Routing
@@ -66,6 +67,8 @@ def settle(par: Parallelized, device_type: str) -> None:
     """Let the ranks compare what they compare after the first steps on a device of this type, and look at nothing."""
     assert par.cycle is not None, "apply gives it one"
     par.cycle.split_test = None
+    if isinstance(par.cycle.losses, Losses):
+        par.cycle.losses = SentLosses(list(par.cycle.losses.groups.values()) if device_type == "cpu" else [], par.device)
     if not isinstance(par.cycle.agreement, Agreement):
         return
     par.cycle.agreement = Settled(par, par.cycle.agreement, on_cpu=device_type == "cpu")
@@ -160,6 +163,29 @@ class Settled:
             dist.all_reduce(torch.empty(2 * count, dtype=torch.int64, device=self._par.device))
         for each in unused:
             each.grad = None
+
+
+@final
+class SentLosses:
+    """The losses of backwards, which are sent on a CPU and not looked at.
+
+    Args:
+        groups: those whose ranks compare losses.
+        device: where numbers are exchanged.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        self._groups, self._device = groups, device
+
+    @property
+    def compared(self) -> bool:
+        """Losses are compared."""
+        return bool(self._groups)
+
+    def check(self, roots: Iterable[object]) -> None:
+        """Send a loss and its negation."""
+        for group in self._groups:
+            dist.all_reduce(torch.empty(2, dtype=torch.float64, device=self._device), group=group)
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from meshpar.training.settings import TrainSettings
 from tests.accelerator.simulated import allocate, alone, install, simulated
 from tests.accelerator.waits import Waits
 
-HOSTS = {"exact.agreement.Agreement._most (hosts)": 3}
-"""Each micro-batch and each step is compared through the hosts; to become one exchange a step that is read a step later (A4)."""
+HOSTS = {"exact.agreement.Later.__init__ (hosts)": 1}
+"""The one exchange of the hosts in a step begins here, runs beside the next step, and is read after it."""
 BF16 = {"param_dtype": torch.bfloat16}
 STEPS = {
     "dense": (transformer, "dp_replicate=2,dp_shard=2,tp=2", [TensorParallel(), HybridShard(**BF16)], {}),
