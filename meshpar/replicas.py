@@ -43,7 +43,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 def digest_of_several(tensors: Iterable[Tensor]) -> Tensor:
     """Return one 64-bit digest of several tensors in their order, 0-dim int64 in host memory."""
-    total = torch.zeros((), dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
     for each in tensors:
         total = total * FACTOR + digest(each).cpu()
     return total
@@ -116,7 +116,7 @@ def check_equal(tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int
 def _first_with_the_same(numbers: Sequence[int]) -> Tensor:
     """Return for each place the first with an equal number."""
     first: dict[int, int] = {}
-    return torch.tensor([first.setdefault(number, place) for place, number in enumerate(numbers)])
+    return torch.tensor([first.setdefault(number, place) for place, number in enumerate(numbers)], device="cpu")
 
 
 def _gathered(mine: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def _gathered(mine: Tensor) -> Tensor:
 def _check_same_names(tensors: Mapping[str, Tensor], what: str) -> None:
     """See first that all ranks compare the same names, or they would wait for one another."""
     known = "\n".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
-    every = _gathered(torch.tensor(list(hashlib.blake2b(known.encode(), digest_size=8).digest())))
+    every = _gathered(torch.tensor(list(hashlib.blake2b(known.encode(), digest_size=8).digest()), device="cpu"))
     if odd := (every != every[0]).any(1).nonzero()[:, 0].tolist():
         raise MeshparError(
             f"{what} have other names or dtypes on ranks {odd} than on rank 0; build the same model on every rank, everywhere on the meta "

@@ -163,7 +163,8 @@ class Heads(nn.Module):
 @on_ranks(2, keep=True)
 def test_styles_that_no_shipped_model_needs_equal_one_process():
     steps = token_steps(VOCAB, parts=1, micro_batches=2)
-    assert_parity(EveryStyle, "tp=2", [TensorParallel()], steps)
+    # In float64: the gradient of attn.k.bias is a small rest of large terms.
+    assert_parity(lambda: EveryStyle().double(), "tp=2", [TensorParallel()], steps)
     assert_parity(lambda: huggingface("GptOss"), "tp=2", [TensorParallel()], steps)
 
 

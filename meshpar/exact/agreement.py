@@ -310,7 +310,7 @@ class Meeting:
             return [True] * len(numbers)
         tag = self._tag(place)
         self._places[tag] = place
-        mine = torch.tensor([tag, *numbers, *[0] * (self.NUMBERS - len(numbers))])
+        mine = torch.tensor([tag, *numbers, *[0] * (self.NUMBERS - len(numbers))], device="cpu")
         try:
             here, *agree = _spans(mine)
         except RuntimeError as error:
@@ -341,7 +341,7 @@ class Later:
 
     def __init__(self, meeting: Meeting, trained: Sequence[tuple[str, nn.Parameter]], marks: Sequence[int]) -> None:
         self._trained, self._marks = trained, marks
-        mine = torch.tensor([meeting.counted(len(marks)), *marks])
+        mine = torch.tensor([meeting.counted(len(marks)), *marks], device="cpu")
         self._both, self._work = torch.cat([mine, -mine]), None
         if dist.get_world_size() > 1:
             self._work = dist.all_reduce(self._both, dist.ReduceOp.MAX, runtime.hosts(), async_op=True)
