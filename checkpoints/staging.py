@@ -62,15 +62,14 @@ class Stager:
     def _room(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return memory for copies of tensors."""
         room: dict[int, Tensor] = {}
-        for pin, slab in list(self._slabs.items()):
+        for pin in list(self._slabs):
             mine = [(at, each) for at, each in enumerate(tensors) if each.is_cpu != pin]
             ends = list(itertools.accumulate((-(-each.nbytes // ALIGNMENT) * ALIGNMENT for _, each in mine), initial=0))
-            if slab.memory.nbytes != ends[-1]:
+            if self._slabs[pin].memory.nbytes != ends[-1]:
                 self._slabs[pin] = Slab(0, pin=pin)  # the one that is too large or too small goes first
-                del slab
-                slab = self._slabs[pin] = Slab(ends[-1], pin=pin)
+                self._slabs[pin] = Slab(ends[-1], pin=pin)
             for (at, each), start in zip(mine, ends):
-                room[at] = slab.memory[start : start + each.nbytes].view(each.dtype).view(each.shape)
+                room[at] = self._slabs[pin].memory[start : start + each.nbytes].view(each.dtype).view(each.shape)
         return [room[at] for at in range(len(tensors))]
 
 

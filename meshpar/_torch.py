@@ -282,7 +282,7 @@ class Units:
     def release(self, output: Iterable[Tensor]) -> None:
         """Let go of gathered weights after a call without gradients, which no backward needs; a call may have returned them."""
         gathered = [each._unsharded_param for group in self._groups if group.is_unsharded for each in group.fsdp_params]
-        if {_memory(each) for each in output}.isdisjoint(map(_memory, gathered)):
+        if {_memory(each) for each in output if each.layout == torch.strided}.isdisjoint(map(_memory, gathered)):
             self.reshard()
 
     def hide(self, unit: nn.Module | None = None) -> None:

@@ -317,3 +317,33 @@ def test_a_rank_that_skips_a_batch_is_refused_at_once_on_both():
                 if place == 1 and par.data_rank == 1:
                     continue  # as after a loss that is no number
                 loss.backward()
+
+
+@on_ranks(2, keep=True)
+def test_weights_that_are_loaded_by_assignment_are_trained_as_in_one_process():
+    for mesh, passes in plans(2, {mesh: PLANS[mesh] for mesh in ("dp_replicate=2", "dp_shard=2")}):
+        alone, par, x = Net(), Plan(mesh, passes).apply(Net(), LAYOUT), batch()
+        step(par, x)
+        optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+        for again in range(2):
+            alone(x).square().mean().backward()
+            if not again:
+                optimizer.step()
+                optimizer.zero_grad()
+        par.module.load_state_dict({name: value.clone() for name, value in par.module.state_dict().items()}, assign=True)
+        par.module(mine(par, x)).square().mean().backward()
+        check_gradients(par, alone)
+
+
+@on_ranks(2, keep=True)
+def test_a_loop_goes_on_after_settings_that_differed_between_ranks():
+    par = Plan("dp_shard=2", [FullyShard()]).apply(Net(), LAYOUT)
+    optimizer = torch.optim.SGD(par.module.parameters(), 0.1 * (1 + par.data_rank))
+    par.module(mine(par, batch())).square().mean().backward()
+    with pytest.raises(MeshparError, match="different settings"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    optimizer.zero_grad()
+    for _ in range(2):
+        step(par, batch())

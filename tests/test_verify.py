@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import meshpar.passes.tensor.styles
 from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError, Plan, PlanError, TensorParallel
 from meshpar.exact.agreement import leaves
+from meshpar.passes.untouched import LARGEST, MOST, CannotKeep, untouched
 from meshpar.testing import assert_parity, on_ranks, token_steps
 
 LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"embed": "vocab", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "head"})
@@ -412,3 +413,34 @@ def test_a_block_that_holds_what_cannot_be_put_back_is_not_tried_and_is_named():
     told = Plan("tp=2", [TensorParallel()]).apply(model, LAYOUT).verify(IDS)
     assert told.skipped == {"blocks.0": "it reaches an iterator (generator), which cannot be put back"}
     assert next(model.blocks[0].numbers) == 0
+
+
+class ReadsFile(nn.Module):
+    """Uses an attribute whose name is also that of a large global, as scripts with a mapped data file do."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.seen = nn.Linear(4, 4), []
+
+    def forward(self, x):
+        self.seen.append(1)
+        return self.up(x) + self.up.weight.data.sum()
+
+
+data = torch.empty(1, device="meta").expand(1 << 28)
+
+
+def test_a_global_that_has_the_name_of_an_attribute_is_not_reached():
+    module, x = ReadsFile(), torch.ones(2, 4)
+    with untouched(module, [x]):
+        module(x)
+        assert module.seen == [1]
+    assert module.seen == []
+
+
+def test_what_is_too_large_to_put_back_is_named_before_anything_runs():
+    module = ReadsFile()
+    for large, match in ((bytearray(LARGEST + 1), "elements"), ([0] * (MOST + 1), "a list of more than")):
+        module.large = large
+        with pytest.raises(CannotKeep, match=match), untouched(module):
+            raise AssertionError

@@ -179,7 +179,9 @@ class Saver:
         self._manager, self._saved, self._best = manager, saved, (best or "").removeprefix("+")
         self._origin, self._before = origin, before
 
-    def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> object:
+    def save(
+        self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any], *, replace: bool = True
+    ) -> object:
         """Save and commit. Collective."""
         metrics: Mapping[str, float] = {name: value for name, value in extra["metrics"].items() if math.isfinite(value)}
         if self._best and self._best not in metrics and runtime.is_main():
@@ -187,7 +189,7 @@ class Saver:
         extra = extra if self._origin is None else {**extra, "origin": self._origin}
         self._before()
         # An existing step is a damaged one, before which the run resumed.
-        return self._manager.save(step, self._saved, optimizer, extra, metrics, replace=True)
+        return self._manager.save(step, self._saved, optimizer, extra, metrics, replace=replace)
 
 
 def _parallelize(recipe: Recipe, data: datasets.Data, kind: str) -> Parallelized:

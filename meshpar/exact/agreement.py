@@ -171,13 +171,13 @@ class Agreement:
 
         Collective: every rank calls it.
         """
-        self._meeting.counted(left)
         if not all(self.meet("a micro-batch of par.accumulate", [left])):
             here = ("has none", "is at its last", "has more")[left]
             raise MeshparError(
                 f"ranks have different numbers of micro-batches in one step (this rank {here}), so that some would wait forever; pass "
                 "the same number to par.accumulate on every rank, for instance by dropping the rest of an epoch"
             )
+        self._meeting.counted(left)
 
     def settings(self, optimizer: Optimizer) -> None:
         """Compare an optimizer's settings, such as its learning rate, before its step.
@@ -196,13 +196,13 @@ class Agreement:
             if isinstance(value, int | float | str | tuple) or (isinstance(value, Tensor) and value.device.type == "cpu")
         ]
         number = zlib.crc32(" ".join(listed).encode())
-        self._meeting.counted(number)
         if not all(self.meet("an optimizer's step", [number])):
             raise MeshparError(
                 f"ranks step {type(optimizer).__name__} with different settings, this rank with {', '.join(dict.fromkeys(listed))}; "
                 "set them alike on every rank: give a schedule that reads a loss the mean over all ranks, par.data_sum(loss) / "
                 "par.loss_size"
             )
+        self._meeting.counted(number)
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
         """Compare which gradients a backward left: on a CPU every time.
@@ -223,8 +223,8 @@ class Agreement:
             check_copies(self._module, self._mesh, self._same_axes)
         self._backwards += 1
         if self._later is not None:
-            self._later.check()
-            self._later = None
+            later, self._later = self._later, None
+            later.check()
         if not self._data_axes:
             for each in unused:
                 each.grad = None
@@ -258,12 +258,13 @@ class Agreement:
         zeros = {id(each) for each in unused}
         trained = list(self._module.named_parameters())
         marks = [0 if each.grad is None else 1 if id(each) in zeros else 2 for _, each in trained]
-        self._later = Later(self._meeting, trained, marks)
+        later = Later(self._meeting, trained, marks)
         if look or unused:
-            most, self._later = self._later.check(), None
-            for each, mark in zip((each for _, each in trained), most):
+            for (_, each), mark in zip(trained, later.check()):
                 if mark == 1:
                     each.grad = None
+        else:
+            self._later = later
 
     def _same_buffers(self) -> None:
         """See that data ranks hold the same persistent buffers, which a forward may have computed from this rank's part of the batch."""

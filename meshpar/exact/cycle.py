@@ -205,7 +205,7 @@ class Cycle:
     def check_parameters(self) -> None:
         """Refuse parameters that the plan did not place."""
         self._units.hide()
-        self.placed.check()
+        self.placed.check(self._units.shards)
 
     # Forward
 
@@ -532,7 +532,8 @@ class Cycle:
         if not any(id(each) in own for each in held):
             return optimizer  # another model's, which another thread may train while this one is in its backward
         self._unwind()
-        self.check_parameters()
+        if not _torch.in_backward():  # whose recomputations read what is registered now
+            self.check_parameters()
         if isinstance(optimizer, torch.optim.LBFGS) and any(unevenly_split(each) for each in held):
             raise MeshparError(
                 "LBFGS flattens all parameters into one vector, which torch cannot do with parameters that are split unevenly over ranks; "

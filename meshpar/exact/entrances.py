@@ -10,6 +10,7 @@ own, and keep autograd from noticing that a saved tensor was changed in place.)
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -45,6 +46,7 @@ class Entrances:
         self._hooked: set[int] = set()
         self._open: list[nn.Module] = []
         self._stepped = 0
+        self._thread = threading.get_ident()
 
     def begin(self) -> None:
         """Begin a forward of the outermost module."""
@@ -64,13 +66,23 @@ class Entrances:
         self._exits.update(each._sequence_nr() for each in _nodes(leaves(output, objects=True)))
 
     def _mark(self, owner: nn.Module | None) -> None:
-        self._numbers.append(_torch.next_node())
+        if self._thread != threading.get_ident():  # each thread numbers its own nodes
+            self._thread, self._stepped = threading.get_ident(), 0
+            for known in (self._numbers, self._owners, self._exits, self._hooked):
+                known.clear()
+        number = _torch.next_node()
+        if self._numbers and self._numbers[-1] == number:  # no node came between
+            self._owners[-1] = owner
+            return
+        self._numbers.append(number)
         self._owners.append(owner)
         if len(self._numbers) > _MOST:
             self._forget(self._numbers[_MOST // 2])
 
     def step(self) -> None:
         """Forget the forwards before the optimizer step before this one."""
+        if self._thread != threading.get_ident():
+            return
         self._forget(self._stepped)
         self._stepped = _torch.next_node()
 
@@ -86,7 +98,7 @@ class Entrances:
         Raises:
             MeshparError: it comes into a unit that ran before the last optimizer step.
         """
-        if not self._numbers or self._open:  # a compiler traces a block's backward in its forward
+        if not self._known():
             return
         exits = self._exits
         seen: set[Any] = set()
@@ -104,7 +116,7 @@ class Entrances:
 
     def reached(self, roots: Iterable[object]) -> bool:
         """Tell whether a backward from ``roots``, tensors or nodes, reaches a forward of the module."""
-        if not self._numbers or self._open:
+        if not self._known():
             return False
         stack, seen = list(_nodes(roots)), set[Any]()
         while stack:
@@ -115,6 +127,10 @@ class Entrances:
                 seen.add(node)
                 stack += [each for each, _ in node.next_functions if each is not None]
         return False
+
+    def _known(self) -> bool:
+        """Tell whether nodes of this thread may be a unit's; a compiler traces a block's backward in its forward."""
+        return bool(self._numbers) and not self._open and self._thread == threading.get_ident()
 
     def _owner(self, number: int) -> nn.Module | None:
         place = bisect_right(self._numbers, number) - 1

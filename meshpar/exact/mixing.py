@@ -24,7 +24,7 @@ from meshpar.exact.agreement import leaves
 from meshpar.exact.trial import as_evaluated, off, quiet
 from meshpar.passes.exchange import Exchange
 from meshpar.passes.installed import in_its_own_place, installed
-from meshpar.passes.untouched import untouched
+from meshpar.passes.untouched import CannotKeep, untouched
 from meshpar.patterns import class_name
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,15 @@ class MixingTest:
         short, part = self._beginning(length, args, kwargs)
         forward = partial(self._untouched, forward)
         blocks = [self._module.get_submodule(name) for name in self._blocks]
+        why = ""
+        try:
+            with untouched(self._module, args, kwargs):
+                pass
+        except CannotKeep as error:
+            why = str(error)
+        if self._agree(bool(why)):
+            log.warning("%s: %s", _UNTRIED, why or "another rank cannot put back what the model does")
+            return
         with in_its_own_place(self._module), as_evaluated(self._module, blocks) as self._seen:
             try:
                 with self._exchange.unsplit():

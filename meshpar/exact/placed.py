@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import final
 
 from torch import Tensor, nn
@@ -29,15 +29,18 @@ class Placed:
         self._held = [(child, dict(child._parameters), tuple(child._modules.values())) for child in self._module.modules()]
         self._names = {name: id(value) for name, value in self._module.named_parameters(remove_duplicate=False)}
 
-    def check(self) -> None:
+    def check(self, shards: Callable[[], Iterable[nn.Parameter]]) -> None:
         """Refuse parameters other than those of the plan.
+
+        Args:
+            shards: returns the parameters that units shard now; loading with ``assign=True`` hands them others.
 
         Raises:
             ParallelError: names the parameters that are new, replaced or gone.
         """
         if all(_same(child, parameters, children) for child, parameters, children in self._held):
             return
-        now, known = dict(self._module.named_parameters(remove_duplicate=False)), set(self._names.values())
+        now, known = dict(self._module.named_parameters(remove_duplicate=False)), {*self._names.values(), *map(id, shards())}
         if names := [name for name, value in now.items() if id(value) not in known]:
             replaced = names[0] in self._names
             raise ParallelError(
@@ -47,12 +50,21 @@ class Placed:
                 "assigns. torch.func.functional_call with other weights cannot work on a parallel module (par.averaged(decay) evaluates "
                 "averages)"
             )
-        if gone := [name for name, number in self._names.items() if number not in set(map(id, now.values()))]:
+        held = set(map(id, now.values()))
+        gone = [name for name, number in self._names.items() if number not in held and name not in now]
+        if gone := gone or _tied_since(self._names, now):
             raise ParallelError(
                 f"{', '.join(gone[:6])} left the module after plan.apply, and the ranks would still gather and reduce it; take "
                 "modules out, and tie parameters, before plan.apply"
             )
-        self.record()  # modules without parameters, or the same parameters in other modules
+        self.record()  # modules without parameters, the same parameters in other modules, or others that units have taken
+
+
+def _tied_since(names: Mapping[str, int], now: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return names whose parameters were apart and are one now."""
+    firsts: dict[int, str] = {}
+    kept = [(name, value) for name, value in now.items() if name in names]
+    return [name for name, value in kept if names[name] != names[firsts.setdefault(id(value), name)]]
 
 
 def _same(child: nn.Module, parameters: Mapping[str, Tensor | None], children: tuple[object, ...]) -> bool:

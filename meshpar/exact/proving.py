@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from meshpar.exact.explain import Explanation
 from meshpar.exact.verify import SplitTest, Verification, call
 from meshpar.passes.tensor.collectives import Meeting, SimulatedGroup
 from meshpar.passes.tensor.context import Context
-from meshpar.passes.untouched import untouched
+from meshpar.passes.untouched import CannotKeep, untouched
 
 Install = Callable[[nn.Module, Any, Any, int], Context | None]
 """``(module, mesh, group, rank) -> context``: splits ``module`` as one rank of the axis holds it."""
@@ -64,7 +64,9 @@ def prove(
                 meeting.abort()
 
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-        with untouched(*copies):  # the threads share what hooks and functions hold
+        with ExitStack() as stack:
+            with suppress(CannotKeep):
+                stack.enter_context(untouched(*copies))  # the threads share what hooks and functions hold
             for thread in threads:
                 thread.start()
             for thread in threads:

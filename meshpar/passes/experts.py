@@ -343,10 +343,15 @@ def _try(
     weights = noise(100 + size + rank, (_TOKENS, slots), dtype).abs()
     chosen = _choices(held * size, slots, rank).to(device)
     with ExitStack() as stack:
+        why = ""
         try:
             stack.enter_context(untouched(call.module, call.inner, *bound.arguments.values()))
         except CannotKeep as error:
-            log.warning("%s (%s) is not compared: %s", call.name, class_name(call.module), error)
+            why = str(error)
+        if gather_values(torch.tensor([[bool(why)]], device=device), group).any():
+            log.warning(
+                "%s (%s) is not compared: %s", call.name, class_name(call.module), why or "another rank cannot put back what it does"
+            )
             return
         stack.enter_context(_by_itself(call.module, training, device, noise))
         if widened:

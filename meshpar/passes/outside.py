@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from meshpar.placements import held_by_this_rank, local_tensor, part_like, whole_tensor
+from meshpar.placements import held_by_this_rank, local_tensor, whole_tensor
 
 
 def average_outside(parameter: Any, kept: Collection[str], reached: Callable[[], None]) -> None:
     """Let a sharded parameter be used in a loss outside of the module's calls: average such a gradient over data ranks.
 
     A gradient that autograd hands to the parameter itself comes from this rank's samples alone. ``full_tensor()``, and ``to_local()``
-    where every data rank has the whole, hand it to all ranks.
+    over axes whose ranks have the same part, hand it to all ranks.
 
     Args:
         parameter: a DTensor.
@@ -39,10 +39,10 @@ def average_outside(parameter: Any, kept: Collection[str], reached: Callable[[],
         return cast("Tensor", _Outside.apply(parameter, True, groups, reached))
 
     def to_local(*, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        split = any(not parameter.placements[place].is_replicate() for place in data)
-        if split or not (torch.is_grad_enabled() and parameter.requires_grad):
+        copies = [group for place, group in zip(data, groups) if parameter.placements[place].is_replicate()]
+        if not copies or not (torch.is_grad_enabled() and parameter.requires_grad):
             return DTensor.to_local(parameter, grad_placements=grad_placements)
-        return cast("Tensor", _Outside.apply(parameter, False, groups, reached))
+        return cast("Tensor", _Outside.apply(parameter, False, copies, reached))
 
     parameter.full_tensor, parameter.to_local = full_tensor, to_local
 
@@ -56,11 +56,12 @@ class _Outside(torch.autograd.Function):
         return whole_tensor(parameter) if whole else local_tensor(parameter).view_as(parameter._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[DTensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.reached()
         total = grads[0].contiguous().clone()
         for group in ctx.groups:
             dist.all_reduce(total, group=group)
         total /= math.prod(group.size() for group in ctx.groups)
-        part = total[held_by_this_rank(ctx.like)].contiguous() if ctx.whole else total
-        return part_like(part, ctx.like), None, None, None
+        grad = torch.empty_like(ctx.like)  # on the host where the parameter is
+        local_tensor(grad).copy_(total[held_by_this_rank(ctx.like)] if ctx.whole else total)
+        return grad, None, None, None

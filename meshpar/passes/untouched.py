@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import builtins
 import copy
+import dis
 import functools
 import random
 import sys
@@ -114,6 +115,11 @@ class _Reached:
         if isinstance(each, Tensor):
             self._tensor(each)
             return []
+        if isinstance(each, list | deque | dict | set) and len(each) > MOST:
+            raise CannotKeep(f"it reaches a {type(each).__name__} of more than {MOST} items")
+        if _is_numpy(each) or isinstance(each, bytearray | array.array):
+            self._count(int(getattr(each, "size", 1)) if _is_numpy(each) else len(each))
+            return []
         if isinstance(each, FunctionType):
             return self._function(each)
         if isinstance(each, MethodType):
@@ -169,7 +175,7 @@ class _Reached:
         if _package(each) in sys.stdlib_module_names:
             return inside
         names = set(_named(each.__code__))
-        inside += self._hold(*_of_names(each.__globals__, names))
+        inside += self._hold(*_of_names(each.__globals__, set(_globals(each.__code__))))
         for value in list(inside):
             if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in sys.stdlib_module_names | _CLOSED:
                 inside += self._hold(*_of_names(vars(value), names))
@@ -181,9 +187,12 @@ class _Reached:
         if each.is_leaf and each.requires_grad:
             self._leaves.append((each, each.grad))
         if not isinstance(each, nn.Parameter):
-            self._elements += each.numel()
-            if self._elements > LARGEST:
-                raise CannotKeep(f"it reaches tensors of more than {LARGEST} elements beside parameters")
+            self._count(each.numel())
+
+    def _count(self, elements: int) -> None:
+        self._elements += elements
+        if self._elements > LARGEST:
+            raise CannotKeep(f"it reaches tensors of more than {LARGEST} elements beside parameters")
 
     def _copied(self, value: Any) -> Any:
         if isinstance(value, _PLAIN):
@@ -209,13 +218,18 @@ class _Reached:
         kind, owner = type(value).__name__, type(value).__module__
         iterates = owner in ("itertools", "builtins") and hasattr(value, "__next__")
         try:
-            if kind in _ITERATORS or owner == "numpy" or isinstance(value, random.Random | bytearray | array.array):
+            if kind in _ITERATORS or _is_numpy(value) or isinstance(value, random.Random | bytearray | array.array):
                 return copy.copy(value)
         except TypeError:
             iterates = True
         if iterates:
             raise CannotKeep(f"it reaches an iterator ({kind}), which cannot be put back")
         return value
+
+
+def _is_numpy(value: object) -> bool:
+    """Tell whether a value is an array of numpy's in memory; one that is mapped from a file is left alone."""
+    return type(value).__module__ == "numpy" and type(value).__name__ != "memmap"
 
 
 def _of_dict(held: dict[Any, Any]) -> _Access:
@@ -308,6 +322,14 @@ def _named(code: CodeType) -> Iterator[str]:
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield from _named(each)
+
+
+def _globals(code: CodeType) -> Iterator[str]:
+    """Yield the global names that a function, and what is defined in it, uses: other than ``co_names``, without those of attributes."""
+    yield from (step.argval for step in dis.get_instructions(code) if "GLOBAL" in step.opname or step.opname.endswith("_NAME"))
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _globals(each)
 
 
 def _package(each: Any) -> str:

@@ -63,8 +63,13 @@ class Transfer:
 class Checkpointer(Protocol):
     """The part of a checkpoint manager that the loop calls. The caller restores checkpoints."""
 
-    def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> object:
-        """Save model, optimizer and ``extra`` (plain data) after ``step`` steps. Collective: every rank calls it."""
+    def save(
+        self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any], *, replace: bool = False
+    ) -> object:
+        """Save model, optimizer and ``extra`` (plain data) after ``step`` steps, with ``replace`` in the place of a saved step.
+
+        Collective: every rank calls it.
+        """
 
 
 @final
@@ -246,7 +251,7 @@ class Trainer:
             self._validate()
         if not self.owes_validation:
             self._saved = -1
-            self._save(last=self.complete)
+            self._save(last=self.complete, replace=True)
         return self._stopped()
 
     def validate(self) -> dict[str, float]:
@@ -447,7 +452,7 @@ class Trainer:
             )
         self._publish({"lr": known.pop("lr"), "grad_norm": norm, "epoch": known.pop("epoch"), **record, **known, "tokens": self.tokens})
 
-    def _save(self, *, last: bool = False) -> None:
+    def _save(self, *, last: bool = False, replace: bool = False) -> None:
         if self.checkpointer is None or self.step in (0, self._saved):
             return
         with nullcontext(True) if self.replicas is None else self.replicas.saving(last=last) as writes:
@@ -458,7 +463,7 @@ class Trainer:
             self._read()
             self._saved = self.step
             with self._meter.paused():
-                self.checkpointer.save(self.step, self.par, self.optimizer, self.state_dict())
+                self.checkpointer.save(self.step, self.par, self.optimizer, self.state_dict(), **({"replace": True} if replace else {}))
             self._note(f"checkpoint of step {self.step} saved")
 
     def _publish(self, record: Mapping[str, float]) -> None:
