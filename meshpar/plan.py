@@ -174,7 +174,8 @@ class Plan:
             synchronize_batch_norm(module, held_on, data_axes)
         applied(module).layout, applied(module).verify = layout, self.verify and not simulated
         replaced = self._run_passes(module, layout, spec, meshes)
-        if not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
+        elsewhere = any(each.device != device for each in (*module.parameters(), *module.buffers()))
+        if elsewhere and not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
             module.to(device)
         data = next((each for each in self.passes if each.stage == Stage.DATA), None)
         splits_features = any(spec.axes[axis] > 1 for axis in axes_of(self.passes, spec, Role.FEATURES))
