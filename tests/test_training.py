@@ -60,7 +60,7 @@ class Kept:
     def __init__(self) -> None:
         self.steps: dict[int, tuple[Any, Any, dict[str, Any]]] = {}
 
-    def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> None:
+    def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any], *, replace: bool = False) -> None:
         assert json.loads(json.dumps(extra)) == extra  # plain data
         self.steps[step] = (copy.deepcopy(par.module.state_dict()), copy.deepcopy(optimizer.state_dict()), extra)
 
