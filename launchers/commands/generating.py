@@ -77,8 +77,9 @@ class Completer:
             config = transformers.AutoConfig.from_pretrained(below, **options)
             self.continues = not config.is_encoder_decoder
             kind = transformers.AutoModelForCausalLM if self.continues else transformers.AutoModelForSeq2SeqLM
+            loaded: Any = kind.from_pretrained(folder, output_loading_info=True, **options)
             self.model: Any
-            self.model, found = kind.from_pretrained(folder, output_loading_info=True, **options)
+            self.model, found = loaded
             if file == _ADAPTERS and (folder / _GENERATION).is_file():  # transformers reads that of the weights below
                 self.model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
         except Exception as error:  # each class of transformers has its own

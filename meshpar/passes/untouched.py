@@ -127,7 +127,7 @@ class _Reached:
         if isinstance(each, functools.partial):
             return [each.func, *each.args, *each.keywords.values()]
         if isinstance(each, staticmethod | classmethod | _LRU):
-            return [each.__wrapped__]
+            return [getattr(each, "__wrapped__")]  # noqa: B009  pyright does not know it
         if isinstance(each, property):
             return [each.fget, each.fset]
         if isinstance(each, type):
@@ -210,7 +210,7 @@ class _Reached:
             parts = [self._copied(each) for each in value]
             if all(one is other for one, other in zip(parts, value)):
                 return value
-            return type(value)._make(parts) if hasattr(value, "_make") else tuple(parts)
+            return named(parts) if (named := getattr(type(value), "_make", None)) else tuple(parts)
         if isinstance(value, torch.Generator):
             return value.clone_state()
         if isinstance(value, _LRU):

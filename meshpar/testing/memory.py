@@ -49,7 +49,9 @@ def allocated(run: Callable[[], Result]) -> tuple[Result, int, int]:
     """Run something; return its result, the most bytes of host memory that tensors took at a time, and those that are left."""
     with profile(profile_memory=True) as seen:
         result = run()
-    events = (each for each in seen.kineto_results.events() if each.name() == "[memory]")
+    assert seen is not None, "a profile is entered"
+    results: Any = seen.kineto_results
+    events = (each for each in results.events() if each.name() == "[memory]")
     total = most = 0
     for each in sorted(events, key=lambda each: each.start_ns()):
         total += each.nbytes()
