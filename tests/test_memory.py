@@ -11,6 +11,7 @@ import torch.optim.optimizer as optimizers
 from models_for_parity import VOCAB, transformer
 from test_parity import MODELS, PLANS, ranks_of
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.profiler import profile, record_function
 from torch.distributed._composable import checkpoint_activation
 from torch.distributed.tensor import DTensor
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from meshpar import ActivationCheckpoint, ExpertParallel, FullyShard, HybridShard, ModelLayout, Plan, Replicate, TensorParallel
 from meshpar.checkpoints import CheckpointManager, export_module
 from meshpar.testing import Memory, on_ranks, token_loss_sum, token_steps
-from meshpar.testing.memory import allocated
+from meshpar.testing.memory import allocated, storages
 
 DIM = 512
 SLACK = 4096
@@ -303,6 +304,14 @@ def counts_alike(folder):
 def test_torchs_allocator_counts_the_same_as_the_harness(tmp_path):
     """So that nothing is missed which only C++ knows."""
     counts_alike(str(tmp_path))
+
+
+def test_what_tracing_left_behind_holds_no_bytes():
+    before = sum(bytes_ for bytes_, _ in storages().values())
+    with FakeTensorMode():
+        left = [torch.ones(1000), torch._to_functional_tensor(torch.ones(1000))]
+    assert sum(bytes_ for bytes_, _ in storages().values()) == before
+    del left
 
 
 @on_ranks(2, keep=True)

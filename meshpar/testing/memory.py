@@ -40,7 +40,11 @@ def storages() -> dict[int, tuple[int, Tensor]]:
         if tensor.is_meta or isinstance(tensor, DTensor):  # its part here is a tensor of its own
             continue
         storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.data_ptr():
+        try:
+            held = storage.nbytes() and storage.data_ptr()
+        except RuntimeError:  # a stand-in that tracing left behind (FakeTensor, FunctionalTensor) has no bytes
+            continue
+        if held:
             found.setdefault(storage._cdata, (storage.nbytes(), tensor))
     return found
 
