@@ -1,10 +1,16 @@
-"""Drawn loops that change a parallel module after plan.apply, a sample; ``fuzz_after_apply.py`` runs thousands."""
+"""Drawn loops that change a parallel module after plan.apply, a sample; ``benchmarks/fuzz_after_apply.py`` runs thousands."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
 import fuzz_after_apply as fuzz
 import fuzz_pool
-import pytest
 
 from tests.patience import patient
 
@@ -33,7 +39,7 @@ def test_the_sample_equals_one_process_or_is_refused(pool):
         outcome = fuzz.run(fuzz.draw(seed), pool)
         if outcome.kind in fuzz.FAULTS:
             faults[seed] = f"{outcome.kind}: {outcome.text}"
-    assert not faults, "\n".join(f"python tests/fuzz_after_apply.py --seeds {seed}: {text}" for seed, text in faults.items())
+    assert not faults, "\n".join(f"python benchmarks/fuzz_after_apply.py --seeds {seed}: {text}" for seed, text in faults.items())
 
 
 def test_what_fails_in_one_process_must_fail_on_ranks(pool):

@@ -40,7 +40,7 @@ class Habit:
 def _written(line: str, *points: str) -> Habit:
     """A write into a parameter under ``no_grad``, after a step where no other point is given."""
     lines = ('p = module.get_parameter("@p")', "with torch.no_grad():", f"    {line}")
-    return Habit("writes", {point: lines for point in points or ("stepped",)})
+    return Habit("writes", dict.fromkeys(points or ("stepped",), lines))
 
 
 def _added(*lines: str) -> Habit:
