@@ -13,12 +13,19 @@ PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # A file of tests at a time on each of three workers: half of what they do is waiting for processes of their own.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test coverage lint format docs bench clean lab
+.PHONY: quickstart test test-jobs test-all coverage lint format docs bench clean lab
 
 quickstart: $(QUICKSTART)
 	$(BIN)/meshpar quickstart
 
+# By folder: every pass, checkpoint and command on a few ranks; whole jobs, stores and schedulers; then both, fuzzers, strangers and many ranks.
 test: $(READY)
+	$(BIN)/python $(PYTEST) --ignore=tests/jobs --ignore=tests/nightly
+
+test-jobs: $(READY)
+	$(BIN)/python $(PYTEST) tests/jobs
+
+test-all: $(READY)
 	$(BIN)/python $(PYTEST)
 
 # Ranks and commands are processes of their own: each writes its own data file, and `combine` joins them.
@@ -51,7 +58,7 @@ format: $(READY)
 
 # Into site/. A broken link, a page in no menu or an undocumented public name ends it.
 docs: $(READY)
-	$(BIN)/python -m pytest tests/test_docs.py
+	$(BIN)/python -m pytest tests/core/test_docs.py
 	$(BIN)/mkdocs build --strict
 
 bench: $(READY)

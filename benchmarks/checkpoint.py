@@ -434,7 +434,7 @@ def stored(folder: str, layers: str, rounds: str) -> Notes:
 
 def save_stored(folder: str, layers: str, port: str) -> None:
     from meshpar.checkpoints import CheckpointManager
-    from tests import object_store
+    from tests.support import object_store
 
     object_store.use(int(port))
     CheckpointManager("s3://benchmark/two").save(1, make_job(int(layers)))
@@ -446,7 +446,7 @@ def read_stored(folder: str, layers: str, port: str) -> None:
     import torch.distributed as dist
 
     from meshpar.checkpoints import CheckpointManager, read_manifest
-    from tests import object_store
+    from tests.support import object_store
 
     object_store.use(int(port))
     par, got, manager = make_job(int(layers), seed=1), [0], CheckpointManager("s3://benchmark/two")
@@ -472,7 +472,7 @@ def measure_stored(layers: int, rounds: int, folder: Path) -> dict[str, float]:
 
     for place in (HERE.parent, HERE.parent.parent):
         sys.path.insert(0, str(place))
-    from tests import object_store
+    from tests.support import object_store
 
     with object_store.served(folder / "seaweedfs") as port:
         object_store.use(port)

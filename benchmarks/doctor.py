@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.hosts import Hosts
+from tests.support.hosts import Hosts
 
 HEAD = "n1:29412"
 LONGEST_S = 300.0

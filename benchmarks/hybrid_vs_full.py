@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.hosts import Hosts, Unavailable
+from tests.support.hosts import Hosts, Unavailable
 
 HYBRID, FULL = "dp_replicate=2,dp_shard=2", "dp_shard=4"
 MESHPAR = [sys.executable, "-m", "meshpar.launchers"]

@@ -35,7 +35,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from meshpar.checkpoints import CheckpointManager
 from meshpar.launchers import export_run
-from tests import object_store
+from tests.support import object_store
 
 RECIPE = """\
 mesh: dp_shard=2

@@ -33,18 +33,18 @@ NAMES = {
     "join", "join_after", "reshard", "reduce", "drop_unreduced_gradients", "make_ready", "all_gather_into_tensor", "reduce_scatter_tensor",
 }  # fmt: skip
 TESTS = (
-    "tests/test_traps.py",
-    "tests/test_verify.py",
-    "tests/test_passes.py",
-    "tests/test_parity.py",
-    "tests/test_cycle.py",
-    "tests/test_batch_norm.py",
-    "tests/test_loops.py",
-    "tests/test_huggingface.py",
-    "tests/test_context.py",
-    "tests/test_experts.py",
-    "tests/test_world.py",
-    "tests/test_forecast_replay.py",
+    "tests/passes/test_traps.py",
+    "tests/exact/test_verify.py",
+    "tests/passes/test_passes.py",
+    "tests/passes/test_parity.py",
+    "tests/exact/test_cycle.py",
+    "tests/passes/test_batch_norm.py",
+    "tests/exact/test_loops.py",
+    "tests/models/test_huggingface.py",
+    "tests/passes/test_context.py",
+    "tests/passes/test_experts.py",
+    "tests/passes/test_world.py",
+    "tests/forecasting/test_forecast_replay.py",
 )
 MARKS = """
 import os, time

@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.hosts import Hosts
+from tests.support.hosts import Hosts
 
 JOB = """
 import os, signal, sys, time

@@ -41,7 +41,7 @@ from meshpar.training import Batches, Lighthouse, Replicas
 
 if "tests.patience" not in sys.modules:  # a test has it, and its own order of folders
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.patience import until
+from tests.support.patience import until
 
 VOCAB, LENGTH, BATCH = 64, 8, 2
 PHASES = ("join", "begin", "forward", "backward", "reduce", "step", "exchange", "save", "validate")
@@ -641,7 +641,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder, hosts, served = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="replicas-"))), None, {}
         if arguments.hosts:
-            from tests.hosts import Hosts
+            from tests.support.hosts import Hosts
 
             hosts = stack.enter_context(Hosts(arguments.replicas))
             lighthouse = Lighthouse(patience_s=4.0)

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.hybrid_vs_full import HYBRID, on_hosts
-from tests.hosts import Hosts, Unavailable
+from tests.support.hosts import Hosts, Unavailable
 
 WAYS = ("replica", "world")
 

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from loop_sides import PLANS
-from loop_table import ALLOWED, PAGE, columns_of, page, run_plan
+from tests.support.loop_sides import PLANS
+from tests.support.loop_table import ALLOWED, PAGE, columns_of, page, run_plan
 
 
 def main(titles: list[str]) -> None:

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from meshpar.testing import PRELOAD, ranks
-from tests.patience import patient
-from tests.stores import Store, missing, served
-from tests.warm import start_warm
+from tests.support.patience import patient
+from tests.support.stores import Store, missing, served
+from tests.support.warm import start_warm
 
 # Ranks are forked from a server; what it has loaded, no rank loads again.
 PRELOAD += [

@@ -32,7 +32,7 @@ def alone(test: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        from tests.patience import patient
+        from tests.support.patience import patient
 
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from models_for_parity import transformer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,6 +14,7 @@ import meshpar.forecasting.device as device
 from meshpar import FullyShard, Plan, TensorParallel, runtime
 from meshpar.errors import LaunchError
 from tests.accelerator.simulated import allocate, alone, install, simulated
+from tests.support.models_for_parity import transformer
 
 
 class Allocations(TorchDispatchMode):

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from models_for_parity import VOCAB, transformer
 
 import meshpar.forecasting.device as device
 from benchmarks.scale import groups_of, sent_in, traces_of
@@ -34,7 +33,8 @@ from meshpar.testing import assert_parity, on_ranks, one_process, random_tokens,
 from tests.accelerator.nccl_rules import Broken, check_order, rules
 from tests.accelerator.simulated import allocate, alone, simulated
 from tests.accelerator.waits import Waits
-from tests.patience import patient
+from tests.support.models_for_parity import VOCAB, transformer
+from tests.support.patience import patient
 
 SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
 PLAIN = functools.partial(transformer, qk_norm=True)

@@ -6,7 +6,6 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-from models_for_parity import gpt2
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -16,6 +15,7 @@ from meshpar.passes import random
 from meshpar.state import initialize
 from tests.accelerator.draws import Draws, install_generator
 from tests.accelerator.simulated import allocate, alone, simulated
+from tests.support.models_for_parity import gpt2
 
 CALLS = {
     "positional": lambda block, x: block(x),

@@ -6,7 +6,6 @@ import functools
 
 import pytest
 import torch
-from models_for_parity import gpt2, transformer
 
 import meshpar.forecasting.device as device
 from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, Plan, TensorParallel
@@ -20,6 +19,7 @@ from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, buil
 from meshpar.training.settings import TrainSettings
 from tests.accelerator.simulated import allocate, alone, install, simulated
 from tests.accelerator.waits import Waits
+from tests.support.models_for_parity import gpt2, transformer
 
 HOSTS = {"exact.agreement.Later.__init__ (hosts)": 1}
 """The one exchange of the hosts in a step begins here, runs beside the next step, and is read after it."""

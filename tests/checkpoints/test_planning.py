@@ -1,0 +1,209 @@
+"""A save's plan: each part is written once, and a plan is made again when, and only when, tensors or ranks change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import meshpar
+from benchmarks.save_planning import plan_saves
+from meshpar.checkpoints import CheckpointManager
+from meshpar.checkpoints.planning import Alike, Described, alike, divide, pack
+from meshpar.errors import CheckpointError
+from meshpar.testing import on_ranks, whole
+from tests.support.patience import patient
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(1024, 1), (256, 32)])
+def test_later_saves_of_80_layers_on_many_ranks_plan_in_a_second_and_exchange_under_a_mebibyte(ranks, replicas):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        first, later = plan_saves(80, ranks, replicas)
+    finally:
+        dist.destroy_process_group()
+    assert later["seconds"] < patient(1) and later["bytes"] < 1 << 20, later
+    assert first["seconds"] < patient(10) and first["bytes"] < 64 << 20, first
+    assert first["written"] == first["held"] > 846e9 and first["most"] < 1.1 * first["held"] / ranks, "once, and by all ranks alike"
+
+
+def test_parts_that_ranks_describe_in_different_company_are_written_once():
+    every = {name: torch.ones(4) for name in "abc"}
+    without = {name: torch.ones(4) for name in "ac"}
+    said = [alike(every), alike(without), alike({"b": torch.ones(4), "d": torch.ones(2, 2)})]
+    groups, shares = divide(said)
+    assert sorted(name for group in groups for name in group.names) == list("abcd")
+    pairs = [pair for share, parts in zip(shares, said) for pair in zip(share, parts)]
+    assert sorted(part.names[at] for positions, part in pairs for at in positions) == list("abcd")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offsets": (3, 0)}, r"a part of 'weight' exceeds its shape"),
+        ({"sizes": (1, 4)}, r"the parts of 'weight' have 12 elements of 16"),
+        ({"shape": (5, 4)}, r"weight differs between ranks: \(4, 4\), float32 on rank 0 and \(5, 4\), float32 on rank 1"),
+        ({"dtype": torch.float64}, r"weight differs between ranks: \(4, 4\), float32 on rank 0 and \(4, 4\), float64 on rank 1"),
+    ],
+    ids=["beyond", "a lack", "shape", "dtype"],
+)
+def test_parts_that_do_not_make_a_tensor_are_refused(change, message):
+    parts = [Alike(pack(["weight"]), (4, 4), torch.float32, (2 * rank, 0), (2, 4)) for rank in range(2)]
+    divide([[part] for part in parts])
+    with pytest.raises(CheckpointError, match=message):
+        divide([[parts[0]], [parts[1]._replace(**change)]])
+
+
+class Plans:
+    """Counts the plans of this process; use as a context."""
+
+    def __enter__(self) -> Plans:
+        self.made, self.patch = 0, pytest.MonkeyPatch()
+
+        def counted(said: Any) -> Any:
+            self.made += 1
+            return divide(said)
+
+        self.patch.setattr("meshpar.checkpoints.planning.divide", counted)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.undo()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+def begun(mesh: str, passes: list[Any]) -> tuple[meshpar.Parallelized, torch.optim.Optimizer]:
+    par = meshpar.Plan(mesh, passes).apply(net())
+    return par, torch.optim.AdamW(par.module.parameters(), lr=0.1)
+
+
+def step(par: meshpar.Parallelized, optimizer: torch.optim.Optimizer) -> None:
+    par.module(torch.ones(4, 6)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def values(par: meshpar.Parallelized, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    state = {name: optimizer.state.get(each, {}) for name, each in par.module.named_parameters()}
+    kept = {f"{name}.{key}": value for name, entries in state.items() for key, value in entries.items()}
+    return {name: whole(each).clone() for name, each in (kept | dict(par.module.named_parameters())).items()}
+
+
+@on_ranks(4, keep=True)
+def plan_again(root: str) -> None:
+    first = dist.get_rank() == 0
+    number, saved = 0, {}
+    par, optimizer = begun("dp_shard=4", [meshpar.FullyShard()])
+    manager = CheckpointManager(root, keep=None, timeout_s=60)
+
+    def plans_of_a_save() -> int:
+        nonlocal number
+        number += 1
+        saved[number] = values(par, optimizer)
+        with Plans() as plans:
+            manager.save(number, par, optimizer, rank_extra={"rank": dist.get_rank()})
+        made = torch.tensor(plans.made)
+        dist.broadcast(made, 0)
+        return int(made)
+
+    assert plans_of_a_save() == 1, "the first"
+    step(par, optimizer)
+    assert plans_of_a_save() == 1, "the optimizer has state now"
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    step(par, optimizer)
+    torch.rand(3)
+    assert plans_of_a_save() == 0, "other values, settings and random state are no other plan"
+    par.module[0].requires_grad_(False)
+    step(par, optimizer)
+    assert plans_of_a_save() == 0, "frozen parameters have their state still"
+    par.module[0].requires_grad_(True)
+    optimizer = torch.optim.AdamW(par.module[2].parameters(), lr=0.1)
+    step(par, optimizer)
+    assert plans_of_a_save() == 1, "frozen parameters have none"
+    optimizer = torch.optim.AdamW(par.module.parameters(), lr=0.1)
+    step(par, optimizer)
+    assert plans_of_a_save() == 1
+    par, optimizer = begun("dp_shard=2,dp_replicate=2", [meshpar.HybridShard()])
+    step(par, optimizer)
+    assert plans_of_a_save() == 1, "another mesh"
+    assert plans_of_a_save() == 0
+    if dist.get_rank() == 2:
+        manager._planning._token = "another"
+    assert plans_of_a_save() == 1, "one rank has another plan: all plan again"
+    assert plans_of_a_save() == 0
+    if dist.get_rank() == 3:
+        manager._planning._digest = ""
+    assert plans_of_a_save() == 1, "one rank has none: all plan again"
+    if first:
+        manager._planning._agreed = None
+    assert plans_of_a_save() == 1
+    manager.close()
+    again = CheckpointManager(root, keep=None)
+    other, every = begun("dp_shard=2,dp_replicate=2", [meshpar.HybridShard()])
+    for each, want in saved.items():
+        fresh = torch.optim.AdamW(other.module[2].parameters(), lr=0.1) if each == 5 else every
+        restored = again.restore(other, fresh, step=each, verify="full")
+        got = values(other, fresh)
+        assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want), each
+        assert restored.rank_extra == ({"rank": dist.get_rank()} if each > 6 else None)
+
+
+def test_a_change_of_structure_mesh_or_of_one_ranks_plan_makes_all_ranks_plan_again(tmp_path):
+    plan_again(str(tmp_path))
+
+
+@on_ranks(2, keep=True)
+def other_ranks(root: str) -> None:
+    manager = CheckpointManager(root, keep=None, timeout_s=60)
+    par, optimizer = begun("dp_shard=2", [meshpar.FullyShard()])
+    manager.save(1, par, optimizer)
+    kept = manager._planning
+    described = Described(alike=(), tied=(), optimizer=None, rank_extra=None)
+    ranks = manager._ranks()
+    kept.keep(("token", ()), described, ranks)
+    assert kept._greet(described, ranks).token == "token"
+    ranks.rank = 1 - ranks.rank
+    assert kept._greet(described, ranks).token is None, "another rank"
+    ranks.rank, ranks.size = 1 - ranks.rank, 3
+    assert kept._greet(described, ranks).token is None, "more ranks"
+
+
+def test_another_rank_or_number_of_ranks_is_another_plan(tmp_path):
+    other_ranks(str(tmp_path))
+
+
+@on_ranks(2, keep=True)
+def values_of_another_rank(root: str) -> None:
+    """Rank 1 alone trains a second tensor, whose options are its own."""
+    from tests.checkpoints.test_commit import Job
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter("ab"[dist.get_rank()], nn.Parameter(torch.ones(3)))
+
+    job = Job(Stage())
+    optimizer = torch.optim.SGD(job.module.parameters(), lr=0.1, momentum=0.9)
+    with CheckpointManager(root, keep=None) as manager, Plans() as plans:
+        for number in range(1, 4):
+            for group in optimizer.param_groups:
+                group["lr"] = number / 10 + dist.get_rank()
+            manager.save(number, job, optimizer)
+        assert plans.made == (1 if dist.get_rank() == 0 else 0)
+        for number in range(1, 4):
+            manager.restore(job, optimizer, step=number)
+            assert optimizer.param_groups[0]["lr"] == number / 10
+
+
+def test_the_optimizers_settings_on_ranks_with_other_parameters_are_those_of_this_save(tmp_path):
+    values_of_another_rank(str(tmp_path))

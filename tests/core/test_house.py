@@ -1,0 +1,371 @@
+"""The house's own rules, read from the source: floors point down, the core needs torch alone, the environment has one reader."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {"meshpar": "meshpar", "models": "meshpar.models", "checkpoints": "meshpar.checkpoints", "launchers": "meshpar.launchers"}
+FLOORS = [
+    {"errors", "imports", "patterns", "leftovers", "homes", "patches", "signals"},
+    {"once"},
+    {"mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas", "runtime"},
+    {"layout"},
+    {"passes"},
+    {"state", "exact", "description", "registry", "watchdog", "positions"},
+    {"parallelized", "chunked"},
+    {"plan"},
+    {"testing", "forecasting", "training"},
+    {"models", "checkpoints"},
+    {"launchers"},
+]
+"""Lowest first. A part imports from its own floor only what is in no cycle, and from the floors below it."""
+STAIRS = ["progress", "recipes", "converters", "agent", "doctor", "jobs", "export", "targets", "commands", "cli", "__main__"]
+"""The floors inside launchers, lowest first."""
+FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
+PUBLIC = (
+    "meshpar",
+    "meshpar.passes",
+    "meshpar.models",
+    "meshpar.checkpoints",
+    "meshpar.training",
+    "meshpar.forecasting",
+    "meshpar.testing",
+    "meshpar.launchers",
+)
+"""What users import from; public is what `__all__` names there."""
+MEASURED = {
+    "architectures.py": {"meshpar.models.huggingface_styles", "meshpar.training.documents"},
+    "checkpoint.py": {"meshpar.checkpoints.files", "meshpar.placements"},
+    "chunked_loss.py": {"meshpar.chunked", "meshpar.forecasting.recorder"},
+    "forecast_accuracy.py": {"meshpar.forecasting.api", "meshpar.forecasting.extrapolate", "meshpar.forecasting.simulate"},
+    "gpu.py": {
+        "meshpar._torch",
+        "meshpar.forecasting.step",
+        "meshpar.launchers.jobs.forecasting",
+        "meshpar.passes.recompute",
+        "meshpar.training.profile",
+    },
+    "jobs.py": {"meshpar.launchers.jobs"},
+    "peer_ranks.py": {"meshpar.models.huggingface"},
+    "save_planning.py": {"meshpar.checkpoints.planning", "meshpar.checkpoints.saving", "meshpar.placements"},
+    "scale.py": {"meshpar._torch", "meshpar.forecasting.simulate", "meshpar.runtime"},
+    "tokenizing.py": {"meshpar.training.text", "meshpar.training.tokenizer", "meshpar.training.tokens"},
+}
+"""What benchmarks import although it is not public: parts that they measure alone. The list only gets shorter."""
+EXTRAS = {
+    "accelerate",
+    "gguf",
+    "numpy",
+    "obstore",
+    "peft",
+    "pyarrow",
+    "pydantic",
+    "yaml",
+    "rich",
+    "typer",
+    "tensorboard",
+    "tokenizers",
+    "torchdata",
+    "safetensors",
+    "transformers",
+}
+
+
+def sources():
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inner = path.relative_to(ROOT / folder).with_suffix("").parts
+            yield path, ".".join([package, *(part for part in inner if part != "__init__")])
+
+
+def imports(path, name):
+    """The absolute names that a module imports, wherever in it, also for types alone; a package's own names are loaded on first use."""
+    tree = ast.parse(path.read_text())
+    lazy = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    later = {id(inner) for node in lazy for inner in ast.walk(node)} if path.name == "__init__.py" else set()
+    for node in ast.walk(tree):
+        if id(node) in later:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part_of(module):
+    """The part of the house that a module belongs to, None for the package itself and what is not ours."""
+    pieces = module.split(".")
+    return pieces[1] if pieces[0] == "meshpar" and len(pieces) > 1 and pieces[1] in FLOOR else None
+
+
+def test_tests_lie_in_the_folder_of_what_they_test():
+    """`make test`, `test-jobs` and `test-all` choose by folder, and modules import each other by whole names."""
+    files = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path.parent.name != "stranger"]
+    lost = [path.name for path in files if path.name.startswith("test_") and path.parent.name in ("tests", "support")]
+    assert not lost, "move it into the folder of what it tests"
+    stems = {path.stem for path in files}
+    flat = [f"{path.name}: {name}" for path in files for name in imports(path, "tests") if name.partition(".")[0] in stems]
+    assert not flat, "import it as tests.folder.name"
+
+
+def test_a_checkout_is_one_whole_package():
+    """Import path and disk path agree, so that tools that read files see every module."""
+    for folder, package in FOLDERS.items():
+        assert (ROOT / package.replace(".", "/")).resolve() == ROOT / folder
+
+
+def test_every_module_has_a_floor():
+    homeless = [name for _, name in sources() if name != "meshpar" and part_of(name) is None]
+    assert not homeless
+
+
+def test_imports_point_down():
+    upward = []
+    for path, name in sources():
+        here = part_of(name)
+        for target in imports(path, name):
+            there = part_of(target)
+            if here is None or there is None or here == there:
+                continue
+            if FLOOR[there] > FLOOR[here] or {here, there} == {"models", "checkpoints"}:
+                upward.append(f"{name} imports {target}")
+    assert not upward
+
+
+def test_the_launchers_imports_point_down():
+    upward = []
+    for path, name in sources():
+        if not name.startswith("meshpar.launchers."):
+            continue
+        here = STAIRS.index(name.split(".")[2])
+        there = {target.split(".")[2] for target in imports(path, name) if target.startswith("meshpar.launchers.")}
+        upward += [f"{name} imports {part}" for part in there if STAIRS.index(part) > here]
+    assert not upward
+
+
+def test_there_are_no_cycles():
+    graph = {}
+    modules = {name for _, name in sources()}
+    for path, name in sources():
+        graph[name] = {target for target in imports(path, name) if target in modules and target != name}
+    done, active = set(), []
+
+    def visit(name):
+        if name in done:
+            return
+        assert name not in active, f"cycle: {' -> '.join([*active[active.index(name) :], name])}"
+        active.append(name)
+        for target in sorted(graph[name]):
+            # A package's __init__ gathers its modules; they may name each other but not it.
+            visit(target)
+        active.pop()
+        done.add(name)
+
+    for name in sorted(graph):
+        visit(name)
+
+
+def test_no_function_changes_a_global():
+    found = [name for path, name in sources() if any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text())))]
+    assert not found
+
+
+PASSES = {"ActivationCheckpoint", "Compile", "ContextParallel", "Float8", "FullyShard", "HybridShard", "Replicate", "TensorParallel"}
+
+
+def test_the_core_knows_no_pass_by_name():
+    """Nothing above passes/ compares a pass's name, or asks an object for a member that it may lack."""
+    found = []
+    for path, name in sources():
+        if not name.startswith("meshpar.") or part_of(name) in {"passes", "models", "checkpoints", "launchers"}:
+            continue
+        tree = ast.parse(path.read_text())
+        loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.comprehension) and "passes" in ast.unparse(node.iter)]
+        each = {target.id for loop in loops for target in ast.walk(loop.target) if isinstance(target, ast.Name)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Compare) and any(isinstance(side, ast.Constant) and side.value in PASSES for side in node.comparators):
+                found.append(f"{name} compares {ast.unparse(node)}")
+            asked = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
+            if asked and isinstance(node.args[0], ast.Name) and node.args[0].id in each:
+                found.append(f"{name} asks {ast.unparse(node)}")
+    assert not found
+
+
+def test_no_code_asks_whether_ranks_are_simulated():
+    """The forecast hands in what differs; a pass does the same on real ranks and on simulated ones."""
+    askers = [
+        name
+        for path, name in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare) and any(isinstance(side, ast.Constant) and side.value == "fake" for side in node.comparators)
+    ]
+    assert not askers
+
+
+def test_the_core_needs_torch_alone():
+    foreign = []
+    for path, name in sources():
+        if name.startswith("meshpar.") and part_of(name) in {"training", "forecasting", "models", "checkpoints", "launchers"}:
+            continue
+        foreign += [f"{name} imports {target}" for target in imports(path, name) if target.split(".")[0] in EXTRAS]
+    assert not foreign
+
+
+def test_the_environment_has_one_reader_in_the_core():
+    readers = [
+        str(path.relative_to(ROOT)) for path, name in sources() if "os.environ" in path.read_text() or "os.getenv" in path.read_text()
+    ]
+    assert [path for path in readers if not path.startswith("launchers/")] == ["meshpar/runtime.py"]
+
+
+def test_home_folders_are_looked_up_in_one_place():
+    users = {str(path.relative_to(ROOT)) for path, _ in sources() if re.search(r"expanduser\(\)|Path\.home|getuser", path.read_text())}
+    assert users == {"meshpar/homes.py"}, "a container may run as a user without a home folder: meshpar.homes.expanded"
+
+
+def test_torchs_private_parts_are_named_in_one_place():
+    users = {name for path, name in sources() for target in imports(path, name) if "torch.testing._internal" in target}
+    assert users <= {"meshpar.runtime"}
+    composable = {name for path, name in sources() for target in imports(path, name) if "torch.distributed._composable" in target}
+    assert composable == {"meshpar._torch"}
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_public_name_imports(package):
+    module = importlib.import_module(package)
+    assert len(module.__all__) == len(set(module.__all__))
+    missing = [name for name in module.__all__ if not hasattr(module, name)]
+    assert not missing
+    assert set(module.__all__) <= set(dir(module))
+
+
+def private_imports(code):
+    """The modules of ours that ``code`` imports from, or names, although they are not public."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("meshpar") and alias.name not in PUBLIC)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "meshpar":
+            if node.module not in PUBLIC:
+                yield node.module
+                continue
+            public = importlib.import_module(node.module).__all__
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if alias.name not in public)
+
+
+def test_examples_and_docs_use_public_names_alone():
+    files = [*(ROOT / "examples").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    found = {str(path): set(private_imports(path.read_text())) for path in files}
+    for page in pages:
+        lines = re.findall(r"(?m)^ *((?:from|import) [\w., ]+)$", page.read_text())  # of blocks that may show a part of a file
+        found[str(page)] = {name for line in lines if "meshpar" in line and " import" in f" {line}" for name in private_imports(line)}
+    assert len(files) > 5 and any("import" in path.read_text() for path in files)
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_benchmarks_use_public_names_but_for_what_they_measure_alone():
+    found = {path.name: set(private_imports(path.read_text())) for path in (ROOT / "benchmarks").rglob("*.py")}
+    assert {name: modules for name, modules in found.items() if modules} == MEASURED
+
+
+@pytest.mark.parametrize("statement", ["import meshpar", "import meshpar.models", "import meshpar.checkpoints"])
+def test_imports_do_nothing(statement):
+    code = f"{statement}; import sys, torch; assert not torch.distributed.is_initialized(); assert 'transformers' not in sys.modules; print('quiet')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "quiet\n" and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "unneeded"),
+    [
+        ("meshpar.launchers.jobs.worker", "torch"),  # what each rank of a script starts with
+        ("meshpar.launchers.commands.run", "torch.distributed.tensor"),
+        ("meshpar.launchers.jobs.job", "torch._dynamo"),
+        ("meshpar.launchers.jobs.job", "transformers"),
+    ],
+)
+def test_a_start_loads_no_more_than_it_needs(module, unneeded):
+    code = f"import {module}, sys; print({unneeded!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def constants(path):
+    """The numbers and texts that a module's code writes; its docstrings are not code."""
+    tree = ast.parse(path.read_text())
+    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+            yield -node.operand.value
+        elif isinstance(node, ast.Constant) and id(node) not in told:
+            yield node.value
+
+
+FACTS = {
+    "the label that is not counted": ("meshpar/loss.py", lambda value: value == -100),
+    "the name of a step's folder": ("checkpoints/manifest.py", lambda value: isinstance(value, str) and value.startswith("step-")),
+    "the prefix of a model's tensors": ("checkpoints/checkpointable.py", lambda value: value == "model."),
+    "the peak speed of an accelerator": ("meshpar/training/metrics.py", lambda value: value in (312e12, 989e12, 2250e12)),
+    "the mesh that the nodes decide": ("meshpar/mesh.py", lambda value: isinstance(value, str) and value.startswith("auto(")),
+}
+"""What may be written in one file alone, and how a constant that writes it looks."""
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_a_fact_has_one_home(fact):
+    home, states = FACTS[fact]
+    assert {str(path.relative_to(ROOT)) for path, _ in sources() if any(map(states, constants(path)))} == {home}
+
+
+def test_profiles_repeat_no_peak():
+    assert all("bfloat16" not in path.read_text() for path in (ROOT / "meshpar/forecasting/profiles").glob("*.yaml"))
+
+
+def test_a_setting_has_one_dataclass():
+    """The sections of a recipe repeat no field of the settings that they are made from."""
+    from meshpar.launchers.recipes.sections import OptimizerSection, ScheduleSection, TrainingSection
+    from meshpar.training.optimizer import AdamWSettings, Schedule
+    from meshpar.training.settings import TrainSettings
+
+    for section, settings in ((OptimizerSection, AdamWSettings), (ScheduleSection, Schedule), (TrainingSection, TrainSettings)):
+        names = {field.name for field in dataclasses.fields(settings)}
+        own = set(section.__annotations__) & names
+        assert own <= {"steps"}, own  # a schedule's length is the run's unless a recipe gives one
+        defaults = {field.name: field.default for field in dataclasses.fields(settings)}
+        assert {
+            name: field.default for name, field in section.model_fields.items() if name in names - {"steps"}
+        }.items() <= defaults.items()
+
+
+NAMES = {
+    "Batch": {"meshpar/forecasting/step.py"},
+    "Count": {"meshpar/training/settings.py"},
+    "Event": {"meshpar/forecasting/trace.py"},
+    "Job": {"launchers/targets/job.py"},
+    "Loss": {"meshpar/forecasting/step.py"},
+    "Ranks": {"checkpoints/ranks.py"},
+    "Record": {"meshpar/testing/parity.py"},
+    "Span": {"meshpar/forecasting/cost.py"},
+}
+"""Names that stood for several things each, and where they are defined now."""
+
+
+def test_a_name_means_one_thing():
+    found = {name: set() for name in NAMES}
+    for path, _ in sources():
+        for node in ast.parse(path.read_text()).body:
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            names += [each.id for each in node.targets if isinstance(each, ast.Name)] if isinstance(node, ast.Assign) else []
+            for name in names:
+                found.get(name, set()).add(str(path.relative_to(ROOT)))
+    assert found == NAMES

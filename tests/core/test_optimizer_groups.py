@@ -1,0 +1,99 @@
+"""An optimizer's settings go by parameter, so that a checkpoint of one mesh fits any other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshpar import CheckpointError, FullyShard, MeshparError, Plan, TensorParallel
+from meshpar.checkpoints import CheckpointManager
+from meshpar.testing import on_ranks
+from meshpar.training.optimizer import AdamWSettings, build_adamw
+from tests.support.models_for_parity import VOCAB, gpt2
+
+PLANS = {"dp_shard=2,tp=2": [TensorParallel(), FullyShard()], "dp_shard=4": [FullyShard()]}
+
+
+def job(mesh):
+    torch.manual_seed(0)
+    par = Plan(mesh, PLANS[mesh]).apply(gpt2())
+    return par, build_adamw(par.module, AdamWSettings(lr=1e-2))
+
+
+def told(par, optimizer):
+    """What the optimizer is told of each parameter."""
+    names = {id(each): name for name, each in par.module.named_parameters()}
+    return {names[id(each)]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for each in group["params"]}
+
+
+def moments(par, optimizer):
+    return {name: optimizer.state[each]["exp_avg"].full_tensor() for name, each in par.module.named_parameters()}
+
+
+@on_ranks(4)
+def test_settings_are_restored_on_another_mesh(tmp_path):
+    par, optimizer = job("dp_shard=2,tp=2")
+    ids = torch.randint(0, VOCAB, (2, 8))
+    par.module(input_ids=ids).logits.square().mean().backward()
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] = 3e-3 if group["weight_decay"] else 1e-3
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, par, optimizer)
+        other, fresh = job("dp_shard=4")
+        assert len(fresh.param_groups) == len(optimizer.param_groups) == 2
+        manager.restore(other, fresh)
+        assert told(other, fresh) == told(par, optimizer)
+        theirs = moments(other, fresh)
+        assert all(torch.equal(value, theirs[name]) for name, value in moments(par, optimizer).items())
+
+        plain = torch.optim.AdamW(other.module.parameters(), lr=1e-2)
+        with pytest.raises(
+            CheckpointError, match=r"parameter group 0 joins parameters that the checkpoint has with other options: lr \['0.001', '0.003'\]"
+        ):
+            manager.restore(other, plain)
+
+
+@on_ranks(2)
+def test_the_state_of_one_process_is_divided_and_saved_and_other_shapes_are_refused(tmp_path):
+    def begun(plan):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 6)
+        module = plan.apply(net).module if plan is not None else net
+        return module, torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    alone, before = begun(None)
+    alone(torch.ones(1, 4)).sum().backward()
+    before.step()
+    plan = Plan("dp_shard=2", [FullyShard()])
+    torch.manual_seed(0)
+    par = plan.apply(torch.nn.Linear(4, 6))
+    mine = torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+    mine.load_state_dict(before.state_dict())
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, par, mine)  # before any step
+        fresh = torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+        fresh.load_state_dict(before.state_dict())
+        manager.restore(par, fresh)
+    for name, parameter in par.module.named_parameters():
+        want = before.state[dict(alone.named_parameters())[name]]["exp_avg"]
+        assert torch.equal(fresh.state[parameter]["exp_avg"].full_tensor(), want)
+        assert torch.equal(mine.state[parameter]["exp_avg"].full_tensor(), want)
+
+    part = before.state_dict()
+    for each in part["state"].values():
+        each["exp_avg"] = each["exp_avg"][:3]
+    par.module(torch.ones(1, 4)).sum().backward()
+    mine.step()  # from here on meshpar sees a load
+    refused = r"AdamW's exp_avg has the shape \(3, 4\); expected \(6, 4\).*CheckpointManager"
+    with pytest.raises(MeshparError, match=refused):
+        mine.load_state_dict(part)
+    fresh = torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+    fresh.load_state_dict(part)
+    par.module(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(MeshparError, match=refused):
+        fresh.step()
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore(par, fresh)  # the remedy
+    par.module(torch.ones(1, 4)).sum().backward()
+    fresh.step()

@@ -1,0 +1,306 @@
+"""The average of a parallel module equals torch's AveragedModel in one process, is swapped in and out exactly, and is saved by shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, Replicate, TensorParallel
+from meshpar._torch import BEFORE_2_13
+from meshpar.checkpoints import CheckpointManager, export_safetensors
+from meshpar.placements import local_tensor
+from meshpar.state.averaging import Averaged
+from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
+from tests.support.models_for_parity import VOCAB, transformer
+
+PLANS = {
+    "fsdp": ("dp_shard=4", [FullyShard()]),
+    "hsdp": ("dp_replicate=2,dp_shard=2", [HybridShard()]),
+    "tp": ("tp=4", [TensorParallel()]),
+    "fsdp-tp": ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]),
+    "replicate-tp": ("dp_replicate=2,tp=2", [TensorParallel(), Replicate()]),
+    "world": ("dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world")]),
+    "offload": ("dp_shard=4", [FullyShard(offload="cpu")]),
+}
+SIZES = {"hidden": 50, "kv_heads": 4, "tied": True}
+
+
+def build():
+    torch.manual_seed(0)
+    return transformer(**SIZES)
+
+
+def parallel(plan):
+    mesh, passes = PLANS[plan]
+    return Plan(mesh, passes).apply(build())
+
+
+def batch(step):
+    """The same on every rank, so that the mean over data ranks is the gradient of one process."""
+    return random_tokens(VOCAB, 2, 12, seed=step)
+
+
+def train(module, steps, update):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for step in steps:
+        loss, count = token_loss_sum(module, batch(step))
+        (loss / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        update()
+
+
+def expected(decay=0.8, steps=range(4)):
+    model = build()
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+    train(model, steps, lambda: averaged.update_parameters(model))
+    return model, averaged
+
+
+def close(have, want, tolerance=1e-5):
+    assert have.keys() == want.keys()
+    for name, value in want.items():
+        error, scale = float((have[name] - value).abs().max()), float(value.abs().max())
+        assert error <= tolerance * scale, f"{name} is off by {error:.1e} of {scale:.1e}"
+
+
+def values(named):
+    return {name: whole(tensor) for name, tensor in named}
+
+
+def bits(module):
+    return {name: local_tensor(tensor).clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_average_equals_torchs_in_one_process(plan):
+    equals_torchs(plan)
+
+
+@on_ranks(4, keep=True)
+def equals_torchs(plan):
+    par = parallel(plan)
+    averaged = Averaged(par, decay=0.8)
+    train(par.module, range(4), averaged.update)
+    model, want = expected()
+    close(values(averaged.state_dict()["averages"].items()), dict(want.module.named_parameters()))
+    before, x = bits(par.module), batch(9)["input_ids"]
+    with torch.no_grad():
+        with averaged.swapped():
+            torch.testing.assert_close(par.module(x).logits, want.module(x).logits, rtol=1e-4, atol=1e-4)
+        assert all(torch.equal(value, before[name]) for name, value in bits(par.module).items())
+        torch.testing.assert_close(par.module(x).logits, model(x).logits, rtol=1e-4, atol=1e-4)
+    train(par.module, range(4, 6), averaged.update)
+    close(values(averaged.state_dict()["averages"].items()), dict(expected(steps=range(6))[1].module.named_parameters()))
+
+
+@on_ranks(2)
+def test_an_update_does_not_communicate():
+    par = Plan("dp_shard=2", [FullyShard()]).apply(build())
+    averaged = Averaged(par, decay=0.5)
+    if dist.get_rank() == 0:  # a collective would wait for the other rank, and time out
+        averaged.update()
+        averaged.update()
+        with averaged.swapped():
+            pass
+    assert averaged.updates == 2 * (dist.get_rank() == 0)
+
+
+@on_ranks(1, keep=True)
+def test_a_decay_that_depends_on_the_step():
+    par = Plan("dp_shard=1", [FullyShard()]).apply(nn.Linear(1, 1, bias=False), ModelLayout())
+    asked = []
+    averaged = Averaged(par, decay=lambda update: asked.append(update) or update / 4)
+    seen = []
+    for value in (8.0, 4.0, 2.0):
+        local_tensor(par.module.weight).fill_(value)
+        averaged.update()
+        seen.append(float(local_tensor(averaged.state_dict()["averages"]["weight"])))
+    assert asked == [1, 2] and seen == [8.0, 0.25 * 8 + 0.75 * 4, 0.5 * 5 + 0.5 * 2]
+
+
+@on_ranks(2, keep=True)
+def test_an_average_from_the_start_weighs_the_first_values():
+    par = Plan("dp_shard=2", [FullyShard()]).apply(build())
+    averaged = par.averaged(0.8, from_start=True)
+    wanted = {name: whole(each).clone() for name, each in par.module.named_parameters()}
+
+    def update():
+        averaged.update()
+        for name, each in par.module.named_parameters():
+            wanted[name].lerp_(whole(each).detach(), 1 - 0.8)
+
+    train(par.module, range(2), update)
+    with averaged.swapped():
+        for name, each in par.module.named_parameters():
+            torch.testing.assert_close(whole(each), wanted[name])
+
+
+@on_ranks(2, keep=True)
+def test_an_average_in_float32_of_parameters_in_bfloat16():
+    par = Plan("dp_shard=2", [FullyShard()]).apply(build().bfloat16())
+    low, high = Averaged(par, decay=0.999), Averaged(par, decay=0.999, dtype=torch.float32)
+    start = bits(par.module)
+    for averaged in (low, high):
+        averaged.update()
+    with torch.no_grad():
+        for parameter in par.module.parameters():
+            parameter.add_(1e-2)
+    for averaged in (low, high):
+        averaged.update()
+    name = "layers.0.mlp.up.weight"
+    moved = local_tensor(high.state_dict()["averages"][name]) - start[name].float()
+    assert moved.dtype == torch.float32 and 0.5e-5 < moved.mean() < 2e-5, "bfloat16 would have kept the first value"
+    before = bits(par.module)
+    with high.swapped():
+        assert torch.equal(local_tensor(par.module.get_parameter(name)), local_tensor(high._averages[name]).bfloat16())
+    assert all(torch.equal(value, before[key]) for key, value in bits(par.module).items())
+
+
+class WithBuffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("count", torch.tensor(0))
+        if not BEFORE_2_13:  # where sharding refuses it
+            self.index = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_buffers_as_in_torchs_averaged_model(buffers):
+    with_buffers(buffers)
+
+
+@on_ranks(2, keep=True)
+def with_buffers(buffers):
+    torch.manual_seed(0)
+    par, model = Plan("dp_replicate=2", [Replicate()]).apply(WithBuffers(), ModelLayout()), WithBuffers()
+    model.load_state_dict({name: whole(tensor) for name, tensor in par.module.state_dict().items()})
+    averaged = Averaged(par, decay=0.5, buffers=buffers)
+    want = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=buffers)
+    for step in range(3):
+        for module in (par.module, model):
+            module.scale += step
+            module.count += 1
+        averaged.update()
+        want.update_parameters(model)
+    with averaged.swapped():
+        assert torch.equal(par.module.scale, want.module.scale) and torch.equal(
+            par.module.scale, torch.full((4,), 2.75 if buffers else 4.0)
+        )
+        assert int(par.module.count) == 3, "an integer keeps its present value"
+    assert torch.equal(par.module.scale, model.scale) and int(par.module.count) == 3
+
+
+@on_ranks(2)
+def test_an_error_inside_restores_the_parameters():
+    par = Plan("dp_shard=2", [FullyShard()]).apply(build())
+    averaged = Averaged(par, decay=0.5)
+    train(par.module, range(2), averaged.update)
+    before, average = bits(par.module), values(averaged.state_dict()["averages"].items())
+    with pytest.raises(ZeroDivisionError), averaged.swapped(), torch.no_grad():
+        par.module(batch(0)["input_ids"])
+        raise ZeroDivisionError
+    assert all(torch.equal(value, before[name]) for name, value in bits(par.module).items())
+    close(values(averaged.state_dict()["averages"].items()), average, 0.0)
+    with torch.inference_mode(), averaged.swapped():
+        par.module(batch(0)["input_ids"])
+    assert all(torch.equal(value, before[name]) for name, value in bits(par.module).items())
+
+
+@on_ranks(2)
+def test_wrong_use_is_refused():
+    par = Plan("dp_shard=2", [FullyShard()]).apply(build())
+    averaged = Averaged(par, decay=0.5)
+    for call in (averaged.update, averaged.state_dict, lambda: averaged.load_state_dict({}), lambda: averaged.swapped().__enter__()):
+        with pytest.raises(MeshparError, match=r"was called inside of swapped\(\).*; call it after the with block"), averaged.swapped():
+            call()
+    before = bits(par.module)
+    with pytest.raises(MeshparError, match=r"embed\.weight was changed inside of swapped\(\), and the change is lost"), averaged.swapped():
+        train(par.module, [0], lambda: None)
+    assert all(torch.equal(value, before[name]) for name, value in bits(par.module).items())
+    for decay in (1.5, lambda update: -1):
+        with pytest.raises(MeshparError, match=r"the decay is .*; expected a number from 0 to 1"):
+            wrong = Averaged(par, decay=decay)
+            wrong.update()
+            wrong.update()
+    with pytest.raises(MeshparError, match=r"the average's dtype is torch\.int8"):
+        Averaged(par, dtype=torch.int8)
+    with torch.device("meta"):
+        module = transformer()
+    with pytest.raises(MeshparError, match=r"embed\.weight has no values yet; call par\.materialize"):
+        Averaged(Plan("dp_shard=2", [FullyShard()]).apply(module))
+
+
+@on_ranks(4, keep=True)
+def save_and_resume(folder):
+    par = parallel("fsdp-tp")
+    averaged = Averaged(par, decay=0.8)
+    train(par.module, range(3), averaged.update)
+    dcp.save({"average": averaged.state_dict(), "model": par.module.state_dict()}, checkpoint_id=folder)
+    for plan in ("hsdp", "tp", "fsdp-tp"):
+        again = parallel(plan)
+        state = {"average": (resumed := Averaged(again, decay=0.8)).state_dict(), "model": again.module.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        resumed.load_state_dict(state["average"])
+        assert resumed.updates == 3
+        train(again.module, [3], resumed.update)
+        close(values(resumed.state_dict()["averages"].items()), dict(expected()[1].module.named_parameters()))
+
+
+def test_the_average_is_saved_and_resumed_on_another_mesh(tmp_path):
+    save_and_resume(str(tmp_path))
+
+
+@on_ranks(2, keep=True)
+def save_as_a_model(folder):
+    par = Plan("dp_shard=2", [FullyShard()]).apply(build())
+    averaged = Averaged(par, decay=0.8)
+    train(par.module, range(4), averaged.update)
+    manager = CheckpointManager(folder)
+    with averaged.swapped():
+        manager.save(4, par)
+    again = Plan("tp=2", [TensorParallel()]).apply(build())
+    manager.restore(again)
+    close(values(again.module.named_parameters()), dict(expected()[1].module.named_parameters()))
+
+
+def test_the_averaged_model_is_saved_inside_of_swapped_and_exported(tmp_path):
+    save_as_a_model(str(tmp_path / "run"))
+    assert (export_safetensors(tmp_path / "run" / "latest", tmp_path / "hf") / "model.safetensors").is_file()
+
+
+@on_ranks(2)
+def test_a_state_that_does_not_fit_is_refused_whole():
+    averaged = Averaged(Plan("dp_shard=2", [FullyShard()]).apply(build()), decay=0.5)
+    others = Averaged(Plan("dp_replicate=2", [Replicate()]).apply(build()), decay=0.5).state_dict()
+    wholes = {name: torch.zeros_like(whole(value)) for name, value in others["averages"].items()}
+    odd = {
+        **wholes,
+        "norm.weight": others["averages"]["norm.weight"],
+        "head.bias": torch.zeros(1),
+        "layers.0.mlp.up.weight": torch.zeros(3),
+    }
+    del odd["embed.weight"]
+    before = values(averaged.state_dict()["averages"].items())
+    with pytest.raises(MeshparError) as raised:
+        averaged.load_state_dict({"averages": odd, "updates": 1})
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "this average does not fit the module; nothing was changed:"
+    assert [line.strip().split(":")[0] for line in lines[1:]] == [
+        "missing",
+        "unexpected",
+        "shape of layers.0.mlp.up.weight",
+        "placement of norm.weight",
+    ]
+    close(values(averaged.state_dict()["averages"].items()), before, 0.0)
+    averaged.load_state_dict({"averages": wholes, "updates": torch.tensor(7)})
+    assert averaged.updates == 7 and not any(value.any() for value in values(averaged.state_dict()["averages"].items()).values())

@@ -1,0 +1,796 @@
+"""Blocks and layers that are called otherwise than each once on every rank: exact, or refused where it happens."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from meshpar import (
+    ActivationCheckpoint,
+    Compile,
+    FullyShard,
+    HybridShard,
+    MeshparError,
+    ModelLayout,
+    Plan,
+    PlanError,
+    Replicate,
+    TensorParallel,
+    _torch,
+    token_loss,
+)
+from meshpar.errors import ParallelError
+from meshpar.exact.explain import Explanation
+from meshpar.exact.verify import SplitTest
+from meshpar.testing import on_ranks, whole
+from tests.support.loop_habits import OutOfMemory
+from tests.support.models_for_parity import VOCAB, Given, transformer
+
+LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.ff.0": "colwise", "blocks.*.ff.2": "rowwise"})
+IDS = torch.arange(16)[None] % VOCAB
+
+
+class Block(nn.Module):
+    def __init__(self, norm=nn.Identity, counts=False):
+        super().__init__()
+        self.norm, self.ff = norm(), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.gain = nn.Parameter(torch.ones(8))
+        self.register_buffer("calls", torch.zeros(()) if counts else None)
+
+    def forward(self, x):
+        if self.calls is not None:
+            self.calls += 1.0
+        return (x + self.ff(self.norm(x))) * self.gain
+
+
+class Net(nn.Module):
+    """Blocks in the order ``order``, recomputed by the model itself by wish, and the first one's gain used outside of it by wish."""
+
+    def __init__(self, order=(0, 1), recomputed=False, outside=False, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
+        self.order, self.recomputed, self.outside = order, recomputed, outside
+
+    def forward(self, x, order=None):
+        for place in order or self.order:
+            block = self.blocks[place]
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
+        return x * self.blocks[0].gain if self.outside else x
+
+
+def x_of(rows=4):
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(1))
+
+
+def applied(net, mesh, passes, layout=LAYOUT):
+    return Plan(mesh, passes).apply(copy.deepcopy(net), layout)
+
+
+@on_ranks(2)
+def test_a_block_that_one_data_rank_leaves_out_is_refused_where_it_happens():
+    par = applied(Net(), "dp_shard=2", [FullyShard()])
+    par.module(x_of())
+    with pytest.raises(MeshparError, match=r"ranks are at different places of their loops: this rank is at the forward of blocks\.[01]"):
+        par.module(x_of(), order=(0, 1) if par.data_rank else (1, 0))
+
+
+@on_ranks(2)
+def test_a_data_rank_that_calls_fewer_blocks_is_refused_before_its_backward():
+    for passes in ([FullyShard()], [FullyShard(reshard_after_forward=False)], [Replicate()]):
+        par = applied(Net(), f"{passes[0].axes[0]}=2", passes)
+        with pytest.raises(
+            MeshparError, match=r"ranks are at different places of their loops: this rank is at (the forward of blocks\.1|a backward)"
+        ):
+            par.module(x_of(), order=(0,) if par.data_rank else (0, 1)).sum().backward()
+
+
+@on_ranks(1)
+def test_selective_recomputation_of_a_compiled_block_that_changes_buffers_is_explained():
+    passes = [ActivationCheckpoint(mode="selective"), Compile(backend="aot_eager"), FullyShard()]
+    par = applied(Net(norm=lambda: nn.BatchNorm1d(8)), "dp_shard=1", passes)
+    with pytest.raises(ParallelError, match=r"HigherOrderOperator(.|\n)*mode='full'"):
+        par.module(x_of()).sum().backward()
+
+
+@on_ranks(2)
+def test_weights_of_a_block_are_not_used_outside_of_it():
+    for passes in ([FullyShard()], [Replicate()]):
+        par = applied(Net(outside=True), f"{passes[0].axes[0]}=2", passes)
+        with pytest.raises(ParallelError, match="used where its weights are not gathered"):
+            par.module(x_of())
+
+
+class UsesPart(Net):
+    """A part of its first block is called again behind the blocks, as diffusers' DiT does."""
+
+    def forward(self, x):
+        return x + self.blocks[0].ff(super().forward(x))
+
+
+@on_ranks(2)
+def test_a_part_that_is_called_from_outside_of_its_block_is_named_and_exact_as_a_block_of_its_own():
+    net = UsesPart()
+    net(x_of()).square().mean().backward()
+    for unit in (FullyShard, Replicate):
+        mesh = f"{unit().axes[0]}=2"
+        with pytest.raises(
+            ParallelError, match=rf"blocks\.0\.ff is called from outside of blocks\.0.*\n.*{unit.__name__}.*'blocks\.0\.ff'"
+        ):
+            applied(net, mesh, [unit()]).module(x_of())
+        par = applied(net, mesh, [unit(blocks=("blocks.*", "blocks.0.ff"))])
+        par.module(x_of()[par.data_rank :: 2]).square().mean().backward()
+        for name, parameter in par.module.named_parameters():
+            torch.testing.assert_close(whole(parameter.grad), net.get_parameter(name).grad, msg=name)
+
+
+class Fails(nn.Identity):
+    fails = False
+
+    def forward(self, x):
+        return OutOfMemory.apply(x) if self.fails else x
+
+
+def failing():
+    """Its second block fails in backward by wish, where the block's weights are gathered."""
+    net = Net()
+    net.blocks[1].norm = Fails()
+    return net
+
+
+def fail_in_backward(*modules):
+    for module in modules:
+        (net,) = (each for each in module.modules() if hasattr(each, "fails"))
+        net.fails = True
+        with pytest.raises(MemoryError):
+            module(x_of()).square().mean().backward()
+        net.fails = False
+
+
+def after_a_failed_backward(mesh="dp_shard=2", passes=None):
+    """Return a module in one process and on a mesh after a backward and one that failed, and an optimizer of each."""
+    plain, par = failing(), applied(failing(), mesh, passes or [FullyShard()])
+    modules = plain, par.module
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in modules]
+    for each in modules:
+        each(x_of()).square().mean().backward()
+    fail_in_backward(*modules)
+    return plain, par, *optimizers
+
+
+RECOVERING = [
+    ("dp_shard=2", (FullyShard(),)),
+    ("dp_shard=2", (FullyShard(reshard_after_forward=False, prefetch_backward=2),)),
+    ("dp_shard=2", (ActivationCheckpoint(), FullyShard())),
+    ("dp_replicate=2", (Replicate(),)),
+    ("tp=2", (TensorParallel(),)),
+]
+
+
+@on_ranks(2)
+def test_a_loop_that_catches_an_error_of_a_backward_and_goes_on_is_exact():
+    for mesh, passes in RECOVERING:
+        for clears_by_zeros in (False, True):
+            plain, par, *optimizers = after_a_failed_backward(mesh, passes)
+            for module, optimizer in zip((plain, par.module), optimizers):
+                optimizer.zero_grad(set_to_none=not clears_by_zeros)
+                for _ in range(2):
+                    module(x_of()).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for name, parameter in par.module.named_parameters():
+                torch.testing.assert_close(whole(parameter), plain.get_parameter(name).detach(), msg=f"{mesh}: {name}")
+
+
+@on_ranks(2)
+def test_gradients_of_a_part_of_a_backward_are_refused():
+    for mesh, passes in RECOVERING:
+        _, par, _, optimizer = after_a_failed_backward(mesh, passes)
+        for use in (optimizer.step, lambda module=par.module: module(x_of()), optimizer.step):
+            with pytest.raises(MeshparError, match="an error ended a backward"):
+                use()
+        with torch.no_grad():
+            par.module(x_of())
+        optimizer.zero_grad()
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_forward_from_before_an_error_has_no_backward_after_it():
+    par = applied(failing(), "dp_shard=2", [FullyShard()])
+    earlier = par.module(x_of()).sum()
+    fail_in_backward(par.module)
+    with pytest.raises(MeshparError, match="the forward of this one came before it"):
+        earlier.backward()
+
+
+@on_ranks(1)
+def test_a_step_of_another_thread_leaves_a_backward_of_another_model_alone():
+    plain, other = Net(), applied(Net(), "dp_shard=1", [FullyShard()]).module
+    module = applied(plain, "dp_shard=1", [FullyShard()]).module
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, module, other)]
+    errors = []
+
+    def step(optimizer):
+        try:
+            optimizer.step()
+        except MeshparError as error:
+            errors.append(error)
+
+    def step_elsewhere(grad):
+        thread = threading.Thread(target=step, args=(optimizers[2],))
+        thread.start()
+        thread.join()
+
+    other(x_of()).square().mean().backward()
+    for each in (plain, module):
+        output = each(x_of())
+        output.register_hook(step_elsewhere)
+        output.square().mean().backward()
+    for optimizer in optimizers[:2]:
+        optimizer.step()
+    assert not errors
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(whole(parameter), plain.get_parameter(name).detach(), msg=name)
+
+
+@on_ranks(2)
+def test_after_a_backward_that_failed_everything_works_on_the_shards():
+    plain, par, *_ = after_a_failed_backward()
+    table = str(par.describe())
+    assert table == str(applied(failing(), "dp_shard=2", [FullyShard()]).describe())
+
+    _, par, *_ = after_a_failed_backward()
+    assert par.clip_grad_norm_(float("inf")) > 0
+    assert all(isinstance(each, DTensor) for each in par.module.parameters())
+
+    plain, par, *_ = after_a_failed_backward()
+    changed = {name: 0.5 * each for name, each in plain.state_dict().items()}
+    par.load_state_dict(changed)
+    state = par.state_dict(full=True, everywhere=True)
+    assert all(torch.equal(state[name], each) for name, each in changed.items())
+
+    _, par, _, optimizer = after_a_failed_backward()
+    with torch.no_grad():
+        for each in optimizer.param_groups[0]["params"]:
+            each.zero_()
+    assert not any(each.any() for each in par.state_dict(full=True, everywhere=True).values())
+
+    _, par, *_ = after_a_failed_backward()
+    par.materialize(weights=Given(changed))
+    par.reshard()
+    assert all(torch.equal(whole(each), changed[name]) for name, each in par.module.named_parameters())
+
+    _, par, _, optimizer = after_a_failed_backward("dp_replicate=2", [Replicate()])
+    if par.data_rank:
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].mul_(1.5)
+    with pytest.raises(MeshparError, match="differ between ranks"):
+        par.check_replicas()
+
+
+@on_ranks(2, keep=True)
+def test_weights_that_were_gathered_ahead_of_a_change_are_not_used_after_it():
+    net = Net()
+    par = applied(net, "dp_shard=2", [FullyShard(prefetch_forward=1)])
+    with torch.no_grad():
+        torch.testing.assert_close(par.module.blocks[0](x_of()), net.blocks[0](x_of()))  # asks for the second block, too
+        for each in (net, par.module):
+            each.load_state_dict({name: 0.5 * value for name, value in Net().state_dict().items()})
+        torch.testing.assert_close(par.module(x_of()), net(x_of()))
+
+
+@on_ranks(2, keep=True)
+def test_no_call_sees_the_weights_of_an_earlier_one():
+    net = Net()
+    par = applied(net, "dp_shard=2", [FullyShard(reshard_after_forward=False)])
+    with torch.no_grad():
+        for part in (lambda module: module.blocks[0], lambda module: module):
+            par.module(x_of())
+            for each in (*net.parameters(), *par.module.parameters()):  # as an optimizer does; load_state_dict frees what is gathered
+                each.mul_(0.5)
+            torch.testing.assert_close(part(par.module)(x_of()), part(net)(x_of()))
+
+
+@on_ranks(2, keep=True)
+def test_gradients_are_reduced_with_the_last_micro_batch_alone_also_after_a_step_that_was_left():
+    net = Net()
+    par = applied(net, "dp_shard=2", [FullyShard()])
+    x = x_of()[par.data_rank :: 2]
+    for _ in par.accumulate([x, x]):
+        break
+    par.module.zero_grad()
+    par.module(x).sum().backward()
+    assert all(each.grad is not None for each in par.module.parameters())
+    par.module.zero_grad()
+    for number, micro in enumerate(par.accumulate([x, x])):
+        assert all(each.grad is None for each in par.module.parameters()), number
+        par.module(micro).square().mean().backward()
+        net(x_of()).square().mean().backward()
+    for name, parameter in par.module.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), net.get_parameter(name).grad)
+
+
+@on_ranks(2, keep=True)
+def test_tokens_and_sums_are_of_all_data_ranks():
+    par = applied(Net(), "dp_shard=2", [FullyShard()])
+    assert par.token_scale(3 + 2 * par.data_rank) == 2 / 8
+    assert par.data_sum(torch.tensor(1.0 + par.data_rank)) == 3
+
+
+@on_ranks(2)
+def test_ranks_with_different_numbers_of_micro_batches_are_told():
+    par = applied(Net(), "dp_shard=2", [FullyShard()])
+    with pytest.raises(MeshparError, match="different numbers of micro-batches"):
+        list(par.accumulate([x_of()] * (2 + par.data_rank)))
+
+
+@on_ranks(4, keep=True)
+def test_the_split_is_tried_with_nothing_gathered():
+    held = []
+
+    def run(self):
+        held.extend(map(_torch.is_gathered, _torch.units_with_parameters(par.module)))
+        return tried(self)
+
+    tried, SplitTest.run = SplitTest.run, run
+    par = applied(Net(), "dp_shard=2,tp=2", [TensorParallel(), FullyShard(reshard_after_forward=False)])
+    par.module(x_of())
+    par.verify(x_of())
+    assert len(held) >= 4 and not any(held)
+
+
+@on_ranks(4)
+def test_layers_and_blocks_called_from_outside_are_refused():
+    par = applied(Net(), "dp_shard=2,tp=2", [TensorParallel(), FullyShard(min_params=10**6)])
+    with pytest.raises(ParallelError, match="a layer is called where its weights are not gathered"):
+        par.module.blocks[0].ff[0](x_of())
+    with pytest.raises(MeshparError, match=r"blocks\.0 \(Block\) is called from outside of the module"):
+        par.module.blocks[0](x_of())
+
+
+class CountsAll(nn.Module):
+    """A block that counts on all of its features."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(6, 8)
+
+    def forward(self, x):
+        left, right = self.up(x).split(6, -1)
+        return self.down(left * right)
+
+
+@on_ranks(2)
+def test_an_error_of_a_block_called_alone_is_explained():
+    layout = ModelLayout(blocks=("0",), tensor={"0.up": "packed_colwise:2", "0.down": "rowwise"})
+    par = applied(nn.Sequential(CountsAll()), "tp=2", [TensorParallel()], layout)
+    for call in (par.module, par.module[0]):
+        with pytest.raises(ParallelError, match=r"0 \(CountsAll\) failed under tp=2(.|\n)*take the count from the tensor"):
+            call(x_of())
+
+
+class CountsHeads(nn.Module):
+    """Attention, whose keys a plan leaves whole beside queries that it splits."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(12, 12), nn.Linear(12, 6), nn.Linear(12, 12)
+
+    def forward(self, x):
+        q, k = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in (self.q(x), self.k(x)))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+@on_ranks(3)
+def test_an_error_of_torchs_own_about_a_share_is_explained():
+    layout = ModelLayout(blocks=("0",), tensor={"0.q": "colwise", "0.k": "head", "0.out": "rowwise"})
+    par = applied(nn.Sequential(CountsHeads()), "tp=3", [TensorParallel()], layout)
+    with pytest.raises(ParallelError, match=r"Number of heads(.|\n)*run the model without the plan"):
+        par.module(torch.randn(1, 5, 12))
+
+
+def test_an_error_without_a_message_is_explained():
+    def fails():
+        raise RuntimeError
+
+    with pytest.raises(ParallelError, match="run the model without the plan"):
+        Explanation(Net(), "tp=2", splits_features=True, unit_pass=None).told(fails, (), {})
+
+
+@on_ranks(2, keep=True)
+def test_a_forward_mode_derivative_equals_one_process_without_tensor_parallelism_and_is_refused_with_its_reason_under_it():
+    x = x_of()
+    want = torch.func.jvp(Net(), (x,), (x.sin(),))[1]
+    par = applied(Net(), "dp_shard=2", [FullyShard()])
+    torch.testing.assert_close(torch.func.jvp(par.module, (x,), (x.sin(),))[1], want)
+    par = applied(Net(), "tp=2", [TensorParallel(styles={"blocks.*.gain": None})])
+    with pytest.raises(ParallelError, match=r"likely cause: torch.func \(jvp, vmap, grad\)(.|\n)*use a mesh without tp"):
+        torch.func.jvp(par.module, (x,), (x.sin(),))
+
+
+@on_ranks(2)
+def test_a_block_called_alone_under_sequence_parallelism_is_refused():
+    par = Plan("tp=2", [TensorParallel(sequence_parallel=True)]).apply(transformer())
+    par.verify({"input_ids": IDS})
+    with pytest.raises(MeshparError, match="this rank's positions as the whole sequence"):
+        par.module.layers[0](torch.randn(1, 16, 8), None)
+
+
+@on_ranks(2)
+def test_other_weights_are_noticed_also_after_a_forward():
+    for passes in ([FullyShard()], [Replicate()]):
+        par = applied(net := Net(), f"{passes[0].axes[0]}=2", passes)
+        par.module(x_of())
+        with torch.no_grad(), pytest.raises(ParallelError, match="was replaced by another tensor"):
+            torch.func.functional_call(par.module, dict(net.named_parameters()), (x_of(),))
+
+
+@on_ranks(2)
+def test_gradients_of_what_data_ranks_share_are_not_taken_by_autograd():
+    par = applied(Net(), "dp_shard=2", [FullyShard(whole=("blocks.*.gain",))])
+    loss = par.module(x := x_of().requires_grad_()).sum()
+    for wanted in ([par.module.blocks[0].ff[0].weight], [par.module.blocks[0].gain]):
+        with pytest.raises(MeshparError, match=r"read parameter\.grad"):
+            torch.autograd.grad(loss, wanted, allow_unused=True)
+    with pytest.raises(MeshparError, match=r"read parameter\.grad"):
+        loss.backward(inputs=list(par.module.parameters()))
+    (found,) = torch.autograd.grad(loss, [x])
+    assert found.abs().sum() > 0
+    assert all(each.grad is None for each in par.module.parameters())
+
+
+@pytest.mark.parametrize("compiled", [[], [Compile(backend="eager")]], ids=["eager", "compiled"])
+def test_a_recomputed_block_that_counts_is_refused(compiled):
+    counted(compiled)
+
+
+@on_ranks(2)
+def counted(compiled):
+    par = applied(Net(counts=True), "dp_shard=2", [ActivationCheckpoint(), *compiled, FullyShard()])
+    with pytest.raises(MeshparError, match="changes its buffer 'calls' in forward"):
+        par.module(x_of())
+
+
+@on_ranks(2)
+def test_two_backwards_through_one_recomputed_forward_add_up():
+    par = applied(Net(), "tp=2", [TensorParallel(), ActivationCheckpoint()])
+    loss = par.module(x_of()).square().sum()
+    loss.backward(retain_graph=True)
+    once = [whole(each.grad).clone() for each in par.module.parameters()]
+    loss.backward()
+    for first, each in zip(once, par.module.parameters(), strict=True):
+        torch.testing.assert_close(whole(each.grad), 2 * first)
+    par = applied(Net(), "tp=2", [TensorParallel(), ActivationCheckpoint(mode="selective")])
+    loss = par.module(x_of()).square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(MeshparError, match="selective recomputation has freed"):
+        loss.backward()
+
+
+@on_ranks(4, keep=True)
+def test_a_step_that_was_left_between_two_reductions_leaves_nothing_behind():
+    net = Net()
+    par = applied(net, "dp_replicate=2,dp_shard=2", [HybridShard()])
+    for micro in par.accumulate([x_of(), x_of()], reduce_each=True):
+        par.module(micro[par.data_rank :][:1]).square().mean().backward()
+        break
+    par.module.zero_grad()
+    par.module(x_of()[par.data_rank :][:1]).square().mean().backward()
+    net(x_of()).square().mean().backward()
+    for (name, expected), got in zip(net.named_parameters(), par.module.parameters(), strict=True):
+        torch.testing.assert_close(whole(got.grad), expected.grad, msg=name)
+
+
+@on_ranks(2, keep=True)
+def test_units_in_selectively_recomputed_blocks_equal_one_process():
+    net = Net(order=(0, 1, 0))
+    net(x_of()).square().mean().backward()
+    passes = [
+        ActivationCheckpoint(mode="selective"),
+        FullyShard(blocks=("blocks.*.ff.0",), reshard_after_forward=False, prefetch_forward=1),
+    ]
+    par = applied(net, "dp_shard=2", passes)
+    for _ in range(2):
+        par.module.zero_grad()
+        par.module(x_of()[2 * par.data_rank :][:2]).square().mean().backward()
+    for (name, expected), got in zip(net.named_parameters(), par.module.parameters(), strict=True):
+        torch.testing.assert_close(whole(got.grad), expected.grad, msg=name)
+
+
+def norm():
+    return nn.BatchNorm1d(8)
+
+
+@on_ranks(2)
+def test_the_models_own_recomputation_counts_batches_as_in_one_process():
+    net = Net(norm=norm, recomputed=True)
+    for passes in ([FullyShard()], [Replicate()]):
+        par = applied(net, f"{passes[0].axes[0]}=2", passes)
+        par.module(x_of()[2 * par.data_rank :][:2]).square().mean().backward()
+        alone = copy.deepcopy(net)
+        alone(x_of()).square().mean().backward()
+        got = dict(par.module.named_buffers())
+        for name, expected in alone.named_buffers():
+            torch.testing.assert_close(got[name], expected, msg=name)
+    par = applied(net, "dp_shard=2", [ActivationCheckpoint(), FullyShard()])
+    with pytest.raises(MeshparError, match="remove one of the two"):
+        par.module(x_of())
+
+
+class Routed(nn.Module):
+    """Attention's place is taken by experts, of which each rank runs those that its positions chose."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Embedding(16, 8), nn.LayerNorm(8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids):
+        x = self.norm(self.embed(ids))
+        for place, expert in enumerate(self.experts):
+            if bool((ids_of(ids, x) == place).any()):
+                x = x + expert(x)
+        return self.head(x)
+
+
+def ids_of(ids, x):
+    """The ids of this rank's positions."""
+    length = x.shape[1]
+    rank = torch.distributed.get_rank() if length < ids.shape[1] else 0
+    return ids.narrow(1, rank * length, length)
+
+
+@on_ranks(2)
+def test_a_branch_on_this_ranks_positions_alone_is_refused():
+    tensor = {"embed": "vocab", "norm": "sequence", "experts.*": "sequence", "head": "head"}
+    par = Plan("tp=2", [TensorParallel(sequence_parallel=True)], verify=False).apply(Routed(), ModelLayout(tensor=tensor))
+    par.module(torch.tensor([[0, 1, 1, 0]]))  # both ranks run both
+    with pytest.raises(ParallelError, match=r"run different modules at a time, this one (experts\.[01]|head|norm)"):
+        par.module(torch.tensor([[0, 0, 1, 1]]))
+
+
+@on_ranks(2)
+def test_what_is_split_when_the_model_returns_it_is_found():
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 6))
+    tensor = {"0": "colwise", "2": "rowwise", "3": "colwise"}
+    par = Plan("tp=2", [TensorParallel()]).apply(net, ModelLayout(tensor=tensor))
+    with pytest.raises(ParallelError, match=r"returns other values on each rank \(output 0\)"):
+        par.module(x_of())
+
+
+@on_ranks(2)
+def test_a_region_around_the_embedding_is_refused():
+    layout = ModelLayout(tensor={"": "region", "embed": "vocab", "head": "head"})
+    par = Plan("tp=2", [TensorParallel()], verify=False).apply(Routed(), layout)
+    with pytest.raises(PlanError, match=r"the model is a region.* got \(1, 4\) of torch\.int64"):
+        par.module(torch.tensor([[0, 1, 1, 0]]))
+
+
+@on_ranks(2, keep=True)
+def test_a_number_beside_split_logits_gets_its_whole_gradient():
+    torch.manual_seed(0)
+    net = Scaled()
+    labels = torch.tensor([[1, 2, 3, 4]])
+    nn.functional.cross_entropy(net(labels).flatten(0, 1), labels.flatten()).backward()
+    layout = ModelLayout(tensor={"head": "head"})
+    par = Plan("tp=2", [TensorParallel(loss_parallel=True)]).apply(copy.deepcopy(net), layout)
+    token_loss(par.module(labels), labels).backward()
+    torch.testing.assert_close(whole(par.module.scale.grad), net.scale.grad)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head, self.scale = nn.Embedding(16, 8), nn.Linear(8, 16), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, ids):
+        return self.scale * self.head(self.embed(ids))
+
+
+class Packed(nn.Module):
+    """Every style that moves features: packed, gathered, split by rows of a table and of a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.qkv, self.out = nn.Embedding(16, 8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.gathered, self.head = nn.Linear(8, 8), nn.Linear(8, 16)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        x = x + self.out(torch.tanh(q * k) * v)
+        return self.head(torch.tanh(self.gathered(x)))
+
+
+PACKED_STYLES = {"embed": "vocab", "qkv": "packed_colwise:3", "out": "rowwise", "gathered": "colwise_gather", "head": "head"}
+
+
+@on_ranks(2, keep=True)
+def test_gradients_of_gradients_of_weights_equal_one_process():
+    net, ids = Packed(), torch.arange(6)[None]
+    par = applied(net, "tp=2", [TensorParallel()], ModelLayout(tensor=PACKED_STYLES))
+    for module in (net, par.module):
+        loss = module(ids).square().mean()
+        grads = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+        norms = [each.square().sum() for each in grads]
+        sum(each.full_tensor() if isinstance(each, DTensor) else each for each in norms).backward()
+    for (name, expected), got in zip(net.named_parameters(), par.module.parameters(), strict=True):
+        torch.testing.assert_close(whole(got.grad), expected.grad, msg=name)
+
+
+@on_ranks(2)
+def test_a_batch_of_ones_own_is_refused_in_a_later_step_too():
+    par = applied(Packed(), "tp=2", [TensorParallel()], ModelLayout(tensor=PACKED_STYLES))
+    for _ in range(5):
+        par.module(torch.arange(6)[None]).square().mean().backward()
+    with pytest.raises(MeshparError, match="ranks of tp got different batches"):
+        par.module(torch.arange(6)[None] + torch.distributed.get_rank())
+
+
+@pytest.mark.skipif(not _torch.BEFORE_2_13, reason="this torch can do it")
+@on_ranks(2)
+def test_what_an_older_torch_cannot_do_is_refused():
+    par = applied(Packed(), "tp=2", [TensorParallel()], ModelLayout(tensor=PACKED_STYLES))
+    optimizer = torch.optim.LBFGS(par.module.parameters())
+    par.module(torch.arange(6)[None]).square().mean().backward()
+    with pytest.raises(MeshparError, match=r"which torch before 2\.13 cannot do"):
+        optimizer.step(lambda: 0.0)
+    net = Net()
+    net.index = nn.Parameter(torch.arange(4), requires_grad=False)
+    with pytest.raises(PlanError, match="index are parameters of integers"):
+        applied(net, "dp_shard=2", [FullyShard()])
+    applied(net, "dp_shard=2", [FullyShard(whole=("index",))]).module(x_of()).square().mean().backward()
+
+
+@on_ranks(2)
+def test_a_learning_rate_of_ones_own_is_refused():
+    par = applied(Net(), "dp_replicate=2", [Replicate()])
+    optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
+    for step in range(4):
+        par.module(x_of()).square().mean().backward()
+        if step == 3:
+            optimizer.param_groups[0]["lr"] *= 1 + par.data_rank
+            with pytest.raises(MeshparError, match=r"ranks step SGD with different settings, this rank with .*lr=0\.[12]"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_clipping_between_micro_batches_is_refused():
+    par = applied(Net(), "dp_shard=2", [FullyShard()])
+    for number, _ in enumerate(par.accumulate(range(2))):
+        par.module(x_of()).square().mean().backward()
+        if number == 0:
+            with pytest.raises(MeshparError, match="between the micro-batches"):
+                par.clip_grad_norm_(1.0)
+    assert float(par.clip_grad_norm_(1.0)) > 0
+
+
+@on_ranks(2)
+def test_parameters_that_some_ranks_freeze_are_refused():
+    par = applied(Net(), "dp_shard=2", [FullyShard()])
+    par.module.blocks[1].requires_grad_(par.data_rank == 0)
+    with pytest.raises(MeshparError, match=r"data ranks train different parameters in blocks\.1"):
+        par.module(x_of())
+
+
+class Probed(nn.Module):
+    """A block with a loss of its own, which it keeps; it adds what the block before it kept to its input by wish."""
+
+    def __init__(self, detached):
+        super().__init__()
+        self.up, self.down, self.probe, self.detached = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 3), detached
+        self.before = []
+
+    def forward(self, x):
+        x = x + sum(0.1 * each.aux for each in self.before)
+        x = x + self.down(torch.relu(self.up(x)))
+        self.aux = self.probe(x.detach() if self.detached else x).square().mean(-1, keepdim=True)
+        return x
+
+
+class Supervised(nn.Module):
+    def __init__(self, detached=False, chained=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet, self.blocks, self.out = nn.Linear(8, 8), nn.ModuleList(Probed(detached) for _ in range(3)), nn.Linear(8, 8)
+        for before, block in zip(self.blocks, list(self.blocks)[1:] if chained else []):
+            block.before.append(before)
+
+    def forward(self, x):
+        x = self.inlet(x)
+        self.first = x.square().mean()
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def both_losses(model, x):
+    (model(x).square().mean() + sum(block.aux.mean() for block in model.blocks) + model.first).backward()
+
+
+def kept_losses(model, x):
+    model(x)
+    sum(block.aux.mean() for block in model.blocks).backward()
+
+
+def one_kept_loss(model, x):
+    model(x)
+    model.blocks[1].aux.mean().backward()
+
+
+def first_loss(model, x):
+    model(x)
+    model.first.backward()
+
+
+def one_after_the_other(model, x):
+    model(x).square().mean().backward()
+    for block in model.blocks:
+        block.aux.mean().backward()
+
+
+def begun_late(model, x):
+    for weight in (0.0, 0.0, 0.0, 1.0):
+        loss = model(x).square().mean()
+        (loss + weight * sum(block.aux.mean() for block in model.blocks) if weight else loss).backward()
+
+
+KEPT = [
+    (both_losses, {}),
+    (both_losses, dict(detached=True)),
+    (both_losses, dict(chained=True)),
+    (kept_losses, {}),
+    (one_kept_loss, {}),
+    (first_loss, {}),
+    (one_after_the_other, dict(detached=True)),
+    (begun_late, {}),
+]
+PROBED = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+KEEPING = {
+    "fsdp": ("dp_shard=2", [FullyShard(prefetch_backward=0)], KEPT),
+    "recomputed": ("dp_shard=2", [ActivationCheckpoint(), FullyShard()], KEPT[:4:3]),
+    "replicas": ("dp_replicate=2", [Replicate()], KEPT[:1]),
+    "world": ("dp_replicate=2,dp_shard=1", [HybridShard(optimizer="world")], KEPT[:1]),
+    "tp": ("tp=2", [TensorParallel()], KEPT[:2]),
+}
+
+
+@on_ranks(2, keep=True)
+def test_a_loss_that_leaves_a_block_by_an_attribute_equals_one_process():
+    for name, (mesh, passes, habits) in KEEPING.items():
+        for run, options in habits:
+            one, par = Supervised(**options), Plan(mesh, passes).apply(Supervised(**options), PROBED)
+            x, part = x_of(), slice(2 * par.data_rank, 2 * par.data_rank + 4 // par.data_size)
+            for _ in range(2):
+                run(one, x)
+                run(par.module, x[part])
+                got = {name: None if each.grad is None else whole(each.grad) for name, each in par.module.named_parameters()}
+                want = {name: each.grad for name, each in one.named_parameters()}
+                torch.testing.assert_close(got, want, msg=lambda said: f"{run.__name__}, {options}, {name}: {said}")  # noqa: B023
+
+
+@on_ranks(2, keep=True)
+def test_a_kept_loss_has_no_backward_after_a_step():
+    par = applied(Supervised(), "dp_shard=2", [FullyShard()], PROBED)
+    optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
+    par.module(x_of()).sum().backward()
+    par.module(x_of())
+    optimizer.step()
+    with pytest.raises(MeshparError, match="changed weights between a forward and its backward"):
+        par.module.blocks[0].aux.mean().backward()
+    par.module(x_of())
+    with pytest.raises(MeshparError, match="a gradient of a gradient"):
+        par.module.blocks[0].aux.mean().backward(create_graph=True)

@@ -1,0 +1,446 @@
+"""The split tries itself: in the first step, without any guard of a single case, it finds what a split gets wrong."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import random
+from collections import deque
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import meshpar.passes.tensor.styles
+from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError, Plan, PlanError, TensorParallel
+from meshpar.exact.agreement import leaves
+from meshpar.passes.untouched import LARGEST, MOST, CannotKeep, untouched
+from meshpar.testing import assert_parity, on_ranks, token_steps
+from tests.support.models_for_parity import VOCAB, transformer
+
+LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"embed": "vocab", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "head"})
+
+
+class Block(nn.Module):
+    def __init__(self, up=nn.Linear, down=nn.Linear, between=F.gelu, **extra):
+        super().__init__()
+        self.norm, self.up, self.down, self.between = nn.LayerNorm(8), up(8, 16), down(16, 8), between
+        for name, module in extra.items():
+            self.add_module(name, module())
+
+    def forward(self, x):
+        if hasattr(self, "conv"):
+            x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        h = self.up(self.norm(x))
+        h = self.scale(h) if hasattr(self, "scale") else h
+        return x + self.down(self.between(h))
+
+
+class Model(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, 2.0 * self.weight, self.bias)
+
+
+class Scale(nn.Module):
+    """One number a feature, which sees this rank's part where it stands between projections."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.by
+
+
+def normed(width, hidden):
+    return torch.nn.utils.parametrizations.weight_norm(nn.Linear(width, hidden, bias=False))
+
+
+def sparse(h):
+    return torch.relu(h - h.mean(-1, keepdim=True) - h.std(-1, keepdim=True))
+
+
+def convolution():
+    return nn.Conv1d(8, 8, 3, padding=1)
+
+
+IDS = torch.arange(12)[None]
+WRONG = {
+    "a subclass that scales its weight": (dict(up=Doubled), "output", False),
+    "a parametrized weight": (dict(up=normed, down=normed), "output", False),
+    "a standard deviation over features": (dict(between=sparse), "output", False),
+    "a whole parameter that sees a part": (dict(scale=Scale), r"gradient of scale\.by", False),
+    "a convolution over split positions": (dict(conv=convolution), "output", True),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_first_forward_finds(case):
+    finds(case)
+
+
+@on_ranks(2)
+def finds(case):
+    options, what, positions = WRONG[case]
+    # the guards of single cases
+    meshpar.passes.tensor.styles.replaced_problems = lambda *_: iter(())
+    meshpar.passes.tensor.styles.local = lambda parameter: parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    torch.manual_seed(0)
+    tensor = {**LAYOUT.tensor, "blocks.*.norm": "sequence"} if positions else LAYOUT.tensor
+    layout = ModelLayout(blocks=LAYOUT.blocks, tensor=tensor)
+    plan = Plan("tp=2", [TensorParallel(sequence_parallel=positions)])
+    par = plan.apply(Model(**options), layout)
+    par.cycle.agreement = None
+    with pytest.raises(ParallelError, match=rf"blocks\.0: ({what}).*, off by [^\n]*(\n.*)*colwise_gather"):
+        par.module(IDS)
+    par = Plan("tp=2", [TensorParallel(sequence_parallel=positions)], verify=False).apply(_again(options), layout)
+    par.module(IDS)
+
+
+def _again(options):
+    torch.manual_seed(0)
+    return Model(**options)
+
+
+@on_ranks(2)
+def test_what_differs_between_layers_is_a_kind_of_its_own():
+    module = Model()
+    module.blocks[1].between = sparse
+    module.blocks[1].sparsity = 0.95
+    par = Plan("tp=2", [TensorParallel()]).apply(module, LAYOUT)
+    with pytest.raises(ParallelError, match=r"blocks\.1: output"):
+        par.module(IDS)
+
+
+class FullMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise MemoryError
+
+
+@on_ranks(2)
+def test_an_error_in_a_blocks_backward_reaches_the_loops_backward_and_no_forward():
+    par = Plan("tp=2", [TensorParallel()]).apply(Model(), LAYOUT)
+    hook = par.module.blocks[0].norm.register_forward_hook(lambda module, args, output: FullMemory.apply(output))
+    output = par.module(IDS)
+    with pytest.raises(MemoryError):
+        output.sum().backward()
+    hook.remove()
+    par.module.zero_grad()
+    par.module(IDS).sum().backward()
+
+
+RIGHT = {
+    "tp": ("tp=4", [TensorParallel()]),
+    "tp-sequence-loss": ("tp=4", [TensorParallel(sequence_parallel=True, loss_parallel=True)]),
+    "fsdp-tp": ("dp_shard=2,tp=2", [TensorParallel(), ActivationCheckpoint(), FullyShard(param_dtype=torch.bfloat16)]),
+}
+
+
+@on_ranks(4, keep=True)
+def test_a_right_split_is_verified_and_leaves_nothing_behind():
+    for mesh, passes in RIGHT.values():
+        torch.manual_seed(0)
+        par = Plan(mesh, passes).apply(transformer(qk_norm=True))
+        before = {name: value.clone() for name, value in par.module.state_dict().items()}
+        told = par.verify({"input_ids": torch.arange(16)[None] % VOCAB})
+        assert set(told.modules) >= {"layers.0", "embed", "head"}, told
+        assert max(told.modules.values()) < 1e-4 and not told.skipped, told
+        assert all(torch.equal(value.to_local(), before[name].to_local()) for name, value in par.module.state_dict().items())
+        par.module(input_ids=torch.arange(16)[None] % VOCAB).logits.sum().backward()
+        assert all(each.grad is not None for each in par.module.parameters())
+
+
+class Gained(Block):
+    """A block with one number a feature, a parameter of its own, for what its split layers return."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def reset_parameters(self):
+        nn.init.ones_(self.gain)
+
+    def forward(self, x):
+        return x + self.gain * self.down(self.between(self.up(self.norm(x))))
+
+
+class Scaled(Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Gained() for _ in range(2))
+
+
+WITH_GAIN = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor, "blocks.*.gain": None})
+
+
+def loss_sum(model, batch):
+    return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum"), int(
+        (batch["labels"] >= 0).sum()
+    )
+
+
+@pytest.mark.parametrize(("styles", "layout"), [({}, WITH_GAIN), ({"blocks.*.gain": None}, LAYOUT)], ids=["in the layout", "in the pass"])
+def test_a_parameter_beside_split_layers_that_meets_whole_features_stays_whole(styles, layout):
+    stays_whole(styles, layout)
+
+
+@on_ranks(4, keep=True)
+def stays_whole(styles, layout):
+    assert_parity(
+        Scaled, "dp_shard=2,tp=2", [TensorParallel(styles=styles), FullyShard()], token_steps(12), layout=layout, loss_sum=loss_sum
+    )
+
+
+def test_a_parameter_beside_split_layers_needs_a_word_about_it():
+    with pytest.raises(PlanError, match=r"blocks\.0\.gain \(8,\) has no style.*None where it meets whole features") as raised:
+        Plan("tp=2", [TensorParallel()]).check(Scaled(), LAYOUT, 2)
+    assert "1 problem" in str(raised.value)
+    wrong = TensorParallel(styles={"blocks.*.gain": "grad_sum"})
+    with pytest.raises(ParallelError, match=r"gradient of gain.*\n.*sees whole features needs None"):
+        Plan("tp=2", [wrong]).prove(Scaled(), IDS, LAYOUT)
+
+
+@on_ranks(4)
+def test_the_first_forward_logs_no_advice_of_torch():
+    said, handler = [], logging.Handler()
+    handler.emit = said.append
+    logging.getLogger("torch.distributed.tensor._redistribute").addHandler(handler)
+    par = Plan("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]).apply(transformer())
+    par.module(input_ids=torch.arange(16)[None] % VOCAB).logits.sum().backward()
+    par.state_dict(full=True)
+    assert [record.getMessage() for record in said] == []
+
+
+@pytest.mark.parametrize("passes", [[TensorParallel()], [TensorParallel(sequence_parallel=True, loss_parallel=True)]])
+def test_a_split_is_proved_without_processes(passes):
+    torch.manual_seed(0)
+    module = transformer(qk_norm=True)
+    told = Plan("tp=4", passes).prove(module, {"input_ids": torch.arange(16)[None] % VOCAB})
+    assert set(told.modules) >= {"layers.0", "embed", "head"} and max(told.modules.values()) < 1e-4, told
+    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+
+
+def test_a_wrong_split_is_found_without_processes():
+    with pytest.raises(ParallelError, match=r"blocks\.0: output, off by"):
+        Plan("tp=2", [TensorParallel()]).prove(Model(between=sparse), IDS, LAYOUT)
+
+
+def test_an_output_of_a_shape_that_is_no_part_of_the_whole_is_told():
+    layout = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor, "blocks.*.norm": "sequence", "head": "rowwise_split"})
+    plan = Plan("tp=2", [TensorParallel(sequence_parallel=True)])
+    with pytest.raises(ParallelError, match=r"the model: it returns \(1, 3, 12\), which is no rank's part of \(1, 12, 12\)"):
+        plan.prove(Model(), IDS, layout)
+
+
+def test_an_output_that_refers_to_itself_is_searched_once():
+    class Box:
+        pass
+
+    box, tensor = Box(), torch.ones(1)
+    box.itself, box.held = box, [tensor]
+    assert list(leaves(box, objects=True)) == [tensor]
+
+
+def test_a_projection_that_got_a_part_is_named_with_its_remedy():
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    with pytest.raises(ParallelError, match=r"2 \(Linear\) failed(.|\n)*remedy: give it the style 'rowwise'.*'2': 'rowwise'"):
+        Plan("tp=2", [TensorParallel()]).prove(module, torch.zeros(1, 4, 8), ModelLayout(tensor={"0": "colwise"}), world_size=2)
+
+
+SEEN = []
+
+
+class Tally:
+    """State that a block is called with."""
+
+    def __init__(self):
+        self.calls, self.losses = 0, []
+
+
+class Leaving(Block):
+    """A block that keeps what it computes in whatever ways there are."""
+
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        self.probe, self.number, self.peak = nn.Linear(8, 2), itertools.count(), torch.zeros(())
+        self.losses, self.cache, self.shapes, self.history = [], {}, set(), deque(maxlen=3)
+        self.dice, self.generator = random.Random(0), torch.Generator()
+        self.register_buffer("mean", torch.zeros(8))
+        calls = 0
+
+        def count():
+            nonlocal calls
+            calls += 1
+            return calls
+
+        self.count = count
+
+    def forward(self, x, tally=None):
+        x = super().forward(x)
+        self.aux = self.probe(x.detach()).square().mean()
+        self.losses.append(self.aux)
+        self.cache[next(self.number)] = self.count()
+        self.shapes.add(len(self.losses))
+        self.history.append(self.dice.random() + torch.rand((), generator=self.generator).item())
+        self.mean.mul_(0.5).add_(x.detach().mean((0, 1)))
+        self.peak.copy_(x.detach().abs().max())
+        type(self).made += 1
+        SEEN.append(random.random() + torch.rand(()).item())
+        if tally is not None:
+            tally.calls += 1
+            tally.losses.append(self.aux)
+        return x
+
+    def left(self):
+        plain = [self.cache, self.shapes, list(self.history), self.count(), type(self).made, list(SEEN)]
+        return [
+            *plain,
+            round(self.mean.sum().item(), 4),
+            round(self.peak.item(), 4),
+            self.peak._version,
+            len(self.losses),
+            next(self.number),
+        ]
+
+
+class Remembers(Model):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaving() for _ in range(2))
+
+    def forward(self, ids):
+        x, self.tally = self.embed(ids), Tally()
+        for block in self.blocks:
+            x = block(x, self.tally)
+        return self.head(x)
+
+
+def first_step(module=None):
+    """Return what the first step leaves: its loss, gradients, and traces of all kinds."""
+    module = Remembers() if module is None else module
+    torch.manual_seed(0)
+    random.seed(0)
+    Leaving.made, heard = 0, []
+    SEEN.clear()
+    module.blocks[0].norm.register_forward_hook(lambda *_: heard.append(1))
+    loss = module(IDS).square().mean() + sum(block.aux + sum(block.losses) for block in module.blocks) + sum(module.tally.losses)
+    loss.backward()
+    grads = {name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad for name, each in module.named_parameters()}
+    left = [block.left() for block in module.blocks]
+    return loss.detach(), grads, [left, len(heard), module.tally.calls, torch.rand(()).item(), random.random()]
+
+
+@on_ranks(2, keep=True)
+def test_the_test_in_the_first_forward_leaves_no_trace():
+    loss, grads, left = first_step()
+    held = []
+    for verify in (True, False):
+        par = Plan("tp=2", [TensorParallel()], verify=verify).apply(Remembers(), LAYOUT)
+        par.verify(IDS)
+        got, have, traces = first_step(par.module)
+        assert str(traces) == str(left), verify
+        torch.testing.assert_close((got, have), (loss, grads))
+        del got, have
+        gc.collect()
+        held.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+        del par
+    assert held[0] == held[1]
+
+
+class Sparse(Block):
+    """A block with a penalty on what stands between its split layers, which leaves it by an attribute."""
+
+    def forward(self, x):
+        hidden = self.between(self.up(self.norm(x)))
+        self.penalty = hidden.abs().mean()
+        return x + self.down(hidden)
+
+
+class Penalised(Model):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+        self.blocks = nn.ModuleList(Sparse() for _ in range(2))
+
+
+@on_ranks(2, keep=True)
+def test_a_loss_that_takes_in_what_a_rank_has_a_part_of_is_refused_and_exact_where_it_is_whole():
+    def step(model, weight):
+        (model(IDS).square().mean() + weight * sum(block.penalty for block in model.blocks)).backward()
+
+    one, whole = Penalised(), {f"blocks.*.{name}": None for name in ("up", "down")}
+    par = Plan("tp=2", [TensorParallel()]).apply(Penalised(), LAYOUT)
+    step(par.module, 0.0)  # as in a warm-up
+    with pytest.raises(ParallelError, match=r"ranks of tp .* starts from different losses: .*'blocks.\*.attn': None"):
+        step(par.module, 0.1)
+    with pytest.raises(ParallelError, match="starts from different losses"):
+        par.module.blocks[0].penalty.backward()
+    par = Plan("tp=2", [TensorParallel(styles=whole)]).apply(Penalised(), LAYOUT)
+    step(one, 0.1)
+    step(par.module, 0.1)
+    for name, each in par.module.blocks.named_parameters():
+        torch.testing.assert_close(each.grad.full_tensor(), one.blocks.get_parameter(name).grad)
+
+
+@on_ranks(2, keep=True)
+def test_a_block_that_holds_what_cannot_be_put_back_is_not_tried_and_is_named():
+    model = Model()
+    model.blocks[0].numbers = (each for each in range(3))
+    told = Plan("tp=2", [TensorParallel()]).apply(model, LAYOUT).verify(IDS)
+    assert told.skipped == {"blocks.0": "it reaches an iterator (generator), which cannot be put back"}
+    assert next(model.blocks[0].numbers) == 0
+
+
+class ReadsFile(nn.Module):
+    """Uses an attribute whose name is also that of a large global, as scripts with a mapped data file do."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.seen = nn.Linear(4, 4), []
+
+    def forward(self, x):
+        self.seen.append(1)
+        return self.up(x) + self.up.weight.data.sum()
+
+
+data = torch.empty(1, device="meta").expand(1 << 28)
+
+
+def test_a_global_that_has_the_name_of_an_attribute_is_not_reached():
+    module, x = ReadsFile(), torch.ones(2, 4)
+    with untouched(module, [x]):
+        module(x)
+        assert module.seen == [1]
+    assert module.seen == []
+
+
+def test_what_is_too_large_to_put_back_is_named_before_anything_runs():
+    module = ReadsFile()
+    for large, match in ((bytearray(LARGEST + 1), "elements"), ([0] * (MOST + 1), "a list of more than")):
+        module.large = large
+        with pytest.raises(CannotKeep, match=match), untouched(module):
+            raise AssertionError

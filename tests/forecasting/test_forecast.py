@@ -1,0 +1,442 @@
+"""The forecast: closed forms, probes told to full depth, time as a pure function of trace and hardware, what a plan pays for."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshpar
+from meshpar import ActivationCheckpoint, Float8, FullyShard, HybridShard, Plan, PlanError, TensorParallel
+from meshpar.errors import MeshparError
+from meshpar.forecasting import Batch, Hardware, Trace, cost, forecast
+from meshpar.forecasting import search as search_module
+from meshpar.forecasting.api import evaluated, probes
+from meshpar.forecasting.cost import placement, sending_time
+from meshpar.forecasting.extrapolate import deepened, widened
+from meshpar.forecasting.hardware import profiles
+from meshpar.forecasting.html import page
+from meshpar.forecasting.lints import lints
+from meshpar.forecasting.report import as_data, feedback, text, with_unit
+from meshpar.forecasting.simulate import Simulation, shallow, simulate
+from meshpar.forecasting.trace import Collective, Event, Phase
+from meshpar.mesh import MeshSpec
+from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
+from tests.support.models_for_parity import Masked
+from tests.support.patience import until
+
+SMALL = TransformerConfig(vocab_size=512, dim=64, layers=5, heads=4, kv_heads=2, hidden=96, max_positions=64)
+SP = TensorParallel(sequence_parallel=True, loss_parallel=True)
+BF16 = {"param_dtype": torch.bfloat16}
+COUNTS = {"llama-8b": 8_030_261_248, "llama-70b": 70_553_706_496, "llama-405b": 405_853_388_800}
+
+
+def meta(build):
+    with torch.device("meta"):
+        return build()
+
+
+def transformer(config):
+    return meta(lambda: Transformer(config))
+
+
+def job(config, mesh, passes, **batch):
+    spec = MeshSpec(mesh)
+    return Simulation(plan=Plan(spec, passes), model=transformer(config), batch=Batch(**{"sequence": 64} | batch), world_size=spec.size)
+
+
+def bytes_of_a_rank(model, tp, shards):
+    """Float32 bytes of the first rank: tensor parallelism splits what its table says, FSDP splits dim 0 of the rest, rounding up."""
+    total = 0
+    for name, parameter in model.named_parameters():
+        rows, rest = parameter.shape[0], parameter.numel() // parameter.shape[0]
+        if name.endswith(("attn.o.weight", "mlp.down.weight")):
+            rest //= tp
+        elif "norm" not in name:
+            rows //= tp
+        total += -(-rows // shards) * rest * 4
+    return total
+
+
+@functools.cache
+def traces():
+    """Every simulation of this file, in one process."""
+    deep = {
+        "recomputed": job(SMALL, "dp_replicate=2,dp_shard=2,tp=2", [SP, ActivationCheckpoint(), HybridShard(**BF16)]),
+        "kept": job(SMALL, "dp_shard=4", [FullyShard(reshard_after_forward=False)], accumulate=2),
+    }
+    jobs = {}
+    for name, each in deep.items():
+        jobs |= {(name, depth): replace(each, model=shallow(each.model, each.model.meshpar_layout(), depth)) for depth in (2, 3)}
+        jobs[name, 5] = each
+    wide = [(size, job(replace(SMALL, layers=2), "dp_shard=2", [FullyShard(**BF16)], micro_batch=size)) for size in (1, 2, 5)]
+    jobs |= {("wide", size): replace(each, device="cpu") for size, each in wide}  # whose allocator does not round
+    jobs["alone"] = job(
+        replace(SMALL, layers=2), "tp=2", [TensorParallel(sequence_parallel=True, styles={"layers.*.attn": None, "layers.*.mlp": None})]
+    )
+    jobs["logits"] = job(replace(SMALL, vocab_size=2048), "tp=2", [TensorParallel(sequence_parallel=True)])
+    if importlib.util.find_spec("torchao") is not None:
+        jobs |= {name: job(SMALL, "dp_shard=2", [*more, FullyShard(**BF16)]) for name, more in {"eight": [Float8()], "sixteen": []}.items()}
+    jobs["padded"] = job(replace(SMALL, layers=2), "dp_shard=48", [FullyShard(**BF16)])
+    jobs["masked"] = Simulation(plan=Plan("dp_shard=2", [FullyShard(**BF16)]), model=meta(Masked), batch=Batch(sequence=2048), world_size=2)
+    gpt2 = meta(lambda: GPT2(GPT2Config()))
+    jobs["gpt2"] = Simulation(plan=Plan("dp_shard=4", [FullyShard()]), model=gpt2, batch=Batch(sequence=64), world_size=4)
+    for name in COUNTS:
+        big = job(TransformerConfig.preset(name), "dp_shard=48,tp=8", [SP, ActivationCheckpoint(), FullyShard(**BF16)])
+        for place, probe in enumerate(probes(big, big.model.meshpar_layout())):
+            jobs[name, place] = probe
+    counts = []
+    found = simulate(list(jobs.values()), workers=2, told=lambda *counted: counts.append(counted))
+    done = [each for each, _ in counts]
+    assert {total for _, total in counts} == {len(jobs)} and done == sorted(done) and len(set(done)) > 2
+    return dict(zip(jobs, found))
+
+
+def test_a_batch_of_tensors_forecasts_like_its_shape():
+    ids = torch.zeros(2, 64, dtype=torch.int64)
+    plan, model = Plan("dp_shard=2", [FullyShard()]), transformer(replace(SMALL, layers=2))
+    given = meshpar.forecast(plan, model, {"input_ids": ids, "labels": ids}, hardware="h100")
+    assert given.batch == Batch(sequence=64, micro_batch=2)
+    assert given.trace.parameters == sum(each.numel() for each in model.parameters())
+    with pytest.raises(MeshparError, match=r"needs input_ids of \(batch, length\), got none"):
+        meshpar.forecast(plan, model, {"pixels": ids}, hardware="h100")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed (the extra float8)")
+@pytest.mark.long
+def test_float8_products_count_at_their_own_speed():
+    eight, sixteen = traces()["eight"], traces()["sixteen"]
+    assert eight.flops() == sixteen.flops()
+    products = [event for _, event in eight.events() if event.name == "_scaled_mm"]
+    assert len(products) == 3 * 7 * SMALL.layers, "forward and two gradients of each layer's seven"
+    assert {event.dtype for event in products} == {"float8"}
+    h100 = Hardware.load("h100")
+    assert h100.flops("float8") == 2 * h100.flops("bfloat16") + 1e12
+    with pytest.raises(MeshparError, match="a100 has no speed for float8"):
+        cost(eight, Hardware.load("a100"))
+
+
+def test_gpt2_on_four_ranks_holds_the_closed_form():
+    exact = traces()["gpt2"].exact
+    model = meta(lambda: GPT2(GPT2Config()))
+    held = sum(-(-p.shape[0] // 4) * (p.numel() // p.shape[0]) * 4 for p in model.parameters())
+    assert traces()["gpt2"].parameters == 124_439_808
+    assert (exact["parameters"], exact["gradients"], exact["optimizer"]) == (held, held, 2 * held)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_llama_shapes_hold_the_closed_form(name):
+    few, more = traces()[name, 0], traces()[name, 1]
+    config = TransformerConfig.preset(name)
+    trace = deepened(few, more, config.layers)
+    held = bytes_of_a_rank(transformer(config), 8, 48)
+    assert trace.parameters == COUNTS[name]
+    assert (trace.exact["parameters"], trace.exact["gradients"], trace.exact["optimizer"]) == (held, held, 2 * held)
+
+
+def test_qwen3_experts_hold_the_closed_form():
+    from meshpar.models.huggingface import from_config
+
+    config = {
+        "model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "tie_word_embeddings": False,
+    }  # fmt: skip
+    layer = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128 + 2 * 128 + 2 * 2048 + 128 * 2048 + 128 * 3 * 2048 * 768
+    described = Plan("dp_shard=64", [FullyShard()]).describe(from_config(config), world_size=64)
+    assert described.parameters == 2 * 151_936 * 2048 + 48 * layer + 2048 == 30_532_122_624
+    assert described.parameter_bytes == 4 * described.parameters // 64
+
+
+def test_a_step_of_experts_counts_the_chosen_ones():
+    from meshpar.models.huggingface import from_config
+
+    config = {
+        "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    }  # fmt: skip
+    found = meshpar.forecast(Plan("dp_shard=8", [FullyShard(**BF16)]), from_config(config), Batch(sequence=256), hardware="h100")
+    products = [event for _, event in found.trace.events() if event.name == "_grouped_mm"]
+    assert sum(event.flops for event in products) == 3 * (3 * 2 * 256 * 2 * 3 * 64 * 32)  # backward is two products for each forward
+    kinds = {event.name for _, event in found.trace.events() if "scaled_dot_product" in event.name}
+    assert kinds == {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
+
+
+@pytest.mark.parametrize("name", ["recomputed", "kept"])
+def test_probes_tell_the_full_depth_to_the_byte(name):
+    told, replayed = deepened(traces()[name, 2], traces()[name, 3], 5), traces()[name, 5]
+    assert told.collectives() == replayed.collectives()
+    assert (told.exact, told.held, told.parameters) == (replayed.exact, replayed.held, replayed.parameters)
+    assert told.flops() == replayed.flops()
+    one, other = told.memory(), replayed.memory()
+    assert (one.peak, one.held, one.end, len(one.curve)) == (other.peak, other.held, other.end, len(other.curve))
+    hardware = Hardware.load("h100")
+    assert cost(told, hardware).seconds == pytest.approx(cost(replayed, hardware).seconds, rel=1e-3)
+
+
+def test_one_sample_and_two_tell_five():
+    told, replayed = widened(traces()["wide", 1], traces()["wide", 2], 5), traces()["wide", 5]
+    assert told.collectives() == replayed.collectives() and told.flops() == replayed.flops()
+    assert told.memory().peak == replayed.memory().peak
+
+
+def test_a_trace_survives_json():
+    trace = traces()["recomputed", 3]
+    assert Trace.from_json(trace.to_json()) == trace
+
+
+def test_recomputation_and_full_attention_count_as_the_formula_says():
+    trace, config = traces()["recomputed", 5], SMALL
+    matrices = sum(p.numel() for n, p in transformer(config).named_parameters() if p.ndim == 2 and n != "embed.weight")
+    attention = 4 * 64 * 64 * config.dim * config.layers
+    forward = 2 * matrices * 64 + attention
+    assert trace.flops(recomputed=False) * 2 == 3 * forward + attention // 2  # flash attention's backward does five products for two
+    assert trace.flops() > trace.flops(recomputed=False)
+
+
+def test_overlapped_communication_costs_nothing_and_exposed_its_time():
+    sent = Collective(kind="all_gather", axis="dp_shard", ranks=16, stride=1, size=1 << 30, dtype="bfloat16")
+    work = Event(kind="compute", name="mm", flops=10**15, moved=1, shape=(1, 8192, 8192, 8192), dtype="bfloat16")
+    gather = Event(kind="collective", name="all_gather", stream="gather", collective=sent)
+    hardware, took = Hardware.load("h100"), sending_time(sent, Hardware.load("h100"))
+
+    def seconds(*events):
+        phases = (Phase(name="forward", events=events),)
+        empty = {"parameters": 0}
+        return cost(Trace(axes={}, depth=1, tokens=1, data_size=1, held={}, exact=empty, parameters=1, phases=phases), hardware)
+
+    alone = seconds(work).seconds
+    hidden = seconds(gather, work, Event(kind="wait", name="wait", target=0))
+    exposed = seconds(gather, Event(kind="wait", name="wait", target=0), work)
+    assert hidden.seconds == pytest.approx(alone, rel=1e-3) and sum(hidden.exposed.values()) == 0.0
+    assert exposed.seconds == pytest.approx(alone + took, rel=1e-3) and exposed.exposed["dp_shard"] == pytest.approx(took, rel=1e-2)
+
+
+def test_a_search_tries_ep_for_mixtures(monkeypatch):
+    """On traces in which dividing experts pays: the estimate counts the samples of each rank of ``ep``, as the forecast of the winner."""
+    heard = []
+
+    def traced(jobs, workers, told):
+        told(len(jobs), len(jobs))
+        meshes = [(dict(each.plan.mesh.axes), each.batch.micro_batch) for each in jobs]
+        work = [Event(kind="compute", name="mm", flops=10**11 if "ep" in axes else 10**12, shape=(1, 64, 64, 64)) for axes, _ in meshes]
+        return [
+            Trace(
+                axes=axes, depth=2, tokens=64 * samples, data_size=math.prod(size for axis, size in axes.items() if axis != "tp"),
+                held={}, exact={}, parameters=1, phases=(Phase(name="forward", events=(event,)),),
+            )
+            for (axes, samples), event in zip(meshes, work)
+        ]  # fmt: skip
+
+    monkeypatch.setattr(search_module, "simulate", traced)
+    for experts, mesh in ((6, {"dp_shard": 3, "ep": 2}), (0, {"dp_shard": 6})):
+        model = transformer(replace(SMALL, experts=experts, qk_norm=True))
+        node = replace(Hardware.load("h100"), node=6)
+        asked = {"recompute": ("none",), "micro_batches": (1, 2), "told": lambda *told: heard.append(told)}
+        found = search_module.search(model, model.meshpar_layout(), Batch(sequence=64), node, 6, **asked)
+        assert found.fitting[0].settings.mesh().axes == found.best[0].mesh.axes == mesh
+        assert found.fitting[0].tokens_per_second == pytest.approx(found.best[0].cost.tokens_per_second)
+    assert {what for what, *_ in heard} == {"meshes of data and tp", "ep=2", "ep=3", "ep=6", "the best"}
+
+
+def test_groups_lie_where_rank_order_puts_them():
+    hardware = Hardware.load("h100")
+    sent = Collective(kind="all_reduce", axis="x", ranks=8, stride=1, size=1, dtype="float32")
+    assert placement(sent, hardware) == (8, 1)
+    assert placement(replace(sent, stride=8), hardware) == (1, 8)
+    assert placement(replace(sent, ranks=16, stride=2), hardware) == (4, 4)
+
+
+def found(name):
+    """The lints of a trace by name, on a card small enough for these models to matter."""
+    small = replace(Hardware.load("h100"), memory=2e7)
+    return {each.name: each for each in lints(traces()[name], cost(traces()[name], small), small)}
+
+
+def test_float32_is_the_first_lever():
+    name, lint = next(iter(found("gpt2").items()))
+    assert name == "float32" and lint.text.startswith("100% of the operations are in float32, which h100 computes at 1/")
+    assert lint.seconds == max(each.seconds for each in found("gpt2").values()) > 0
+    assert "float32" not in found(("recomputed", 3))
+
+
+def test_projections_that_prepare_their_own_input_are_told_with_their_cost():
+    lint = found("alone")["redundant tensor-parallel collectives"]
+    assert "5 all-gathers a block" in lint.text and lint.seconds > 0
+    assert "redundant tensor-parallel collectives" not in found(("recomputed", 3))
+
+
+def test_padding_is_told_with_its_part_of_what_is_gathered():
+    lint = found("padded")["padding"]
+    held, real = 48 * bytes_of_a_rank(transformer(replace(SMALL, layers=2)), 1, 48), 4 * traces()["padded"].parameters
+    assert lint.text.startswith(f"{held / real - 1:.0%} of what dp_shard=48 gathers is padding")
+    assert lint.size == (held - real) // 48 and lint.seconds > 0
+    assert "padding" not in found(("recomputed", 3)) and "padding" not in found(("kept", 3))
+
+
+def test_logits_that_every_rank_holds_are_told_with_what_splitting_them_saves():
+    lint = found("logits")["replicated logits"]
+    assert lint.size == traces()["logits"].memory().held["logits and loss"] // 2 >= 64 * 2048 * 4
+    assert "loss_parallel=True" in lint.text and "replicated logits" not in found(("recomputed", 3))
+
+
+def test_attention_that_is_not_flash_is_told_with_the_scores_it_holds():
+    lint = found(("kept", 3))["attention is not flash"]
+    assert "plain attention" in lint.text and lint.seconds > 0 and lint.size >= 4 * 64 * 64 * SMALL.heads
+    assert "attention is not flash" not in found(("recomputed", 3))
+
+
+def test_a_mask_built_in_memory_is_told_with_its_bytes():
+    lint = found("masked")["materialised mask"]
+    assert "2048 x 2048" in lint.text and lint.size >= 2048 * 2048
+    assert "materialised mask" not in found(("kept", 3))
+
+
+def test_communication_that_computing_waits_for_is_told_by_axis():
+    lint = found(("recomputed", 3))["exposed communication"]
+    assert lint.seconds in cost(traces()["recomputed", 3], replace(Hardware.load("h100"), memory=2e7)).exposed.values()
+
+
+def test_reports_hold_the_same_figures():
+    each = job(SMALL, "dp_replicate=2,dp_shard=2,tp=2", [SP, ActivationCheckpoint(), HybridShard(**BF16)])
+    whole = evaluated(traces()["recomputed", 5], Hardware.load("h200"), each, "all")
+    data = json.loads(json.dumps(as_data(whole)))
+    assert data["peak"]["bytes"] == sum(data["peak"]["held"].values()) == whole.memory.peak
+    assert sum(row["count"] for row in data["collectives"]) == len(whole.trace.collectives())
+    assert "all_gather" in text(whole) and "waiting for" in text(whole)
+    drawn = page([whole])
+    assert drawn.count("<svg") == 5 and "http" not in drawn.replace("http://www.w3.org", "")
+
+
+def test_feedback_warns_where_forecast_and_job_part():
+    each = job(SMALL, "dp_replicate=2,dp_shard=2,tp=2", [SP, ActivationCheckpoint(), HybridShard(**BF16)])
+    plan = evaluated(traces()["recomputed", 5], Hardware.load("h100"), each, "all")
+    near = feedback(plan, peak=plan.memory.peak, seconds=plan.cost.seconds * 1.1)
+    far = feedback(plan, peak=2 * plan.memory.peak, seconds=plan.cost.seconds * 3)
+    assert not near.warnings and "+10.0%" in near.lines[0]
+    assert "3.00 times" in far.warnings[0] and "2.00 times" in far.warnings[1]
+
+
+def test_every_profile_reads_and_a_wrong_one_says_what_is_wrong(tmp_path):
+    assert {"a100", "b200", "h100", "h200"} <= set(profiles())
+    assert all(math.isfinite(Hardware.load(name).flops("bfloat16")) for name in profiles())
+    wrong = tmp_path / "mine.yaml"
+    wrong.write_text("name: mine\nspeed: 3\n")
+    with pytest.raises(MeshparError, match=r"unknown field speed.*missing field attention_backward"):
+        Hardware.load(wrong)
+    with pytest.raises(MeshparError, match="nearest: h100"):
+        Hardware.load("h10")
+    text = profiles()["h100"].read_text()
+    wrong.write_text(re.sub(r"(?m)^reserved:.*", "reserved: 1.0e12", text))
+    with pytest.raises(MeshparError, match=r"reserved is 1e\+12 bytes of a memory of .*; expected a part of it"):
+        Hardware.load(wrong)
+
+
+def test_a_plan_that_cannot_run_is_refused_before_anything_is_simulated():
+    with pytest.raises(PlanError, match="tp=3"):
+        forecast(Plan("tp=3", [TensorParallel()]), transformer(SMALL), Batch(sequence=64), hardware="h100")
+
+
+def test_a_simulation_ends_with_the_process_that_asked(tmp_path):
+    script = tmp_path / "asks.py"
+    script.write_text("""
+import os, signal, subprocess, time, torch, meshpar
+class Endless(torch.nn.Linear):
+    def forward(self, x):
+        time.sleep(10_000)
+if __name__ == "__main__":
+    start = subprocess.Popen
+    def started(*args, **options):
+        process = start(*args, **options)
+        print(process.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    subprocess.Popen = started
+    meshpar.forecast(
+        meshpar.Plan("dp_shard=2", [meshpar.FullyShard()]),
+        Endless(4, 4, device="meta"),
+        meshpar.forecasting.Batch(sequence=8),
+        hardware="h100",
+        layout=meshpar.ModelLayout(),
+    )
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    until(lambda: not running(done.stdout.strip()), told=lambda: "the simulation goes on without who asked")
+
+
+def running(pid):
+    try:
+        return "State:\tZ" not in (Path("/proc") / pid / "status").read_text()
+    except OSError:
+        return False
+
+
+def test_an_optimizer_that_a_script_defines_is_forecast(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text("""
+import torch, meshpar
+from meshpar.models import Transformer, TransformerConfig
+def optimizer(module):
+    return torch.optim.SGD(module.parameters(), lr=1.0)
+if __name__ == "__main__":
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig(vocab_size=64, dim=32, layers=1, heads=2, kv_heads=2, hidden=32, max_positions=8))
+    plan = meshpar.Plan("dp_shard=2", [meshpar.FullyShard()])
+    told = meshpar.forecast(plan, model, meshpar.forecasting.Batch(sequence=8), hardware="h100", optimizer=optimizer)
+    print(told.memory.held.get("optimizer", 0))
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["0"], done.stderr
+
+
+def test_an_automatic_mesh_is_forecast_on_nodes_of_the_hardware():
+    plan, model = Plan("auto", [HybridShard()]), transformer(SMALL)
+    told = forecast(plan, model, Batch(sequence=64), hardware="h100", world_size=16)
+    assert dict(told.mesh.axes) == {"dp_replicate": 2, "dp_shard": 8}
+    for mesh in ("auto", "dp_replicate=2,dp_shard=-1"):
+        with pytest.raises(MeshparError, match="does not say how many ranks there are; give world_size="):
+            forecast(Plan(mesh, plan.passes), model, Batch(sequence=64), hardware="h100")
+
+
+def test_a_model_that_a_script_defines_is_forecast(tmp_path):
+    script = tmp_path / "mine.py"
+    body = """
+import torch, meshpar
+from torch import nn
+class Mine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+def loss(model, batch):
+    return model(batch["input_ids"][..., None].float().expand(-1, -1, 32)).sum()
+def main():
+    with torch.device("meta"):
+        model = Mine()
+    print(meshpar.forecast(meshpar.Plan("dp_shard=2", [meshpar.FullyShard()]), model, meshpar.forecasting.Batch(sequence=8), hardware="h100",
+                           loss=loss).trace.parameters)
+"""
+    script.write_text(body + 'if __name__ == "__main__":\n    main()\n')
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [str(3 * (32 * 32 + 32))], done.stderr
+    script.write_text(body + "main()\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode and 'under if __name__ == "__main__"' in done.stderr
+
+
+@pytest.mark.parametrize(("count", "written"), [(8_030_261_248, "8.03B"), (124_439_808, "124.44M"), (12_345, "12.35K"), (96, "96")])
+def test_a_small_model_is_not_of_zero_billions(count: int, written: str) -> None:
+    assert with_unit(count) == written

@@ -1,0 +1,31 @@
+"""The examples run as the README shows them, and say the same on every mesh."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+
+
+def run(command, folder):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    return [(float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+), gradient norm ([\d.]+)", done.stdout)]
+
+
+def test_a_loop_of_ones_own_on_one_process_and_on_a_mesh(tmp_path):
+    """In one folder, as the README runs them: the second run replaces the first one's checkpoint and export."""
+    alone = run([sys.executable, str(EXAMPLE), ""], tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE), "tp=2"]
+    together = run(torchrun, tmp_path)
+    assert len(alone) == 3 and alone[-1][0] < alone[0][0]
+    for (loss, norm), (same_loss, same_norm) in zip(alone, together, strict=True):
+        assert (loss, norm) == (pytest.approx(same_loss, abs=2e-5), pytest.approx(same_norm, abs=2e-4))
+    assert {"model.safetensors", "config.json"} <= {path.name for path in (tmp_path / "export").iterdir()}

@@ -1,0 +1,169 @@
+"""The nodes of a replica start together, end together, and notice each other's loss in bounded time."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from meshpar.launchers.agent import meeting
+from meshpar.launchers.agent.meeting import Meeting, Start
+from tests.support import patience
+
+
+class Replica:
+    """The nodes of replica 1, each a meeting of this process."""
+
+    def __init__(self, file: Path, nodes: int) -> None:
+        self.file, self.nodes = file, nodes
+        self.stack = ExitStack()
+        self.meetings = [self.node(number) for number in range(nodes)]
+
+    def node(self, number: int) -> Meeting:
+        return self.stack.enter_context(Meeting(self.file, 1, number, self.nodes))
+
+    def gather(self, *meetings: Meeting, wait_s: float = 30.0) -> list[Start | None]:
+        """Let nodes gather at the same time; by default all."""
+        meetings = meetings or tuple(self.meetings)
+        with ThreadPoolExecutor(len(meetings)) as pool:
+            return list(pool.map(lambda each: each.gather(lambda: False, wait_s), meetings))
+
+    def until(self, true: Callable[[], object]) -> None:
+        def kept() -> object:
+            for each in self.meetings:
+                each.keep()
+            return true()
+
+        patience.until(kept, 20)
+
+
+def leave(*meetings: Meeting) -> None:
+    """Let nodes end at the same time: each waits a while for the others."""
+    with ThreadPoolExecutor(len(meetings)) as pool:
+        list(pool.map(lambda each: each.__exit__(None, None, None), meetings))
+
+
+@pytest.fixture
+def replica(tmp_path: Path) -> Iterator[Replica]:
+    made = Replica(tmp_path / "logs/replica-1.address", 3)
+    yield made
+    leave(*made.meetings)
+
+
+def test_a_start_is_the_same_on_all_nodes_and_so_is_its_end(replica: Replica) -> None:
+    first, *others = replica.gather()
+    assert first is not None and others == [first, first]
+    for node, code in ((2, -9), (0, 1)):
+        replica.meetings[node].tell(code)
+    assert replica.meetings[0].verdict() is None
+    replica.until(lambda: all(len(each.codes) == 2 for each in replica.meetings))
+    replica.meetings[1].tell(75)
+    replica.until(lambda: all(each.verdict() == 75 for each in replica.meetings))
+    second, *others = replica.gather()
+    assert second is not None and others == [second, second]
+    assert second.run_id != first.run_id and second.series != first.series  # 75 is not the fault of these ranks
+    for each in replica.meetings:
+        each.tell(1)
+    replica.until(lambda: all(each.verdict() == 1 for each in replica.meetings))
+    third = replica.gather()[0]
+    assert third is not None and third.series == second.series and third.run_id != second.run_id
+
+
+@pytest.mark.parametrize(
+    ("codes", "verdict"),
+    [((0, 0, 0), 0), ((0, 1, 0), 1), ((143, 1, -9), 143), ((78, 143, 1), 78), ((-9, -9, -9), 1), ((75, 1, 1), 75)],
+)
+def test_the_end_that_counts(replica: Replica, codes: tuple[int, ...], verdict: int) -> None:
+    for each in replica.meetings:
+        each.codes = dict(enumerate(codes))
+    assert {each.verdict() for each in replica.meetings} == {verdict}
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_all_hear_of_a_lost_node_and_go_on_when_it_is_back(replica: Replica, lost: int, capfd: pytest.CaptureFixture[str]) -> None:
+    replica.gather()
+    gone = replica.meetings.pop(lost)
+    for link in gone._links.values():  # as the kernel does for a killed process
+        link.close()
+    gone._links = {}
+    if gone._server is not None:
+        gone._server.close()
+    replica.until(lambda: all(each.lost == lost for each in replica.meetings))
+    assert replica.gather(*replica.meetings, wait_s=0.2) == [None, None]
+    assert (
+        f"{replica.meetings[0].names(lost)} at" in capfd.readouterr().err
+        and replica.meetings[0].names(lost) == f"node {3 + lost} of replica 1"
+    )
+    replica.meetings.insert(lost, replica.node(lost))
+    found = replica.gather()
+    assert found[0] is not None and found == [found[0]] * 3
+    assert [each.lost for each in replica.meetings] == [None] * 3
+
+
+def test_a_silent_node_is_lost(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its link is cut: nothing closes."""
+    replica.gather()
+    monkeypatch.setattr(meeting, "SILENT_S", 2.5)
+    silent, began = replica.meetings.pop(), time.monotonic()
+    replica.until(lambda: all(each.lost == 2 for each in replica.meetings))
+    assert time.monotonic() - began > 2 and silent.lost is None
+    silent.keep()
+    assert silent.lost == 0  # which has closed the connection
+    replica.meetings.append(silent)
+    assert None not in replica.gather()
+
+
+def test_an_end_that_is_read_together_with_the_coming_counts(replica: Replica) -> None:
+    first = replica.meetings[0]
+    address, _, key = first._place.partition(" ")
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port))) as node:
+        node.sendall(f"come {key} 1\nend 1 143\n".encode())
+        patience.until(lambda: first.keep() or first.codes, 20)
+        assert first.codes == {1: 143}
+
+
+def test_a_node_that_is_stopped_while_it_waits_ends_the_others(replica: Replica) -> None:
+    first, second, _ = replica.meetings
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(first.gather, lambda: False, 30.0)
+        assert second.gather(lambda: bool(second._links) and not second._whom.endswith("1, 5 of replica 1"), 30.0) is None
+        second.tell(143)
+        assert waiting.result() is None and first.codes == {1: 143}
+
+
+def test_an_address_of_an_earlier_run_is_left_for_the_new_one(tmp_path: Path) -> None:
+    """Something else may listen there now: it accepts, and says nothing."""
+    file = tmp_path / "replica-0.address"
+    with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor() as pool:
+        file.write_text(f"127.0.0.1:{other.getsockname()[1]} old\n")
+        second = Meeting(file, 0, 1, 2)
+        waiting = pool.submit(second.gather, lambda: False, 30.0)
+        other.accept()
+        first = Meeting(file, 0, 0, 2).__enter__()
+        assert first.gather(lambda: False, 30.0) == waiting.result() is not None
+    leave(first, second)
+
+
+def test_a_second_process_with_the_number_of_a_node_takes_its_place(replica: Replica, capfd: pytest.CaptureFixture[str]) -> None:
+    replica.gather()
+    twin = replica.node(2)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(twin.gather, lambda: bool(twin._links) and replica.meetings[0].lost is not None, 30.0)
+        replica.until(lambda: replica.meetings[2]._taken)
+        assert waiting.result() is None
+    assert replica.meetings[2].gather(lambda: False, 30.0) is None
+    assert "another process came as node 5 of replica 1" in capfd.readouterr().err
+    leave(twin, *replica.meetings)
+
+
+def test_one_node_needs_nobody(tmp_path: Path) -> None:
+    with Meeting(tmp_path / "file", 0, 0, 1) as alone:
+        assert alone.gather(lambda: False, 0.0) is not None
+        alone.tell(-9)
+        assert alone.verdict() == -9 and not list(tmp_path.iterdir())

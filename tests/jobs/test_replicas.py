@@ -1,0 +1,537 @@
+"""Replicas that are lost and come back: no token is lost or counted twice, every loss is one process's, and nobody waits for long.
+
+A sample of faults runs here; ``benchmarks/replicas.py`` draws hundreds, also of links.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshpar import FullyShard, HybridShard, LaunchError, MeshError, MeshSpec, Plan, PlanError, runtime
+from meshpar.checkpoints import read_manifest
+from meshpar.errors import MeshparError, ReplicaError
+from meshpar.launchers.agent.failures import exit_code
+from meshpar.launchers.agent.replicas import _Replica, divided
+from meshpar.launchers.commands.drill import parts, run_drill
+from meshpar.launchers.commands.run import run
+from meshpar.launchers.commands.train import division_of
+from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs.elastic import Elected
+from meshpar.launchers.recipes.loading import load_recipe
+from meshpar.testing import on_ranks
+from meshpar.training import Batches, CausalLM, Lighthouse, LoaderSettings, Replicas, Schedule, Trainer, TrainSettings, elastic
+from meshpar.training.metrics import JsonLines
+from meshpar.training.order import Interleave
+from meshpar.training.quorum import Member, Quorum
+from meshpar.training.stop import StopRequest
+from tests.support import patience
+from tests.support.hosts import Hosts, Unavailable
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import replicas as lab
+
+pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="pip install 'meshpar[replicas]'")
+
+
+class Numbers:
+    """Sample i is i; ``FILLER`` is -1."""
+
+    fingerprint = "numbers"
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitems__(self, indices):
+        return {"labels": torch.tensor(indices)}
+
+
+def batches(count=23, **options):
+    return Batches(Numbers(count), micro_batch=2, **options)
+
+
+def rows(micro_batches):
+    return [int(row) for batch in micro_batches for row in batch["labels"] if row >= 0]
+
+
+def test_samples_of_a_lost_replica_come_again_and_each_counts_once_an_epoch():
+    """Replicas come and go, a step of one of them is lost now and then, and a plain job finishes the epoch from the saved position."""
+    data, seen = batches(47, accumulate=2), []
+    for flags in ([True, True], [True, False, True], [False], [True, True, False]):
+        shares = [rows(data.share(number, len(flags))) for number in range(len(flags))]
+        seen += [row for share, counted in zip(shares, flags) if counted for row in share]
+        data.count(flags)
+    position = json.loads(json.dumps(data.state_dict()))
+    assert position["returned"] and data.epoch == 0
+    plain = [batches(47, data_rank=rank, data_size=2) for rank in range(2)]
+    for each in plain:
+        each.load_state_dict(position)
+        seen += [row for step in each.one_epoch() for row in rows(step)]
+    assert sorted(seen) == list(range(47))
+    assert plain[0].position() == {"epoch": 1, "samples": 0}
+
+
+def test_the_whole_order_is_the_plain_jobs_where_nothing_is_lost():
+    data, plain = batches(), [batches(data_rank=rank, data_size=3) for rank in range(3)]
+    for steps in zip(*(each.one_epoch() for each in plain)):
+        assert [rows(data.share(number, 3)) for number in range(3)] == [rows(step) for step in steps]
+        data.count([True] * 3)
+    assert data.epoch == 1
+
+
+def member(name, step, sum, *, waits=False, failures=0):
+    return Member(name=name, store="", step=step, sum=sum, waits=waits, failures=failures)
+
+
+def test_a_quorum_goes_on_from_the_newest_sum():
+    """Two steps of one number: that of the later group counts, so that a replica which was dropped with a sum of its own is behind."""
+    a, b, c = member("a", 5, (1, 0)), member("b", 5, (2, 0)), member("c", 4, (1, 0), waits=True)
+    quorum = Quorum(number=3, members=(a, b, c))
+    assert quorum.best == b.state and quorum.ready == (a, b, c)  # c was left behind: it copies, and completes nothing
+    waiting = (member("a", 4, (1, 0), waits=True, failures=2), member("b", 4, (1, 0)), member("c", -1, (0, 0)))
+    quorum = Quorum(number=3, members=waiting)
+    assert quorum.ready == waiting[:1] and quorum.key == (3, 2)  # a alone has gradients of this step
+    older = Member(**{**dataclasses.asdict(b), "name": "0", "life": 4})
+    assert Quorum(number=3, members=(older, a, b)).leader == older
+
+
+@on_ranks(2)
+def test_what_cannot_be_lost_is_refused_by_name():
+    with torch.device("meta"):
+        module = lab.model()
+    module.norm = torch.nn.Sequential(module.norm, torch.nn.BatchNorm1d(4, device="meta"))
+    par = Plan("dp_replicate=2,dp_shard=1", [HybridShard(whole=("norm.1.*",))]).apply(module)
+    optimizer = torch.optim.SGD(par.module.parameters())
+    mixed = Numbers(8)
+    mixed.mix = Interleave(sizes=(4, 4), weights=(1.0, 1.0), epochs=(1, 1))
+    data = batches(loader=LoaderSettings(workers=1)), Batches(mixed, micro_batch=1)
+    told = ""
+    for each in data:
+        with pytest.raises(PlanError) as raised:
+            Replicas(par, optimizer, each)
+        told += str(raised.value)
+    for reason in ("dp_replicate=2 inside", "norm.1 (BatchNorm1d)", "workers=1", "a mix of sources"):
+        assert reason in told
+    par = Plan("dp_shard=2", [FullyShard()]).apply(lab.model())
+    with pytest.raises(ReplicaError, match="meshpar run --elastic=replicas"):
+        Replicas(par, optimizer, batches())
+
+
+def test_a_job_is_divided_into_replicas():
+    found = divided(MeshSpec("dp_replicate=4,dp_shard=2"), 2, 1)
+    assert (found.count, list(found.here), found.ranks, str(found.mesh)) == (4, [2, 3], 2, "dp_replicate=1,dp_shard=2")
+    with pytest.raises(LaunchError, match="has one replica; write dp_replicate=2"):
+        divided(MeshSpec("dp_shard=2"), 1, 0)
+    for node, (replica, place) in enumerate([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]):
+        found = divided(MeshSpec("dp_replicate=2,dp_shard=6"), 6, node)
+        assert (list(found.here), found.node, found.nodes, found.ranks, found.ranks_here) == ([replica], place, 3, 6, 2)
+    for replicas, nodes in ((3, 2), (4, 6), (2, 3)):
+        with pytest.raises(
+            LaunchError, match=f"{replicas} replicas on {nodes} nodes; expected whole .* a multiple or a divisor of {nodes}"
+        ):
+            divided(MeshSpec(f"dp_replicate={replicas},dp_shard=2"), nodes, 0)
+    assert exit_code(ReplicaError("")) == 75
+
+
+def test_replicas_of_one_node_have_devices_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    division, devices = divided(MeshSpec("dp_replicate=4,dp_shard=4"), 2, 1), []
+    for number in division.here:
+        made = _Replica(number, division, tmp_path, "", tmp_path, 0, tmp_path, quiet=True)
+        for rank in range(division.ranks_here):
+            for name, value in {**made._environment, "LOCAL_RANK": str(rank)}.items():
+                monkeypatch.setenv(name, value)
+            devices.append(runtime.device("cuda").index)
+    assert devices == list(range(8))
+
+
+def test_all_ranks_of_a_node_need_a_device(tmp_path, monkeypatch):
+    (tmp_path / "job.yaml").write_text(lab.RECIPE)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    monkeypatch.setattr(build, "default_device_type", lambda: "cuda")
+    with pytest.raises(PlanError, match="4 ranks need a cuda device each, and this machine has 3"):
+        run(str(tmp_path / "job.yaml"), ["device=cuda", "mesh=dp_replicate=2,dp_shard=2"], {"nproc": "4"}, elastic="replicas")
+
+
+def test_replicas_of_an_open_mesh_are_over_the_ranks_of_all_nodes(tmp_path):
+    (tmp_path / "job.yaml").write_text(lab.RECIPE)
+    recipe = load_recipe(str(tmp_path / "job.yaml"), ["mesh=dp_replicate=-1,dp_shard=2"])
+    found = division_of(recipe, {"nodes": "2", "nproc": "4", "node_rank": 1})
+    assert (found.count, list(found.here), found.ranks) == (4, [2, 3], 2)
+    with pytest.raises(MeshError, match="got 12"):
+        division_of(recipe.model_copy(update={"mesh": "dp_replicate=2,dp_shard=2"}), {"nodes": "2", "nproc": "6"})
+
+
+def test_a_recipe_that_cannot_lose_replicas_is_refused_before_a_process_starts(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(lab.RECIPE)
+    with pytest.raises(PlanError, match="profile: false") as raised:
+        run(str(path), ["profile=true", "data.workers=2", "mesh=dp_replicate=2,dp_shard=2"], {}, elastic="replicas")
+    assert "data.workers: 0" in str(raised.value)
+    for what, place, words, match in (
+        ("script.py", {}, [], "starts recipes; .* is a script"),
+        ("job.yaml", {"nodes": "1:2"}, [], "two kinds of elastic jobs"),
+        ("job.yaml", {"nodes": "2"}, [], "--head .*HOST:PORT"),
+        ("job.yaml", {"rejoin_s": 3}, [], "does not support --rejoin-s"),
+        ("job.yaml", {}, ["mesh=dp_shard=2"], "has one replica"),
+    ):
+        (tmp_path / what).touch()
+        with pytest.raises(LaunchError, match=match):
+            run(str(tmp_path / what), words, place, elastic="replicas")
+    with pytest.raises(LaunchError, match="expected replicas"):
+        run(str(path), [], {}, elastic="nodes")
+
+
+def small(lighthouse, data, *, sparse=False, **options):
+    """Return one replica of one rank."""
+    par = Plan("dp_shard=1", []).apply(torch.nn.Embedding(lab.VOCAB, 4))
+    par.module.sparse = sparse  # which a plan refuses
+    optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
+    return Replicas(par, optimizer, data, lighthouse=f"http://127.0.0.1:{lighthouse.port}", **options)
+
+
+@on_ranks(1)
+def test_what_never_succeeds_ends_with_its_error():
+    """An exchange that fails every time, and a replica that was given another batch, by which samples would count twice."""
+    lighthouse = Lighthouse(patience_s=1.0)
+    with small(lighthouse, batches(), sparse=True, name="0", replicas=1, patience_s=1.0) as replicas:
+        replicas.begin()
+        replicas.par.module(torch.tensor([1])).sum().backward()
+        with pytest.raises(ReplicaError, match=r"failed 12 times in a row .* after step 0.*RuntimeError: .*[Ss]parse"):
+            replicas.reduce(1)
+    lighthouse.close()
+    for options in ({"replicas": 2}, {"same": "lr 2"}):
+        lighthouse = Lighthouse(patience_s=4.0)
+        torch.manual_seed(0)
+        first = small(lighthouse, batches(), name="0", replicas=2, same=options.get("same") and "lr 1", patience_s=4.0)
+        torch.manual_seed(0)
+        data = batches(replicas=2) if "replicas" in options else batches()
+        with first, small(lighthouse, data, name="1", replicas=2, same=options.get("same"), patience_s=4.0) as second:
+            with ThreadPoolExecutor(2) as pool:
+                errors = [each.exception() for each in [pool.submit(each.begin) for each in (first, second)]]
+            assert all("differ in the position in the data, the batch or the settings" in str(each) for each in errors)
+        lighthouse.close()
+
+
+@on_ranks(1)
+def test_the_last_samples_of_an_epoch_are_shared_anew_when_their_replica_is_lost():
+    """The other one has nothing but fillers, of which it makes no step: two samples are one replica's share."""
+    lighthouse = Lighthouse(patience_s=1.0)
+    torch.manual_seed(0)
+    first = small(lighthouse, batches(2), name="0", replicas=2, patience_s=1.0)
+    torch.manual_seed(0)
+    with small(lighthouse, batches(2), name="1", replicas=2, patience_s=1.0) as second:
+        with ThreadPoolExecutor(2) as pool:
+            assert [rows(each) for each in pool.map(Replicas.begin, (first, second))] in ([[0, 1], []], [[1, 0], []])
+        first.close()
+        before = second.par.module.weight.detach().clone()
+        second.par.module(torch.tensor([1])).sum().backward()
+        assert second.reduce(0) is None and second.step == 0
+        second.optimizer.step()
+        assert torch.equal(second.par.module.weight, before)
+        assert sorted(rows(second.begin())) == [0, 1]
+        second.par.module(torch.tensor([1])).sum().backward()
+        assert second.reduce(2) is not None and second.data.epoch == second.step == 1
+    lighthouse.close()
+
+
+@on_ranks(2)
+def test_all_ranks_wait_for_the_lighthouse():
+    """Its host may start later: also those ranks wait that do not ask it."""
+    elastic._MOST_S, elastic._CONNECT_S = 0.0, 0.2  # so long the other rank waits for the one that asks
+    par = Plan("dp_shard=2", [FullyShard()]).apply(lab.model())
+    with pytest.raises(ReplicaError, match="does not answer"):
+        Replicas(par, torch.optim.SGD(par.module.parameters()), batches(), lighthouse="http://127.0.0.1:9", patience_s=1.5, wait_s=4.0)
+
+
+@on_ranks(2)
+def test_a_stop_request_ends_the_wait_for_other_replicas():
+    """They may take a quarter of an hour to come, or never do; every rank leaves, whichever of the signals' reasons it has."""
+    lighthouse = Lighthouse() if dist.get_rank() == 0 else None
+    address = [lighthouse and f"http://127.0.0.1:{lighthouse.port}"]
+    dist.broadcast_object_list(address)
+    par, saves = lab.parallel(2), Saves()
+    data = Batches(lab.Rows(16), micro_batch=2, data_rank=par.data_rank, data_size=2)
+    optimizer, stop = lab.optimizer_of(par.module), StopRequest()
+    trainer = Trainer(par, CausalLM(), data, optimizer, Schedule(), TrainSettings(steps=2), checkpointer=saves)
+    if dist.get_rank() == 0:
+        stop.request("SIGTERM")
+    began = time.monotonic()
+    with Replicas(par, optimizer, data, state=trainer, lighthouse=address[0], name="0", replicas=2) as trainer.replicas:
+        outcome = trainer.run(stop)
+    assert (outcome.stopped, outcome.steps, saves.steps) == ("SIGTERM", 0, []) and time.monotonic() - began < patience.patient(15)
+
+
+class Watched:
+    """Notes in validation what another replica would get, and when this one was last alive; it is not heard for a while then."""
+
+    trainer, sent, moved = None, None, ()
+
+    def loss(self, model, batch):
+        if not model.training:
+            membership = self.trainer.replicas._membership
+            self.sent, self.moved, membership.fresh = self.trainer.state_dict()["tokens"], (*self.moved, membership._moved), False
+        return CausalLM().loss(model, batch)
+
+    def tokens(self, batch):
+        return CausalLM().tokens(batch)
+
+
+class Saves:
+    def __init__(self):
+        self.steps = []
+
+    def save(self, step, par, optimizer, extra):
+        self.steps.append(step)
+
+
+@on_ranks(1)
+def test_a_long_validation_costs_no_checkpoint():
+    """The heartbeats go on from batch to batch, and the last checkpoint is written also after a time without them."""
+    lighthouse = Lighthouse()
+    par = lab.parallel(1)
+    data, held = (Batches(lab.Rows(16), micro_batch=2, seed=seed) for seed in (0, None))
+    optimizer, objective, saves = lab.optimizer_of(par.module), Watched(), Saves()
+    settings = TrainSettings(steps=2, log_every=100, validate_every=1, checkpoint_every=1)
+    trainer = Trainer(par, objective, data, optimizer, Schedule(steps=2), settings, validation=held, checkpointer=saves)
+    address, objective.trainer = f"http://127.0.0.1:{lighthouse.port}", trainer
+    with Replicas(par, optimizer, data, state=trainer, lighthouse=address, name="0", replicas=1) as trainer.replicas:
+        trainer.run()
+    assert saves.steps == [2]  # after step 1 the others may have gone on
+    assert len(set(objective.moved)) == len(objective.moved) == 16
+    counted = [objective.tokens(batch) for step in itertools.islice(Batches(lab.Rows(16), micro_batch=2, seed=0), 2) for batch in step]
+    assert objective.sent == trainer.tokens == sum(counted)
+    trainer._meter.add(torch.ones(()), 5, {})
+    trainer.load_state_dict(trainer.state_dict())  # as a replica does that was dropped: the others have told these tokens
+    assert not trainer._meter.used
+
+
+def test_a_replica_that_leads_again_opens_its_files_again(tmp_path):
+    """Another one has written in between, to a new file of that name."""
+    here, there = (SimpleNamespace(leads=True, term=1, step=1, counted=()) for _ in range(2))
+    mine, other = (Elected(each, lambda step: [JsonLines(tmp_path / "m.jsonl", step=step)]) for each in (here, there))
+    mine.report({"step": 1})
+    other.report({"step": 2})  # this one stood still
+    other.close()
+    here.term, here.step = 2, 3
+    mine.report({"step": 4})
+    mine.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 2, 4]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_replica_that_dies_in_backward_costs_a_step(tmp_path):
+    """The survivor completes the step alone, within seconds; the other one comes back, and they end bitwise equal."""
+    with lab.Lab(tmp_path, replicas=2, ranks=1, rows=160, pause_s=0.02) as job:
+        job.wait(lambda: job.steps() >= 3, 90)
+        job.wait_for(1, "backward")
+        job.signal(1, signal.SIGKILL)
+        at, began = job.steps(), time.monotonic()
+        job.wait(lambda: job.steps() > at, lab.LONGEST_S)
+        assert time.monotonic() - began < patience.patient(15)
+        job.finish()
+    found = lab.check(tmp_path, 160)
+    assert [(lost, joined) for _, lost, joined in sorted(found["changes"], key=str)] in ([(1, 1)], [(0, 1), (1, 0)], [(1, 0), (0, 1)])
+
+
+FAULTS = int(os.environ.get("MESHPAR_REPLICA_FAULTS", "20"))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("replicas", "ranks"), [(3, 1), pytest.param(2, 2, marks=pytest.mark.long)])
+def test_faults_at_random_instants_lose_and_double_nothing(tmp_path, replicas, ranks):
+    found = lab.run(tmp_path, faults=FAULTS, seed=1, replicas=replicas, ranks=ranks)
+    assert sum(lost for _, lost, _ in found["changes"]) >= FAULTS // 3
+    assert sorted(found["recovery_s"])[len(found["recovery_s"]) // 2] < patience.patient(10)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "more", [["training.steps=null", "training.epochs=1", "data.micro_batch=4"], ["passes=[{HybridShard: {optimizer: world}}]"]]
+)
+def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path, more):
+    """The one that reports is killed: another one does, each step is told once, and the newest checkpoint is the last step's.
+
+    Steps without a replica have fewer samples: an epoch then has more of them, and the learning rate falls to its end all the same.
+    """
+    seconds, told = lab.killed_recipe(tmp_path, ["--elastic", "replicas"], "out/logs/replica-0", overrides=more)
+    records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    left = next(record["replicas"] for record in records if "replicas" in record)
+    assert left in (1, 2) and "lost 0" in told, told  # 2: it was back before the others had a step without it
+    trained = [record for record in records if "train/loss" in record]
+    steps, rates = [record["step"] for record in trained], [record["lr"] for record in trained]
+    assert steps == list(range(1, len(steps) + 1)), told
+    if "training.epochs=1" in more:
+        assert trained[-1]["epoch"] == 1 and f"step {steps[-1]}/{steps[-1]}  loss" in told, told
+        assert all(before > after for before, after in itertools.pairwise(rates)) and 0 < rates[-1] < 1e-6, rates
+    else:
+        assert len(steps) == 150
+    assert (tmp_path / "out/checkpoints/latest").resolve().name.endswith(str(len(steps)))
+    table = read_manifest(tmp_path / "out/checkpoints/latest").optimizer
+    assert table["state"].keys() == {name for group in table["groups"] for name in group["params"]}
+    assert seconds < patience.patient(15)
+
+
+def test_what_a_drill_reads_in_the_metrics():
+    """The report tells of the first loss after all had come; a replica that is back at once is lost and returned in one change."""
+    early, late = {"step": 50, "train/loss": 1.0}, {"step": 100, "train/loss": 1.0}
+    lost, back = {"step": 70, "replicas": 1}, {"step": 80, "replicas": 2}
+    assert parts([], 2) == parts([{"step": 20}], 2) == []
+    assert parts([early], 2) == [early] and parts([{"step": 0, "replicas": 1}, early, back], 2) == []
+    assert parts([{"step": 0, "replicas": 1}, early, back, late, lost, back], 2) == [late, lost, back]
+    assert parts([early, {"step": 60, "val/loss": 1.0}, lost], 2) == [early, lost]
+    assert parts([early, back], 2) == [early, back, back]
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ({"mesh": "dp_shard=1"}, "has one replica"),
+        ({"nodes": "2"}, "requires --folder"),
+        ({"profile": Path("x")}, "two examinations"),
+        ({"nproc": "3"}, "got 3"),
+    ],
+)
+def test_a_drill_that_cannot_be_held_is_refused(tmp_path, words, match):
+    place = {name: words.get(name) for name in ("nproc", "nodes")}
+    with pytest.raises(MeshparError, match=match):
+        run_drill(words.get("mesh", "dp_replicate=2,dp_shard=1"), place, folder=None, profile=words.get("profile"), part_s=60.0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_drill_on_two_hosts(tmp_path):
+    """Replica 1 is killed on the second host; the first one reports, and both commands end. What an earlier drill left is no record."""
+    (tmp_path / "meshpar-drill").mkdir()
+    earlier = [{"step": 50}, {"step": 70, "replicas": 1}, {"step": 80, "replicas": 2}]
+    (tmp_path / "meshpar-drill/metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in earlier))
+    command = [sys.executable, "-m", "meshpar.launchers", "doctor", "--drill", "--mesh", "dp_replicate=2,dp_shard=1", "--nodes", "2"]
+    try:
+        with Hosts(2) as hosts:
+            jobs = [
+                subprocess.Popen(
+                    hosts.command(f"n{node + 1}", [*command, "--node-rank", str(node), "--folder", str(tmp_path), "--wait", "120"]),
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                )
+                for node in range(2)
+            ]  # fmt: skip
+            told = [job.communicate(timeout=400)[0] for job in jobs]
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    assert [job.returncode for job in jobs] == [0, 0], told
+    assert "lost: after step" in told[0] and "back: " in told[0] and "killed the ranks of replica 1" in told[1], told
+
+
+class ByHand:
+    """A job of four nodes of one rank each, whose commands are given one by one."""
+
+    def __init__(self, folder, replicas, steps):
+        self.folder, self.until = folder, functools.partial(patience.until, seconds=180, every=0.1, told=self.told)
+        mesh = f"mesh: dp_replicate={replicas},dp_shard={4 // replicas}"
+        recipe = lab.RECIPE.replace("mesh: dp_replicate=2,dp_shard=1", mesh).replace("steps: 150", f"steps: {steps}")
+        (folder / "job.yaml").write_text(recipe)
+        (folder / "text.txt").write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(3000)))
+
+    def start(self, node, placed=list):
+        """``placed``: command -> the command on the node's host."""
+        head = ["--nodes", "4", "--node-rank", str(node), "--head", str(self.folder / "head")]
+        command = [sys.executable, "-m", "meshpar.launchers", "run", "--elastic", "replicas", *head, "job.yaml"]
+        with (self.folder / f"told-{node}").open("a") as file:
+            return subprocess.Popen(placed(command), cwd=self.folder, stdout=file, stderr=subprocess.STDOUT)
+
+    def told(self, *nodes):
+        return "".join((self.folder / f"told-{node}").read_text() for node in nodes or range(4))
+
+    def records(self):
+        path = self.folder / "out/metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def steps(self):
+        return [record["step"] for record in self.records() if "train/loss" in record]
+
+    def replicas(self):
+        return [record["replicas"] for record in self.records() if "replicas" in record]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("replicas", [4, 2])
+def test_four_hosts_by_hand(tmp_path, replicas):
+    """The command of a lost host is given again; so is that of the lighthouse's host, and all go on from the newest checkpoint.
+
+    Four replicas have a host each. Two have two hosts each, of which the remaining one waits for the lost one, also while its link is cut.
+    """
+    steps = 1800
+    job = ByHand(tmp_path, replicas, steps)
+    try:
+        with Hosts(4) as hosts:
+
+            def started(node):
+                return job.start(node, functools.partial(hosts.command, f"n{node + 1}"))
+
+            nodes = [started(node) for node in range(4)]
+            job.until(lambda: len(job.records()) > 20)
+            hosts.kill("n3")
+            job.until(lambda: job.replicas()[-1:] == [replicas - 1])
+            if replicas == 2:
+                job.until(lambda: "waiting for node 2 of replica 1" in job.told(3))
+            nodes[2] = started(2)
+            job.until(lambda: job.replicas()[-2:] == [replicas - 1, replicas])
+            if replicas == 2:
+                hosts.cut("n4")
+                job.until(lambda: "lost node 3 of replica 1" in job.told(2) and "lost node 2 of replica 1" in job.told(3))
+                job.until(lambda: job.replicas()[-1:] == [1])
+                hosts.cut("n4", cut=False)
+                job.until(lambda: job.replicas()[-2:] == [1, 2])
+            hosts.kill("n1")
+            job.until(lambda: "waits for the lighthouse of node 0" in job.told(3))
+            if replicas == 2:
+                job.until(lambda: "waiting for node 0 of replica 0" in job.told(1))
+            nodes[0] = started(0)
+            assert [node.wait(600) for node in nodes] == [0] * 4, job.told()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    assert job.steps() == list(range(1, steps + 1))
+    assert "resuming after step" in job.told()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_replicas_of_two_nodes_restart_after_a_lost_rank_and_stop_with_a_checkpoint(tmp_path):
+    """One node of each replica gets the signal."""
+    job = ByHand(tmp_path, 2, 5000)
+    nodes = [job.start(node) for node in range(4)]
+    try:
+        job.until(lambda: len(job.steps()) > 10)
+        os.kill(lab.rank_of(tmp_path / "out/logs/replica-1"), signal.SIGKILL)
+        job.until(lambda: job.replicas()[-2:] == [1, 2])
+        at = len(job.steps())
+        job.until(lambda: len(job.steps()) > at + 10)
+        for node in nodes[1:3]:
+            node.send_signal(signal.SIGTERM)
+        assert [node.wait(patience.patient(60)) for node in nodes] == [128 + signal.SIGTERM] * 4, job.told()
+    finally:
+        for node in nodes:
+            node.kill()
+    steps = job.steps()
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) < 5000
+    assert (tmp_path / "out/checkpoints/latest").resolve().name.endswith(str(len(steps))), job.told()

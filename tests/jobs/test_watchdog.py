@@ -1,0 +1,183 @@
+"""The watchdog: a job that stands still ends within a bound, and names who did not arrive."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshpar import runtime, testing
+from meshpar.checkpoints import CheckpointManager
+from meshpar.launchers.agent.failures import record, record_stall, recorded
+from meshpar.launchers.jobs.preflight import opened
+from meshpar.launchers.recipes.loading import load_recipe
+from meshpar.mesh import MeshSpec
+from meshpar.watchdog import STALLED, Watchdog, verdict_of
+from tests.checkpoints.test_commit import linear
+from tests.support.patience import patient, until
+from tests.support.warm import ranks_of
+
+RANKS = 3
+STEP = 5
+BOUND_S = 3.0
+
+
+def rank_main(rank: int, port: int, mode: str, folder: str) -> None:
+    torch.set_num_threads(1)
+
+    def store() -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+
+    group_store = dist.PrefixStore("group", store())
+    dist.init_process_group("gloo", store=group_store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    group = MeshSpec(f"dp_shard={RANKS}").build("cpu").get_group()
+    steps, moves = [0], [0]
+    with open(os.path.join(folder, f"rank-{rank}"), "w") as file:
+        options = dict(moves=lambda: moves[0], rank=rank, world_size=RANKS, file=file, answer_s=5.0)
+        with Watchdog(BOUND_S, store(), lambda: steps[0], **options):
+            for step in range(20):
+                steps[0] = step
+                for _ in range(40 if step == STEP and mode == "write" else 0):
+                    time.sleep(BOUND_S / 20)
+                    moves[0] += 1
+                if step == STEP and mode == f"skip {rank}":
+                    time.sleep(60)
+                if step == STEP and mode == f"stop {rank}":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                try:
+                    dist.all_reduce(torch.ones(1), group=group)
+                    dist.barrier(group=group)
+                except RuntimeError:  # another rank has left already
+                    time.sleep(60)
+    os._exit(0)
+
+
+def ended(mode: str, folder: Path) -> tuple[list[int | None], list[str], float]:
+    """Run the ranks; return their exit codes, what each wrote, and how long it took."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(testing.PRELOAD)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [context.Process(target=rank_main, args=(rank, server.port, mode, str(folder)), daemon=True) for rank in range(RANKS)]
+    try:
+        for process in ranks:
+            process.start()
+        began = time.monotonic()  # the first start waits for the server, which loads torch and transformers
+        for process in ranks:
+            process.join(patient(60))
+        return [each.exitcode for each in ranks], [(folder / f"rank-{n}").read_text() for n in range(RANKS)], time.monotonic() - began
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("stopped", [pytest.param(1, marks=pytest.mark.long), 0])
+def test_a_rank_that_is_stopped_is_named_and_the_others_leave(stopped: int, tmp_path: Path) -> None:
+    codes, texts, seconds = ended(f"stop {stopped}", tmp_path)
+    assert codes == [-signal.SIGKILL if rank == stopped else STALLED for rank in range(RANKS)]
+    assert seconds < 40
+    for rank in set(range(RANKS)) - {stopped}:
+        assert f"ranks that do not answer, stopped or dead or their host is lost: {stopped} (" in texts[rank]
+        assert f"step {STEP}; last collective" in texts[rank]
+        assert "default_pg (ranks 0, 1, 2): gloo:all_reduce (number " in texts[rank]
+        assert "in all_reduce" in texts[rank] and "in rank_main" in texts[rank], "stacks"
+
+
+def test_a_rank_that_skips_a_collective_is_named_with_the_collective(tmp_path: Path) -> None:
+    codes, texts, _ = ended("skip 2", tmp_path)
+    assert codes == [STALLED] * RANKS
+    assert re.search(r"ranks that did not arrive at gloo:all_reduce, number \d+ of default_pg \(ranks 0, 1, 2\): 2", texts[0]), texts[0]
+    assert "time.sleep" in texts[2] or "in rank_main" in texts[2]
+
+
+@pytest.mark.parametrize("mode", ["none", "write"])
+def test_a_job_that_moves_is_left_alone(mode: str, tmp_path: Path) -> None:
+    codes, texts, _ = ended(mode, tmp_path)
+    assert codes == [0] * RANKS
+    assert texts == [""] * RANKS
+
+
+def test_the_verdict_when_nobody_is_behind() -> None:
+    told = {rank: {"step": "3", "groups": {"default_pg (ranks 0, 1)": [7, "gloo:barrier"]}} for rank in range(2)}
+    assert "none is behind in a collective (rank 0 at step 3, rank 1 at step 3)" in verdict_of(told, [], {})
+
+
+def test_writing_counts_as_a_move(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        before = manager.writes
+        manager.save(1, linear())
+        assert manager.writes > before
+
+
+def test_the_group_waits_longer_than_the_watchdog(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(RECIPE)
+    data: Any = None  # what preflight looks at, which is off
+    bounds = []
+
+    @contextmanager
+    def distributed(kind: str, *, timeout_s: float) -> Iterator[torch.device]:
+        bounds.append(timeout_s)
+        yield torch.device(kind)
+
+    monkeypatch.setattr(runtime, "distributed", distributed)
+    for seconds in (2.0, 600.0, 1800.0, None):
+        recipe = load_recipe(tmp_path / "job.yaml", [f"watchdog={'null' if seconds is None else seconds}"])
+        with opened(recipe, data, "cpu"):
+            pass
+    assert bounds == [600.0, 720.0, 1920.0, 600.0]
+
+
+def test_a_verdict_without_the_others_stands_after_what_came_before_it(tmp_path: Path) -> None:
+    record(tmp_path, 0, ValueError("the first"))
+    record_stall(tmp_path, 1, "the store does not answer", cause=False)
+    assert [each.rank for each in recorded(tmp_path)] == [0, 1]
+    record_stall(tmp_path, 2, "rank 0 did not arrive")
+    assert recorded(tmp_path)[0].rank == 2
+
+
+RECIPE = """\
+name: job
+mesh: dp_shard=2
+device: cpu
+watchdog: 10
+model: {dim: 16, layers: 1, heads: 2, hidden: 32, max_positions: 32, dropout: 0.0}
+data: {source: files, paths: [text.md], cache: cache, sequence_length: 32, micro_batch: 2}
+optimizer: {lr: 1e-3}
+training: {steps: 200, log_every: 1, tensorboard: false}
+checkpoint: {every: 20}
+"""
+
+
+def test_a_stalled_run_ends_and_its_restart_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(RECIPE)
+    (tmp_path / "text.md").write_text((Path(__file__).parents[2] / "README.md").read_text() * 20)
+    command = [sys.executable, "-m", "meshpar.launchers", "run", "--restarts", "1", "job.yaml"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        metrics = tmp_path / "runs" / "job" / "metrics.jsonl"
+        until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") >= 30), 150)
+        assert process.poll() is None
+        os.kill(ranks_of(process.pid)[1], signal.SIGSTOP)
+        _, told = process.communicate(timeout=200)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, told
+    assert "ranks that do not answer, stopped or dead or their host is lost: 1 (" in told
+    assert "resuming after step" in told
+    steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "train/loss" in line]
+    assert steps[-1] == 200

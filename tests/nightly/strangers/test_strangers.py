@@ -1,0 +1,95 @@
+"""Models of timm, torchvision, diffusers, open_clip, x-transformers, sentence-transformers, transformers and plain torch, in two lines.
+
+python -m pytest tests/nightly/strangers                 a few models under FSDP and Replicate
+python -m pytest tests/nightly/strangers -m "long or not long"    all of them on every mesh
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshpar.testing import RankFailure, launch
+from tests.nightly.strangers.claims import CLAIMS, MESHES, SECONDS, run_cases
+from tests.nightly.strangers.models import STRANGERS
+
+SHORT_MESHES = ("FSDP", "Replicate")
+DATA_MESHES = (*SHORT_MESHES, "HSDP")
+TENSOR_MESHES = ("TP", "FSDP x TP")
+
+Case = tuple[str, str, str]
+
+
+def cases() -> list[Case]:
+    """Return (claim, model, mesh) of everything that is claimed."""
+    return [
+        (claim, name, mesh)
+        for claim in CLAIMS
+        for name, stranger in STRANGERS.items()
+        for mesh in (*DATA_MESHES, *(TENSOR_MESHES if stranger.layout is not None else ()))
+    ]
+
+
+def marked(case: Case) -> object:
+    claim, name, mesh = case
+    short = STRANGERS[name].short and mesh in SHORT_MESHES
+    return pytest.param(case, id=f"{claim}-{name}-{mesh}", marks=[] if short else [pytest.mark.long])
+
+
+@pytest.fixture(scope="module")
+def verdict_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], str]:
+    """Return a look-up of what came of a case; the first one that asks runs all selected cases of as many ranks, in one group."""
+    selected = [each.callspec.params["case"] for each in request.session.items if getattr(each, "originalname", "") == CLAIM]
+    known: dict[Case, str] = {}
+
+    def look_up(case: Case) -> str:
+        if case not in known:
+            ranks = MESHES[case[2]][0]
+            pending = [each for each in selected if MESHES[each[2]][0] == ranks and each not in known and installed(each[1])]
+            while pending:
+                known.update(measured(pending, ranks, tmp_path_factory.mktemp("strangers")))
+                pending = [each for each in pending if each not in known]
+        return known[case]
+
+    return look_up
+
+
+def installed(name: str) -> bool:
+    return not STRANGERS[name].needs or importlib.util.find_spec(STRANGERS[name].needs) is not None
+
+
+def measured(pending: list[Case], ranks: int, folder: Path) -> dict[Case, str]:
+    """Run cases in a group of ranks until one breaks the group; return what came of each, or of those before that one and its failure."""
+    failure = ""
+    try:
+        launch(
+            run_cases.__module__, run_cases.__qualname__, ranks, (pending, str(folder)), timeout_s=SECONDS * (1 + len(pending)), keep=True
+        )
+    except RankFailure as error:
+        failure = str(error)
+    found: dict[Case, str] = {}
+    for number, case in enumerate(pending):
+        report = folder / f"{number}.json"
+        told = json.loads(report.read_text()) if report.exists() else None
+        if told is None:
+            break
+        found[case] = f"broke its group of ranks: {failure}" if told == "began" else told
+    # Ranks that do not start will not start for the next case either.
+    return found or dict.fromkeys(pending, f"the ranks did not start: {failure}")
+
+
+CLAIM = "test_it_equals_one_process"
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", [marked(each) for each in cases()])
+def test_it_equals_one_process(case: Case, verdict_of: Callable[[Case], str]) -> None:
+    needs = STRANGERS[case[1]].needs
+    if needs and not installed(case[1]):
+        pytest.skip(f"needs {needs}; install the extras strangers and strangers-vision")
+    verdict = verdict_of(case)
+    assert not verdict, verdict

@@ -1,0 +1,297 @@
+"""Adapters under a plan equal one process; they alone are trained and saved; the merged export is peft's own merge."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshpar import (
+    ActivationCheckpoint,
+    CheckpointError,
+    ExpertParallel,
+    FullyShard,
+    HybridShard,
+    MeshparError,
+    Parallelized,
+    Plan,
+    RecipeError,
+    TensorParallel,
+)
+from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_safetensors
+from meshpar.launchers.export.run import export_adapters, merged
+from meshpar.mesh import MeshSpec
+from meshpar.testing import on_ranks, token_steps, whole
+from meshpar.testing.parity import Record, assert_records_match, train_steps
+from meshpar.training.experts import ExpertLoad
+from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
+from meshpar.training.optimizer import AdamWSettings, build_adamw
+from tests.support.models_for_parity import VOCAB, huggingface, huggingface_gpt2
+
+pytest.importorskip("peft")
+
+SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
+PLANS: dict[str, tuple[str, list[Any]]] = {
+    "fsdp": ("dp_shard=4", [FullyShard()]),
+    "fsdp-tp": ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]),
+    "fsdp-tp-sequence": ("dp_shard=2,tp=2", [SEQUENCE, FullyShard()]),
+    "hsdp": ("dp_replicate=2,dp_shard=2", [HybridShard()]),
+    "experts": ("dp_shard=2,ep=2", [ExpertParallel(), FullyShard()]),
+    "experts-tp": ("dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), FullyShard()]),
+    "world": ("dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world")]),
+}
+SETTINGS = LoRA(targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), rank=4, alpha=8.0)
+GPT2_SETTINGS = LoRA(targets=("c_attn", "c_proj", "c_fc"), rank=4)
+
+
+def qwen3() -> nn.Module:
+    return huggingface("Qwen3", tie_word_embeddings=False)
+
+
+def alone(model: nn.Module, settings: LoRA, folder: Path) -> Parallelized:
+    """The model with adapters in this one process."""
+    layout, spec = add_adapters(model, settings), MeshSpec()
+    par = Parallelized(model, None, spec, Plan(spec), layout, torch.device("cpu"))  # type: ignore[arg-type]
+    return par.materialize(weights=WithAdapters(Safetensors(folder), model, seed=3))
+
+
+def on_mesh(model: nn.Module, settings: LoRA, plan: str, folder: Path) -> Parallelized:
+    mesh, passes = PLANS[plan]
+    par = Plan(mesh, passes).apply(model, add_adapters(model, settings))
+    return par.materialize(weights=WithAdapters(Safetensors(folder), model, seed=3))
+
+
+def shared_folder() -> Path:
+    folder = [tempfile.mkdtemp(prefix="meshpar-lora-")] if dist.get_rank() == 0 else [""]
+    dist.broadcast_object_list(folder)
+    return Path(folder[0])
+
+
+def check(build: Any, settings: LoRA, folder: Path, plans: tuple[str, ...]) -> Parallelized:
+    base = folder / "base"
+    if dist.get_rank() == 0:
+        torch.manual_seed(1)
+        build().save_pretrained(base)
+    dist.barrier()
+    steps = token_steps(VOCAB, parts=4, micro_batches=2)
+    expected = Record()
+    if dist.get_rank() == 0:
+        with torch.device("meta"):
+            model = build()
+        expected = train_steps(alone(model, settings, base), steps, optimizer=None)
+    for name in plans:
+        with torch.device("meta"):
+            model = build()
+        par = on_mesh(model, settings, name, base)
+        got = train_steps(par, steps)
+        if dist.get_rank() == 0:
+            assert_records_match(expected, got)
+            assert {each for each in got.gradients if ".lora_" not in each} == set()
+            assert float(max(value.abs().max() for key, value in got.weights.items() if ".lora_B." in key)) > 0
+        dist.barrier()
+    return par
+
+
+@on_ranks(4, keep=True)
+def test_adapters_train_as_in_one_process_and_are_merged_as_peft_does() -> None:
+    folder = shared_folder()
+    par = check(qwen3, SETTINGS, folder, tuple(each for each in PLANS if "experts" not in each))
+    saved_and_exported(par, qwen3, SETTINGS, "fsdp", folder)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+def saved_and_exported(par: Parallelized, build: Any, settings: LoRA, other: str, folder: Path) -> None:
+    """Save and restore on another mesh, and export as peft would."""
+    optimizer = build_adamw(par.module, AdamWSettings())
+    with CheckpointManager(folder / "checkpoints") as manager:
+        manager.save(3, Adapters(par), optimizer)
+        trained = {name: whole(parameter) for name, parameter in par.module.named_parameters()}
+        with torch.device("meta"):
+            model = build()
+        fresh = on_mesh(model, settings, other, folder / "base")
+        manager.restore(Adapters(fresh), build_adamw(fresh.module, AdamWSettings()))
+    restored = {name: whole(parameter) for name, parameter in fresh.module.named_parameters()}
+    assert all(torch.equal(trained[name], restored[name]) for name in trained)
+    if dist.get_rank() == 0:
+        compare_exports(folder, trained, settings)
+
+
+def qwen3_moe() -> nn.Module:
+    return huggingface("Qwen3Moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True)
+
+
+ON_EXPERTS = LoRA(targets=("q_proj",), parameters=("experts.gate_up_proj", "experts.down_proj"), rank=4, alpha=8.0)
+
+
+@on_ranks(4, keep=True)
+def test_adapters_on_divided_experts_train_as_in_one_process_and_are_merged_as_peft_does() -> None:
+    import peft
+
+    folder = shared_folder()
+    par = check(qwen3_moe, ON_EXPERTS, folder, ("experts", "experts-tp"))
+    with pytest.raises(MeshparError, match=r"balance_rate=0.1 changes biases of frozen experts"):
+        ExpertLoad(par, balance_rate=0.1)
+    saved_and_exported(par, qwen3_moe, ON_EXPERTS, "fsdp-tp", folder)
+    on_experts = peft.get_peft_model(qwen3_moe(), peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])).base_model.model
+    with pytest.raises(MeshparError, match=r"experts.base_layer is below peft's own adapters.*LoRA\(parameters="):
+        Plan(*PLANS["experts"]).check(on_experts)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+def compare_exports(folder: Path, trained: dict[str, torch.Tensor], settings: LoRA) -> None:
+    import peft
+    import transformers
+
+    stored = names_in(folder / "checkpoints" / "latest")
+    assert stored and all(".lora_" in name for name in stored)
+    export_adapters(folder / "checkpoints", folder / "adapters", settings, folder / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    theirs = peft.PeftModel.from_pretrained(base, folder / "adapters")
+    held = {name.removeprefix("base_model.model."): value for name, value in theirs.state_dict().items()}
+    assert all(torch.equal(held[name], value) for name, value in trained.items())
+    want = theirs.merge_and_unload()
+    with pytest.raises(CheckpointError, match="already exists and is not empty"):
+        export_adapters(folder / "checkpoints", folder / "adapters", settings, folder / "base")
+    weights, config = merged(folder / "checkpoints", settings, folder / "base"), json.loads((folder / "base" / "config.json").read_text())
+    export_safetensors(weights, folder / "merged", max_shard_size=20_000, config=config)
+    assert len(list((folder / "merged").glob("*.safetensors"))) > 1
+    ours = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
+    for name, value in want.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(input_ids=ids).logits, want(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
+
+
+def names_in(step: Path) -> list[str]:
+    return [name for name in DistributedCheckpoint(step).tensors if name.startswith("model.")]
+
+
+@on_ranks(4, keep=True)
+def test_adapters_on_fused_and_transposed_projections() -> None:
+    folder = shared_folder()
+    check(huggingface_gpt2, GPT2_SETTINGS, folder, ("fsdp", "fsdp-tp"))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+def test_adapters_on_experts_that_are_stored_transposed_compute_as_pefts_own() -> None:
+    import copy
+
+    import peft
+
+    torch.manual_seed(0)
+    model = huggingface("GptOss", num_local_experts=4, num_experts_per_tok=2)
+    theirs = copy.deepcopy(model)
+    settings = LoRA(targets=(), parameters=("experts.gate_up_proj", "experts.down_proj"), rank=2)
+    add_adapters(model, settings)
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=2, lora_alpha=16, target_modules=[], target_parameters=list(settings.parameters)), theirs
+    )
+    values = {name: torch.randn_like(each) if ".lora_" in name else each.detach() for name, each in model.named_parameters()}
+    for each in (model, theirs):
+        each.load_state_dict(values, strict=False)
+    assert {name for name, each in theirs.named_parameters() if each.requires_grad} == {name for name in values if ".lora_" in name}
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(model(input_ids=ids).logits, theirs(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layout_with_adapters_can_be_sent_to_a_forecasts_process() -> None:
+    with torch.device("meta"):
+        model = qwen3()
+    model, layout = pickle.loads(pickle.dumps((model, add_adapters(model, SETTINGS))))
+    layer = next(each for name, each in model.to_empty(device="cpu").named_modules() if name.endswith("q_proj.lora_B.default"))
+    layout.init(layer)
+    assert not layer.weight.any(), "its modules are those of the model that was sent with it"
+
+
+def test_a_seed_gives_adapters_that_change_nothing_yet() -> None:
+    import meshpar
+
+    with torch.device("meta"):
+        model = qwen3()
+    with meshpar.distributed("cpu"):
+        par = Plan().apply(model, add_adapters(model, SETTINGS)).materialize(seed=0)
+    values = dict(par.module.named_parameters())
+    assert all(not value.any() for name, value in values.items() if ".lora_B." in name)
+    assert all(float(value.detach().std()) > 0.01 for name, value in values.items() if ".lora_A." in name)
+    assert {name for name, value in values.items() if value.requires_grad} == {name for name in values if ".lora_" in name}
+
+
+def test_what_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = qwen3()
+    with pytest.raises(RecipeError, match=r"lora: Target modules .*nothing"):
+        add_adapters(model, LoRA(targets=("nothing",)))
+    with pytest.raises(RecipeError, match="rank of at least 1"):
+        LoRA(rank=0)
+    for settings, message in [
+        (LoRA(targets=("experts",)), "lora: Target module Qwen3MoeExperts"),
+        (LoRA(targets=("q_proj", "gate_proj", "up_proj")), "reach model.layers.1.mlp.experts.gate_up_proj, expected linear layers"),
+        (
+            LoRA(parameters=("gate.weight",)),
+            r"names model.layers.0.mlp.gate.weight \(8, 32\), .* has experts.down_proj, experts.gate_up_proj",
+        ),
+    ]:
+        with torch.device("meta"), pytest.raises(RecipeError, match=message):
+            add_adapters(qwen3_moe(), settings)
+    with pytest.raises(RecipeError, match=r"added to the weights and see no input, got dropout 0\.1"):
+        LoRA(parameters=("experts.down_proj",), dropout=0.1)
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(MeshparError, match=r"pip install 'meshpar\[lora\]'"):
+        add_adapters(model, LoRA())
+
+
+def test_adapters_on_the_head_are_refused_under_tp() -> None:
+    with torch.device("meta"):
+        model = qwen3()
+    layout = add_adapters(model, LoRA(targets=("lm_head",)))
+    with pytest.raises(MeshparError, match=r"adapters on lm_head, whose style is .*, cannot be split; leave it out of lora.targets"):
+        Plan("tp=2", [TensorParallel()]).check(model, layout, 2)
+
+
+def test_a_recipe_trains_adapters_goes_on_and_exports_them_merged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from meshpar.launchers.commands.train import launch as train
+    from meshpar.launchers.export.run import export_run
+    from meshpar.launchers.recipes.loading import load_recipe
+
+    torch.manual_seed(0)
+    base = huggingface("Llama", tie_word_embeddings=True)
+    base.resize_token_embeddings(320)
+    base.save_pretrained(tmp_path / "base")
+    (tmp_path / "text.txt").write_text("a line of text\n" * 400)
+    given = [
+        f"model={{kind: huggingface, config: {tmp_path / 'base'}, weights: {tmp_path / 'base'}}}",
+        f"data={{source: files, paths: [{tmp_path / 'text.txt'}], tokenizer: bytes, sequence_length: 16, micro_batch: 2, cache: {tmp_path / 'cache'}}}",
+        "lora={targets: [q_proj, down_proj], rank: 2}", "mesh=''", "training.tensorboard=false", "training.validate_every=null", "schedule.warmup_steps=0",
+    ]  # fmt: skip
+    for steps in (2, 4):
+        recipe = load_recipe("quickstart", [*given, f"output={tmp_path / 'run'}", f"training.steps={steps}", "training.log_every=1"])
+        assert train(recipe, 1, quiet=True) == 0
+    trained = 2 * 2 * (base.config.hidden_size * 3 + base.config.intermediate_size)  # two layers; rank 2 beside two matrices of each
+    assert f" parameters, {trained:,} of them trained, on one process" in capfd.readouterr().err
+    stored = names_in(tmp_path / "run" / "checkpoints" / "latest")
+    assert len(stored) == 2 * 2 * 2 and all(".lora_" in name for name in stored)
+    import transformers
+
+    merged = transformers.AutoModelForCausalLM.from_pretrained(export_run(tmp_path / "run", tmp_path / "merged")).state_dict()
+    changed = {name for name, value in base.state_dict().items() if not torch.equal(value, merged[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "down_proj"} and len(changed) == 4
+    with pytest.raises(RecipeError, match="adapters need a model of transformers"):
+        load_recipe("quickstart", ["lora={rank: 2}"])
+
+
+def test_adapters_on_an_embedding_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"lora.targets name model.embed_tokens, a Embedding; adapters require linear layers"):
+        add_adapters(qwen3(), LoRA(targets=("embed_tokens",)))

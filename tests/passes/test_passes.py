@@ -1,0 +1,222 @@
+"""The knobs of the passes, each against one process; sizes that do not divide; compiled; and what mixed precision keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, Pass, Plan, PlanError, Replicate, TensorParallel
+from meshpar.placements import local_tensor
+from meshpar.testing import assert_parity, on_ranks, random_tokens, token_loss_sum, token_steps
+from tests.support.models_for_parity import VOCAB, gpt2, transformer
+
+SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
+
+
+def save_products(ctx, op, *args, **kwargs):
+    policy = torch.utils.checkpoint.CheckpointPolicy
+    return policy.MUST_SAVE if op is torch.ops.aten.mm.default else policy.PREFER_RECOMPUTE
+
+
+KNOBS = {
+    "offload": [FullyShard(offload="cpu")],
+    "prefetch-2": [FullyShard(prefetch_forward=2, prefetch_backward=2)],
+    "prefetch-none": [FullyShard(prefetch_backward=0)],
+    "one-unit": [FullyShard(min_params=10**6)],
+    "by-class-name": [FullyShard(blocks=("Layer",))],
+    "whole-subtree": [FullyShard(whole=("layers.1", "embed"))],
+    "selective": [ActivationCheckpoint(mode="selective"), FullyShard()],
+    "every-second": [ActivationCheckpoint(every=2), FullyShard()],
+    "own-policy": [ActivationCheckpoint(policy=save_products), FullyShard()],
+    "compiled": [Compile(), FullyShard()],
+    "recomputed-and-compiled": [ActivationCheckpoint(), Compile(), FullyShard()],
+}
+
+
+@pytest.mark.parametrize("knob", [pytest.param(knob, marks=pytest.mark.long) if knob == "compiled" else knob for knob in KNOBS])
+def test_fsdp_knobs(knob):
+    fsdp_knob(knob)
+
+
+@on_ranks(2, timeout_s=170, keep=True)
+def fsdp_knob(knob):
+    assert_parity(lambda: transformer(layers=3), "dp_shard=2", KNOBS[knob], token_steps(VOCAB, parts=2))
+
+
+@on_ranks(4, keep=True)
+def test_reshard_to_a_smaller_group():
+    assert_parity(transformer, "dp_shard=4", [FullyShard(reshard_after_forward=2)], token_steps(VOCAB, parts=4))
+
+
+@pytest.mark.long
+@on_ranks(2, timeout_s=170)
+def test_compiled_sequence_parallel():
+    assert_parity(lambda: transformer(qk_norm=True), "tp=2", [SEQUENCE, Compile()], token_steps(VOCAB, parts=2))
+
+
+@on_ranks(2, keep=True)
+def test_selective_recomputation_in_mixed_precision():
+    grads = []
+    for passes in ([], [ActivationCheckpoint(mode="selective")], [ActivationCheckpoint(policy=save_products)]):
+        plan = Plan("dp_shard=2", [*passes, FullyShard(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)])
+        par = plan.apply(on_meta(transformer)).materialize(seed=0)
+        token_loss_sum(par.module, random_tokens(VOCAB, 2, 16, seed=0))[0].backward()
+        grads.append([local_tensor(parameter.grad) for parameter in par.module.parameters()])
+    assert all(torch.equal(mine, plain) for some in grads[1:] for mine, plain in zip(some, grads[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "passes"),
+    [
+        ("dp_replicate=2", [Compile(backend="aot_eager"), Replicate()]),
+        pytest.param("dp_replicate=2,dp_shard=1", [Compile(backend="aot_eager"), HybridShard()], marks=pytest.mark.long),
+        pytest.param("tp=2", [TensorParallel(), Compile(backend="aot_eager")], marks=pytest.mark.long),
+        ("dp_shard=1,tp=2", [SEQUENCE, ActivationCheckpoint(), Compile(backend="aot_eager"), FullyShard()]),
+    ],
+    ids=["replicate", "hsdp", "tp", "everything"],
+)
+def test_compiled_plans(mesh, passes):
+    compiled(mesh, passes)
+
+
+@on_ranks(2, timeout_s=170)
+def compiled(mesh, passes):
+    assert_parity(transformer, mesh, passes, token_steps(VOCAB, parts=2))
+
+
+@on_ranks(2, keep=True)
+def test_selective_recomputation_under_tp():
+    assert_parity(transformer, "tp=2", [TensorParallel(), ActivationCheckpoint(mode="selective")], token_steps(VOCAB, parts=2))
+
+
+@on_ranks(3, keep=True)
+def test_fsdp_rows_that_do_not_divide():
+    assert_parity(lambda: transformer(hidden=50, vocab_size=97), "dp_shard=3", [FullyShard()], token_steps(97, parts=3))
+
+
+@on_ranks(4, keep=True)
+def test_tp_features_that_do_not_divide():
+    assert_parity(lambda: transformer(hidden=7, vocab_size=10, kv_heads=4), "tp=4", [SEQUENCE], token_steps(10, parts=2))
+    assert_parity(lambda: transformer(hidden=7, vocab_size=10, kv_heads=4), "tp=4", [TensorParallel()], token_steps(10, parts=2))
+
+
+@on_ranks(6, keep=True)
+def test_fsdp_and_tp_sizes_that_do_not_divide():
+    assert_parity(lambda: transformer(hidden=51, vocab_size=97), "dp_shard=3,tp=2", [SEQUENCE, FullyShard()], token_steps(97, parts=3))
+
+
+@on_ranks(4, keep=True)
+def test_replicate_and_tp_with_gpt2_of_odd_vocabulary():
+    assert_parity(lambda: gpt2(vocab_size=97), "dp_replicate=2,tp=2", [SEQUENCE, Replicate()], token_steps(97, parts=2))
+
+
+@on_ranks(4, keep=True)
+def test_accumulation_that_reduces_each_time():
+    mesh, passes = "dp_replicate=2,dp_shard=2", [HybridShard()]
+    batches = [random_tokens(VOCAB, 2, 16, seed=n + 10 * torch.distributed.get_rank()) for n in range(3)]
+    grads = []
+    for reduce_each in (False, True):
+        par = Plan(mesh, passes).apply(on_meta(transformer)).materialize(seed=0)
+        for batch in par.accumulate(batches, reduce_each=reduce_each):
+            token_loss_sum(par.module, batch)[0].backward()
+        grads.append({name: local_tensor(p.grad) for name, p in par.module.named_parameters()})
+    for name, once in grads[0].items():
+        torch.testing.assert_close(grads[1][name], once, rtol=1e-5, atol=1e-5)
+
+
+def on_meta(build):
+    with torch.device("meta"):
+        return build()
+
+
+@on_ranks(2)
+def test_mixed_precision_computes_low_and_keeps_float32_masters():
+    passes = [FullyShard(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32, buffer_dtype=torch.bfloat16)]
+    module = on_meta(transformer)
+    module.register_buffer("counts", torch.ones(3))
+    module.norm.register_buffer("scale", torch.ones(3))
+    par = Plan("dp_shard=2", passes).apply(module)
+    assert module.counts.dtype == torch.bfloat16
+    del module.counts, module.norm.scale
+    par.materialize(seed=0)
+    optimizer = torch.optim.AdamW(par.module.parameters())
+    seen = []
+    par.module.layers[0].mlp.up.register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, out.dtype)))
+    logits = par.module(input_ids=random_tokens(VOCAB, 1, 8, seed=0)["input_ids"]).logits
+    assert seen == [(torch.bfloat16, torch.bfloat16)] and logits.dtype == torch.float32
+    logits.square().mean().backward()
+    optimizer.step()
+    for parameter in par.module.parameters():
+        assert parameter.dtype == parameter.grad.dtype == optimizer.state[parameter]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("make", [FullyShard, HybridShard, Replicate])
+def test_gradients_are_reduced_in_param_dtype_by_default(make):
+    """FSDP2's own default has changed with torch 2.15."""
+    half, single = torch.bfloat16, torch.float32
+    given = make(param_dtype=half)
+    assert [each.reduce_dtype for each in (given.inner(), given.outer(), given.kept(), make().inner())] == [half, half, single, None]
+    assert make(param_dtype=half, reduce_dtype=single).inner().reduce_dtype == single
+
+
+@on_ranks(2)
+def test_modules_of_the_layout_stay_in_float32_under_mixed_precision():
+    from dataclasses import replace
+
+    module = on_meta(transformer)
+    layout = replace(module.meshpar_layout(), fp32=("norm",))
+    par = Plan("dp_shard=2", [FullyShard(param_dtype=torch.bfloat16)]).apply(module, layout).materialize(seed=0)
+    seen = []
+    module.norm.register_forward_hook(lambda module, args, out: seen.append((module.weight.dtype, out.dtype)))
+    par.module(input_ids=random_tokens(VOCAB, 1, 8, seed=0)["input_ids"])
+    assert seen[0][0] == torch.float32
+
+
+@pytest.mark.parametrize("passes", [[FullyShard()], [Replicate()]], ids=["fsdp", "replicate"])
+def test_nothing_is_reduced_before_the_last_micro_batch(passes):
+    unreduced(passes)
+
+
+@on_ranks(2, keep=True)
+def unreduced(passes):
+    par = Plan("dp_shard=2" if passes[0].name == "FullyShard" else "dp_replicate=2", passes).apply(on_meta(transformer)).materialize(seed=0)
+    reduced = []
+    for batch in par.accumulate([random_tokens(VOCAB, 1, 8, seed=n) for n in range(3)]):
+        token_loss_sum(par.module, batch)[0].backward()
+        reduced.append(any(parameter.grad is not None for parameter in par.module.parameters()))
+    assert reduced == [False, False, True]
+
+
+@on_ranks(2, keep=True)
+def test_transformers_own_loss_under_loss_parallelism():
+    from tests.support.models_for_parity import huggingface
+
+    batch = random_tokens(VOCAB, 2, 16, seed=0)
+    losses = []
+    for mesh, passes in (("dp_replicate=2", [Replicate()]), ("tp=2", [TensorParallel(loss_parallel=True)])):
+        par = Plan(mesh, passes).apply(on_meta(lambda: huggingface("Llama"))).materialize(seed=0)
+        losses.append(par.module(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss)
+    torch.testing.assert_close(losses[0], losses[1])
+
+
+@on_ranks(2)
+def test_a_module_is_parallelized_once():
+    par = Plan("dp_shard=2", [FullyShard()]).apply(on_meta(transformer))
+    with pytest.raises(PlanError, match="already parallelized"):
+        Plan("dp_shard=2", [FullyShard()]).apply(par.module)
+
+
+class Frozen(Pass):
+    """Changes what is trained, on any mesh."""
+
+    name, stage = "Frozen", 1
+
+    def apply(self, module, layout, mesh):
+        module.head.requires_grad_(False)
+
+
+@on_ranks(2)
+def test_parity_gives_one_process_the_passes_that_change_what_is_trained():
+    assert_parity(transformer, "dp_replicate=2", [Frozen(), Replicate()], token_steps(VOCAB), alone=[Frozen()])
+    with pytest.raises(AssertionError, match=r"gradients: names differ, \['head.weight'\]"):
+        assert_parity(transformer, "dp_replicate=2", [Frozen(), Replicate()], token_steps(VOCAB))

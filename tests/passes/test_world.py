@@ -1,0 +1,336 @@
+"""HybridShard(optimizer="world"): training equals one process, and each rank trains a slice that no other rank has."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshpar import ActivationCheckpoint, ExpertParallel, FullyShard, HybridShard, MeshparError, MeshSpec, Plan, PlanError, TensorParallel
+from meshpar.checkpoints import CheckpointManager
+from meshpar.forecasting import Batch, Hardware, forecast
+from meshpar.forecasting.search import search
+from meshpar.passes import world
+from meshpar.passes.applied import applied
+from meshpar.placements import local_tensor
+from meshpar.testing import assert_parity, on_ranks, one_process, random_tokens, token_loss_sum, token_steps, whole
+from meshpar.testing.parity import train_steps
+from tests.support.models_for_parity import VOCAB, transformer
+
+WORLD = HybridShard(optimizer="world")
+ODD = functools.partial(transformer, vocab_size=99, dim=36, heads=6, kv_heads=2, hidden=50, qk_norm=True, tied=True)
+"""Weights of 99, 50, 36, 12 and 6 rows: over 4 or 8 ranks slices differ in size, and those of norms of 6 are empty on some ranks."""
+SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
+
+
+def sharded(passes=(WORLD,), mesh="dp_replicate=2,dp_shard=2", build=ODD):
+    with torch.device("meta"):
+        module = build()
+    return Plan(mesh, list(passes)).apply(module).materialize(seed=0)
+
+
+def weights(par):
+    return {name: whole(parameter) for name, parameter in par.module.named_parameters()}
+
+
+def same_bits(one, other):
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def sgd(par):
+    return torch.optim.SGD(par.module.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+
+class PlainReduce(world._Reduce):
+    """The sum over replicas as accelerators do it."""
+
+    def __init__(self, *groups, exchanges):
+        super().__init__(*groups, exchanges=not exchanges)
+
+
+@on_ranks(4, keep=True)
+def test_two_replicas_of_two_shards_equal_one_process():
+    steps = token_steps(VOCAB, parts=4, micro_batches=2)
+    expected = one_process(ODD, steps, max_norm=0.5)
+    assert_parity(ODD, "dp_replicate=2,dp_shard=2", [WORLD], steps, expected=expected, max_norm=0.5)
+    kept = HybridShard(optimizer="world", reshard_after_forward=False, offload="cpu", prefetch_forward=1, whole=("norm.weight",))
+    assert_parity(ODD, "dp_replicate=2,dp_shard=2", [ActivationCheckpoint(), kept], steps, expected=expected, max_norm=0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "_Reduce", PlainReduce)
+        assert_parity(ODD, "dp_replicate=4,dp_shard=1", [WORLD], steps, expected=expected, max_norm=0.5)
+
+
+@on_ranks(8, keep=True)
+def test_eight_ranks_equal_one_process_with_and_without_tensor_parallelism():
+    steps = token_steps(VOCAB)
+    expected = one_process(ODD, steps)
+    for mesh, passes in {
+        "dp_replicate=2,dp_shard=4": [WORLD],
+        "dp_replicate=4,dp_shard=2": [WORLD],
+        "dp_replicate=2,dp_shard=2,tp=2": [SEQUENCE, ActivationCheckpoint(), WORLD],
+    }.items():
+        par = assert_parity(ODD, mesh, passes, steps, expected=expected)
+        held = torch.tensor(sum(local_tensor(each).numel() for each in par.module.parameters()))
+        total = sum(each.numel() for each in par.module.parameters())
+        dist.all_reduce(held)
+        assert held == total if "tp" not in mesh else held < 1.1 * total, "an element is trained by one rank, but for what tp keeps whole"
+
+
+MIXTURE = functools.partial(transformer, experts=8, expert_hidden=16, qk_norm=True)
+
+
+@on_ranks(4, keep=True)
+def test_divided_experts_equal_one_process_and_resume_on_replicas_that_each_have_an_optimizer_and_back():
+    steps = token_steps(VOCAB, parts=4, micro_batches=2)
+    meshes = [("dp_replicate=2,dp_shard=1,ep=2", [ExpertParallel(), each]) for each in (WORLD, HybridShard(), WORLD)]
+    assert_parity(MIXTURE, *meshes[0], steps)
+    root = [tempfile.mkdtemp(prefix="meshpar-world-")]
+    dist.broadcast_object_list(root)
+    manager, seen = CheckpointManager(root[0]), []
+    for number, (mesh, passes) in enumerate(meshes):
+        par = sharded(passes, mesh, MIXTURE)
+        optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+        train_steps(par, steps[:1], optimizer=optimizer)
+        if number:
+            manager.restore(par, optimizer)
+        manager.save(number, par, optimizer)
+        seen.append(weights(par) | moments(par, optimizer))
+    same_bits(seen[0], seen[1])
+    same_bits(seen[1], seen[2])
+    dist.barrier()
+    shutil.rmtree(root[0], ignore_errors=True)
+
+
+@on_ranks(4, keep=True)
+def test_it_has_the_bits_of_plain_hybrid_sharding():
+    """Momentum and masters are float32 whatever the dtype of the shards that a replica keeps."""
+    steps = token_steps(VOCAB, parts=4, micro_batches=2)
+    for dtype in (torch.bfloat16, torch.float16, None):
+        runs = []
+        for optimizer in ("replica", "world"):
+            par = sharded([HybridShard(optimizer=optimizer, param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)])
+            record = train_steps(par, steps, optimizer=sgd(par))  # unclipped: the norm adds up in another order
+            runs.append(record.weights | {str(number): torch.tensor(value) for number, value in enumerate(record.losses)})
+        same_bits(*runs)
+        assert {each.dtype for each in applied(par.module).replica_shards.tensors()} == {dtype or torch.float32}
+
+
+@on_ranks(4, keep=True)
+def test_micro_batches_that_are_reduced_each_add_up_in_slices():
+    batches = [random_tokens(99, 1, 8, seed=10 * dist.get_rank() + number) for number in range(3)]
+    found = []
+    for each in (False, True):
+        par = sharded()
+        for batch in par.accumulate(batches, reduce_each=each):
+            token_loss_sum(par.module, batch)[0].backward()
+        found.append({name: whole(parameter.grad) for name, parameter in par.module.named_parameters()})
+    for name, grad in found[0].items():
+        assert torch.allclose(grad, found[1][name], rtol=1e-5, atol=1e-6 * float(grad.abs().max())), name
+
+
+@on_ranks(4, keep=True)
+def test_every_write_to_a_parameter_is_in_the_next_forward():
+    par, batch = sharded(), random_tokens(99, 1, 8, seed=0)
+
+    def loss():
+        with torch.no_grad():
+            return float(token_loss_sum(par.module, batch)[0])
+
+    seen, state = [loss()], {name: 2 * value for name, value in par.state_dict(full=True, everywhere=True).items()}
+    with torch.no_grad():
+        for parameter in par.module.parameters():
+            parameter.mul_(1.1)
+        seen.append(loss())
+        if dist.get_rank() == 3:  # whoever writes, all gather: here only the last rank's slices change
+            local_tensor(par.module.layers[0].mlp.up.weight).zero_()
+        seen.append(loss())
+        for factor in (2, 0.5):  # past autograd's count of writes
+            for parameter in par.module.parameters():
+                local_tensor(parameter).data.mul_(factor)
+            seen.append(loss())
+        assert seen[-1] == seen[-3] and seen.pop() != seen.pop()
+    par.module.load_state_dict(state)
+    seen.append(loss())
+    average = par.averaged(0.5)
+    average.update()
+    par.load_state_dict({name: value / 2 for name, value in state.items()})
+    seen.append(loss())
+    with average.swapped():
+        assert loss() == seen[-2]
+    assert loss() == seen[-1] == seen[0] and len(set(seen)) == 4
+    optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
+    token_loss_sum(par.module, batch)[0].backward()
+    optimizer.step()
+    assert loss() < seen[0]
+
+
+@on_ranks(4, keep=True)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and_its_values_on_others():
+    root = [tempfile.mkdtemp(prefix="meshpar-world-")]
+    dist.broadcast_object_list(root)
+    steps = token_steps(VOCAB, parts=4, steps=4)
+    adamw = lambda par: torch.optim.AdamW(par.module.parameters(), lr=1e-2, eps=1e-3)  # noqa: E731
+    par = sharded()
+    optimizer = adamw(par)
+    train_steps(par, steps[:2], optimizer=optimizer)
+    manager = CheckpointManager(root[0])
+    manager.save(2, par, optimizer)
+    middle = weights(par) | moments(par, optimizer)
+    train_steps(par, steps[2:], optimizer=optimizer)
+    for mesh, passes in {
+        "dp_replicate=2,dp_shard=2": [WORLD],
+        "dp_replicate=4,dp_shard=1": [WORLD],
+        "dp_replicate=1,dp_shard=4": [HybridShard()],
+        "dp_shard=2,tp=2": [TensorParallel(), FullyShard()],
+    }.items():
+        other = sharded(passes, mesh)
+        fresh = adamw(other)
+        train_steps(other, steps[:1], optimizer=fresh)
+        if passes == [WORLD]:  # its shards are up to date, and restoring makes them old
+            with torch.no_grad():
+                other.module(steps[0][0][0]["input_ids"])
+        manager.restore(other, fresh)
+        same_bits(weights(other) | moments(other, fresh), middle)
+        manager.save(3, other, fresh, replace=True)
+        if passes == [WORLD] and "2,dp" in mesh:
+            train_steps(other, steps[2:], optimizer=fresh)
+            same_bits(weights(other), weights(par))
+    back = sharded()
+    again = adamw(back)
+    manager.restore(back, again, step=3)  # written by the last of the others
+    same_bits(weights(back) | moments(back, again), middle)
+    dist.barrier()
+    shutil.rmtree(root[0], ignore_errors=True)
+
+
+@on_ranks(4)
+def test_micro_batches_of_a_step_share_what_was_gathered():
+    par, batch = sharded(), random_tokens(99, 1, 8, seed=0)
+    sent, inner = [], world._Gather._over_replicas
+
+    def counted(self, mine):
+        sent.append(mine.numel())
+        inner(self, mine)
+
+    world._Gather._over_replicas = counted
+
+    def step(between=lambda: None):
+        sent.clear()
+        for number, micro in enumerate(par.accumulate([batch, batch])):
+            if number:
+                between()
+            token_loss_sum(par.module, micro)[0].backward()
+        par.module.zero_grad()
+        return sum(sent)
+
+    def evaluate():
+        with torch.no_grad():
+            token_loss_sum(par.module, batch)
+        if dist.get_rank() == 0:
+            par.describe()
+
+    once = step()
+    assert once == step() > 0
+    assert step(evaluate) == 3 * once
+    for written in (next(par.module.parameters()), next(par.module.parameters()).data):
+        with pytest.raises(MeshparError, match="written between the micro-batches of one step"):
+            step(lambda written=written: local_tensor(written).detach().mul_(2))
+        par.module.zero_grad()
+
+
+@on_ranks(4)
+def test_slices_of_all_units_travel_from_the_start_of_a_forward_in_a_group_of_their_own():
+    par = sharded()
+    shards, begun = applied(par.module).replica_shards, []
+    ((axis, group),) = shards.groups
+    assert axis == "dp_replicate" and (axis, group) in list(par.groups()) and group is not dict(par.groups())["dp_shard"]
+    par.module.layers[0].register_forward_pre_hook(lambda *_: begun.append([each.fresh for each in shards._gathers]))
+    token_loss_sum(par.module, random_tokens(99, 1, 8, seed=0))
+    assert all(begun[0]) and len(begun[0]) > 2
+
+
+@on_ranks(4, keep=True)
+def test_weights_swapped_for_an_evaluation_leave_the_backward_around_it_alone():
+    batch, found = random_tokens(99, 1, 8, seed=0), []
+    for passes in (WORLD,), (HybridShard(),):
+        par = sharded(passes)
+        for micro in par.accumulate([batch, batch]):
+            loss = token_loss_sum(par.module, micro)[0]
+            for factor in (2, 0.5):
+                for parameter in par.module.parameters():
+                    local_tensor(parameter).data.mul_(factor)
+                if factor == 2:
+                    with torch.no_grad():
+                        token_loss_sum(par.module, micro)
+            loss.backward()
+        found.append({name: whole(each.grad) for name, each in par.module.named_parameters()})
+    for name, grad in found[0].items():
+        torch.testing.assert_close(grad, found[1][name])
+
+
+def moments(par, optimizer):
+    named = par.module.named_parameters()
+    return {f"{name}/{key}": whole(value) for name, each in named for key, value in optimizer.state[each].items()}
+
+
+def test_optimizer_state_is_divided_by_the_replicas_and_described_to_the_byte():
+    passes = {each: [HybridShard(optimizer=each, param_dtype=torch.bfloat16)] for each in ("replica", "world")}
+    described = {}
+    for each, chosen in passes.items():
+        with torch.device("meta"):
+            described[each] = Plan("dp_replicate=2,dp_shard=2", chosen).describe(transformer())
+    plain, world = described["replica"], described["world"]
+    assert 2 * world.optimizer_bytes == plain.optimizer_bytes and 2 * world.parameter_bytes == plain.parameter_bytes
+    assert world.shard_bytes == world.parameter_bytes and plain.shard_bytes == 0, "half of float32: the whole shard in bfloat16"
+    assert "of shards for its replica" in str(world) and "of shards" not in str(plain)
+    on_ranks(4)(real_bytes)(passes, described)
+
+
+def real_bytes(passes, expected):
+    for each, chosen in passes.items():
+        par = sharded(chosen, build=transformer)
+        optimizer = torch.optim.AdamW(par.module.parameters())
+        train_steps(par, token_steps(VOCAB, parts=4, steps=1), optimizer=optimizer)
+        state = [value for states in optimizer.state.values() for value in states.values() if value.ndim]
+        shards = applied(par.module).replica_shards
+        assert par.describe() == expected[each]
+        assert sum(local_tensor(value).untyped_storage().nbytes() for value in state) == expected[each].optimizer_bytes
+        assert (0 if shards is None else sum(value.nbytes for value in shards.tensors())) == expected[each].shard_bytes
+
+
+@pytest.mark.long
+def test_the_search_proposes_it_where_replicas_cannot_each_have_an_optimizer():
+    """In nodes of two ranks, 16 bytes a parameter over 2 shards do not fit, and over all 8 ranks with shards in bfloat16 they do."""
+    with torch.device("meta"):
+        model = transformer(dim=256, hidden=1024, layers=8)
+    count = sum(each.numel() for each in model.parameters())
+    h100 = Hardware.load("h100")
+    small = replace(h100, node=2, memory=h100.reserved + 6 * count)
+    found = search(model, model.meshpar_layout(), Batch(sequence=16), small, 8, recompute=("full",), micro_batches=(1,), top=0)
+    mesh = MeshSpec(dp_replicate=4, dp_shard=2)
+    proposed = next(each for each in found.fitting if each.settings.mesh() == mesh and each.settings.reshard)
+    assert proposed.settings.world and "optimizer=world" in str(proposed.settings)
+    exact = forecast(Plan(mesh, proposed.settings.passes()), model, Batch(sequence=16), hardware=small, depth="all")
+    assert exact.fits and abs(proposed.peak - exact.memory.peak) < 0.1 * exact.memory.peak, (proposed.peak, exact.memory.peak)
+    hybrids = [each.settings for each in (*found.fitting, *found.out) if each.settings.replicas > 1 and each.settings.tp == 1]
+    assert {each.shards: each.world for each in hybrids} == {2: True, 4: False}
+
+
+def test_what_cannot_be_is_refused():
+    with torch.device("meta"):
+        module = transformer()
+    for options, message in (
+        ({"optimizer": "node"}, r"HybridShard\(optimizer='node'\) is not known; use 'replica' or 'world'"),
+        (
+            {"optimizer": "world", "reshard_after_forward": 2},
+            r"reshards to parts of a replica, whose shards are kept as they are; use reshard_after_forward=True or False",
+        ),
+    ):
+        with pytest.raises(PlanError, match=message):
+            Plan("dp_replicate=2,dp_shard=4", [HybridShard(**options)]).check(module, world_size=8)

@@ -1,0 +1,225 @@
+"""Run the habits of loops under a plan, and write what came of each as a table: docs/loops.md."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshpar import MeshparError
+from meshpar.testing import RankFailure, launch
+from tests.support.loop_habits import CONTROLS, HABITS, Habit
+from tests.support.loop_sides import PLANS, Side, ranks_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
+ALLOWED = ("exact", "refused", "torch")
+TORCHS_OWN = {
+    "penalty": r"got mixed torch\.Tensor and DTensor",
+    "setting": r"got mixed torch\.Tensor and DTensor",
+}
+"""Habits that hand a parallel module's DTensors to torch where no code of meshpar's runs -> the error with which torch refuses them."""
+LAUNCH_S = 500.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a habit: ``exact``, ``refused``, ``torch`` (an error of torch's own), ``wrong``, ``raw`` (another error), ``hang``."""
+
+    kind: str
+    message: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}" if self.message else self.kind
+
+
+def run_plan(title: str, names: Iterable[str] | None = None) -> dict[str, Outcome]:
+    """Run habits under a plan: one launch, and another one after each habit that may have left its ranks out of step."""
+    waiting, found = list(names or HABITS), {}
+    while waiting:
+        with tempfile.TemporaryDirectory(prefix="meshpar-loops-") as folder:
+            failure = ""
+            try:
+                launch(__name__, "run_habits", ranks_of(title), (title, waiting, folder), timeout_s=LAUNCH_S)
+            except RankFailure as error:
+                failure = str(error)
+            reports = [_read(Path(folder, str(rank))) for rank in range(ranks_of(title))]
+        begun = [name for name in waiting if any(name in report for report in reports)]
+        if not begun:
+            raise RankFailure(f"no habit ran under {title}: {failure}")
+        for name in begun:
+            found[name] = _joined([report.get(name) or Outcome(kind="hang") for report in reports])
+        waiting = [name for name in waiting if name not in begun]
+    return found
+
+
+def _read(path: Path) -> dict[str, Outcome]:
+    """A rank's outcomes; a habit that it began and did not end is a hang."""
+    lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+    return {name: Outcome(**outcome) for name, outcome in lines}
+
+
+def _joined(outcomes: list[Outcome]) -> Outcome:
+    """One outcome of all ranks: theirs where they agree, and otherwise a fault."""
+    kinds = {each.kind for each in outcomes}
+    slowest = max(each.seconds for each in outcomes)
+    if len(kinds) == 1:
+        first = min(outcomes, key=lambda each: each.message)
+        return Outcome(kind=first.kind, message=first.message, seconds=slowest)
+    kind = next(kind for kind in ("hang", "raw", "wrong", "refused") if kind in kinds)
+    listed = "; ".join(f"rank {rank} {each}" for rank, each in enumerate(outcomes))
+    return Outcome(kind="wrong" if kind == "refused" else kind, message=listed, seconds=slowest)
+
+
+def run_habits(title: str, names: list[str], folder: str) -> None:
+    """Run habits on this rank until the ranks may be out of step; each outcome is a line of this rank's file in ``folder``."""
+    with Path(folder, str(dist.get_rank())).open("a", buffering=1) as file:
+        for name in names:
+            report = lambda outcome, name=name: file.write(json.dumps([name, asdict(outcome)]) + "\n")  # noqa: E731
+            report(Outcome(kind="hang"))  # until the next line says what else
+            timer = threading.Timer(_habit(name).limit_s, os._exit, (0,))
+            timer.daemon = True
+            timer.start()
+            outcome = _run(title, name)
+            report(outcome)
+            timer.cancel()  # a rank that waits for one that hangs must not end first, which would free that one
+            outcomes = _of_all_ranks(folder, name)
+            torch._dynamo.reset()
+            gc.collect()
+            if len({(each.kind, each.message if each.kind in ("raw", "torch") else "") for each in outcomes}) > 1:
+                return
+
+
+def _of_all_ranks(folder: str, name: str) -> list[Outcome]:
+    """Every rank's outcome, awaited through their files: a collective might meet one that the habit left behind."""
+    files = [Path(folder, str(rank)) for rank in range(dist.get_world_size())]
+    while True:
+        outcomes = [_read(file).get(name) for file in files]
+        if all(each is not None and each.kind != "hang" for each in outcomes):
+            return outcomes
+        time.sleep(0.005)
+
+
+def _habit(name: str) -> Habit:
+    return HABITS.get(name) or CONTROLS[name]
+
+
+def _run(title: str, name: str) -> Outcome:
+    habit, began = _habit(name), time.monotonic()
+    try:
+        if not habit.refused:
+            alone = Side(title, alone=True)
+            habit.run(alone)
+            torch._dynamo.reset()
+            began = time.monotonic()
+        side = Side(title, alone=False)
+        habit.run(side)
+        difference = "it ran to its end" if habit.refused else side.difference(alone, habit.tolerance)
+    except MeshparError as error:
+        return Outcome(kind="refused", message=_told(error), seconds=time.monotonic() - began)
+    except Exception as error:
+        text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+        return Outcome(
+            kind="torch" if re.search(TORCHS_OWN.get(name, "$^"), text) else "raw", message=text, seconds=time.monotonic() - began
+        )
+    return Outcome(kind="exact" if difference is None else "wrong", message=difference or "", seconds=time.monotonic() - began)
+
+
+def _told(error: MeshparError) -> str:
+    """The first line of a message, or the problem of a plan that has one, and the remedy where it has a line of its own."""
+    problems = getattr(error, "problems", ())
+    first, *others = (problems[0] if len(problems) == 1 else str(error)).splitlines()
+    if first.endswith(":") and others:
+        first = f"{first} {others[0].strip()}"
+    remedy = next((line.strip() for line in others if line.strip().startswith("remedy:")), "")
+    return f"{first}; {remedy}" if remedy else first
+
+
+# The page
+
+UNKNOWN = Outcome(kind="unknown", message="not run yet")
+HEAD = """# What a training loop may do
+
+Find the habit of your loop: each row is common code of PyTorch loops, and each column a plan.
+
+- `exact`: loss, gradients and weights equal those of one process on the concatenated batch (float64,
+  to 1e-9, unless the row names another dtype).
+- `refused`: meshpar raises a `MeshparError` on every rank; the number leads to [the
+  message](#messages).
+- `torch`: torch itself raises the error, before any value is wrong.
+
+`python docs/write_loops.py` runs every cell and writes this page.
+[tests/exact/test_loops.py](../tests/exact/test_loops.py) runs the cells again and compares. The code of each row
+is a function in [tests/support/loop_habits.py](../tests/support/loop_habits.py).
+
+Not compared between ranks, so keep them right yourself: labels of ranks of `tp` (ranks of one sample
+need the same labels), samples of data ranks (pass `par.data_rank` to the sampler), `nn.init` and
+other random writes into parameters after `apply` (use `materialize` or `reset_parameters`), and
+`torch.nn.utils.clip_grad_norm_` between micro-batches (`par.clip_grad_norm_` refuses it).
+"""
+
+
+def page(columns: Mapping[str, Mapping[str, Outcome]]) -> str:
+    """The page for the outcomes of each plan."""
+    numbers: dict[str, int] = {}
+
+    def cell(outcome: Outcome) -> str:
+        if outcome.kind == "exact":
+            return "exact"
+        number = numbers.setdefault(outcome.message, len(numbers) + 1)
+        return f"{outcome.kind if outcome.kind in ALLOWED else f'**{outcome.kind}**'} [{number}](#messages)"
+
+    lines = [HEAD, f"| habit | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
+    group = ""
+    for name, habit in HABITS.items():
+        if habit.group != group:
+            group = habit.group
+            lines.append(f"| **{group}** |{'  |' * len(columns)}")
+        lines.append(f"| {habit.title} | {' | '.join(cell(column.get(name, UNKNOWN)) for column in columns.values())} |")
+    lines += ["", "## Messages", "", *(f"{number}. {_escaped(message)}" for message, number in numbers.items()), ""]
+    return "\n".join(lines)
+
+
+def _escaped(message: str) -> str:
+    return re.sub(r"([*_<>|\[\]])", r"\\\1", message)
+
+
+def columns_of(text: str) -> dict[str, dict[str, Outcome]]:
+    """The outcomes that a page says: plan -> habit -> outcome."""
+    messages = {number: re.sub(r"\\([*_<>|\[\]])", r"\1", message) for number, message in re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE)}
+    titles = {habit.title: name for name, habit in HABITS.items()}
+    found: dict[str, dict[str, Outcome]] = {title: {} for title in PLANS}
+    for line in text.splitlines():
+        title, *cells = [each.strip() for each in line.strip("|").split(" | ")]
+        if not line.startswith("| ") or title not in titles:
+            continue
+        for plan, cell in zip(PLANS, cells, strict=True):
+            kind, _, number = re.fullmatch(r"\W*(\w+)\W*( \[(\d+)\].*)?", cell).groups()
+            found[plan][titles[title]] = Outcome(kind=kind, message=messages[number] if number else "")
+    return found
+
+
+def _said(outcome: Outcome) -> tuple[str, str]:
+    return outcome.kind, "" if outcome.kind == "torch" else outcome.message  # whose words change from release to release
+
+
+def differences(title: str, outcomes: Mapping[str, Outcome], told: Mapping[str, Outcome]) -> list[str]:
+    """What a run under a plan found that no loop may meet, or that the page does not say."""
+    found = []
+    for name, outcome in outcomes.items():
+        where = f"{name} under {title}"
+        if outcome.kind not in ALLOWED:
+            found.append(f"{where}: {outcome}")
+        elif name not in told or _said(told[name]) != _said(outcome):
+            found.append(f"{where}: {outcome}\n    docs/loops.md says: {told.get(name, 'nothing')}")
+    return found
