@@ -39,8 +39,7 @@ from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import PRELOAD, token_loss_sum
 from meshpar.training import Batches, Lighthouse, Replicas
 
-if "tests.patience" not in sys.modules:  # a test has it, and its own order of folders
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.support.patience import until
 
 VOCAB, LENGTH, BATCH = 64, 8, 2

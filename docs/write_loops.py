@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.support.loop_sides import PLANS
 from tests.support.loop_table import ALLOWED, PAGE, columns_of, page, run_plan
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -13,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import replicas as lab
 import torch
 import torch.distributed as dist
 
@@ -32,9 +32,6 @@ from meshpar.training.divided import check_separable
 from meshpar.training.optimizer import AdamWSettings, build_adamw
 from meshpar.training.quorum import Member, Quorum
 from tests.support.models_for_parity import transformer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import replicas as lab
 
 needs_torchft = pytest.mark.skipif(find_spec("torchft") is None, reason="pip install 'meshpar[replicas]'")
 ROWS = 47

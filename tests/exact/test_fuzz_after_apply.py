@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 import fuzz_after_apply as fuzz
 import fuzz_pool
+import pytest
 
 from tests.support.patience import patient
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import replicas as lab
 import torch
 import torch.distributed as dist
 
@@ -42,9 +43,6 @@ from meshpar.training.quorum import Member, Quorum
 from meshpar.training.stop import StopRequest
 from tests.support import patience
 from tests.support.hosts import Hosts, Unavailable
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import replicas as lab
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="pip install 'meshpar[replicas]'")
 

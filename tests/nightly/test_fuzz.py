@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from queue import SimpleQueue
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import fuzz
 import fuzz_draw
 import fuzz_pool
 import fuzz_script
 import fuzz_shrink
+import pytest
 
 SEEDS = range(24)
 
