@@ -13,6 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from meshpar import runtime
 from meshpar.checkpoints.files import ALIGNMENT
 from meshpar.checkpoints.writing import Part
 
@@ -159,7 +160,7 @@ def _pieces(out: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def ready_event(device: torch.device) -> torch.Event | None:
     """Return an event after all work given to ``device`` so far; None on the CPU, where work is done when it is given."""
-    if device.type in ("cpu", "meta"):
+    if not runtime.queues(device):
         return None
     event = torch.Event(device)
     event.record()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshpar import runtime
 from meshpar.checkpoints.checkpointable import MODEL
 from meshpar.checkpoints.dcp import Stored
 from meshpar.errors import CheckpointError
@@ -278,7 +279,7 @@ def _room(stored: Stored, trained: torch.dtype, key: str, parameter: Tensor, gro
 def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
     """Return the state of this rank's generators: torch's on the CPU and on ``device``, Python's, and numpy's if it is loaded."""
     state = {"cpu": torch.get_rng_state(), "python": _text(random.getstate())}
-    if device.type not in ("cpu", "meta"):
+    if not runtime.on_host(device):
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
     if (numpy := sys.modules.get("numpy")) is not None:
         name, words, *rest = numpy.random.get_state()
@@ -292,7 +293,7 @@ def set_random_state(rank: int, device: torch.device, state: Mapping[str, Tensor
     torch.set_rng_state(kinds["cpu"])
     version, words, gauss = json.loads(bytes(kinds["python"].tolist()))
     random.setstate((version, tuple(words), gauss))
-    if device.type in kinds and device.type != "cpu":
+    if device.type in kinds and not runtime.on_host(device):
         torch.get_device_module(device).set_rng_state(kinds[device.type], device)
     if "numpy" in kinds and importlib.util.find_spec("numpy") is not None:
         importlib.import_module("numpy").random.set_state(tuple(json.loads(bytes(kinds["numpy"].tolist()))))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor
 
+from meshpar import runtime
 from meshpar._torch import assert_async
 from meshpar.errors import MeshparError
 
@@ -135,7 +136,7 @@ def _gradient(logits_nV: torch.Tensor, index_n1: torch.Tensor, scale_n1: torch.T
 
 def _rows(logits_NV: torch.Tensor) -> int:
     """Return how many rows to take at a time: on a CPU what stays in a core's cache, elsewhere what keeps a device busy."""
-    return max(16, ((1 << 17) if logits_NV.is_cpu else (1 << 25)) // logits_NV.shape[-1])
+    return max(16, ((1 << 25) if runtime.queues(logits_NV.device) else (1 << 17)) // logits_NV.shape[-1])
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):

@@ -60,7 +60,7 @@ class Looks:
 
     def now(self, name: str, device: torch.device) -> bool:
         """Tell whether to look at what is called ``name`` this time, and count it."""
-        return self.first(name) or device.type == "cpu"
+        return self.first(name) or not runtime.queues(device)
 
     def first(self, name: str) -> bool:
         """Tell whether this is one of the first times, and count it."""
@@ -98,7 +98,7 @@ def check_equal(tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int
     if not tensors:
         return
     digests = [digest(tensor) for tensor in tensors.values()]
-    device = max((each.device for each in digests), key=lambda each: each.type != "cpu")  # some may be offloaded
+    device = max((each.device for each in digests), key=lambda each: not runtime.on_host(each))  # some may be offloaded
     table = _gathered(torch.stack([each.to(device) for each in digests]).cpu())
     differing = []
     for column, name in enumerate(tensors):

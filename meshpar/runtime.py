@@ -60,7 +60,7 @@ def device(device_type: str | None = None) -> torch.device:
         LaunchError: there are fewer devices than ranks.
     """
     kind = device_type or default_device_type()
-    if kind in ("cpu", "meta"):
+    if on_host(kind):
         return torch.device(kind)
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None and bound.type == kind:
@@ -74,9 +74,23 @@ def device(device_type: str | None = None) -> torch.device:
     return torch.device(kind, index if count > 1 else 0)
 
 
+def on_host(device: torch.device | str) -> bool:
+    """Tell whether a device computes in host memory: nothing is copied there or pinned for it, and it draws from the host's generator."""
+    return torch.device(device).type in ("cpu", "meta")
+
+
+def queues(device: torch.device | str) -> bool:
+    """Tell whether work on a device is queued, as on an accelerator.
+
+    The host then waits where it reads a value, each call costs a launch, collectives of one group run in their order without holding the
+    host, sums are added in another order each time, and kernels may know 16 bits alone.
+    """
+    return not on_host(device)
+
+
 def make_current(here: torch.device) -> None:
     """Compute on ``here`` from now on: FSDP2 and NCCL work on the current device, which is the first one until somebody changes it."""
-    if here.type not in ("cpu", "meta"):
+    if not on_host(here):
         torch.get_device_module(here).set_device(here)
 
 
@@ -127,10 +141,10 @@ def distributed(device_type: str | None = None, *, timeout_s: float = DEFAULT_TI
 
 def _open_group(here: torch.device, timeout_s: float) -> None:
     backend = dist.get_default_backend_for_device(here)
-    if backend == dist.Backend.GLOO and here.type != "cpu":
+    if backend == dist.Backend.GLOO and not on_host(here):
         backend = f"cpu:gloo,{here.type}:gloo"
     # With its device known, the group connects at once, and a mesh splits its axes from it; alone, so that no axis connects the hosts.
-    bound = None if dist.Backend.GLOO in backend or here.type == "cpu" else here
+    bound = None if dist.Backend.GLOO in backend or on_host(here) else here
     if bound is not None:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's record of collectives, which the watchdog reads
     # Not env://: for a second group torch would write and read addresses under the keys of the first.

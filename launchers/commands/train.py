@@ -160,7 +160,7 @@ def _ranks_here(recipe: Recipe, nodes: int) -> int:
     """Return the number of ranks on this node, from the recipe's mesh or this machine's accelerators."""
     if nodes == 1:
         return build.world_size_of(recipe)
-    if build.device_type(recipe) != "cpu":
+    if not runtime.on_host(build.device_type(recipe)):
         return accelerators()
     world = build.world_size_of(recipe)
     if world % nodes:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from meshpar import runtime
 from meshpar.launchers.doctor.checks import Facts, Finding, Found, ranks_text
 
 T = TypeVar("T")
@@ -104,7 +105,7 @@ def product(device: torch.device, size: int = _SIZE) -> tuple[float, str]:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
+    if runtime.queues(device):
         torch.accelerator.synchronize(device)
 
 

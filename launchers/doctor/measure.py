@@ -117,7 +117,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
+    if runtime.queues(device):
         torch.accelerator.synchronize(device)
 
 
@@ -178,7 +178,7 @@ def measured_profile(facts: Sequence[Facts], device: torch.device) -> str:
         "clock": 1.0,
         "node": per_host,
         **_links(hosts, per_host, device, memory["memory_bandwidth"]),
-        "contention": 0.0 if device.type == "cpu" else _CONTENTION,
+        "contention": _CONTENTION if runtime.queues(device) else 0.0,
         "switched": True,
     }
     hardware = Hardware.of(values, "the measured profile")
@@ -194,7 +194,7 @@ def _rounded(value: object) -> object:
 
 def _computing(device: torch.device) -> dict[str, Any]:
     """Measure matrix products by dtype and size, attention, and the overhead of an operator."""
-    sizes = (256, 512, 1024, 2048) if device.type == "cpu" else (256, 1024, 4096, 8192)
+    sizes = (256, 1024, 4096, 8192) if runtime.queues(device) else (256, 512, 1024, 2048)
     rates: dict[str, dict[int, float]] = {}
     for dtype in _DTYPES:
         rates[dtype] = {}
@@ -204,7 +204,7 @@ def _computing(device: torch.device) -> dict[str, Any]:
             if seconds > _SHORT_S:  # CPUs without half precision take seconds for what comes next
                 break
     peak = {dtype: max(by_size.values()) for dtype, by_size in rates.items()}
-    main = "float32" if device.type == "cpu" else "bfloat16"
+    main = "bfloat16" if runtime.queues(device) else "float32"
     largest = max(rates[main])
     sustained = 2 * largest**3 / _slowest(_seconds(_product(largest, main, device), device, _LONG_S), device)
     matmul = min(1.0, sustained / peak[main])
@@ -220,7 +220,7 @@ def _computing(device: torch.device) -> dict[str, Any]:
         "tile": tile,
         "attention_forward": min(1.0, forward / peak[main]),
         "attention_backward": min(1.0, backward / peak[main]),
-        "launch": 0.0 if device.type == "cpu" else launch,
+        "launch": launch if runtime.queues(device) else 0.0,
         "host": launch,
     }
 
@@ -233,7 +233,7 @@ def _product(size: int, dtype: str, device: torch.device) -> Callable[[], object
 
 def _attention(dtype: str, device: torch.device) -> tuple[float, float]:
     """Return operations a second of causal attention, forward and backward, counted as the forecast does."""
-    heads, length, dim = (4, 512, 64) if device.type == "cpu" else (32, 4096, 128)
+    heads, length, dim = (32, 4096, 128) if runtime.queues(device) else (4, 512, 64)
     query, key, value = (torch.randn(1, heads, length, dim, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(3))
     flops = 0.5 * 4 * heads * length**2 * dim
 
@@ -250,11 +250,11 @@ def _attention(dtype: str, device: torch.device) -> tuple[float, float]:
 
 def _memory(device: torch.device, per_host: int) -> dict[str, float]:
     """Measure memory: its size, the part in use, and the bandwidth of copying and adding."""
-    size = (1 << 26) if device.type == "cpu" else (1 << 29)
+    size = (1 << 29) if runtime.queues(device) else (1 << 26)
     a, b = (torch.ones(size // 4, device=device) for _ in range(2))
     copied = 2 * size / _slowest(_seconds(lambda: a.copy_(b), device, _SHORT_S), device)
     added = 3 * size / _slowest(_seconds(lambda: torch.add(a, b, out=a), device, _SHORT_S), device)
-    if device.type == "cpu":
+    if not runtime.queues(device):
         total, taken = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / per_host, 0.0
     else:
         free, whole = torch.cuda.mem_get_info(device)
@@ -307,7 +307,7 @@ def _seconds(run: Callable[[], object], device: torch.device, least_s: float) ->
     run()
     _wait(device)
     calls, start = 0, time.perf_counter()
-    at_once = 1 if device.type == "cpu" else 10
+    at_once = 10 if runtime.queues(device) else 1
     while time.perf_counter() - start < least_s:
         for _ in range(at_once):
             run()

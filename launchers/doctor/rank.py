@@ -112,7 +112,7 @@ def measured(report: Report, spec: MeshSpec, device: torch.device) -> Report:
     Accelerators also compute a product each, whose results and speeds are compared.
     """
     slow, odd = list[Finding](), list[Finding]()
-    if device.type != "cpu":
+    if runtime.queues(device):
         products: list[tuple[float, str]] = [(0.0, "")] * runtime.world_size()
         dist.all_gather_object(products, product(device), runtime.hosts())
         odd = list(product_findings(report.facts, products))

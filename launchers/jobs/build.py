@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshpar import registry
+from meshpar import registry, runtime
 from meshpar.checkpoints.storage import place
 from meshpar.errors import CheckpointError, LayoutError, MeshparError, PlanError, RecipeError
 from meshpar.homes import expanded
@@ -55,7 +55,7 @@ def plan_of(recipe: Recipe) -> Plan:
 
 def world_size_of(recipe: Recipe) -> int:
     """Return how many ranks a recipe wants on this machine where nobody says: its mesh's, or an accelerator each."""
-    devices = 1 if device_type(recipe) == "cpu" else torch.accelerator.device_count()
+    devices = 1 if runtime.on_host(device_type(recipe)) else torch.accelerator.device_count()
     if is_auto(recipe.mesh):
         return devices
     sizes = MeshSpec(recipe.mesh).axes.values()
@@ -321,11 +321,11 @@ def machine_problems(recipe: Recipe, ranks: int) -> list[str]:
     """Return what this machine lacks to run ``ranks`` ranks of a recipe."""
     kind, here = device_type(recipe), default_device_type()
     problems = plan_of(recipe).machine_problems(kind)
-    if kind not in ("cpu", here):
+    if kind != here and not runtime.on_host(kind):
         problems.append(
             f"{recipe.where('device')}: {kind} is not available on this machine, which has {here}; write device: {here}, or auto"
         )
-    elif kind != "cpu" and ranks > (devices := torch.accelerator.device_count()):
+    elif not runtime.on_host(kind) and ranks > (devices := torch.accelerator.device_count()):
         problems.append(
             f"{recipe.where('mesh')}: {ranks} ranks need a {kind} device each, and this machine has {devices}; start fewer (--nproc)"
         )

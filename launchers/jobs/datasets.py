@@ -325,7 +325,7 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
     section = recipe.data
     loader = LoaderSettings(
         workers=section.workers,
-        pin_memory=par.device.type != "cpu" if section.pin_memory is None else section.pin_memory,
+        pin_memory=not runtime.on_host(par.device) if section.pin_memory is None else section.pin_memory,
         persistent_workers=section.persistent_workers,
         prefetch=section.prefetch,
     )

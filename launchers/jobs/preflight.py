@@ -104,7 +104,7 @@ def find_batch_size(recipe: Recipe, run: Callable[[Recipe], int], memory: int | 
         RecipeError: ``memory`` is None on a CPU, or no micro-batch fits.
         SystemExit: a signal stopped a trial.
     """
-    if memory is None and build.device_type(recipe) == "cpu":
+    if memory is None and runtime.on_host(build.device_type(recipe)):
         raise RecipeError("--find-batch-size on a CPU needs --memory 4GiB, or another limit per rank: there is no device memory to fill")
     whole = recipe.data.micro_batch * recipe.data.accumulate
     sizes, best = [each for each in range(1, whole + 1) if whole % each == 0], 0

@@ -157,7 +157,7 @@ class Agreement:
     @property
     def meets_before_backward(self) -> bool:
         """Data ranks meet before the next backward: every time on a CPU, beside an accelerator the first times."""
-        return self.differs and (self._device.type == "cpu" or self._backwards < Looks.FIRST)
+        return self.differs and (not runtime.queues(self._device) or self._backwards < Looks.FIRST)
 
     def backward(self) -> None:
         """See that all ranks begin a backward together, and none is still to call a unit, whose collectives would meet this one's."""
@@ -193,7 +193,7 @@ class Agreement:
             f"{key}={float(value) if isinstance(value, Tensor) else value}"
             for group in optimizer.param_groups
             for key, value in sorted(group.items())
-            if isinstance(value, int | float | str | tuple) or (isinstance(value, Tensor) and value.device.type == "cpu")
+            if isinstance(value, int | float | str | tuple) or (isinstance(value, Tensor) and not runtime.queues(value.device))
         ]
         number = zlib.crc32(" ".join(listed).encode())
         if not all(self.meet("an optimizer's step", [number])):
@@ -229,7 +229,7 @@ class Agreement:
             for each in unused:
                 each.grad = None
             return
-        self._same_parameters(unused, look=first or self._device.type == "cpu")
+        self._same_parameters(unused, look=first or not runtime.queues(self._device))
         if first:
             self._same_buffers()
 

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshpar import runtime
 from meshpar.errors import ParallelError
 from meshpar.replicas import Looks
 
-_ROUNDINGS = {"cpu": 64, "accelerator": 1024}
+_ROUNDINGS, _QUEUED_ROUNDINGS = 64, 1024
 """How far losses may differ, in units of their dtype's rounding: an accelerator adds in another order each time."""
 
 
@@ -36,7 +37,7 @@ class Losses:
     @property
     def compared(self) -> bool:
         """The next loss is compared: every time on a CPU, on an accelerator, where reading waits, the first times."""
-        return bool(self.groups) and (self._device.type == "cpu" or self._looked < Looks.FIRST)
+        return bool(self.groups) and (not runtime.queues(self._device) or self._looked < Looks.FIRST)
 
     def check(self, roots: Iterable[object]) -> None:
         """Compare what a backward of the module is about to start from.
@@ -52,7 +53,7 @@ class Losses:
         mine = torch.zeros((), device=self._device, dtype=torch.float64)
         for each in plain:
             mine += each.reshape(()).to(self._device, torch.float64).nan_to_num(-1e300)
-        allowed = torch.finfo(kind).eps * _ROUNDINGS["cpu" if self._device.type == "cpu" else "accelerator"]
+        allowed = torch.finfo(kind).eps * (_QUEUED_ROUNDINGS if runtime.queues(self._device) else _ROUNDINGS)
         for axis, group in self.groups.items():
             both = torch.stack([mine, -mine])
             dist.all_reduce(both, dist.ReduceOp.MAX, group)

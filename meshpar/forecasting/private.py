@@ -68,12 +68,12 @@ def settle(par: Parallelized, device_type: str) -> None:
     assert par.cycle is not None, "apply gives it one"
     par.cycle.split_test = None
     if isinstance(par.cycle.losses, Losses):
-        par.cycle.losses = SentLosses(list(par.cycle.losses.groups.values()) if device_type == "cpu" else [], par.device)
+        par.cycle.losses = SentLosses(list(par.cycle.losses.groups.values()) if not runtime.queues(device_type) else [], par.device)
     if not isinstance(par.cycle.agreement, Agreement):
         return
-    par.cycle.agreement = Settled(par, par.cycle.agreement, on_cpu=device_type == "cpu")
+    par.cycle.agreement = Settled(par, par.cycle.agreement, on_cpu=not runtime.queues(device_type))
     if (split := applied(par.module).split) is not None and split.arrivals is not None:
-        split.arrivals.sends = device_type == "cpu"
+        split.arrivals.sends = not runtime.queues(device_type)
     if (shards := applied(par.module).replica_shards) is not None:
         shards.send_as_on(device_type)
     applied(par.module).routing = Assumed(applied(par.module).routing.skew)

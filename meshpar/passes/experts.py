@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from meshpar import runtime
 from meshpar._torch import eager, without_modes
 from meshpar.errors import MeshparError, ParallelError, first_line
 from meshpar.layout import ModelLayout
@@ -332,7 +333,7 @@ def _try(
     Collective: every rank of ``group`` calls it.
     """
     size, rank, device = group.size(), group.rank(), like.device
-    widened = device.type == "cpu"
+    widened = not runtime.queues(device)
     noise = partial(_noise, device, widened)
     held = max(1, min(call.count // size, LARGEST // (size * sum(value[:1].numel() for value in own.values()))))
     every = {leaf: noise(place, (held * size, *value.shape[1:]), value.dtype) for place, (leaf, value) in enumerate(own.items())}

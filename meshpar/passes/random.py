@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import nn
 
-from meshpar import _torch
+from meshpar import _torch, runtime
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 63) - 1
@@ -37,14 +37,14 @@ def seed(device: torch.device, value: int) -> None:
     ``torch.manual_seed`` seeds every kind of device, and on a machine without one keeps each call with its stack for later: 2 ms a call.
     """
     torch.default_generator.manual_seed(value)
-    if device.type != "cpu":
+    if not runtime.on_host(device):
         torch.get_device_module(device).manual_seed(value)
 
 
 def forked(device: torch.device) -> AbstractContextManager[None]:
     """Put the states of the default generators of the host and of ``device`` back at the end of the ``with`` block."""
-    on_host = device.type == "cpu"
-    return torch.random.fork_rng([] if on_host else [device], device_type="cuda" if on_host else device.type)
+    devices, kind = ([], "cuda") if runtime.on_host(device) else ([device], device.type)
+    return torch.random.fork_rng(devices, device_type=kind)
 
 
 def is_dropout(module: nn.Module) -> bool:
@@ -88,7 +88,7 @@ class SplitState:
 def _fork(device: torch.device, coordinate: int) -> torch.Tensor:
     """Switch ``device``'s default generator to a state of this ``coordinate``'s own, and return the state that the axis shares."""
     generator = _generator(device)
-    if device.type == "cpu":
+    if runtime.on_host(device):
         drawn = int(torch.randint(_MASK, (), generator=generator))
         shared = generator.get_state()
     else:
@@ -102,7 +102,7 @@ def _fork(device: torch.device, coordinate: int) -> torch.Tensor:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
+    if runtime.on_host(device):
         return torch.default_generator
     module = torch.get_device_module(device)
     return module.default_generators[device.index if device.index is not None else module.current_device()]

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from meshpar import _torch
+from meshpar import _torch, runtime
 from meshpar.errors import MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
@@ -75,7 +75,7 @@ class ActivationCheckpoint(Pass):
         while_lives(module, "profiler marks", _torch.ignore_profiler_marks)
         while_lives(module, "recomputation", _torch.recompute_again)
         # Random states come first: outside of what selective recomputation records and expects again.
-        common: list[Contexts] = [partial(_drawn_alike, mesh.device_type)] if mesh.device_type != "cpu" else []
+        common: list[Contexts] = [] if runtime.on_host(mesh.device_type) else [partial(_drawn_alike, mesh.device_type)]
         if self.policy is not None or self.mode == "selective":
             common.append(_selective_contexts if self.policy is None else partial(create_selective_checkpoint_contexts, self.policy))
             applied(module).selective = True

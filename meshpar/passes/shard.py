@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from meshpar import _torch
+from meshpar import _torch, runtime
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
 from meshpar.passes.applied import applied
@@ -170,7 +170,7 @@ class _Sharding(Precision):
             fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **{**common, "mesh": held_on})
 
     def _offload_policy(self, mesh: DeviceMesh) -> OffloadPolicy:
-        return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if self.offload == "cpu" else OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=not runtime.on_host(mesh.device_type)) if self.offload == "cpu" else OffloadPolicy()
 
     def _prefetch(self, units: list[FSDPModule]) -> None:
         for place, unit in enumerate(units):

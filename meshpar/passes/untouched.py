@@ -25,6 +25,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from meshpar import runtime
+
 LARGEST = 1 << 27
 """Elements of tensors, beside parameters, that are copied at most: 512 MiB in float32."""
 MOST = 1 << 20
@@ -182,7 +184,7 @@ class _Reached:
         return inside
 
     def _tensor(self, each: Tensor) -> None:
-        if each.device.type not in ("cpu", "meta"):
+        if not runtime.on_host(each.device):
             self.devices.add(each.device)
         if each.is_leaf and each.requires_grad:
             self._leaves.append((each, each.grad))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from meshpar import _torch
+from meshpar import _torch, runtime
 from meshpar.errors import MeshparError
 
 _WRITTEN = (
@@ -186,8 +186,8 @@ class ReplicaShards:
             if axis not in over:
                 over[axis] = _slices_group(replicas, axis)
             groups = over[axis], held_on.get_group(shards)
-            self._gathers.append(_Gather(unit, *groups, in_parts=mesh.device_type == "cpu"))
-            self._reduces.append(_Reduce(*groups, exchanges=mesh.device_type == "cpu"))
+            self._gathers.append(_Gather(unit, *groups, in_parts=not runtime.queues(mesh.device_type)))
+            self._reduces.append(_Reduce(*groups, exchanges=not runtime.queues(mesh.device_type)))
             unit.set_custom_all_gather(self._gathers[-1])
             unit.set_custom_reduce_scatter(self._reduces[-1])
         self.groups = [(replicas, made) for axis, made in over.items() if made is not axis]
@@ -196,11 +196,11 @@ class ReplicaShards:
     def send_as_on(self, device_type: str) -> None:
         """Send what is sent on devices of this type: on a CPU all slices travel from the start, and each part in a call of its own."""
         for gather, reduce in zip(self._gathers, self._reduces, strict=True):
-            gather.in_parts = reduce.exchanges = device_type == "cpu"
+            gather.in_parts = reduce.exchanges = not runtime.queues(device_type)
         self._look_ahead(device_type)
 
     def _look_ahead(self, device_type: str) -> None:
-        self._ahead = len(self._gathers) if device_type == "cpu" else _AHEAD
+        self._ahead = _AHEAD if runtime.queues(device_type) else len(self._gathers)
         for each, following in itertools.zip_longest(self._gathers, self._gathers[self._ahead :]):
             each.following = following
 
@@ -216,7 +216,7 @@ class ReplicaShards:
             MeshparError: they are not. On an accelerator, where looking would wait, the device ends with an assertion.
         """
         looked_at = [each.unwritten() for each in self._gathers if each.fresh]
-        if looked_at and looked_at[0].device.type == "cpu" and not all(looked_at):
+        if looked_at and not runtime.queues(looked_at[0].device) and not all(looked_at):
             raise MeshparError(_WRITTEN)
         for same in looked_at:
             _torch.assert_async(same, _WRITTEN)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshpar import runtime
 from meshpar.errors import MeshparError
 from meshpar.loss import token_losses
 from meshpar.parallelized import Parallelized
@@ -360,7 +361,7 @@ class Trainer:
         """Return whether the step's gradients are finite. The norm and therefore the result are equal on every rank."""
         skip = self.scaler is not None or self.settings.nonfinite == "skip"
         if not skip:
-            if norm.device.type == "cpu":
+            if not runtime.queues(norm.device):
                 self._raise_if_bad(-1 if math.isfinite(norm) else self.step)
             else:
                 self._mark_if_bad(norm)
@@ -433,7 +434,7 @@ class Trainer:
         known |= {"skipped": self.skipped} if self.skipped else {}
         load = self._load.take()
         self._reading = self._meter.begin(self._norm, self._first_bad, *load.values()), known, list(load)
-        if self.par.device.type == "cpu":
+        if not runtime.queues(self.par.device):
             self._read()
 
     def _read(self) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from meshpar import runtime
 from meshpar.placements import local_tensor
 from meshpar.training.quorum import Peers
 
@@ -64,7 +65,7 @@ class _Unpacked(pickle.Unpickler):
         whole, shape, dtype, device = told
         value = torch.empty(shape, dtype=dtype)
         self._receive(value)
-        value = value if self._on_host or device == "cpu" else value.to(device)
+        value = value if self._on_host or runtime.on_host(device) else value.to(device)
         return value if whole is None else Part(value, *whole)
 
 

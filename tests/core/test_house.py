@@ -213,6 +213,22 @@ def test_no_code_asks_whether_ranks_are_simulated():
     assert not askers
 
 
+HOST_WORDS = re.compile(r"(self\.offload|nproc|recipe\.device|target)")
+"""What a person wrote, or whose kernels the forecast stands for: no device that is there."""
+
+
+def test_one_place_asks_what_kind_of_device_it_is():
+    """Others ask meshpar.runtime for what matters: whether memory is the host's, whether work is queued."""
+    askers = []
+    for path, name in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            asks = any(isinstance(each, ast.Constant) and each.value == "cpu" for side in sides for each in ast.walk(side))
+            if asks and not HOST_WORDS.fullmatch(ast.unparse(node.left)):
+                askers.append(f"{name} asks {ast.unparse(node)}")
+    assert [each for each in askers if not each.startswith("meshpar.runtime ")] == []
+
+
 def test_the_core_needs_torch_alone():
     foreign = []
     for path, name in sources():
