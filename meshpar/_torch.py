@@ -203,7 +203,7 @@ class Units:
             child.register_forward_hook(_returned, prepend=True, with_kwargs=True)  # FSDP2's own hook comes next
         for group in self._groups:
             group.post_backward = functools.partial(self._after_backward, group, group.post_backward, run)
-            group.unshard, group.wait_for_unshard = _unseen(group.unshard), _unseen(group.wait_for_unshard)
+            group.unshard, group.wait_for_unshard = unseen(group.unshard), unseen(group.wait_for_unshard)
 
     def _after_backward(self, group: Any, inner: Callable[..., None], run: Callable[[], None], *args: Any) -> None:
         run()
@@ -455,14 +455,15 @@ def _returned(module: nn.Module, args: object, kwargs: object, output: Any) -> A
     return tree_map(apart, output)
 
 
-def _unseen(inner: Callable[..., None]) -> Callable[..., None]:
+def unseen(inner: Callable[P, R]) -> Callable[P, R]:
+    """Let selective recomputation, which requires the same operators each time, not see what a function computes."""
+
     @functools.wraps(inner)
-    def run(*args: Any, **kwargs: Any) -> None:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode):
             with _pop_mode_temporarily():
-                inner(*args, **kwargs)
-        else:
-            inner(*args, **kwargs)
+                return inner(*args, **kwargs)
+        return inner(*args, **kwargs)
 
     return run
 

@@ -22,6 +22,7 @@ from meshpar.forecasting.private import grouped_mm_shape, register_device
 
 NAME = "simgpu"
 _HALF = (torch.bfloat16, torch.float16)
+_FSDP = ("gather-copy", "gather", "reduce", "replicate")
 _MOST_CHANNELS = 256
 _CHANNELS_STEP = 8
 
@@ -36,9 +37,10 @@ class Stream:
     # FSDP2 names the stream that reads gradients to the allocator by these (torch 2.15); nothing here allocates.
     stream_id = device_index = device_type = 0
 
-    def __init__(self, *_: object, name: str = "", **__: object) -> None:
-        # FSDP2 makes its streams in this order (FSDPCommContext.lazy_init), four a model.
-        self.name = name or ("gather-copy", "gather", "reduce", "replicate")[(len(Stream.everyone) - 1) % 4]
+    def __init__(self, *device: object, name: str = "", **__: object) -> None:
+        # FSDP2 makes its streams in this order (FSDPCommContext.lazy_init), four a model, and names no device.
+        known = sum(each.name in _FSDP for each in Stream.everyone)
+        self.name = name or ("beside" if device else _FSDP[known % len(_FSDP)])
         self.last = -1
         Stream.everyone.append(self)
 

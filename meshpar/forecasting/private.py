@@ -81,7 +81,7 @@ def settle(par: Parallelized, device_type: str) -> None:
 
 @final
 class Assumed(Routing):
-    """As many rows for the busiest rank, which this one is, as its skew says; the others' share the rest equally, and so do experts."""
+    """As many rows for the busiest rank, which this one is, as its skew says; the others' share the rest equally."""
 
     __slots__ = ()
 
@@ -94,15 +94,14 @@ class Assumed(Routing):
         rows = len(numbers)
         return [rows * (each + 1) // held - rows * each // held for each in range(held)]
 
-    def exchanged(self, mine: Tensor, heard: Tensor, rows: int, rank: int) -> tuple[list[int], list[int], list[int], Tensor]:
-        """Return what the skew says, no choice that is no expert, and equally many rows for each expert."""
-        size, held = mine.shape
+    def exchanged(self, counts: Tensor, rows: int, rank: int) -> tuple[list[int], list[int], list[int]]:
+        """Return what the skew says, and no choice that is no expert."""
+        size = counts.shape[1]
         mine_of, others = round(rows * self.skew / size), size - 1
         rest = rows - mine_of
         sent = [rest * (place + 1) // others - rest * place // others for place in range(others)]
         sent.insert(rank, mine_of)
-        came = mine_of * size
-        return sent, [mine_of] * size, [], torch.arange(came, device=heard.device) * held // max(1, came)
+        return sent, [mine_of] * size, []
 
 
 @final

@@ -32,6 +32,7 @@ from meshpar.passes.base import Pass, Role, Stage, unmatched
 from meshpar.passes.installed import set_forward
 from meshpar.passes.local import local, part_of
 from meshpar.passes.random import forked
+from meshpar.passes.reads import unrecorded
 from meshpar.passes.routing import INTERFACE, Inner, Mean, Routing, by_experts, refuse_shapes
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.parts import with_own
@@ -415,7 +416,7 @@ def _by_itself(
     """Let a module run in a mode, on copies of buffers, with noise for the parameters inside of it, without the hooks of FSDP2."""
     kept = [(each, each.training, dict(each._buffers), dict(each._parameters), _hooks(each)) for each in module.modules()]
     # Hooks of its own keep what is saved here out of a recomputation's.
-    alone = without_modes(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same), forked(device)
+    alone = without_modes(), unrecorded(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same), forked(device)
     with ExitStack() as stack:
         for one in alone:
             stack.enter_context(one)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from contextvars import Token
+from contextvars import Context, ContextVar, Token, copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, final
@@ -22,6 +22,7 @@ from meshpar.mesh import MeshSpec
 from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Stage, block_problems, find_blocks
 from meshpar.passes.batch_norm import RECOMPUTED
+from meshpar.passes.reads import read_once
 from meshpar.patches import while_lives
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -75,17 +76,21 @@ class ActivationCheckpoint(Pass):
         while_lives(module, "profiler marks", _torch.ignore_profiler_marks)
         while_lives(module, "recomputation", _torch.recompute_again)
         # Random states come first: outside of what selective recomputation records and expects again.
-        common: list[Contexts] = [] if runtime.on_host(mesh.device_type) else [partial(_drawn_alike, mesh.device_type)]
+        common: list[Contexts] = [_in_its_context]
+        if not runtime.on_host(mesh.device_type):
+            common.append(partial(_drawn_alike, mesh.device_type))
         if self.policy is not None or self.mode == "selective":
             common.append(_selective_contexts if self.policy is None else partial(create_selective_checkpoint_contexts, self.policy))
             applied(module).selective = True
         for place, (_, block) in enumerate(find_blocks(module, layout, self.blocks)):
             if place % self.every == 0:
                 applied(module).recomputed.append(block)
-                counts = any(isinstance(each, _BatchNorm) for each in block.modules())
-                contexts = [*common, _counted_once] if counts else common
-                options: dict[str, Any] = {"context_fn": partial(_together, contexts)} if contexts else {}
-                _torch.checkpoint(block, preserve_rng_state=True, **options)
+                contexts, inside = list(common), set(block.modules())
+                if not inside.isdisjoint(applied(module).divided):
+                    contexts.append(read_once)
+                if any(isinstance(each, _BatchNorm) for each in inside):
+                    contexts.append(_counted_once)
+                _torch.checkpoint(block, preserve_rng_state=True, context_fn=partial(_together, contexts))
 
 
 @_torch.eager  # as all that runs around a compiled block
@@ -138,6 +143,34 @@ class _Recomputing:
 
     def __exit__(self, *error: object) -> None:
         RECOMPUTED.reset(self._before.pop())
+
+
+def _in_its_context() -> Any:
+    """Return contexts in which a block finds the context variables of its forward when it is recomputed.
+
+    Since then they may have changed, and an accelerator's backward runs in a thread that has none of them.
+    """
+    return nullcontext(), _InContext(copy_context())
+
+
+@final
+class _InContext:
+    """The context of a recomputation: context variables have the values of a forward's context, and then those that they had."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._before = context, list[list[tuple[ContextVar[Any], Token[Any]]]]()
+
+    @_torch.eager
+    def __enter__(self) -> None:
+        self._before.append([(name, name.set(value)) for name, value in self._context.items() if name.get(_NONE) is not value])
+
+    @_torch.eager
+    def __exit__(self, *error: object) -> None:
+        for name, token in reversed(self._before.pop()):
+            name.reset(token)
+
+
+_NONE = object()
 
 
 def _drawn_alike(device_type: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshpar.errors import ParallelError
+from meshpar.passes.reads import begin_read, beside
 from meshpar.passes.tensor.collectives import _all_to_all
 
 Inner = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -29,32 +31,30 @@ class Routing:
 
     def filled(self, rows: Tensor, count: int) -> Tensor:
         """Return which of the rows (R, D) for ``count`` experts are not zeros."""
-        return rows.ne(0).any(1).nonzero()[:, 0]
+        return begin_read(lambda: lambda: rows.ne(0).any(1).nonzero()[:, 0])()
 
     def sizes(self, numbers: Tensor, held: int) -> list[int]:
         """Return how many of the rows, whose experts ``numbers`` (R,) says, go to each of ``held`` experts."""
-        sizes: list[int] = torch.bincount(numbers, minlength=held).tolist()
-        return sizes
+        return begin_read(lambda: lambda: _listed(torch.bincount(numbers, minlength=held)))()
 
-    def exchanged(self, mine: Tensor, heard: Tensor, rows: int, rank: int) -> tuple[list[int], list[int], list[int], Tensor]:
-        """Return rows to each rank, rows from each, each rank's choices that are no expert, and the expert of each row that comes.
+    def exchanged(self, counts: Tensor, rows: int, rank: int) -> tuple[list[int], list[int], list[int]]:
+        """Return how many rows go to each rank, how many come from each, and how many of each rank's choices are no expert.
 
         Args:
-            mine: how many rows of this rank chose each expert, (ranks, experts of a rank).
-            heard: how many of each rank's rows chose each expert of this rank, and how many no expert, (ranks, experts of a rank + 1).
+            counts: in host memory, (2, ranks, experts of a rank + 1): how many rows of this rank chose each rank's experts, and how many of
+                each rank's rows chose the experts of this rank; the last number of each is how many chose no expert.
             rows: rows of this rank.
             rank: this rank.
         """
-        theirs, lost = heard[:, :-1], heard[:, -1]
-        sent, received, outside = torch.stack([mine.sum(1), theirs.sum(1), lost]).tolist()
-        numbers = torch.arange(theirs.shape[1], device=heard.device).repeat(len(heard))
-        return sent, received, outside, numbers.repeat_interleave(theirs.flatten(), output_size=sum(received))
+        sent, received = counts[:, :, :-1].sum(2).tolist()
+        return sent, received, counts[1, :, -1].tolist()
 
 
 def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, count: int, group: Any, routing: Routing) -> Tensor:
     """Compute each token by the experts that it chose, which the ranks of ``group`` hold in consecutive equal parts.
 
-    The host waits for the device once: the ranks' counts decide how many rows arrive.
+    The host waits once: the ranks' counts decide how many rows arrive. An accelerator exchanges them on a stream of their own, and its host
+    waits for that alone. A recomputed block knows them.
 
     Args:
         run: computes (R, D) rows by this rank's experts, numbered from 0: (R, 1) int64, with weights (R, 1). Returns (R, D).
@@ -76,11 +76,13 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
     x, expert = hidden.reshape(-1, hidden.shape[-1]), chosen.reshape(-1).long()
     refuse_shapes(hidden, chosen, weights)
     slots = chosen.shape[-1]
-    order = expert.argsort(stable=True)
-    sent, received, numbers = _routed(expert, count, group, routing)
+    counted = begin_read(partial(_begin_count, expert, count, group))
+    order = expert.argsort(stable=True)  # meanwhile
     rows, scales = x.index_select(0, order // slots), weights.reshape(-1, 1).index_select(0, order)
-    if rows.dtype == scales.dtype:  # one exchange instead of two
-        rows, scales = _Exchange.apply(torch.cat([rows, scales], 1), received, sent, group).split([x.shape[1], 1], 1)
+    joined = torch.cat([rows, scales], 1) if rows.dtype == scales.dtype else None
+    sent, received, numbers = _routed(counted(), expert, count, group, routing)
+    if joined is not None:  # one exchange instead of two
+        rows, scales = _Exchange.apply(joined, received, sent, group).split([x.shape[1], 1], 1)
     else:
         rows, scales = (_Exchange.apply(each, received, sent, group) for each in (rows, scales))
     arrived = len(rows)
@@ -105,24 +107,37 @@ def refuse_shapes(hidden: Tensor, chosen: Tensor, weights: Tensor) -> None:
         )
 
 
-def _routed(expert: Tensor, count: int, group: Any, routing: Routing) -> tuple[list[int], list[int], Tensor]:
-    """Return how many rows go to each rank, how many come from each, and by which of this rank's experts each that comes is computed.
+def _listed(numbers: Tensor) -> list[int]:
+    listed: list[int] = numbers.tolist()
+    return listed
+
+
+def _begin_count(expert: Tensor, count: int, group: Any) -> Callable[[], Tensor]:
+    """Start to exchange how many rows chose each expert, and return what waits for them; see :meth:`Routing.exchanged`.
 
     Beside its counts each rank sends how many of its choices are no expert, so that all ranks raise, instead of one while others wait.
     """
     size, held = group.size(), count // group.size()
-    known = (expert >= 0) & (expert < count)
-    mine = torch.zeros(count, dtype=torch.int64, device=expert.device).index_add_(0, expert.clamp(0, count - 1), known.long())
-    told = torch.cat([mine.view(size, held), (~known).sum().expand(size, 1)], 1).flatten()
-    heard = _all_to_all(told, [held + 1] * size, [held + 1] * size, group).view(size, held + 1)
-    sent, received, outside, numbers = routing.exchanged(mine.view(size, held), heard, len(expert), group.rank())
+    with beside(expert.device) as to_host:
+        known = (expert >= 0) & (expert < count)
+        chose = torch.zeros(count, dtype=torch.int64, device=expert.device).index_add_(0, expert.clamp(0, count - 1), known.long())
+        mine = torch.cat([chose.view(size, held), (~known).sum().expand(size, 1)], 1)
+        heard = _all_to_all(mine.flatten(), [held + 1] * size, [held + 1] * size, group).view(size, held + 1)
+        return to_host(torch.stack([mine, heard]))
+
+
+def _routed(counts: Tensor, expert: Tensor, count: int, group: Any, routing: Routing) -> tuple[list[int], list[int], Tensor]:
+    """Return how many rows go to each rank, how many come from each, and by which of this rank's experts each that comes is computed."""
+    sent, received, outside = routing.exchanged(counts, len(expert), group.rank())
     if any(outside):
         ranks = ", ".join(str(rank) for rank, each in enumerate(outside) if each)
         raise ParallelError(
             f"{sum(outside)} chosen experts of rank(s) {ranks} of ep are no experts, expected numbers from 0 to {count - 1}; choose "
             "expert 0 with weight 0 for a slot that is dropped, or use a mesh without ep"
         )
-    return sent, received, numbers
+    theirs = counts[1, :, :-1].flatten().to(expert.device, non_blocking=True)
+    numbers = torch.arange(count // group.size(), device=expert.device).repeat(group.size())
+    return sent, received, numbers.repeat_interleave(theirs, output_size=sum(received))
 
 
 class _Exchange(torch.autograd.Function):

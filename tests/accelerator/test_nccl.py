@@ -30,6 +30,7 @@ from meshpar import (
 from meshpar.passes.applied import applied
 from meshpar.placements import whole_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, random_tokens, token_loss_sum, token_steps, whole
+from tests.accelerator.accelerated import accelerated
 from tests.accelerator.nccl_rules import Broken, check_order, rules
 from tests.accelerator.simulated import allocate, alone, simulated
 from tests.accelerator.waits import Waits
@@ -46,7 +47,8 @@ PLANS = {
     "tp": (PLAIN, "tp=4", [TensorParallel()]),
     "fsdp-tp": (PLAIN, "dp_shard=2,tp=2", [SEQUENCE, ActivationCheckpoint(), FullyShard()]),
     "cp": (PLAIN, "dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),
-    "experts": (MIXTURE, "dp_shard=2,ep=2", [ExpertParallel(), FullyShard()]),
+    "experts": (MIXTURE, "dp_shard=2,ep=2", [ExpertParallel(), ActivationCheckpoint(), FullyShard()]),
+    "experts-selective": (MIXTURE, "dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ActivationCheckpoint(mode="selective"), FullyShard()]),
 }
 
 
@@ -122,10 +124,11 @@ def test_broken_rules_are_refused_and_a_train_step_of_every_plan_keeps_them():
         Plan("dp_shard=2,tp=2", [SEQUENCE, FullyShard()]).apply(PLAIN())
         assert not seen.calls, "the hosts compare the weights that they were given"
         expected = {}
-        for build, mesh, passes in PLANS.values():
-            steps = token_steps(VOCAB, steps=1, parts=4)
-            expected[build] = expected.get(build) or one_process(build, steps)
-            assert_parity(build, mesh, passes, steps, expected=expected[build])
+        steps = token_steps(VOCAB, steps=2, parts=4)
+        with accelerated():  # the second step looks at nothing but what the first one exchanged
+            for build, mesh, passes in PLANS.values():
+                expected[build] = expected.get(build) or one_process(build, steps)
+                assert_parity(build, mesh, passes, steps, expected=expected[build])
 
 
 @alone

@@ -1,0 +1,116 @@
+"""Values that the host reads from a device in the middle of a forward: beside other work, and once, also where a block is recomputed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar, Token
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from meshpar import _torch, runtime
+
+T = TypeVar("T")
+
+
+def begin_read(start: Callable[[], Callable[[], T]]) -> Callable[[], T]:
+    """Start to read values, and return a function that waits for them.
+
+    A block that is recomputed does neither: it gets what its forward read. What ``start`` and the function compute leaves no trace in
+    selective recomputation, which expects the same operators each time.
+    """
+    tape = _TAPE.get()
+    return start() if tape is None else tape.begin_read(start)
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[Callable[[Tensor], Callable[[], Tensor]]]:
+    """Compute beside what is queued on the current stream of ``device`` from here on.
+
+    Yields:
+        A function that starts to copy a tensor to the host, and returns one that waits for this copy alone.
+    """
+    if runtime.on_host(device):
+        yield lambda values: lambda: values
+        return
+    module, stream = torch.get_device_module(device), _stream(device)
+    stream.wait_stream(module.current_stream())
+
+    def to_host(values: Tensor) -> Callable[[], Tensor]:
+        there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
+        there.copy_(values, non_blocking=True)
+        done = stream.record_event()
+
+        def wait() -> Tensor:
+            done.synchronize()
+            return there
+
+        return wait
+
+    with module.stream(stream):
+        yield to_host
+
+
+@functools.cache
+def _stream(device: torch.device) -> Any:
+    return torch.get_device_module(device).Stream(device)
+
+
+_TAPE: ContextVar[_Tape | None] = ContextVar("_TAPE", default=None)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Read anew here, in what a recomputation will not repeat."""
+    token = _TAPE.set(None)
+    try:
+        yield
+    finally:
+        _TAPE.reset(token)
+
+
+def read_once() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a block's forward and of its recomputation, which gets what the forward read."""
+    values: list[Any] = []
+    return _On(lambda: _Tape(values, again=False)), _On(lambda: _Tape(values, again=True))
+
+
+@final
+class _Tape:
+    """The values that one run of a block reads, in their order."""
+
+    def __init__(self, values: list[Any], *, again: bool) -> None:
+        self._values, self._again, self._place = values, again, 0
+
+    def begin_read(self, start: Callable[[], Callable[[], T]]) -> Callable[[], T]:
+        if self._again:
+            self._place += 1
+            value = self._values[self._place - 1]
+            return lambda: value  # type: ignore[no-any-return]
+        wait = _torch.unseen(start)()
+
+        def read() -> T:
+            value = _torch.unseen(wait)()
+            self._values.append(value)
+            return value
+
+        return read
+
+
+@final
+class _On:
+    """A context, entered anew for each backward through one forward, in which blocks read from a tape."""
+
+    def __init__(self, make: Callable[[], _Tape]) -> None:
+        self._make, self._before = make, list[Token[_Tape | None]]()
+
+    @_torch.eager
+    def __enter__(self) -> None:
+        self._before.append(_TAPE.set(self._make()))
+
+    @_torch.eager
+    def __exit__(self, *error: object) -> None:
+        _TAPE.reset(self._before.pop())
