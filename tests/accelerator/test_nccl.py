@@ -48,7 +48,11 @@ PLANS = {
     "fsdp-tp": (PLAIN, "dp_shard=2,tp=2", [SEQUENCE, ActivationCheckpoint(), FullyShard()]),
     "cp": (PLAIN, "dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),
     "experts": (MIXTURE, "dp_shard=2,ep=2", [ExpertParallel(), ActivationCheckpoint(), FullyShard()]),
-    "experts-selective": (MIXTURE, "dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ActivationCheckpoint(mode="selective"), FullyShard()]),
+    "experts-selective": (
+        MIXTURE,
+        "dp_shard=1,ep=2,tp=2",
+        [ExpertParallel(), TensorParallel(), ActivationCheckpoint(mode="selective"), FullyShard()],
+    ),
 }
 
 

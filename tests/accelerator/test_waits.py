@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
@@ -17,6 +18,7 @@ from meshpar.training.loop import Trainer
 from meshpar.training.objectives import CausalLM
 from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw
 from meshpar.training.settings import TrainSettings
+from tests.accelerator.races import Races
 from tests.accelerator.simulated import allocate, alone, install, simulated
 from tests.accelerator.waits import Waits
 from tests.support.models_for_parity import gpt2, transformer
@@ -78,7 +80,7 @@ class Watched(Routing):
 
 
 def waits_of(name):
-    """Where the second step of a training loop waits, with a report that is not read."""
+    """Where the second step of a training loop waits, and which streams race in it, with a report that is not read."""
     build, mesh, passes, _ = STEPS[name]
     with torch.device("meta"):
         model = build()
@@ -90,17 +92,17 @@ def waits_of(name):
         schedule, scaler = Schedule(name="constant", lr=1e-3, steps=9), LossScaler() if name == "float16" else None
         trainer = Trainer(par, CausalLM(), Data(), optimizer, schedule, TrainSettings(steps=9), scaler=scaler)
         tensor = torch.ones(2, 16, dtype=torch.int64, device="cpu")
-        for _ in range(2):
-            with Waits() as waits:
+        for watch in (contextlib.nullcontext(), races := Races()):
+            with Waits() as waits, watch:
                 trainer._train_step([{"input_ids": tensor, "labels": tensor}] * 2)
                 trainer.step += 1
                 trainer._report()
-        return dict(waits.places)
+        return dict(waits.places) | races.found
 
 
 @pytest.mark.parametrize("half", [0, 1])
 @alone
-def test_a_step_waits_at_the_listed_places_alone(half):
+def test_a_step_waits_at_the_listed_places_alone_and_its_streams_do_not_race(half):
     install().manual_seed = lambda value: None
     CausalLM.tokens = lambda self, batch: 32  # counted on the host, before the batch is moved
     found = {name: waits_of(name) for name in list(STEPS)[half::2]}
