@@ -260,7 +260,7 @@ def training(folder: str, layers: str, rounds: str) -> Notes:
 
 
 def raw_write(path: Path, state: dict[str, Any]) -> None:
-    from meshpar.checkpoints.files import BLOCK_BYTES, memory_of, write_all
+    from meshpar.checkpoints.storage.files import BLOCK_BYTES, memory_of, write_all
 
     with path.open("wb", buffering=0) as file:
         for tensor in state.values():
@@ -312,7 +312,7 @@ def restores(folder: str, layers: str, rounds: str) -> Notes:
 
 
 def raw_read(path: Path, state: dict[str, Any]) -> None:
-    from meshpar.checkpoints.files import ReadFile
+    from meshpar.checkpoints.storage.files import ReadFile
 
     file, position = ReadFile(path), 0
     for tensor in state.values():
@@ -367,7 +367,7 @@ def stored(folder: str, layers: str, rounds: str) -> Notes:
 
     import meshpar
     from meshpar.checkpoints import CheckpointManager
-    from meshpar.checkpoints.files import BLOCK_BYTES, memory_of
+    from meshpar.checkpoints.storage.files import BLOCK_BYTES, memory_of
 
     root, found, bucket = Path(folder), Notes(), "s3://benchmark"
     bare = obstore.store.from_url(bucket, client_options={"allow_http": True})

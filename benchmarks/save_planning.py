@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshpar import ModelLayout
-from meshpar.checkpoints.planning import Alike, Described, Planning, pack
-from meshpar.checkpoints.saving import Noted, Saving
+from meshpar.checkpoints.steps.planning import Alike, Described, Planning, pack
+from meshpar.checkpoints.steps.saving import Noted, Saving
 from meshpar.placements import local_index
 
 
@@ -42,7 +42,7 @@ class Peer:
 
 
 class SimulatedRanks(Peer):
-    """Rank 0's view of many ranks; stands in for ``meshpar.checkpoints.ranks.Ranks``.
+    """Rank 0's view of many ranks; stands in for ``meshpar.checkpoints.steps.ranks.Ranks``.
 
     Attributes:
         bytes: bytes that rank 0 has sent and received.
@@ -176,7 +176,7 @@ def plan_saves(layers: int, ranks: int, replicas: int) -> list[dict[str, float]]
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(Saving, "_describe", notice),
-        mock.patch("meshpar.checkpoints.saving.free_bytes", lambda _: 1 << 60),
+        mock.patch("meshpar.checkpoints.steps.saving.free_bytes", lambda _: 1 << 60),
     ):
         for step in (1, 2):
             simulated = SimulatedRanks(ranks, answer)

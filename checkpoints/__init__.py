@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 from meshpar.imports import lazily
 
 if TYPE_CHECKING:
-    from meshpar.checkpoints.dcp import DistributedCheckpoint
-    from meshpar.checkpoints.export import export_safetensors
-    from meshpar.checkpoints.foreign import TorchWeights
-    from meshpar.checkpoints.gguf import export_gguf
-    from meshpar.checkpoints.importing import import_safetensors
-    from meshpar.checkpoints.inspecting import diff_steps, list_steps, pin_step, prune_steps, remove_step, show_step, verify_step
-    from meshpar.checkpoints.manager import CheckpointManager
-    from meshpar.checkpoints.manifest import Manifest, read_manifest
-    from meshpar.checkpoints.module import export_module
-    from meshpar.checkpoints.restoring import RestoredState
-    from meshpar.checkpoints.safetensors import Safetensors
-    from meshpar.checkpoints.steps import open_step
-    from meshpar.checkpoints.verify import verify_files
+    from meshpar.checkpoints.export.gguf import export_gguf
+    from meshpar.checkpoints.export.module import export_module
+    from meshpar.checkpoints.export.safetensors import export_safetensors
+    from meshpar.checkpoints.format.dcp import DistributedCheckpoint
+    from meshpar.checkpoints.format.foreign import TorchWeights
+    from meshpar.checkpoints.format.manifest import Manifest, read_manifest
+    from meshpar.checkpoints.format.safetensors import Safetensors
+    from meshpar.checkpoints.format.verify import verify_files
+    from meshpar.checkpoints.steps.importing import import_safetensors
+    from meshpar.checkpoints.steps.inspecting import diff_steps, list_steps, pin_step, prune_steps, remove_step, show_step, verify_step
+    from meshpar.checkpoints.steps.manager import CheckpointManager
+    from meshpar.checkpoints.steps.restoring import RestoredState
+    from meshpar.checkpoints.steps.steps import open_step
 
 __all__ = [
     "CheckpointManager",
@@ -45,26 +45,26 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CheckpointManager": "manager",
-    "DistributedCheckpoint": "dcp",
-    "Manifest": "manifest",
-    "RestoredState": "restoring",
-    "Safetensors": "safetensors",
-    "TorchWeights": "foreign",
-    "diff_steps": "inspecting",
-    "export_gguf": "gguf",
-    "export_module": "module",
-    "export_safetensors": "export",
-    "import_safetensors": "importing",
-    "list_steps": "inspecting",
-    "open_step": "steps",
-    "pin_step": "inspecting",
-    "prune_steps": "inspecting",
-    "read_manifest": "manifest",
-    "remove_step": "inspecting",
-    "show_step": "inspecting",
-    "verify_files": "verify",
-    "verify_step": "inspecting",
+    "CheckpointManager": "steps.manager",
+    "DistributedCheckpoint": "format.dcp",
+    "Manifest": "format.manifest",
+    "RestoredState": "steps.restoring",
+    "Safetensors": "format.safetensors",
+    "TorchWeights": "format.foreign",
+    "diff_steps": "steps.inspecting",
+    "export_gguf": "export.gguf",
+    "export_module": "export.module",
+    "export_safetensors": "export.safetensors",
+    "import_safetensors": "steps.importing",
+    "list_steps": "steps.inspecting",
+    "open_step": "steps.steps",
+    "pin_step": "steps.inspecting",
+    "prune_steps": "steps.inspecting",
+    "read_manifest": "format.manifest",
+    "remove_step": "steps.inspecting",
+    "show_step": "steps.inspecting",
+    "verify_files": "format.verify",
+    "verify_step": "steps.inspecting",
 }
 
 # An export needs torch's tensors, and must not wait for torch.distributed.

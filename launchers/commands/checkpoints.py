@@ -10,7 +10,7 @@ import typer
 from meshpar.launchers.commands.options import Debug, Reported
 
 if TYPE_CHECKING:
-    from meshpar.checkpoints.storage import Place
+    from meshpar.checkpoints.storage.place import Place
     from meshpar.weights import WeightMap
 
 Root = Annotated[Path, typer.Argument(help="A run's folder, or the folder of its checkpoints.")]
@@ -101,15 +101,15 @@ def import_model(
 
 
 def _steps_in(path: Path) -> Place:
-    from meshpar.checkpoints.steps import checkpoints_in
+    from meshpar.checkpoints.steps.steps import checkpoints_in
 
     return checkpoints_in(path)
 
 
 def _rules(src: Path, model: str) -> WeightMap:
     """Return the rules from the names of the model that will restore the step to the names in ``src``."""
-    from meshpar.checkpoints.importing import config_beside
-    from meshpar.checkpoints.storage import place
+    from meshpar.checkpoints.steps.importing import config_beside
+    from meshpar.checkpoints.storage.place import place
     from meshpar.errors import CheckpointError
     from meshpar.launchers.export.run import names_of_ours
     from meshpar.weights import WeightMap

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from meshpar.checkpoints.lease import is_written
-from meshpar.checkpoints.manifest import read_manifest, step_name
-from meshpar.checkpoints.steps import PIN_FILE, Steps, checkpoints_in
-from meshpar.checkpoints.storage import Place, on_disk, place, write_durably
+from meshpar.checkpoints.format.manifest import read_manifest, step_name
+from meshpar.checkpoints.steps.lease import is_written
+from meshpar.checkpoints.steps.steps import PIN_FILE, Steps, checkpoints_in
+from meshpar.checkpoints.storage.place import Place, on_disk, place, write_durably
 from meshpar.errors import CheckpointError
 from meshpar.launchers.export.publishing import check_repository, held_out, measure, push, write_card
 from meshpar.launchers.export.run import chosen_step, export_run

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager
-from meshpar.checkpoints.steps import CHECKPOINTS
+from meshpar.checkpoints.steps.steps import CHECKPOINTS
 from meshpar.errors import LaunchError, RecipeError
 from meshpar.launchers.commands.generating import Completer, Sampling, need_transformers
 from meshpar.launchers.commands.train import launch

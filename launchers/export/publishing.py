@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from meshpar.checkpoints import read_manifest
-from meshpar.checkpoints.storage import fetched
+from meshpar.checkpoints.storage.place import fetched
 from meshpar.errors import CheckpointError, MeshparError, brief
 from meshpar.imports import need
 from meshpar.launchers.export.run import beside, export_run

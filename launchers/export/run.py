@@ -13,15 +13,14 @@ from typing import Any, final
 import torch
 
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, export_gguf, export_safetensors
-from meshpar.checkpoints.checkpointable import MODEL
-from meshpar.checkpoints.export import apart, files_beside_weights, free_target, made_on_disk
-from meshpar.checkpoints.gguf import KINDS, Kind
-from meshpar.checkpoints.manifest import read_manifest
-from meshpar.checkpoints.quantizing import Quantization
-from meshpar.checkpoints.safetensors import weights_in
-from meshpar.checkpoints.steps import Steps, checkpoints_in, open_step
-from meshpar.checkpoints.storage import Place, copy_file, entries, fetched, fsync, on_disk, place, write_durably
-from meshpar.checkpoints.verify import Verify, verify_files
+from meshpar.checkpoints.export.gguf import KINDS, Kind
+from meshpar.checkpoints.export.quantizing import Quantization
+from meshpar.checkpoints.export.safetensors import apart, files_beside_weights, free_target, made_on_disk
+from meshpar.checkpoints.format.manifest import MODEL, read_manifest
+from meshpar.checkpoints.format.safetensors import weights_in
+from meshpar.checkpoints.format.verify import Verify, verify_files
+from meshpar.checkpoints.steps.steps import Steps, checkpoints_in, open_step
+from meshpar.checkpoints.storage.place import Place, copy_file, entries, fetched, fsync, on_disk, place, write_durably
 from meshpar.errors import CheckpointError, LayoutError
 from meshpar.homes import expanded
 from meshpar.launchers import progress

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from meshpar import registry, runtime
-from meshpar.checkpoints.storage import place
+from meshpar.checkpoints.storage.place import place
 from meshpar.errors import CheckpointError, LayoutError, MeshparError, PlanError, RecipeError
 from meshpar.homes import expanded
 from meshpar.launchers.jobs.datasets import data_problems, examples_of, separates, vocab_size_of, with_local_data

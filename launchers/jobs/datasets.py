@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from meshpar import registry, runtime
-from meshpar.checkpoints.storage import fetched, place
+from meshpar.checkpoints.storage.place import fetched, place
 from meshpar.errors import MeshparError, RecipeError, brief
 from meshpar.homes import expanded
 from meshpar.launchers.jobs.models import DataFacts

@@ -18,12 +18,12 @@ from torch import nn
 
 from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager, open_step, read_manifest
-from meshpar.checkpoints.checkpointable import Checkpointable as Saved
-from meshpar.checkpoints.leftovers import told_only
-from meshpar.checkpoints.manifest import step_name, step_of
-from meshpar.checkpoints.published import stored_model
-from meshpar.checkpoints.steps import CHECKPOINTS, checkpoints_in
-from meshpar.checkpoints.storage import Place, carried, fetched, place
+from meshpar.checkpoints.export.published import stored_model
+from meshpar.checkpoints.format.manifest import step_name, step_of
+from meshpar.checkpoints.steps.checkpointable import Checkpointable as Saved
+from meshpar.checkpoints.steps.leftovers import told_only
+from meshpar.checkpoints.steps.steps import CHECKPOINTS, checkpoints_in
+from meshpar.checkpoints.storage.place import Place, carried, fetched, place
 from meshpar.errors import CheckpointError, MeshparError, RecipeError, StoreError
 from meshpar.homes import expanded
 from meshpar.launchers.agent.failures import failed_at, last_failed_at, made_step, watched

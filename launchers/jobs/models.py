@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from meshpar.checkpoints.safetensors import weights_in
+from meshpar.checkpoints.format.safetensors import weights_in
 from meshpar.errors import MeshparError, RecipeError, brief
 from meshpar.homes import expanded
 from meshpar.imports import quiet_imports

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshpar import registry
-from meshpar.checkpoints import storage
+from meshpar.checkpoints.storage import place as storage
 from meshpar.errors import MeshparError
 from meshpar.homes import expanded
 from meshpar.launchers.recipes.named import OBJECTIVES, objective_factory, own_problems, wants_teacher

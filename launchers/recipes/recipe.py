@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self, final
 
 from pydantic import PrivateAttr
 
-from meshpar.checkpoints import storage
+from meshpar.checkpoints.storage import place as storage
 from meshpar.homes import expanded
 from meshpar.launchers.recipes.schema import Section, build
 from meshpar.launchers.recipes.sections import (

@@ -16,8 +16,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import meshpar
 from meshpar.checkpoints import CheckpointManager, read_manifest
-from meshpar.checkpoints.staging import Stager
-from meshpar.checkpoints.writing import write_parts
+from meshpar.checkpoints.format.writing import write_parts
+from meshpar.checkpoints.steps.staging import Stager
 from meshpar.errors import CheckpointError
 from meshpar.testing import on_ranks
 from tests.checkpoints.test_commit import Job, impatient, linear, stepped
@@ -47,11 +47,11 @@ class Gate:
 
 
 def staging(monkeypatch) -> Gate:
-    return Gate(monkeypatch, "meshpar.checkpoints.staging.Stager.stage", Stager.stage)
+    return Gate(monkeypatch, "meshpar.checkpoints.steps.staging.Stager.stage", Stager.stage)
 
 
 def writing(monkeypatch) -> Gate:
-    return Gate(monkeypatch, "meshpar.checkpoints.saving.write_parts", write_parts)
+    return Gate(monkeypatch, "meshpar.checkpoints.steps.saving.write_parts", write_parts)
 
 
 def step_of(job: Job, optimizer: torch.optim.Optimizer) -> None:
@@ -249,7 +249,7 @@ def test_an_error_in_the_background_is_raised_where_the_run_comes_by_next(tmp_pa
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("meshpar.checkpoints.saving.write_parts", fail)
+    monkeypatch.setattr("meshpar.checkpoints.steps.saving.write_parts", fail)
     manager.save(2, job, optimizer)
     manager._background._thread.join()
     acts = {
@@ -270,7 +270,7 @@ def test_an_error_in_the_background_is_raised_where_the_run_comes_by_next(tmp_pa
 
 def test_the_error_on_its_way_out_is_not_hidden(tmp_path, monkeypatch, caplog):
     job = linear(1)
-    monkeypatch.setattr("meshpar.checkpoints.saving.write_parts", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("meshpar.checkpoints.steps.saving.write_parts", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(KeyError):
         with CheckpointManager(tmp_path, async_=True) as manager:
             manager.save(1, job, stepped(job))
@@ -318,7 +318,7 @@ def fail_to_stage_on_one_rank(root: str) -> None:
         manager.save(1, job, optimizer)
         manager.wait()
         if dist.get_rank() == 1:
-            patch.setattr("meshpar.checkpoints.staging.Stager.stage", lambda *_: torch.empty(1 << 60))
+            patch.setattr("meshpar.checkpoints.steps.staging.Stager.stage", lambda *_: torch.empty(1 << 60))
         began = time.monotonic()
         manager.save(2, job, optimizer)
         with pytest.raises(CheckpointError, match=r"failed on 1 of 2 ranks:\n.*rank 1: RuntimeError: .*memory"):

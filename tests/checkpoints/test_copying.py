@@ -13,12 +13,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from meshpar.checkpoints import files, writeback
-from meshpar.checkpoints.checksums import crc32
-from meshpar.checkpoints.copying import Copier, Piece
-from meshpar.checkpoints.files import Box, ReadFile, memory_of
-from meshpar.checkpoints.pace import TURN_BYTES, WAYS, Pace, Way
-from meshpar.checkpoints.writeback import WrittenBehind
+from meshpar.checkpoints.format.copying import Copier, Piece
+from meshpar.checkpoints.format.pace import TURN_BYTES, WAYS, Pace, Way
+from meshpar.checkpoints.storage import files, writeback
+from meshpar.checkpoints.storage.checksums import crc32
+from meshpar.checkpoints.storage.files import Box, ReadFile, memory_of
+from meshpar.checkpoints.storage.writeback import WrittenBehind
 from meshpar.errors import CheckpointError
 
 CASTS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64, torch.bfloat16)]
@@ -31,7 +31,7 @@ def stored(path, tensor, start=192):
 
 
 def copied(box, dtype, position, ways, monkeypatch):
-    monkeypatch.setattr("meshpar.checkpoints.copying.Pace", lambda: Pace(ways))
+    monkeypatch.setattr("meshpar.checkpoints.format.copying.Pace", lambda: Pace(ways))
     out, told = bytearray(), []
     Copier(out.extend, told.append).copy(Piece((0, 0), box), dtype, position)
     assert sum(told) == len(out)
@@ -61,7 +61,7 @@ def test_a_flipped_bit_is_found_in_every_way(tmp_path, monkeypatch, way, dtype):
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("summed", [True, False])
 def test_a_file_that_is_written_during_the_copy_is_an_error_although_its_sum_may_be_right(tmp_path, monkeypatch, way, summed):
-    monkeypatch.setattr("meshpar.checkpoints.copying.Pace", lambda: Pace((way,)))
+    monkeypatch.setattr("meshpar.checkpoints.format.copying.Pace", lambda: Pace((way,)))
     tensor, path, out = torch.randn(600, 2000), tmp_path / "file", bytearray()
     box = stored(path, tensor)
     os.utime(path, (1e9, 1e9))

@@ -28,8 +28,8 @@ from meshpar.checkpoints import (
     verify_files,
     verify_step,
 )
-from meshpar.checkpoints.manifest import MANIFEST_NAME
-from meshpar.checkpoints.storage import Place, entries, open_file, place, size_of
+from meshpar.checkpoints.format.manifest import MANIFEST_NAME
+from meshpar.checkpoints.storage.place import Place, entries, open_file, place, size_of
 from meshpar.errors import CheckpointError
 from meshpar.testing import on_ranks
 from tests.checkpoints.test_commit import Job, linear, stepped
@@ -46,7 +46,7 @@ def home(request, tmp_path) -> Place:
 @pytest.fixture
 def step(home, monkeypatch) -> Place:
     """A small step: random state would be most of it."""
-    monkeypatch.setattr("meshpar.checkpoints.saving.random_state", lambda *_: {})
+    monkeypatch.setattr("meshpar.checkpoints.steps.saving.random_state", lambda *_: {})
     job = linear(1)
     return CheckpointManager(home / "run").save(1, job, stepped(job))
 

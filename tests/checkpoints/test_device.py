@@ -10,15 +10,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshpar.checkpoints import CheckpointManager, files
-from meshpar.checkpoints import saving as saves
-from meshpar.checkpoints.checksums import crc32
-from meshpar.checkpoints.files import Box, ReadFile
-from meshpar.checkpoints.planning import Planning
-from meshpar.checkpoints.ranks import Ranks
-from meshpar.checkpoints.saving import Noted, Saving
-from meshpar.checkpoints.staging import Samples, Slab, Stager
-from meshpar.checkpoints.writing import Part
+from meshpar.checkpoints import CheckpointManager
+from meshpar.checkpoints.format.writing import Part
+from meshpar.checkpoints.steps import saving as saves
+from meshpar.checkpoints.steps.planning import Planning
+from meshpar.checkpoints.steps.ranks import Ranks
+from meshpar.checkpoints.steps.saving import Noted, Saving
+from meshpar.checkpoints.steps.staging import Samples, Slab, Stager
+from meshpar.checkpoints.storage import files
+from meshpar.checkpoints.storage.checksums import crc32
+from meshpar.checkpoints.storage.files import Box, ReadFile
 from tests.checkpoints.test_commit import Job
 
 DEVICE = torch.device("meta")

@@ -20,8 +20,8 @@ from meshpar.checkpoints import (
     list_steps,
     open_step,
     prune_steps,
-    restoring,
 )
+from meshpar.checkpoints.steps import restoring
 from meshpar.testing import on_ranks
 
 

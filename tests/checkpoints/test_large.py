@@ -10,14 +10,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from meshpar.checkpoints import export_safetensors, read_manifest, verify_step
-from meshpar.checkpoints.archive import find_tensor
-from meshpar.checkpoints.checksums import crc32
-from meshpar.checkpoints.dcp import DistributedCheckpoint
-from meshpar.checkpoints.files import ReadFile, memory_of
-from meshpar.checkpoints.planning import whole
-from meshpar.checkpoints.saving import make_manifest
-from meshpar.checkpoints.steps import Steps
-from meshpar.checkpoints.writing import Item, metadata_of, write_file
+from meshpar.checkpoints.format.archive import find_tensor
+from meshpar.checkpoints.format.dcp import DistributedCheckpoint
+from meshpar.checkpoints.format.writing import Item, metadata_of, whole, write_file
+from meshpar.checkpoints.steps.saving import make_manifest
+from meshpar.checkpoints.steps.steps import Steps
+from meshpar.checkpoints.storage.checksums import crc32
+from meshpar.checkpoints.storage.files import ReadFile, memory_of
 from meshpar.errors import CheckpointError
 
 BLOCK = memoryview(bytes(64 << 20))
@@ -43,7 +42,7 @@ def step(tmp_path_factory):
             os.write(descriptor, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshpar.checkpoints.writeback.write_all", write)
+        patch.setattr("meshpar.checkpoints.storage.writeback.write_all", write)
         file = write_file(folder / "__0_0.distcp", items, "crc32")
     parts = {"model.huge": ((HUGE,), torch.uint8), "model.small": ((3, 4), torch.float32)}
     metadata = metadata_of(whole((name, shape, dtype) for name, (shape, dtype) in parts.items()))

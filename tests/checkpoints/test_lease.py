@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from meshpar.checkpoints import CheckpointManager
-from meshpar.checkpoints.lease import LEASE_NAME, Lease
+from meshpar.checkpoints.steps.lease import LEASE_NAME, Lease
 from meshpar.errors import CheckpointError
 from meshpar.leftovers import host_name
 from meshpar.testing import on_ranks
@@ -22,7 +22,7 @@ from tests.checkpoints.test_commit import linear
 HOLD = """
 import sys
 from pathlib import Path
-from meshpar.checkpoints.lease import Lease
+from meshpar.checkpoints.steps.lease import Lease
 Lease(Path(sys.argv[1])).take()
 print("taken", flush=True)
 input()
@@ -55,7 +55,7 @@ def elsewhere(folder: Path, count: int = 0) -> None:
 def test_a_holder_on_another_host_lives_while_its_count_rises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere(tmp_path)
     counts = iter(range(1, 100))
-    monkeypatch.setattr("meshpar.checkpoints.lease.time.sleep", lambda _: elsewhere(tmp_path, next(counts)))
+    monkeypatch.setattr("meshpar.checkpoints.steps.lease.time.sleep", lambda _: elsewhere(tmp_path, next(counts)))
     with pytest.raises(CheckpointError, match="process 1 on elsewhere since then"):
         Lease(tmp_path).take()
     monkeypatch.undo()
@@ -71,7 +71,7 @@ def test_a_holder_on_another_host_lives_while_its_count_rises(tmp_path: Path, mo
 
 def test_of_two_that_replace_a_dead_holder_in_one_moment_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / LEASE_NAME).write_text(json.dumps({"host": host_name(), "process": 2**22 + 1, "id": "dead", "since": "then", "count": 0}))
-    monkeypatch.setattr("meshpar.checkpoints.lease.time.sleep", lambda _: elsewhere(tmp_path))
+    monkeypatch.setattr("meshpar.checkpoints.steps.lease.time.sleep", lambda _: elsewhere(tmp_path))
     with pytest.raises(CheckpointError, match="process 1 on elsewhere since then, which took it"):
         Lease(tmp_path).take()
 

@@ -12,7 +12,7 @@ from torch import nn
 import meshpar
 from benchmarks.save_planning import plan_saves
 from meshpar.checkpoints import CheckpointManager
-from meshpar.checkpoints.planning import Alike, Described, alike, divide, pack
+from meshpar.checkpoints.steps.planning import Alike, Described, alike, divide, pack
 from meshpar.errors import CheckpointError
 from meshpar.testing import on_ranks, whole
 from tests.support.patience import patient
@@ -69,7 +69,7 @@ class Plans:
             self.made += 1
             return divide(said)
 
-        self.patch.setattr("meshpar.checkpoints.planning.divide", counted)
+        self.patch.setattr("meshpar.checkpoints.steps.planning.divide", counted)
         return self
 
     def __exit__(self, *_: object) -> None:

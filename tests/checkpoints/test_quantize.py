@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import meshpar
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_gguf, export_safetensors
-from meshpar.checkpoints.quantizing import SCHEMES
+from meshpar.checkpoints.export.quantizing import SCHEMES
 from meshpar.errors import CheckpointError
 from meshpar.launchers.cli import app
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig

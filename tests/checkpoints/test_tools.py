@@ -25,10 +25,10 @@ from meshpar.checkpoints import (
     show_step,
     verify_step,
 )
-from meshpar.checkpoints.archive import find_tensor, write_tensor
-from meshpar.checkpoints.checksums import joined
-from meshpar.checkpoints.files import ReadFile, memory_of
-from meshpar.checkpoints.state import merged_tables
+from meshpar.checkpoints.format.archive import find_tensor, write_tensor
+from meshpar.checkpoints.steps.state import merged_tables
+from meshpar.checkpoints.storage.checksums import joined
+from meshpar.checkpoints.storage.files import ReadFile, memory_of
 from meshpar.errors import CheckpointError
 from meshpar.weights import Rename, Split, Transpose, WeightMap
 from tests.checkpoints.test_commit import Job, linear, stepped

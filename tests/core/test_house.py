@@ -28,8 +28,11 @@ FLOORS = [
     {"launchers"},
 ]
 """Lowest first. A part imports from its own floor only what is in no cycle, and from the floors below it."""
-STAIRS = ["progress", "recipes", "converters", "agent", "doctor", "jobs", "export", "targets", "commands", "cli", "__main__"]
-"""The floors inside launchers, lowest first."""
+STAIRS = {
+    "checkpoints": ["storage", "format", "steps", "export"],
+    "launchers": ["progress", "recipes", "converters", "agent", "doctor", "jobs", "export", "targets", "commands", "cli", "__main__"],
+}
+"""The floors inside a room, lowest first."""
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
 PUBLIC = (
     "meshpar",
@@ -44,7 +47,7 @@ PUBLIC = (
 """What users import from; public is what `__all__` names there."""
 MEASURED = {
     "architectures.py": {"meshpar.models.huggingface_styles", "meshpar.training.documents"},
-    "checkpoint.py": {"meshpar.checkpoints.files", "meshpar.placements"},
+    "checkpoint.py": {"meshpar.checkpoints.storage.files", "meshpar.placements"},
     "chunked_loss.py": {"meshpar.chunked", "meshpar.forecasting.recorder"},
     "forecast_accuracy.py": {"meshpar.forecasting.api", "meshpar.forecasting.extrapolate", "meshpar.forecasting.simulate"},
     "gpu.py": {
@@ -56,7 +59,7 @@ MEASURED = {
     },
     "jobs.py": {"meshpar.launchers.jobs"},
     "peer_ranks.py": {"meshpar.models.huggingface"},
-    "save_planning.py": {"meshpar.checkpoints.planning", "meshpar.checkpoints.saving", "meshpar.placements"},
+    "save_planning.py": {"meshpar.checkpoints.steps.planning", "meshpar.checkpoints.steps.saving", "meshpar.placements"},
     "scale.py": {"meshpar._torch", "meshpar.forecasting.simulate", "meshpar.runtime"},
     "tokenizing.py": {"meshpar.training.text", "meshpar.training.tokenizer", "meshpar.training.tokens"},
 }
@@ -143,14 +146,15 @@ def test_imports_point_down():
     assert not upward
 
 
-def test_the_launchers_imports_point_down():
-    upward = []
+@pytest.mark.parametrize("room", STAIRS)
+def test_imports_inside_a_room_point_down(room):
+    upward, inside, stairs = [], f"meshpar.{room}.", STAIRS[room]
     for path, name in sources():
-        if not name.startswith("meshpar.launchers."):
+        if not name.startswith(inside):
             continue
-        here = STAIRS.index(name.split(".")[2])
-        there = {target.split(".")[2] for target in imports(path, name) if target.startswith("meshpar.launchers.")}
-        upward += [f"{name} imports {part}" for part in there if STAIRS.index(part) > here]
+        here = stairs.index(name.split(".")[2])
+        there = {target.split(".")[2] for target in imports(path, name) if target.startswith(inside)}
+        upward += [f"{name} imports {part}" for part in there if stairs.index(part) > here]
     assert not upward
 
 
@@ -329,8 +333,8 @@ def constants(path):
 
 FACTS = {
     "the label that is not counted": ("meshpar/loss.py", lambda value: value == -100),
-    "the name of a step's folder": ("checkpoints/manifest.py", lambda value: isinstance(value, str) and value.startswith("step-")),
-    "the prefix of a model's tensors": ("checkpoints/checkpointable.py", lambda value: value == "model."),
+    "the name of a step's folder": ("checkpoints/format/manifest.py", lambda value: isinstance(value, str) and value.startswith("step-")),
+    "the prefix of a model's tensors": ("checkpoints/format/manifest.py", lambda value: value == "model."),
     "the peak speed of an accelerator": ("meshpar/training/metrics.py", lambda value: value in (312e12, 989e12, 2250e12)),
     "the mesh that the nodes decide": ("meshpar/mesh.py", lambda value: isinstance(value, str) and value.startswith("auto(")),
 }
@@ -369,7 +373,7 @@ NAMES = {
     "Event": {"meshpar/forecasting/trace.py"},
     "Job": {"launchers/targets/job.py"},
     "Loss": {"meshpar/forecasting/step.py"},
-    "Ranks": {"checkpoints/ranks.py"},
+    "Ranks": {"checkpoints/steps/ranks.py"},
     "Record": {"meshpar/testing/parity.py"},
     "Span": {"meshpar/forecasting/cost.py"},
 }

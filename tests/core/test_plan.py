@@ -31,7 +31,7 @@ from meshpar import (
     registry,
     runtime,
 )
-from meshpar.checkpoints.quantizing import fitting
+from meshpar.checkpoints.export.quantizing import fitting
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.passes.base import find_blocks
 

@@ -26,11 +26,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshpar import testing
-from meshpar.checkpoints import CheckpointManager, objects, verify_step
-from meshpar.checkpoints import steps as removal
-from meshpar.checkpoints.dcp import DistributedCheckpoint
-from meshpar.checkpoints.manifest import read_manifest
-from meshpar.checkpoints.storage import Place, place
+from meshpar.checkpoints import CheckpointManager, verify_step
+from meshpar.checkpoints.format.dcp import DistributedCheckpoint
+from meshpar.checkpoints.format.manifest import read_manifest
+from meshpar.checkpoints.steps import steps as removal
+from meshpar.checkpoints.storage import objects
+from meshpar.checkpoints.storage.place import Place, place
 from meshpar.errors import CheckpointError
 from tests.checkpoints.test_commit import Job
 from tests.support.patience import patient, until

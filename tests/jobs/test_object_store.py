@@ -33,7 +33,6 @@ from meshpar.checkpoints import (
     export_safetensors,
     import_safetensors,
     list_steps,
-    objects,
     open_step,
     pin_step,
     prune_steps,
@@ -41,7 +40,8 @@ from meshpar.checkpoints import (
     remove_step,
     verify_step,
 )
-from meshpar.checkpoints.storage import Place, copy_file, fetched, place
+from meshpar.checkpoints.storage import objects
+from meshpar.checkpoints.storage.place import Place, copy_file, fetched, place
 from meshpar.errors import CheckpointError, StoreError
 from meshpar.launchers import export_run
 from meshpar.launchers.cli import app
@@ -517,7 +517,7 @@ def test_a_save_whose_program_ended_without_close_is_told_as_lost():
     program = """
 import time
 from concurrent.futures import ThreadPoolExecutor
-from meshpar.checkpoints.background import Background
+from meshpar.checkpoints.steps.background import Background
 Background().start(lambda: time.sleep(0.5), lambda: ThreadPoolExecutor(1).submit(print), trains=True)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

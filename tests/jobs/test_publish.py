@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import meshpar
 from meshpar.checkpoints import CheckpointManager, Safetensors
-from meshpar.checkpoints.lease import Lease
-from meshpar.checkpoints.steps import PIN_FILE, Steps
+from meshpar.checkpoints.steps.lease import Lease
+from meshpar.checkpoints.steps.steps import PIN_FILE, Steps
 from meshpar.errors import CheckpointError
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.exporting import watch

@@ -1,0 +1,1 @@
+"""A model written for others: safetensors, quantised or not, and GGUF."""

@@ -1,0 +1,361 @@
+"""Write a model as one GGUF file for llama.cpp, tile by tile, by the package ``gguf``: float16, or quantised to q8_0 or q4_0.
+
+Names of tensors, of keys and the quantising itself are the package's. The package lacks the order of rows that llama.cpp
+requires of each architecture, which follows ``conversion/`` of ggml-org/llama.cpp (release b9600).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, final
+
+import torch
+
+from meshpar.checkpoints.export.quantizing import fitting, is_high
+from meshpar.checkpoints.export.safetensors import free_target, made_on_disk, opened
+from meshpar.checkpoints.format.copying import ByteCount, Progress, StoredSource, check_piece
+from meshpar.checkpoints.format.verify import Verify
+from meshpar.checkpoints.storage.files import memory_of, tiles, write_all
+from meshpar.checkpoints.storage.place import Place, place
+from meshpar.errors import CheckpointError, brief
+from meshpar.imports import need
+from meshpar.weights import Permute, Transpose, TypedSource, Unstack, WeightMap
+from meshpar.weights.rules import Rule
+
+Kind = Literal["f16", "q8_0", "q4_0"]
+KINDS: tuple[Kind, ...] = ("f16", "q8_0", "q4_0")
+_TILE_BYTES = 2 << 20  # of float32 values; a multiple of every block
+_NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers of old transformers
+_EXPERTS = ("num_experts", "num_local_experts")  # of checkpoints, and of transformers' own configs
+_COMPUTED = {
+    "use_sliding_window": False,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+}
+"""Entries of the config that llama.cpp does not read, and what it computes."""
+_REGEXES = {
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt-2",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
+}
+"""How a byte-level tokenizer cuts text, and llama.cpp's name for it."""
+
+
+def _no_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
+    return ()
+
+
+def _llama_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
+    """Rotary pairs lie beside each other in llama.cpp, and a half of a head apart in transformers."""
+    names = [f"model.layers.*.self_attn.{each}_proj.{kind}" for each in "qk" for kind in ("weight", "bias")]
+    return [Permute(name, name, outer=_head_dim(config) // 2, inner=2) for name in names]
+
+
+def _gpt2_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
+    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    names = [f"{prefix}h.*.{each}.weight" for prefix in ("", "transformer.") for each in layers]
+    return [Transpose(name, name) for name in names]
+
+
+def _expert_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
+    places = range(_size(config, *_EXPERTS))
+    return [
+        Unstack(f"model.layers.*.mlp.experts.{each}.weight", tuple(f"model.layers.*.mlp.experts.{place}.{each}.weight" for place in places))
+        for each in ("gate_proj", "up_proj", "down_proj")
+    ]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """llama.cpp's requirements of an architecture.
+
+    Attributes:
+        name: in llama.cpp.
+        rules: from transformers' tensors to those with llama.cpp's order of rows, by the config.
+        norms: what is added to the norms' weights.
+    """
+
+    name: str
+    rules: Callable[[Mapping[str, Any]], Sequence[Rule]]
+    norms: float = 0.0
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", _llama_rules),
+    "qwen2": Architecture("qwen2", _no_rules),
+    "qwen3": Architecture("qwen3", _no_rules),
+    "qwen3_moe": Architecture("qwen3moe", _expert_rules),
+    "gemma": Architecture("gemma", _no_rules, norms=1.0),
+    "gpt2": Architecture("gpt2", _gpt2_rules),
+}
+"""By ``model_type``."""
+
+
+def export_gguf(
+    src: str | Place | TypedSource,
+    dst: str | Place,
+    kind: Kind,
+    tokenizer: str | Path | None = None,
+    progress: Progress | None = None,
+    *,
+    config: Mapping[str, Any] | None = None,
+    weights: WeightMap | None = None,
+    verify: Verify = "size",
+    high: Sequence[str] = (),
+    overwrite: bool = False,
+) -> Place:
+    """Export the model of a checkpoint to ``dst/model-KIND.gguf`` for llama.cpp, in a few MiB of memory. Requires ``meshpar[gguf]``.
+
+    >>> export_gguf("run/checkpoints/latest", "run/gguf", "q8_0", "run/tokenizer")  # doctest: +SKIP
+
+    Args:
+        src: as for :func:`meshpar.checkpoints.export_safetensors`, as are the arguments that are not listed.
+        dst: the folder to write; it appears once it is complete. A file for a store is written to a temporary folder first.
+        kind: ``"f16"``; ``"q8_0"``, ``"q4_0"``: blocks of 32 values. Embeddings and heads are float16 in each, norms and routers float32.
+        tokenizer: a folder with a byte-level BPE in ``tokenizer.json``; None: the file has no vocabulary, and runs on token ids alone.
+        high: patterns of modules, by transformers' names, whose weights are float16, too.
+
+    Returns:
+        ``dst``.
+
+    Raises:
+        CheckpointError: as for an export; an architecture, a rotary scaling or a tokenizer that this export does not know; a row that
+            blocks of 32 do not divide.
+        MeshparError: ``gguf`` is not installed.
+    """
+    library = need("gguf", extra="gguf")
+    if kind not in KINDS:
+        raise CheckpointError(f"the kind is {kind!r}; expected one of {', '.join(KINDS)}")
+    target = free_target(dst, overwrite=overwrite)
+    source, config = opened(src, weights, verify, config)
+    architecture = _architecture(config or {})
+    assert config is not None
+    laid_out = WeightMap(tuple(architecture.rules(config))).view(source)
+    names = _names(library, architecture, config, laid_out.shapes())
+    kinds = _kinds(library, names, laid_out.shapes(), kind, high)
+    writer = library.GGUFWriter(None, architecture.name)
+    _write_keys(library, writer, config, kind)
+    _write_tokenizer(library, writer, tokenizer, config["vocab_size"])
+    if verify != "none" and isinstance(source, StoredSource):
+        for name in source.shapes():
+            for piece in source.pieces(name):
+                check_piece(piece)
+    with made_on_disk(target, overwrite=overwrite) as folder:
+        _write_file(folder / f"model-{kind}.gguf", library, writer, laid_out, names, kinds, architecture, config, progress)
+    return place(dst)
+
+
+def _architecture(config: Mapping[str, Any]) -> Architecture:
+    """Return what llama.cpp wants of a model; raises CheckpointError for what this export or llama.cpp does not compute."""
+    kind, rope = str(config.get("model_type")), _rope(config)
+    if kind not in ARCHITECTURES:
+        raise CheckpointError(
+            f"GGUF: the architecture is {kind!r}; this export knows {', '.join(ARCHITECTURES)}; for others, export plain safetensors and "
+            "run llama.cpp's convert_hf_to_gguf.py on the folder"
+        )
+    if (scaling := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "llama3", "linear"):
+        raise CheckpointError(f"GGUF: the rotary scaling is {scaling!r}; this export knows default, linear and llama3")
+    if wrong := [f"{key} = {config[key]}" for key, only in _COMPUTED.items() if config.get(key, only) not in (only, None)]:
+        raise CheckpointError(f"GGUF: the config has {', '.join(wrong)}, which llama.cpp's {ARCHITECTURES[kind].name} does not compute")
+    return ARCHITECTURES[kind]
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rope_theta": config.get("rope_theta", 10_000.0), **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+
+
+def _size(config: Mapping[str, Any], *names: str) -> int:
+    found = next((config[name] for name in names if config.get(name) is not None), None)
+    if found is None:
+        raise CheckpointError(f"GGUF: config.json has no {names[0]}; got {', '.join(sorted(config)) or 'nothing'}")
+    return int(found)
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or _size(config, "hidden_size", "n_embd") // _size(config, "num_attention_heads", "n_head")
+
+
+def _write_keys(library: ModuleType, writer: Any, config: Mapping[str, Any], kind: Kind) -> None:
+    """Add the sizes of the model, by the config of any architecture."""
+    width, heads = _size(config, "hidden_size", "n_embd"), _size(config, "num_attention_heads", "n_head")
+    writer.add_type("model")
+    writer.add_file_type(library.LlamaFileType[f"MOSTLY_{kind.upper()}"])
+    writer.add_quantization_version(library.GGML_QUANT_VERSION)
+    writer.add_vocab_size(_size(config, "vocab_size"))
+    writer.add_block_count(_size(config, "num_hidden_layers", "n_layer"))
+    writer.add_context_length(_size(config, "max_position_embeddings", "n_positions", "n_ctx"))
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(config.get("intermediate_size") or config.get("n_inner") or 4 * width)
+    writer.add_head_count(heads)
+    if config.get("layer_norm_epsilon") is not None:
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        return
+    rope, head_dim = _rope(config), _head_dim(config)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope.get("rope_type", rope.get("type")) == "linear":
+        writer.add_rope_scaling_type(library.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if config["model_type"] == "qwen3_moe":
+        writer.add_expert_count(_size(config, *_EXPERTS))
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _names(library: ModuleType, architecture: Architecture, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, str]:
+    """Return llama.cpp's name of each tensor by transformers' name."""
+    known = {name: number for number, name in library.MODEL_ARCH_NAMES.items()}[architecture.name]
+    table = library.get_tensor_name_map(known, _size(config, "num_hidden_layers", "n_layer"))
+    found = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in shapes if not name.endswith(_NOT_WEIGHTS)}
+    if lost := [name for name, new in found.items() if new is None]:
+        raise CheckpointError(f"GGUF: llama.cpp's {architecture.name} has no place for {len(lost)} tensors: {', '.join(lost[:3])}")
+    return found
+
+
+def _kinds(
+    library: ModuleType, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], kind: Kind, high: Sequence[str]
+) -> dict[str, Any]:
+    """Return how to store each tensor."""
+    types = library.GGMLQuantizationType
+    layers = {name.removesuffix(".weight"): shapes[name] for name in names if name.endswith(".weight") and len(shapes[name]) > 1}
+    chosen = set(fitting(high, layers))
+    found: dict[str, Any] = {}
+    for name in names:
+        module = name.removesuffix(".weight")
+        exact = module not in layers or module.endswith((".gate", "wpe")) or "norm" in module
+        found[name] = types.F32 if exact else types.F16 if is_high(module) or module in chosen else types[kind.upper()]
+    block, _ = library.GGML_QUANT_SIZES[types[kind.upper()]]
+    if odd := [f"{name} {shapes[name]}" for name, each in found.items() if each == types[kind.upper()] and shapes[name][-1] % block]:
+        raise CheckpointError(f"{kind}: blocks of {block} do not divide the rows of {len(odd)} weights: {', '.join(odd[:3])}; choose f16")
+    return found
+
+
+def _write_file(
+    path: Path,
+    library: ModuleType,
+    writer: Any,
+    source: TypedSource,
+    names: Mapping[str, str],
+    kinds: Mapping[str, Any],
+    architecture: Architecture,
+    config: Mapping[str, Any],
+    progress: Progress | None,
+) -> None:
+    numpy = need("numpy")
+    shapes, extra = source.shapes(), _rope_factors(config)
+    sizes = {name: _nbytes(library, shapes[name], kinds[name]) for name in names}
+    if extra is not None:
+        writer.add_tensor_info("rope_freqs.weight", extra.shape, numpy.dtype(numpy.float32), extra.nbytes)
+    for name, new in names.items():
+        writer.add_tensor_info(new, shapes[name], numpy.dtype(numpy.float32), sizes[name], raw_dtype=kinds[name])
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    count = ByteCount(sum(sizes.values()), progress)
+    with path.open("ab", buffering=0) as file:
+        _pad(file.fileno(), file.tell(), writer.data_alignment)
+        if extra is not None:
+            write_all(file.fileno(), memory_of(extra))
+            _pad(file.fileno(), extra.nbytes, writer.data_alignment)
+        for name in names:
+            offset = architecture.norms if name.endswith("norm.weight") else 0.0
+            for values in _tiles(source, name, offset):
+                data = library.quants.quantize(values.numpy(), kinds[name])
+                if kinds[name] == library.GGMLQuantizationType.F16 and not numpy.isfinite(data).all():
+                    raise CheckpointError(f"{name} has values that float16 cannot hold; export it by transformers' formats, such as fp8")
+                write_all(file.fileno(), memoryview(data).cast("B"))
+                count.add(data.nbytes)
+            _pad(file.fileno(), sizes[name], writer.data_alignment)
+        os.fsync(file.fileno())
+
+
+def _tiles(source: TypedSource, name: str, offset: float) -> Iterator[torch.Tensor]:
+    for spans in tiles(source.shapes()[name], 4, _TILE_BYTES):
+        values = torch.empty([b - a for a, b in spans])
+        source.read(name, tuple(slice(*span) for span in spans), values)
+        yield values.add_(offset)
+
+
+def _pad(descriptor: int, size: int, alignment: int) -> None:
+    write_all(descriptor, memoryview(bytes(-size % alignment)))
+
+
+def _nbytes(library: ModuleType, shape: tuple[int, ...], kind: Any) -> int:
+    block, size = library.GGML_QUANT_SIZES[kind]
+    return math.prod(shape) // block * size
+
+
+def _rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return what llama.cpp divides the rotary frequencies by, for Llama 3's scaling (``_compute_llama3_parameters`` of transformers)."""
+    rope = _rope(config)
+    if rope.get("rope_type", rope.get("type")) != "llama3":
+        return None
+    dim, positions, factor = _head_dim(config), rope["original_max_position_embeddings"], rope["factor"]
+    length = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = ((positions / length - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).float()
+
+
+def _write_tokenizer(library: ModuleType, writer: Any, folder: str | Path | None, vocabulary: int) -> None:
+    """Add a byte-level BPE, with special tokens and chat template; raises CheckpointError for another tokenizer."""
+    if folder is None or not (Path(folder) / "tokenizer.json").is_file():
+        writer.add_tokenizer_model("no_vocab")
+        return
+    path = Path(folder) / "tokenizer.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        added = {each["id"]: each for each in data["added_tokens"]}
+        ids = {number: text for text, number in data["model"]["vocab"].items()}
+        merges = data["model"].get("merges")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a tokenizer with a vocabulary: {brief(error)}") from error
+    types = library.TokenType
+    texts, kinds = [], []
+    for number in range(vocabulary):
+        special = added.get(number)
+        texts.append(special["content"] if special else ids.get(number, f"[PAD{number}]"))
+        kinds.append(
+            (types.CONTROL if special["special"] else types.USER_DEFINED) if special else types.NORMAL if number in ids else types.UNUSED
+        )
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_pre(path, data, merges))
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    if not merges:
+        writer.add_token_merges([""])  # llama.cpp demands merges, and the package refuses an empty list; this one fits nothing
+    library.SpecialVocab(Path(folder), load_merges=bool(merges), n_vocab=vocabulary).add_to_gguf(writer, quiet=True)
+
+
+def _pre(path: Path, data: Mapping[str, Any], merges: object) -> str:
+    """Return llama.cpp's name of how a byte-level tokenizer cuts text."""
+    steps = data.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers", [steps])
+    by_bytes = [step for step in steps if step.get("type") == "ByteLevel"]
+    cuts = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
+    cuts += [next(iter(_REGEXES)) for step in by_bytes if step.get("use_regex", True)]
+    known = len(steps) == len(by_bytes) + sum(step.get("type") == "Split" for step in steps) and len(by_bytes) == 1
+    if known and not by_bytes[0].get("add_prefix_space") and data["model"].get("type") == "BPE":
+        if not cuts and not merges:
+            return "gpt-2"  # single bytes: cutting changes nothing
+        if len(cuts) == 1 and cuts[0] in _REGEXES:
+            return _REGEXES[cuts[0]]
+    raise CheckpointError(
+        f"GGUF: {path} is a {data['model'].get('type')} that cuts text by {json.dumps(steps)[:160]}; this export writes byte-level BPE "
+        f"with the cuts of {', '.join(_REGEXES.values())}; for others, export plain safetensors and run llama.cpp's convert_hf_to_gguf.py"
+    )

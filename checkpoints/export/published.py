@@ -1,0 +1,112 @@
+"""The model in a checkpoint as a source of weights: under the module's names, and under its published ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+
+from meshpar.checkpoints.format.copying import Piece, are_copied, check_piece
+from meshpar.checkpoints.format.dcp import DistributedCheckpoint, Stored
+from meshpar.checkpoints.format.manifest import MODEL, read_manifest
+from meshpar.checkpoints.format.verify import open_verified
+from meshpar.checkpoints.steps.steps import open_step
+from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
+from meshpar.checkpoints.storage.place import Place
+from meshpar.errors import CheckpointError
+from meshpar.weights import Mapped, TypedSource
+
+
+@final
+class StoredModel:
+    """The model's tensors of a checkpoint, by the module's names, each tied tensor under its first."""
+
+    def __init__(self, source: DistributedCheckpoint, tied: Sequence[Sequence[str]]) -> None:
+        self._source = source
+        self._names = {clean_name(name.removeprefix(MODEL)): name for name in source.tensors if name.startswith(MODEL)}
+        saved = [name for name in source.tensors if name.startswith(MODEL)]
+        if len(self._names) != len(saved):
+            raise CheckpointError(f"{len(saved)} tensors have only {len(self._names)} names without the parts of wrappers")
+        if not saved:
+            raise CheckpointError(f"{source.folder} has no tensors of a model (no name begins with {MODEL!r})")
+        self._drop_tied(tied)
+
+    def _drop_tied(self, tied: Sequence[Sequence[str]]) -> None:
+        for group in tied:
+            held = [name for name in group if name in self._names]
+            owner = held[0] if held else ""
+            for other in held[1:]:
+                if self._stored(owner) != self._stored(other) and not same_tensor(self, owner, other):
+                    raise CheckpointError(f"{owner} and {other} are tied but differ in the checkpoint; the export would lose one")
+                del self._names[other]
+
+    def _stored(self, name: str) -> Stored:
+        return self._source.tensors[self._names[name]]
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._source.tensors[key].shape for name, key in self._names.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: self._source.tensors[key].dtype for name, key in self._names.items()}
+
+    def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
+        self._source.read(self._names[name], index, out)
+
+    def pieces(self, name: str) -> list[Piece]:
+        chunks = sorted(self._stored(name).chunks, key=lambda each: each.offsets)
+        return [Piece(chunk.offsets, self._source.box(self._names[name], chunk)) for chunk in chunks]
+
+
+def stored_model(path: str | Place) -> StoredModel:
+    """Return the model of a committed step as a source of weights, by the module's names.
+
+    Args:
+        path: a step, ``.../latest``, or a folder of steps (its newest).
+
+    Raises:
+        CheckpointError: there is no committed step, or one of its files is missing or has the wrong size.
+    """
+    folder = open_step(path)
+    manifest = read_manifest(folder)
+    return StoredModel(open_verified(folder, manifest, "size"), manifest.tied)
+
+
+@final
+class PublishedModel:
+    """The model's tensors under their published names."""
+
+    def __init__(self, model: StoredModel, mapped: Mapped) -> None:
+        self._model, self._mapped = model, mapped
+        self.shapes, self.dtypes, self.read = mapped.shapes, mapped.dtypes, mapped.read
+
+    def check_what_is_rebuilt(self) -> None:
+        """Check the stored tensors that are rearranged; the others are checked while they are copied."""
+        copied = {self._mapped.origin(name) for name, shape in self._mapped.shapes().items() if are_copied(self.pieces(name), shape)}
+        for name in self._model.shapes():
+            for piece in self._model.pieces(name) if name not in copied else ():
+                check_piece(piece)
+
+    def pieces(self, name: str) -> list[Piece]:
+        origin = self._mapped.origin(name)
+        return [] if origin is None else self._model.pieces(origin)
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers add (``torch.compile``, ``checkpoint_wrapper``, FSDP1)."""
+    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
+
+
+def same_tensor(source: TypedSource, one: str, other: str) -> bool:
+    """Return whether two tensors of a source have the same shape, dtype and bits."""
+    shape, dtype = source.shapes()[one], source.dtypes()[one]
+    if (shape, dtype) != (source.shapes()[other], source.dtypes()[other]):
+        return False
+    for spans in tiles(shape, dtype.itemsize, TILE_BYTES):
+        pieces = []
+        for name in (one, other):
+            pieces.append(torch.empty([b - a for a, b in spans], dtype=dtype))
+            source.read(name, tuple(slice(*span) for span in spans), pieces[-1])
+        if memory_of(pieces[0]) != memory_of(pieces[1]):
+            return False
+    return True

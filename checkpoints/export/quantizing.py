@@ -1,0 +1,288 @@
+"""Quantise the linear weights of a model tile by tile, in the layouts of compressed-tensors, which vLLM and transformers load.
+
+Weights are rounded to nearest. One scale serves a row (``fp8``, ``int8``), a block of 128 x 128 (``fp8-block``) or 128 values of a row
+(``int4``): the largest absolute value over half the stored type's range, as ``calculate_qparams`` of vllm-project/compressed-tensors 0.20.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal, final
+
+import torch
+
+from meshpar.checkpoints.format.copying import Piece, StoredSource, check_piece
+from meshpar.checkpoints.storage.files import tiles
+from meshpar.errors import CheckpointError
+from meshpar.patterns import covers, nearest
+from meshpar.weights import TypedSource
+from meshpar.weights.rules import Spans, spans_of
+
+_TILE_ELEMENTS = 512 << 10  # of a weight at a time: float32 values and what is made of them stay in a core's cache
+_BYTES = 4 << 20  # of a tile of any other tensor
+_HIGH = ("*embed*", "wte", "wpe", "shared", "*head", "score", "classifier", "gate", "*_gate", "*router*", "*norm*", "ln_*", "*_bias", "wo")
+"""Parts of a module's name: embeddings, heads, routers, norms, and T5's ``wo``, which transformers reads as float32."""
+_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # layers of transformers' Conv1D, with (in, out) weights
+
+Quantization = Literal["fp8", "fp8-block", "int8", "int4"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """How a format stores a weight.
+
+    Attributes:
+        layout: the format's name in compressed-tensors.
+        block: rows and columns that share a scale; None: all columns.
+        dtype: of the stored weight.
+        packed: number of values in one element of the stored weight.
+        largest: the largest stored value.
+        half: half of the range of stored values.
+        weights, activations: entries of ``config_groups`` beside those that all formats share.
+    """
+
+    layout: str
+    block: tuple[int, int | None]
+    dtype: torch.dtype
+    packed: int = 1
+    largest: float
+    half: float
+    weights: Mapping[str, Any]
+    activations: Mapping[str, Any] | None = field(default=None)
+
+    def grid(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the shape of the scales of a weight."""
+        return shape[0] // self.block[0], 1 if self.block[1] is None else shape[1] // self.block[1]
+
+    def store(self, rows: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the stored form of whole blocks of float32 rows (overwritten), and their scales."""
+        down, across = self.grid(rows.shape)
+        blocks = rows.view(down, self.block[0], across, -1)
+        largest = torch.maximum(blocks.amax(3), -blocks.amin(3)).amax(1)
+        scales = (largest / self.half).to(scale_dtype)
+        scales[scales == 0] = torch.finfo(scale_dtype).eps
+        blocks.div_(scales.float()[:, None, :, None])
+        if self.dtype.is_floating_point:
+            return rows.clamp_(-self.largest, self.largest).to(self.dtype), scales
+        values = rows.round_().clamp_(-self.largest - 1, self.largest).to(torch.int8)
+        return (values if self.packed == 1 else _packed(values)), scales
+
+    def config(self, ignore: Sequence[str]) -> dict[str, Any]:
+        """Return ``quantization_config``, as compressed-tensors writes it."""
+        shared = {"symmetric": True, "group_size": None}
+        group = {
+            "targets": ["Linear"],
+            "weights": {**shared, "dynamic": False, **self.weights},
+            "input_activations": None if self.activations is None else {**shared, "dynamic": True, **self.activations},
+            "output_activations": None,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self.layout,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": list(ignore),
+            "kv_cache_scheme": None,
+        }
+
+
+_FLOAT8 = {"num_bits": 8, "type": "float"}
+_INT8 = {"num_bits": 8, "type": "int"}
+SCHEMES: Mapping[str, Scheme] = {
+    "fp8": Scheme(
+        layout="float-quantized", block=(1, None), dtype=torch.float8_e4m3fn, largest=448.0, half=448.0,
+        weights={**_FLOAT8, "strategy": "channel"}, activations={**_FLOAT8, "strategy": "token"},
+    ),
+    "fp8-block": Scheme(
+        layout="float-quantized", block=(128, 128), dtype=torch.float8_e4m3fn, largest=448.0, half=448.0,
+        weights={**_FLOAT8, "strategy": "block", "block_structure": [128, 128]},
+        activations={**_FLOAT8, "strategy": "group", "group_size": 128},
+    ),
+    "int8": Scheme(
+        layout="int-quantized", block=(1, None), dtype=torch.int8, largest=127.0, half=127.5,
+        weights={**_INT8, "strategy": "channel"}, activations={**_INT8, "strategy": "token"},
+    ),
+    "int4": Scheme(
+        layout="pack-quantized", block=(1, 128), dtype=torch.int32, packed=8, largest=7.0, half=7.5,
+        weights={"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+    ),
+}  # fmt: skip
+
+
+def _packed(values: torch.Tensor) -> torch.Tensor:
+    """Return eight values of 4 bits, plus 8, in each int32, the first in the lowest bits."""
+    nibbles = (values + 8).view(torch.uint8)
+    return (nibbles[:, ::2] | nibbles[:, 1::2] << 4).view(torch.int32)
+
+
+def is_high(module: str) -> bool:
+    """Return whether a module's weight is kept as it is by default: of embeddings, heads, routers, norms."""
+    return any(fnmatchcase(part, pattern) for part in module.split(".") for pattern in _HIGH)
+
+
+def fitting(patterns: Sequence[str], modules: Mapping[str, object]) -> set[str]:
+    """Return the modules that fit one of the patterns; raises CheckpointError for a pattern that fits none."""
+    if lost := [pattern for pattern in patterns if not any(covers(pattern, module) for module in modules)]:
+        raise CheckpointError(f"no weight of two dims belongs to a module {lost[0]!r}; nearest: {nearest(lost[0], modules)}")
+    return {module for module in modules if any(covers(pattern, module) for pattern in patterns)}
+
+
+@final
+class Quantized:
+    """A model's tensors, its linear weights quantised; a :class:`StoredSource` for those that stay.
+
+    Args:
+        source: the published model.
+        scheme: how to store linear weights: those named ``*.weight`` that have two dims.
+        dtype: of the other floating-point tensors and of the scales; None: as they are (scales: as their weight, at least 16 bits).
+        high: patterns of modules whose weights also stay as they are, beside embeddings, heads, routers and norms.
+        checked: whether to compare the stored bytes of a weight with their checksum before it is quantised.
+
+    Raises:
+        CheckpointError: a block does not divide a weight, a pattern fits no weight, or no weight is left to quantise.
+    """
+
+    def __init__(self, source: TypedSource, scheme: Scheme, dtype: torch.dtype | None, high: Sequence[str], *, checked: bool) -> None:
+        self._source, self._scheme, self._checked = source, scheme, checked
+        dtypes, shapes = source.dtypes(), source.shapes()
+        modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if _is_linear(name, shape, dtypes[name])}
+        chosen = fitting(high, modules)
+        self.kept = [each for each in modules if is_high(each) or each in chosen]
+        self.layers = {each: shape for each, shape in modules.items() if each not in self.kept}
+        _check_shapes(self.layers, scheme)
+        self._parts: dict[str, tuple[str, str]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        for name, shape in shapes.items():
+            module, own = name.removesuffix(".weight"), dtypes[name]
+            wide = dtype if dtype is not None and own.is_floating_point else own
+            if name.endswith(".weight") and module in self.layers:
+                self._add(module, wide if wide in (torch.float32, torch.bfloat16, torch.float16) else torch.float32)
+            else:
+                self._shapes[name], self._dtypes[name] = shape, wide
+        self._scales: tuple[str, list[torch.Tensor]] = ("", [])
+
+    def _add(self, module: str, scale_dtype: torch.dtype) -> None:
+        """Note the stored tensors of a layer."""
+        scheme, (rows, columns) = self._scheme, self.layers[module]
+        name = f"{module}.weight" if scheme.packed == 1 else f"{module}.weight_packed"
+        stored: list[tuple[str, str, tuple[int, ...], torch.dtype]] = [(name, "weight", (rows, columns // scheme.packed), scheme.dtype)]
+        stored += [(f"{module}.weight_scale", "scale", scheme.grid((rows, columns)), scale_dtype)]
+        stored += [(f"{module}.weight_shape", "shape", (2,), torch.int64)] if scheme.packed > 1 else []
+        for each, part, shape, dtype in stored:
+            self._parts[each], self._shapes[each], self._dtypes[each] = (module, part), shape, dtype
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return every stored tensor's name and shape."""
+        return self._shapes
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Return every stored tensor's name and dtype."""
+        return self._dtypes
+
+    def pieces(self, name: str) -> Sequence[Piece]:
+        """Return the pieces of a tensor that is stored as it is."""
+        return () if name in self._parts or not isinstance(self._source, StoredSource) else self._source.pieces(name)
+
+    def tiles(self, name: str) -> Iterator[Spans]:
+        """Yield the pieces in which to read a tensor, in their order; first compare a weight's stored bytes with their checksums."""
+        shape = self._shapes[name]
+        module, part = self._parts.get(name, ("", ""))
+        if part != "weight":
+            yield from tiles(shape, self._dtypes[name].itemsize, _BYTES)
+            return
+        if self._checked and isinstance(self._source, StoredSource):
+            for piece in self._source.pieces(f"{module}.weight"):
+                check_piece(piece)
+        unit = self._scheme.block[0]
+        step = max(1, _TILE_ELEMENTS // self.layers[module][1] // unit) * unit
+        for start in range(0, shape[0], step):
+            yield (start, min(shape[0], start + step)), (0, shape[1])
+
+    def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
+        """Copy ``tensor[index]`` into ``out``."""
+        module, part = self._parts.get(name, ("", ""))
+        if not part:
+            self._source.read(name, index, out)
+        elif part == "shape":
+            out.copy_(torch.tensor(self.layers[module])[index])
+        elif part == "weight":
+            (start, stop), columns = spans_of(index, self._shapes[name])
+            unit = self._scheme.block[0]
+            first = start // unit * unit
+            weight, scales = self._stored(module, first, -(-stop // unit) * unit)
+            self._keep(module, first // unit, scales)
+            out.copy_(weight[start - first : stop - first, slice(*columns)])
+        else:
+            out.copy_(self._all_scales(module)[index])
+
+    def _stored(self, module: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        columns = self.layers[module][1]
+        rows = torch.empty(stop - start, columns)
+        self._source.read(f"{module}.weight", (slice(start, stop), slice(0, columns)), rows)
+        weight, scales = self._scheme.store(rows, self._dtypes[f"{module}.weight_scale"])
+        if not scales.isfinite().all():
+            raise CheckpointError(
+                f"{module}.weight has values that are infinite, NaN or too large for a scale of {scales.dtype}, in rows {start} to "
+                f"{stop}; export an earlier step, or keep this weight high"
+            )
+        return weight, scales
+
+    def _keep(self, module: str, first: int, scales: torch.Tensor) -> None:
+        """Keep the scales of the layer that is being written: they are written after its weight."""
+        if first == 0:
+            self._scales = (module, [])
+        if self._scales[0] == module and sum(map(len, self._scales[1])) == first:
+            self._scales[1].append(scales)
+
+    def _all_scales(self, module: str) -> torch.Tensor:
+        if self._scales[0] != module or sum(map(len, self._scales[1])) < self._shapes[f"{module}.weight_scale"][0]:
+            for spans in self.tiles(next(name for name, made in self._parts.items() if made == (module, "weight"))):
+                first, stop = spans[0]
+                self._keep(module, first // self._scheme.block[0], self._stored(module, first, stop)[1])
+        return torch.cat(self._scales[1])
+
+    def entry(self) -> dict[str, Any]:
+        """Return the entry of ``config.json`` that describes the quantised weights."""
+        heads = [] if any(each.endswith("lm_head") for each in self.kept) else ["lm_head"]  # a tied head has no tensor of its own
+        return {"quantization_config": self._scheme.config([*self.kept, *heads])}
+
+
+def _is_linear(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    return name.endswith(".weight") and len(shape) == 2 and math.prod(shape) > 0 and dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _check_shapes(layers: Mapping[str, tuple[int, ...]], scheme: Scheme) -> None:
+    if not layers:
+        raise CheckpointError("no weight is left to quantise; expected tensors *.weight of two dims beside embeddings, heads and norms")
+    rows, columns = scheme.block[0], scheme.block[1] or 1
+    if odd := [f"{each} {shape}" for each, shape in layers.items() if shape[0] % rows or shape[1] % columns]:
+        raise CheckpointError(
+            f"{len(odd)} weights do not divide into blocks of {rows} x {columns}: {', '.join(odd[:3])}; keep them high (--keep-high, in "
+            "Python high=[...]), or choose a format with one scale a row (fp8, int8)"
+        )
+
+
+def quantized(
+    source: TypedSource, how: str, dtype: torch.dtype | None, high: Sequence[str], config: Mapping[str, Any] | None, *, checked: bool
+) -> Quantized:
+    """Return a model's tensors quantised; arguments as for :func:`meshpar.checkpoints.export_safetensors`.
+
+    Raises:
+        CheckpointError: an unknown format, a model without a config or of layers that compressed-tensors does not know, or as for
+            :class:`Quantized`.
+    """
+    if how not in SCHEMES:
+        raise CheckpointError(f"quantize is {how!r}; expected one of {', '.join(SCHEMES)}")
+    if not config:
+        raise CheckpointError("a quantised model needs a config.json, which tells engines its format; got none: pass one (--config DIR)")
+    if (kind := config.get("model_type")) in _CONV1D:
+        raise CheckpointError(
+            f"the layers of {kind} are transformers' Conv1D, which compressed-tensors does not load; export it plain, or as GGUF "
+            "(--quantize q8_0)"
+        )
+    return Quantized(source, SCHEMES[how], dtype, high, checked=checked)

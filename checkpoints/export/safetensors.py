@@ -1,0 +1,356 @@
+"""Export: write a checkpoint's model as safetensors under its published names, streamed from file to file.
+
+An export runs in one process, without a process group and without building the model. Memory stays at a few MiB for any model size.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from meshpar.checkpoints.export.published import PublishedModel, StoredModel
+from meshpar.checkpoints.export.quantizing import Quantization, Quantized, quantized
+from meshpar.checkpoints.format.copying import ByteCount, Copier, Progress, StoredSource, are_copied, position_of
+from meshpar.checkpoints.format.manifest import read_manifest
+from meshpar.checkpoints.format.safetensors import INDEX_NAME, write_header
+from meshpar.checkpoints.format.verify import Verify, open_verified
+from meshpar.checkpoints.steps.lease import LEASE_NAME, Lease
+from meshpar.checkpoints.steps.leftovers import remove
+from meshpar.checkpoints.steps.steps import open_step
+from meshpar.checkpoints.storage.files import aligned, failing_as, memory_of, tiles
+from meshpar.checkpoints.storage.objects import ObjectPath
+from meshpar.checkpoints.storage.place import Place, carried, copy_file, delete, entries, fsync, place, write_durably, writing
+from meshpar.errors import CheckpointError
+from meshpar.leftovers import LEASE_S, leftover, on_the_way
+from meshpar.weights import TypedSource, WeightMap
+
+_TILE_BYTES = 8 << 20
+_OCCUPIED = "already exists and is not empty; delete it, choose another folder, or replace it (--overwrite, in Python overwrite=True)"
+_NOT_TOKENIZER = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".h5", ".msgpack", ".gguf", ".safetensors.index.json")
+
+
+def export_safetensors(
+    src: str | Place | TypedSource,
+    dst: str | Place,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = 5 << 30,
+    tokenizer: str | Place | None = None,
+    progress: Progress | None = None,
+    *,
+    config: Mapping[str, Any] | None = None,
+    generation: Mapping[str, Any] | None = None,
+    beside: Sequence[str | Place] = (),
+    weights: WeightMap | None = None,
+    verify: Verify = "size",
+    quantize: Quantization | None = None,
+    high: Sequence[str] = (),
+    overwrite: bool = False,
+) -> Place:
+    """Export the model of a checkpoint to ``dst``: safetensors (with an index for several files), config and tokenizer.
+
+    >>> export_safetensors("run/checkpoints/latest", "run/hf", dtype=torch.bfloat16)  # doctest: +SKIP
+
+    Args:
+        src: a step's folder, ``run/checkpoints/latest``, or the folder of all steps (exports the newest); or a source of weights.
+        dst: the folder to write; it appears once it is complete.
+        dtype: dtype of the floating-point tensors; None: as saved.
+        max_shard_size: largest size of one file in bytes, unless one tensor alone is larger.
+        tokenizer: a folder whose files (except weights and ``config.json``) are copied beside the model.
+        progress: called after each tile with the bytes written so far and the bytes to write.
+        config: contents of ``config.json``; None: the config that was saved with the checkpoint.
+        generation: contents of ``generation_config.json``; None: the tokenizer's folder may have one.
+        beside: files to copy beside the model, such as ``generation_config.json``; they replace the tokenizer's.
+        weights: rules from our names to the published ones; None: those saved with the checkpoint. A source of weights has its own names.
+        verify: checks of a checkpoint: ``"none"``; ``"size"``: the size of every file, and the checksum of each part of the model that is
+            copied; ``"full"``: also of the parts that are rearranged, by rules or over dims, which are then read twice.
+        quantize: format of the linear weights, in the layouts of compressed-tensors: ``"fp8"`` (a scale for each row), ``"fp8-block"``
+            (for 128 x 128), ``"int8"`` (for each row), ``"int4"`` (for 128 values of a row). Embeddings, heads, routers and norms stay.
+        high: patterns of modules whose weights stay, too, with ``*`` for one part of the name: ``model.layers.0.mlp.*``.
+        overwrite: whether to replace an existing file or folder.
+
+    Returns:
+        ``dst``.
+
+    Raises:
+        CheckpointError: no committed checkpoint, a damaged file, different values of tied tensors, an existing folder, or a full disk.
+        LayoutError: the weight map does not fit the tensors, or gives two tensors the same name.
+    """
+    target = free_target(dst, overwrite=overwrite)
+    if isinstance(src, str | Place):
+        apart(target, open_step(src))
+    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
+        raise CheckpointError(
+            f"dtype is {dtype}; expected a floating-point dtype of 16 bits or more, such as torch.bfloat16: float8 weights need scales; "
+            'quantize them (--quantize fp8, in Python quantize="fp8")'
+        )
+    source, config = opened(src, weights, verify, config)
+    if quantize is not None:
+        source = quantized(source, quantize, dtype, high, config, checked=verify != "none")
+        config, dtypes = {**(config or {}), **source.entry()}, source.dtypes()
+    elif high:
+        raise CheckpointError("high names weights that are not quantised; pass quantize as well")
+    else:
+        dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
+    with made_whole(target, overwrite=overwrite) as folder:
+        _write_model(folder, source, dtypes, _shards(source.shapes(), dtypes, max_shard_size), progress)
+        for file in (*(files_beside_weights(tokenizer) if tokenizer is not None else ()), *map(place, beside)):
+            copy_file(file, folder / file.name)
+        if generation:
+            _write_json(folder / "generation_config.json", generation)
+        if config:  # last: where nothing can be renamed, an export without it is not complete
+            _write_json(folder / "config.json", {**config, **_dtype_entry(config, dtypes)})
+    return place(dst)
+
+
+def opened(
+    src: str | Place | TypedSource, weights: WeightMap | None, verify: Verify, config: Mapping[str, Any] | None
+) -> tuple[TypedSource, Mapping[str, Any] | None]:
+    """Return the model of a checkpoint, or of a source of weights, under its published names, and its config."""
+    if not isinstance(src, str | Place):
+        return (src if weights is None else weights.publish(src)), config
+    folder = open_step(src)
+    manifest = read_manifest(folder)
+    ours = StoredModel(open_verified(folder, manifest, verify, whole=False), manifest.tied)
+    published = PublishedModel(ours, (weights if weights is not None else WeightMap.from_json(manifest.weights)).publish(ours))
+    if verify == "full":
+        published.check_what_is_rebuilt()
+    return published, manifest.config if config is None else config
+
+
+def _write_model(
+    folder: Place, source: TypedSource, dtypes: Mapping[str, torch.dtype], shards: Mapping[str, list[str]], progress: Progress | None
+) -> None:
+    total = sum(_nbytes(shape, dtypes[name]) for name, shape in source.shapes().items())
+    count = ByteCount(total, progress)
+    for file, names in shards.items():
+        _write_file(folder / file, source, names, dtypes, count)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": {name: file for file, names in shards.items() for name in names}}
+        _write_json(folder / INDEX_NAME, index)
+
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], limit: int) -> dict[str, list[str]]:
+    """Divide the tensors among files, in their order."""
+    if limit < 1:
+        raise CheckpointError(f"max_shard_size is {limit}; expected at least 1 byte")
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        bytes_ = _nbytes(shape, dtypes[name])
+        if groups[-1] and size + bytes_ > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += bytes_
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def _write_file(path: Place, source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype], count: ByteCount) -> None:
+    """Write one safetensors file and bring it to the disk."""
+    # Larger items first, so that every tensor lies at a multiple of its item's size, as readers that map the file want it.
+    whole, stored = source.shapes(), source if isinstance(source, StoredSource) else None
+    shapes = {name: whole[name] for name in _in_order(source, names, dtypes)}
+    header, positions = write_header(shapes, dtypes)
+    end = max((at + _nbytes(shapes[name], dtypes[name]) for name, at in positions.items()), default=0)
+    with writing(path, end) as write, _one_thread():
+        write(header)
+        copier = Copier(write, count.add)
+        for name, shape in shapes.items():
+            pieces = stored.pieces(name) if stored is not None else ()
+            if are_copied(pieces, shape):
+                for piece in sorted(pieces, key=lambda each: each.offsets):  # in the order of the file
+                    copier.copy(piece, dtypes[name], positions[name] + position_of(piece, shape) * dtypes[name].itemsize)
+            else:
+                _write_tiles(write, source, name, dtypes[name], positions[name], count)
+
+
+def _in_order(source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Sequence[str]:
+    """Return the order of a file: each tensor aligned to its dtype, and scales behind the weights that tell them."""
+    aligned = all(_nbytes(source.shapes()[name], dtypes[name]) % 8 == 0 for name in names)
+    return names if isinstance(source, Quantized) and aligned else sorted(names, key=lambda name: -dtypes[name].itemsize)
+
+
+def _write_tiles(
+    write: Callable[[memoryview], object], source: TypedSource, name: str, dtype: torch.dtype, position: int, count: ByteCount
+) -> None:
+    """Gather a tensor by tiles of its rows."""
+    space = torch.empty(_TILE_BYTES, dtype=torch.uint8)
+    whole = source.shapes()[name]
+    for spans in source.tiles(name) if isinstance(source, Quantized) else tiles(whole, dtype.itemsize, _TILE_BYTES):
+        sizes = [b - a for a, b in spans]
+        tile = space[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
+        source.read(name, tuple(slice(*span) for span in spans), tile)
+        memory = memory_of(tile)
+        for start, stop in aligned(len(memory), position):
+            write(memory[start:stop])
+        position += tile.nbytes
+        count.add(tile.nbytes)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch from waking its threads for each block, which costs more than they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def apart(target: Place, *sources: Place) -> None:
+    """Check that an export to ``target`` does not replace its own sources.
+
+    Raises:
+        CheckpointError: a source is ``target``, is inside it, or contains it.
+    """
+    for source in sources:
+        resolved: Any = source.resolve()
+        both = isinstance(resolved, Path) == isinstance(target, Path)
+        if both and (resolved.is_relative_to(target) or target.is_relative_to(resolved)):
+            raise CheckpointError(f"{target} contains, or is inside, the source of the export ({source}); choose a folder beside it")
+
+
+def free_target(dst: str | Place, *, overwrite: bool) -> Place:
+    """Return the absolute path of ``dst`` for :func:`made_whole`, and delete or restore leftovers of dead exports to it.
+
+    Raises:
+        CheckpointError: it exists and is not empty, unless ``overwrite``.
+    """
+    target = place(dst).resolve()
+    if not target.name:
+        raise CheckpointError(f"an export cannot replace {target}; choose a folder inside it")
+    if isinstance(target, ObjectPath):
+        if not overwrite and any(each.name != LEASE_NAME for each in target.iterdir()):
+            raise CheckpointError(f"{target} {_OCCUPIED}")
+        return target
+    with failing_as(f"exporting to {target}"):
+        for each in target.parent.glob(".*") if target.parent.is_dir() else ():
+            found = leftover(each)
+            if found is None or found.of != f".{target.name}" or not found.abandoned():
+                continue
+            if found.kind == "old" and not target.exists():
+                each.rename(target)
+            else:
+                remove(each)
+        if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
+            raise CheckpointError(f"{target} {_OCCUPIED}")
+    return target
+
+
+def _owned(target: Path, folder: Path) -> None:
+    """Check that no other process is writing another folder on its way to ``target``."""
+    for each in target.parent.glob(f".{glob.escape(target.name)}.tmp-*"):
+        found = leftover(each)
+        if found is not None and each != folder and found.held:
+            raise CheckpointError(
+                f"another export to {target} is running: process {found.process} on {found.host}; wait for it, or end it (it counts as "
+                f"dead {LEASE_S:.0f} s after its last write to {each})"
+            )
+
+
+@contextmanager
+def made_whole(target: Place, *, overwrite: bool) -> Iterator[Place]:
+    """Yield a new folder that becomes ``target`` if the ``with`` block succeeds, and is deleted if it fails.
+
+    Args:
+        target: from :func:`free_target`.
+        overwrite: whether to replace what is there at the end; otherwise only an empty folder is replaced.
+
+    Raises:
+        CheckpointError: instead of any OSError, including those of the block; another process exports to ``target``.
+    """
+    if isinstance(target, ObjectPath):
+        with _made_in_store(target) as fresh:
+            yield fresh
+        return
+    hidden = target.with_name(f".{target.name}")
+    folder, replaced = on_the_way(hidden, "tmp"), on_the_way(hidden, "old")
+    with failing_as(f"exporting to {target}"):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+            _owned(target, folder)
+            yield folder
+            fsync(folder)
+            if overwrite and target.exists():
+                target.rename(replaced)
+            try:
+                folder.rename(target)
+            except OSError as error:
+                if overwrite or error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                raise CheckpointError(f"{target} appeared during the export: it {_OCCUPIED}") from error
+            fsync(target.parent)
+        finally:
+            if replaced.exists() and not target.exists():
+                replaced.rename(target)
+            for each in (folder, replaced):
+                if each.exists():
+                    remove(each)
+
+
+@contextmanager
+def made_on_disk(target: Place, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a folder as :func:`made_whole`, for those who write files themselves: to a store they are copied from a temporary folder."""
+    with made_whole(target, overwrite=overwrite) as folder, TemporaryDirectory(prefix="meshpar-") as temporary:
+        here = folder if isinstance(folder, Path) else Path(temporary)
+        yield here
+        carried(sorted(here.iterdir()), folder)
+
+
+@contextmanager
+def _made_in_store(target: ObjectPath) -> Iterator[Place]:
+    """Yield ``target``, empty, of which this process is the only writer; an export that fails leaves it empty."""
+    lease = Lease(target)
+    lease.take()
+
+    def clear() -> None:
+        for each in sorted(target.iterdir(), key=lambda each: each.name != "config.json"):  # readers ask for it first
+            if each.name != LEASE_NAME:
+                delete(each)
+
+    try:
+        clear()
+        try:
+            yield target
+        except BaseException:
+            clear()
+            raise
+    finally:
+        lease.release()
+
+
+def _write_json(path: Place, data: Mapping[str, Any]) -> None:
+    write_durably(path, json.dumps(data, indent=2) + "\n")
+
+
+def _dtype_entry(config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
+    """Return the config's entry of the weights' dtype, if all floating-point tensors have the same."""
+    kinds = {dtype for dtype in dtypes.values() if dtype.is_floating_point and dtype.itemsize > 1}
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return {key: str(kinds.pop()).removeprefix("torch.")} if len(kinds) == 1 else {}
+
+
+def files_beside_weights(folder: str | Place) -> list[Place]:
+    """Return the files of a published model's folder that are neither weights nor ``config.json``: tokenizer, generation config, ..."""
+    folder = place(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}; expected a folder with tokenizer files")
+    files = [each for each in entries(folder) if each.is_file() and not each.name.endswith(_NOT_TOKENIZER)]
+    return [each for each in files if each.name != "config.json"]

@@ -1,0 +1,1 @@
+"""How tensors and their checksums lie in the files of a step, and in files of other programs."""

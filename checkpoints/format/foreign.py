@@ -1,0 +1,118 @@
+"""Formats of other programs: files of ``torch.save`` as a source of weights, and the names of formats that are not read."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import final
+
+import torch
+
+from meshpar.checkpoints.storage.place import Place, entries, fetched, place
+from meshpar.errors import CheckpointError, brief
+from meshpar.patterns import nearest
+
+PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+_FORMATS = {  # the files by which a format is known -> the remedy
+    ("zero_to_fp32.py", "*_model_states.pt", "global_step*/*_model_states.pt"): (
+        "it is a DeepSpeed checkpoint: convert it by its zero_to_fp32.py with --safe_serialization"
+    ),
+    ("latest_checkpointed_iteration.txt", "mp_rank_*/model_optim_rng.pt", "common.pt"): (
+        "it is a Megatron checkpoint: convert it to Hugging Face's format, such as by Megatron-Bridge"
+    ),
+    (".metadata",): "it is a distributed checkpoint of torch: read it by DistributedCheckpoint(folder)",
+    ("*.distcp",): "it has parts of a distributed checkpoint of torch: read the folder with .metadata by DistributedCheckpoint(folder)",
+    ("*.safetensors",): "it has safetensors: read them by Safetensors(path), or convert them by meshpar import",
+    tuple(f"*{each}" for each in PICKLED): "it has files of torch.save: read them by TorchWeights(path), or convert them by meshpar import",
+}
+
+
+def remedy(path: Place) -> str:
+    """Return ``; it is a ... checkpoint: ...`` for a file or folder of a known format, otherwise an empty text."""
+    if not isinstance(path, Path):
+        return ""  # each pattern is a listing
+    folder = path if path.is_dir() else path.parent
+    for patterns, text in _FORMATS.items():
+        found = (each for pattern in patterns for each in folder.glob(pattern))
+        if any(path.is_dir() or each == path for each in found):
+            return f"; {text}"
+    return ""
+
+
+def is_pickled(path: Place) -> bool:
+    """Return whether weights are in files of ``torch.save``, and not in safetensors."""
+    return path.suffix in PICKLED or (path.is_dir() and not any(path.glob("*.safetensors*")) and bool(_files(path)))
+
+
+@final
+class TorchWeights:
+    """Read the tensors of files of ``torch.save`` as a WeightSource, by torch's weights-only loader, which runs no code.
+
+    >>> par.materialize(weights=TorchWeights("model.pt", prefix="model."))  # doctest: +SKIP
+
+    Args:
+        path: a file (``.pt``, ``.pth``, ``.bin``, ``.ckpt``), or a folder of these. Those of a store are copied to a temporary folder of
+            this process, because torch maps them.
+        prefix: only tensors whose name begins with it, without it. Nested dicts have dotted names.
+
+    Raises:
+        CheckpointError: a file is damaged, contains other objects than plain data and tensors, or no such tensor.
+    """
+
+    def __init__(self, path: str | Place, *, prefix: str = "") -> None:
+        self._path, self._tensors = place(path), dict[str, torch.Tensor]()
+        if self._path.is_dir() and (other := remedy(self._path)) and TorchWeights.__name__ not in other:
+            raise CheckpointError(f"{self._path} is not a folder of torch.save{other}")
+        for file in _files(self._path) if self._path.is_dir() else [self._path]:
+            for name, tensor in _flat(_loaded(fetched(file))).items():
+                if name in self._tensors:
+                    raise CheckpointError(f"{name!r} is in {file} and in another file of {self._path}; remove one of them")
+                self._tensors[name] = tensor
+        self._tensors = {name.removeprefix(prefix): tensor for name, tensor in self._tensors.items() if name.startswith(prefix)}
+        if not self._tensors:
+            which = f" whose names begin with {prefix!r}" if prefix else ""
+            raise CheckpointError(f"{self._path} has no tensors{which}")
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return every tensor's name and shape."""
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Return every tensor's name and dtype."""
+        return {name: tensor.dtype for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
+        """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""
+        if name not in self._tensors:
+            raise CheckpointError(f"{self._path} has no tensor {name!r}; nearest: {nearest(name, self._tensors)}")
+        out.copy_(self._tensors[name][index])
+
+
+def _files(folder: Place) -> list[Place]:
+    """Return the files with weights: those of transformers, beside which lie others, or all."""
+    return entries(folder, "pytorch_model*.bin") or [each for each in entries(folder) if each.suffix in PICKLED]
+
+
+def _loaded(file: Path) -> object:
+    if not file.is_file():
+        raise CheckpointError(f"there is no file {file}")
+    try:
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # torch's format before 1.6 cannot be mapped
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} contains other objects than tensors and plain data, which could run code, or is damaged; load the file where you "
+            f"trust it, and save the state_dict alone: {brief(error)}"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{file} is not a complete file of torch.save: {brief(error)}") from error
+
+
+def _flat(value: object, name: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    entries = value.items() if isinstance(value, Mapping) else ()
+    return {key: tensor for each, inner in entries for key, tensor in _flat(inner, f"{name}.{each}" if name else str(each)).items()}

@@ -1,0 +1,189 @@
+"""``meshpar.json``: the plain data of a committed checkpoint. A folder without this file is not a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from meshpar.checkpoints.format.foreign import remedy
+from meshpar.checkpoints.storage.checksums import crc32
+from meshpar.checkpoints.storage.files import inside
+from meshpar.checkpoints.storage.place import Place, read_small
+from meshpar.errors import CheckpointError, brief
+
+MANIFEST_NAME = "meshpar.json"
+MODEL = "model."
+"""Prefix of the module's tensors in a checkpoint."""
+FORMAT = "meshpar-checkpoint"
+VERSION = 1
+_INTEGER_KEYS, _COUNTER = "__integer_keys__", "__counter__"  # the only key of an object that stands for a dict of int, or a Counter
+_STEP = re.compile(r"step-(\d+)")
+_SEAL = re.compile(rb'"crc32": "([0-9a-f]{8})"\n}\n')
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Describe one checkpoint as plain data.
+
+    Attributes:
+        step: number of the step.
+        saved_at: time of the save, UTC, ISO 8601.
+        files: file name -> {"size": bytes, "crc32": checksum}, and "sha256" if that was requested.
+        mesh: axis name -> size.
+        world_size: number of ranks that saved it.
+        device: type of the device from which it was saved.
+        plan: the plan as text.
+        tensors: checkpoint name -> {"dtype", "shape", "chunks"}; a chunk is [offsets, shape, file, position, length, crc32].
+        tied: groups of names in the model that are one tensor.
+        weights: the rules from our names to the published ones, see :meth:`meshpar.weights.WeightMap.to_json`.
+        config: the published model's ``config.json``.
+        optimizer: class (of several: class of each name), groups, options and each parameter's keys; None if no optimizer was saved.
+        seed: rank 0's seed.
+        extra: ``save(extra=)`` of rank 0.
+        rank_extra: ``save(rank_extra=)`` of each rank.
+        metrics: name -> value, from which the best step is chosen.
+        versions: versions of "torch" and "meshpar".
+        parts: the folder with the files, inside of the step's; empty: the step's own. In an object store two saves of one step have
+            two folders, and the manifest, created once, chooses.
+    """
+
+    step: int
+    saved_at: str
+    files: Mapping[str, Mapping[str, Any]]
+    mesh: Mapping[str, int]
+    world_size: int
+    device: str
+    plan: str
+    tensors: Mapping[str, Mapping[str, Any]]
+    tied: Sequence[Sequence[str]] = ()
+    weights: Sequence[Mapping[str, Any]] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] | None = None
+    seed: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    rank_extra: Sequence[Any] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    parts: str = ""
+
+    def files_in(self, folder: Place) -> Place:
+        """Return the folder with the files of the step in ``folder``."""
+        return folder / self.parts if self.parts else folder
+
+    def to_json(self) -> str:
+        """Return the file's text, one entry per line; the last entry is the CRC-32 of all lines before it."""
+        entries = {"format": FORMAT, "version": VERSION} | {
+            each.name: _encoded(getattr(self, each.name)) for each in dataclasses.fields(self) if each.name != "parts" or self.parts
+        }
+        text = "{\n" + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in entries.items())
+        return f'{text}"crc32": "{crc32(text.encode()):08x}"\n}}\n'
+
+
+def read_manifest(folder: Place) -> Manifest:
+    """Read a checkpoint's manifest; raises CheckpointError if it is missing, damaged, or of a newer version."""
+    path = folder / MANIFEST_NAME
+    try:
+        if (text := read_small(path)) is None:
+            reason = "no such folder" if not folder.is_dir() else f"it has no {MANIFEST_NAME}, so it was never committed"
+            raise CheckpointError(f"{folder} is not a checkpoint of a run: {reason}{remedy(folder)}")
+        seal = _SEAL.search(text, max(0, len(text) - 32))
+        data = json.loads(text, object_hook=_decoded)
+        kind, version = data.pop("format"), data.pop("version")
+        if kind != FORMAT or version > VERSION:
+            raise CheckpointError(
+                f"{path} has the format {kind!r}, version {version}; this meshpar reads {FORMAT!r} up to version {VERSION}"
+            )
+        if seal is None or seal.end() != len(text) or crc32(text[: seal.start()]) != int(data.pop("crc32"), 16):
+            raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
+        if wrong := [name for name, kind in _KINDS.items() if name in data and not _is(data[name], kind)]:
+            raise ValueError(f"values of other types in {', '.join(wrong)}")
+        found = Manifest(**data)
+        for name in {
+            *found.files,
+            *filter(None, [found.parts]),
+            *(chunk[2] for entry in found.tensors.values() for chunk in entry["chunks"]),
+        }:
+            inside(name, of=path)
+        if (named := step_of(folder.name.partition(".")[0])) not in (None, found.step):
+            raise CheckpointError(
+                f"{folder} is named step {named} and contains step {found.step}: it was renamed or replaced; rename it back"
+            )
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: expected {FORMAT!r} as JSON, got {brief(error)}; restore another step, with restore(step=...) or "
+            "restore(fallback=True)"
+        ) from error
+
+
+# A type; [kind], {str: kind}: a list, a dict of these; {"key": kind}: a dict (or list) with at least these keys; (kind, ...): one of these.
+_CHUNK = {0: [int], 1: [int], 2: str, 3: int, 4: int, 5: int}  # of a list
+_KINDS: Mapping[str, Any] = {
+    "step": int,
+    "saved_at": str,
+    "files": {str: {"size": int, "crc32": int}},
+    "mesh": {str: int},
+    "world_size": int,
+    "device": str,
+    "plan": str,
+    "tensors": {str: {"dtype": str, "shape": [int], "chunks": [_CHUNK]}},
+    "tied": [[str]],
+    "weights": [dict],
+    "config": dict,
+    "optimizer": (None, {"class": (str, {str: str}), "groups": [{"params": [str], "options": dict}], "state": {str: dict}}),
+    "seed": int,
+    "extra": dict,
+    "rank_extra": list,
+    "metrics": {str: (int, float, None)},
+    "versions": {str: str},
+    "parts": str,
+}
+
+
+def _is(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, or types in a list, dict or tuple
+    if isinstance(kind, tuple):
+        return any(_is(value, each) for each in kind)
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_is(each, kind[0]) for each in value)
+    if isinstance(kind, dict) and str in kind:
+        return isinstance(value, dict) and all(isinstance(key, str) and _is(each, kind[str]) for key, each in value.items())
+    if isinstance(kind, dict):
+        entries = dict(enumerate(value)) if isinstance(value, list) and 0 in kind else value
+        return isinstance(entries, dict) and all(key in entries and _is(entries[key], each) for key, each in kind.items())
+    return value is None if kind is None else isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
+
+
+def _encoded(value: object) -> Any:  # noqa: ANN401 - plain data
+    """Return plain data as JSON has it."""
+    if isinstance(value, (list, tuple)):
+        return [_encoded(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    entries = {str(key): _encoded(each) for key, each in value.items()}
+    if all(isinstance(key, str) for key in value):
+        return entries
+    return {_COUNTER if isinstance(value, Counter) else _INTEGER_KEYS: entries}
+
+
+def _decoded(entry: dict[str, Any]) -> dict[Any, Any]:
+    """Return the mapping of which :func:`_encoded` made a JSON object."""
+    if len(entry) == 1 and (kind := next(iter(entry))) in (_INTEGER_KEYS, _COUNTER):
+        return (Counter if kind == _COUNTER else dict)({int(key): value for key, value in entry[kind].items()})
+    return entry
+
+
+def step_name(step: int) -> str:
+    """Return the name of a step's folder."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step whose folder has this name; None for any other name."""
+    found = _STEP.fullmatch(name)
+    return None if found is None else int(found[1])

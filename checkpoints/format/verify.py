@@ -1,0 +1,161 @@
+"""Compare a checkpoint's files with its manifest, and name the tensors in which bytes differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, final
+
+from meshpar.checkpoints.format.dcp import METADATA_NAME, Chunk, DistributedCheckpoint
+from meshpar.checkpoints.format.manifest import MODEL, Manifest
+from meshpar.checkpoints.storage.checksums import crc32, joined
+from meshpar.checkpoints.storage.files import BLOCK_BYTES, Readable
+from meshpar.checkpoints.storage.place import Place, open_file, size_of
+from meshpar.errors import CheckpointError, StoreError
+
+Verify = Literal["none", "size", "full"]
+
+
+def verify_files(folder: Place, manifest: Manifest, level: Verify, names: Iterable[str] | None = None) -> None:
+    """Compare the files with the manifest.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its manifest.
+        level: ``"none"``; ``"size"``: compare the size of every file; ``"full"``: also every byte.
+        names: the files to compare; None: all files, and with ``"full"`` also torch's metadata with the manifest.
+
+    Raises:
+        CheckpointError: names every file that differs, and the tensors in it that differ.
+    """
+    if level not in ("none", "size", "full"):
+        raise CheckpointError(f"verify is {level!r}; expected 'none', 'size' or 'full'")
+    if level == "none":
+        return
+    parts, files = _parts_by_file(manifest) if level == "full" else {}, manifest.files_in(folder)
+    problems = [
+        f"{name}: {problem}"
+        for name in (manifest.files if names is None else names)
+        for problem in _problems(files / name, manifest.files[name], parts.get(name, ()), full=level == "full" or name == METADATA_NAME)
+    ]
+    if not problems and level == "full" and names is None:
+        problems += _disagreements(DistributedCheckpoint(files), manifest)
+    if problems:
+        raise _damaged(folder, problems)
+
+
+def open_verified(
+    folder: Place, manifest: Manifest, level: Verify, names: Iterable[str] | None = None, *, whole: bool = True
+) -> DistributedCheckpoint:
+    """Return a step's tensors after :func:`verify_files`, which are compared with their checksums while they are read.
+
+    Args:
+        folder, manifest, level, names: as for :func:`verify_files`.
+        whole: whether ``"full"`` reads every byte now; otherwise the caller does so for the bytes that it reads.
+
+    Raises:
+        CheckpointError: a file differs, or torch's metadata and the manifest disagree.
+    """
+    verify_files(folder, manifest, level if whole or level != "full" else "size", names)
+    source = DistributedCheckpoint(manifest.files_in(folder), checked=level != "none", sums=chunk_sums(manifest))
+    if problems := list(_disagreements(source, manifest) if level != "none" else ()):
+        raise _damaged(folder, problems)
+    return source
+
+
+def _damaged(folder: Place, problems: Iterable[str]) -> CheckpointError:
+    return CheckpointError("\n  ".join([f"{folder} is damaged; restore an earlier step:", *problems]))
+
+
+def chunk_sums(manifest: Manifest) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Return the CRC-32 of each part's archive, by tensor and offsets."""
+    return {(name, chunk.offsets): crc32 for name, chunk, crc32 in _chunks(manifest)}
+
+
+def _chunks(manifest: Manifest) -> Iterator[tuple[str, Chunk, int]]:
+    for name, entry in manifest.tensors.items():
+        for offsets, shape, file, position, length, checksum in entry["chunks"]:
+            yield name, Chunk(tuple(offsets), tuple(shape), file, position, length), checksum
+
+
+def _parts_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Chunk, int]]]:
+    parts: dict[str, list[tuple[str, Chunk, int]]] = {}
+    for each in _chunks(manifest):
+        parts.setdefault(each[1].file, []).append(each)
+    return parts
+
+
+def _problems(path: Place, expected: Mapping[str, Any], parts: Iterable[tuple[str, Chunk, int]], *, full: bool) -> Iterator[str]:
+    try:
+        size = size_of(path)
+        if size != expected["size"]:
+            within = [f"{name} at {chunk.offsets}" for name, chunk, _ in parts if chunk.position + chunk.length > size]
+            yield f"expected {expected['size']} bytes, found {size}" + (f"; lost: (parts of) {', '.join(within[:10])}" if within else "")
+        elif full:
+            yield from _differing(open_file(path, links=False), expected, sorted(parts, key=lambda each: each[1].position))
+    except OSError as error:
+        yield str(error.strerror)
+    except StoreError:
+        raise
+    except CheckpointError as error:
+        yield str(error)
+
+
+def _differing(file: Readable, expected: Mapping[str, Any], parts: list[tuple[str, Chunk, int]]) -> Iterator[str]:
+    """Yield the differences in one file, which is read once."""
+    reader = _Summing(file, with_sha256="sha256" in expected)
+    told = False
+    for name, chunk, checksum in parts:
+        reader.sum_to(chunk.position)
+        if (found := reader.sum_to(chunk.position + chunk.length)) != checksum:
+            told = True
+            yield f"{name} at {chunk.offsets}, bytes {chunk.position} to {chunk.position + chunk.length}: {_sums(checksum, found)}"
+    reader.sum_to(file.size)
+    if not told and reader.crc32 != expected["crc32"]:
+        yield _sums(expected["crc32"], reader.crc32)
+    elif not told and reader.sha256 != expected.get("sha256"):
+        yield f"expected the SHA-256 {expected['sha256']}, found {reader.sha256}"
+
+
+def _sums(expected: int, found: int) -> str:
+    return f"expected the CRC-32 {expected:08x}, found {found:08x}"
+
+
+@final
+class _Summing:
+    """Read a file from start to end, and compute the checksums of the whole and of its parts."""
+
+    def __init__(self, file: Readable, *, with_sha256: bool) -> None:
+        self._file, self._at = file.run(0, file.size), 0
+        self._block = memoryview(bytearray(min(BLOCK_BYTES, max(1, file.size))))
+        self._digest = hashlib.sha256() if with_sha256 else None
+        self.crc32 = 0
+
+    @property
+    def sha256(self) -> str | None:
+        return None if self._digest is None else self._digest.hexdigest()
+
+    def sum_to(self, stop: int) -> int:
+        """Read up to ``stop``; return the CRC-32 of what was read."""
+        start, part = self._at, 0
+        while self._at < stop:
+            block = self._block[: min(len(self._block), stop - self._at)]
+            self._file.fill(block, self._at)
+            part = crc32(block, part)
+            if self._digest is not None:
+                self._digest.update(block)
+            self._at += len(block)
+        self.crc32 = joined(self.crc32, part, self._at - start)
+        return part
+
+
+def _disagreements(source: DistributedCheckpoint, manifest: Manifest) -> Iterator[str]:
+    """Yield the parts on which torch's metadata and the manifest disagree."""
+    known = {(name, chunk) for name, chunk, _ in _chunks(manifest) if 0 not in chunk.shape}
+    others = {MODEL + group[0]: group[1:] for group in manifest.tied}
+    known |= {(MODEL + other, chunk) for name, chunk in known for other in others.get(name, ()) if MODEL + other in source.tensors}
+    found = {(name, chunk) for name, stored in source.tensors.items() for chunk in stored.chunks}
+    for name, chunk in sorted(known ^ found, key=str):
+        where = "only the manifest" if (name, chunk) in known else f"only {METADATA_NAME}"
+        span = f"bytes {chunk.position} to {chunk.position + chunk.length} of {chunk.file}"
+        yield f"{METADATA_NAME}: {where} has {name} at {chunk.offsets}, {span}"

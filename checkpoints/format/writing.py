@@ -1,0 +1,240 @@
+"""Write parts of tensors in torch.distributed.checkpoint's format, by threads."""
+
+from __future__ import annotations
+
+import copyreg
+import hashlib
+import io
+import math
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from meshpar._torch import stored_at
+from meshpar.checkpoints.format.archive import write_tensor
+from meshpar.checkpoints.format.dcp import METADATA_NAME
+from meshpar.checkpoints.storage.checksums import crc32, joined
+from meshpar.checkpoints.storage.files import TILE_BYTES, lies_in_memory, memory_of, tiles
+from meshpar.checkpoints.storage.place import Place, writing
+from meshpar.errors import CheckpointError
+
+Checksum = Literal["crc32", "sha256"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's part of one tensor: ``tensor`` is the box at ``offsets``."""
+
+    name: str
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        return self.name, self.offsets
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """Position, length in bytes and CRC-32 of a written part."""
+
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    position: int
+    length: int
+    crc32: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file on the disk, and its parts, one after another."""
+
+    name: str
+    size: int
+    crc32: int
+    sha256: str | None
+    parts: tuple[WrittenPart, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that are divided alike, and all parts of each: (offsets, sizes)."""
+
+    names: Sequence[str]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of all its tensors."""
+        return len(self.names) * math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_parts(
+    folder: Place, rank: int, parts: Sequence[Part], *, threads: int, checksum: Checksum, on_write: Callable[[], None] = lambda: None
+) -> list[WrittenFile]:
+    """Write and fsync one file per thread; raises the error of the first failing thread. Threads call ``on_write`` after every block."""
+    shares: list[list[Part]] = [[] for _ in range(threads)]
+    sizes = [0] * threads
+    for part in sorted(parts, key=lambda each: -each.tensor.nbytes):
+        least = sizes.index(min(sizes))
+        shares[least].append(part)
+        sizes[least] += part.tensor.nbytes
+    names = [f"__{rank}_{number}.distcp" for number in range(threads)]
+    with ThreadPoolExecutor(threads, thread_name_prefix="meshpar-write") as pool:
+        files = [(folder / name, _items_of(share), size) for name, share, size in zip(names, shares, sizes) if share]
+        jobs = [pool.submit(write_file, path, items, checksum, on_write, expected_bytes=size) for path, items, size in files]
+    return [job.result() for job in jobs]
+
+
+def write_metadata(folder: Place, metadata: Metadata, files: Sequence[WrittenFile], tied: Mapping[str, str]) -> WrittenFile:
+    """Write and fsync ``.metadata``, from which torch reads the checkpoint, under each name of a tied tensor (``tied``: other -> saved)."""
+    others: dict[str, list[str]] = {}
+    for other, saved in tied.items():
+        others.setdefault(saved, []).append(other)
+        metadata.state_dict_metadata[other] = metadata.state_dict_metadata[saved]
+    metadata.storage_data = {
+        MetadataIndex(name, torch.Size(part.offsets)): stored_at(file.name, part.position, part.length)
+        for file in files
+        for part in file.parts
+        for name in (part.name, *others.get(part.name, ()))
+    }
+    metadata.version = CURRENT_DCP_VERSION
+    data = _pickled(metadata)
+    with writing(folder / METADATA_NAME) as write:
+        write(data)
+    return WrittenFile(METADATA_NAME, len(data), crc32(data), None, ())
+
+
+def _pickled(metadata: Metadata) -> bytes:
+    """Return the pickle of ``metadata`` in which tensors have five properties: torch 2.15 adds strides, which earlier ones cannot read."""
+
+    def properties(each: TensorProperties) -> tuple[Any, ...]:
+        return TensorProperties, (), each.__getstate__()[:5]
+
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: properties}
+    pickler.dump(metadata)
+    return stream.getvalue()
+
+
+def whole(shapes: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> list[Group]:
+    """Return the groups of tensors, given as name, shape and dtype, of which one rank writes all."""
+    return [Group((name,), shape, dtype, (((0,) * len(shape), shape),)) for name, shape, dtype in shapes]
+
+
+def metadata_of(groups: Iterable[Group]) -> Metadata:
+    """Return torch's description of the tensors and their parts. Tensors that are divided alike share one list of parts."""
+    described: dict[str, Any] = {}
+    for group in groups:
+        chunks = [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)) for offsets, sizes in group.boxes]
+        properties, size = TensorProperties(dtype=group.dtype), torch.Size(group.shape)
+        described |= {name: TensorStorageMetadata(properties=properties, size=size, chunks=chunks) for name in group.names}
+    return Metadata(described)
+
+
+def check_written(groups: Iterable[Group], files: Sequence[WrittenFile]) -> None:
+    """Raise CheckpointError unless every planned part was written once, with its shape and all its bytes."""
+    parts = [part for file in files for part in file.parts]
+    written = {(part.name, part.offsets): part for part in parts}
+    problems = [f"{part.name} at {part.offsets} was written twice" for part in parts if written[part.name, part.offsets] is not part]
+    for group in groups:
+        for offsets, sizes in group.boxes:
+            size = math.prod(sizes) * group.dtype.itemsize
+            for name in group.names:
+                part = written.pop((name, offsets), None)
+                if part is None:
+                    problems.append(f"{name} at {offsets} was not written")
+                elif part.shape != sizes or part.length < size:
+                    problems.append(f"{name} at {offsets}: {part.shape} in {part.length} bytes were written, planned {sizes} in {size}")
+    problems += [f"{name} at {offsets} was written, and is not in the plan" for name, offsets in written]
+    if problems:
+        raise CheckpointError("\n  ".join(["the written parts differ from the plan; save again:", *problems[:20]]))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A part to write: the box at ``offsets`` of a tensor, whose bytes ``blocks`` yields in row-major order."""
+
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    blocks: Iterable[memoryview]
+
+
+def write_file(
+    path: Place, items: Iterable[Item], checksum: Checksum, on_write: Callable[[], None] = lambda: None, *, expected_bytes: int = 0
+) -> WrittenFile:
+    """Write parts one after another and flush the file to the disk; ``on_write`` is called after every block."""
+    written: list[WrittenPart] = []
+    position = whole = 0
+    digest = hashlib.sha256() if checksum == "sha256" else None
+    with writing(path, expected_bytes) as put:
+
+        def write(data: bytes | bytearray | memoryview) -> None:
+            if digest is not None:
+                digest.update(data)
+            put(data)
+            on_write()
+
+        for item in items:
+            length, summed = write_tensor(item.shape, item.dtype, item.blocks, write, position)
+            written.append(WrittenPart(item.name, item.offsets, item.shape, position, length, summed))
+            position, whole = position + length, joined(whole, summed, length)
+    return WrittenFile(path.name, position, whole, digest.hexdigest() if digest is not None else None, tuple(written))
+
+
+def _items_of(parts: Sequence[Part]) -> Iterator[Item]:
+    room = _Room()
+    for part in parts:
+        yield Item(part.name, part.offsets, tuple(part.tensor.shape), part.tensor.dtype, room.blocks(part.tensor))
+
+
+@final
+class _Room:
+    """A tile of host memory, through which tensors are copied that are not contiguous in host memory."""
+
+    def __init__(self) -> None:
+        self._tile: Tensor | None = None
+        self._stream: torch.Stream | None = None
+
+    def blocks(self, tensor: Tensor) -> Iterator[memoryview]:
+        """Yield a tensor's bytes in row-major order."""
+        if lies_in_memory(tensor):
+            yield memory_of(tensor)
+            return
+        if self._tile is None:
+            self._tile = torch.empty(TILE_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        for spans in tiles(tuple(tensor.shape), tensor.dtype.itemsize, TILE_BYTES):
+            piece = tensor[tuple(slice(*span) for span in spans)]
+            tile = self._tile[: piece.nbytes].view(tensor.dtype).view(piece.shape)
+            if tensor.is_cpu:
+                tile.copy_(piece)
+            else:  # beside the next step's work, behind which the device's first stream would put it
+                self._stream = self._stream or torch.Stream(tensor.device)
+                with self._stream:
+                    tile.copy_(piece, non_blocking=True)
+                self._stream.synchronize()
+            yield memory_of(tile)

@@ -1,0 +1,1 @@
+"""Steps of a run: save, commit, find, verify, retain and restore them."""

@@ -1,0 +1,181 @@
+"""List, show, verify, compare, prune and pin checkpoints, as text: the commands ``meshpar checkpoints ...``."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshpar.checkpoints.format.dcp import DistributedCheckpoint
+from meshpar.checkpoints.format.manifest import MODEL, Manifest, read_manifest
+from meshpar.checkpoints.format.verify import verify_files
+from meshpar.checkpoints.steps.steps import Steps, open_step
+from meshpar.checkpoints.storage.place import Place, place
+from meshpar.errors import CheckpointError
+
+
+def list_steps(root: str | Place) -> str:
+    """Return a table of the committed steps, followed by other folders and the reason why they are not steps."""
+    steps = Steps(root)
+    committed, pinned = steps.committed(), steps.pinned()
+    if not committed and not steps.ignored():
+        raise CheckpointError(f"{root} has no checkpoints; give a run's folder, or its folder of checkpoints")
+    rows = [("step", "saved at (UTC)", "size", "mesh", "metrics", "")]
+    for step in committed:
+        try:
+            found = read_manifest(steps.folder(step))
+            metrics = ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items() if value is not None)
+            marks = ", ".join([*(["latest"] if step == committed[-1] else []), *(["pinned"] if step in pinned else [])])
+            marks += (
+                ""
+                if steps.folder(step) == steps.path(step)
+                else f" (in {steps.folder(step).name}: its replacement is running or did not finish)"
+            )
+            rows.append((str(step), found.saved_at[:19].replace("T", " "), _size(_bytes(found)), _mesh(found), metrics, marks))
+        except CheckpointError as error:
+            rows.append((str(step), "damaged", "", "", "", str(error)))
+    return "\n".join([_table(rows), *(f"{path.name}: {reason}" for path, reason in steps.ignored().items())])
+
+
+def show_step(path: str | Place) -> str:
+    """Return a description of one step: its origin, size and tensors."""
+    folder = open_step(path)
+    found = read_manifest(folder)
+    model = {name: entry for name, entry in found.tensors.items() if name.startswith(MODEL)}
+    count = sum(math.prod(entry["shape"]) for entry in model.values())
+    lines = [
+        str(folder),
+        *_table([
+            ("step", str(found.step)),
+            ("saved at", found.saved_at),
+            ("saved by", f"{found.world_size} ranks, {_mesh(found)}, {found.device}, torch {found.versions.get('torch')}"),
+            ("plan", found.plan),
+            ("size", f"{_size(_bytes(found))} in {len(found.files)} files"),
+            ("model", f"{count:,} elements in {len(model)} tensors"),
+            ("optimizer", _optimizers(found.optimizer)),
+            *(("tied", " = ".join(group)) for group in found.tied),
+            *((f"metric {name}", f"{value:.6g}") for name, value in found.metrics.items()),
+        ]).splitlines(),
+        "",
+    ]  # fmt: skip
+    rows = [("tensor", "dtype", "shape", "parts")]
+    rows += [(name, entry["dtype"], str(tuple(entry["shape"])), str(len(entry["chunks"]))) for name, entry in sorted(found.tensors.items())]
+    return "\n".join([*lines, _table(rows)])
+
+
+def verify_step(path: str | Place) -> str:
+    """Verify every byte of a step and return a line of text; raises CheckpointError that names every damaged part."""
+    folder = open_step(path)
+    found = read_manifest(folder)
+    began = time.monotonic()
+    verify_files(folder, found, "full")
+    rate = _bytes(found) / max(1e-9, time.monotonic() - began)
+    return f"{folder} is whole: {_size(_bytes(found))} in {len(found.files)} files, {_size(rate)}/s"
+
+
+def diff_steps(one: str | Place, other: str | Place) -> str:
+    """Return the differences between two steps: tensors that only one has, shapes, dtypes, values (by how much), plain data."""
+    folders = open_step(one), open_step(other)
+    left, right = (read_manifest(folder) for folder in folders)
+    lines = [f"only in {folders[0]}: {name}" for name in left.tensors if name not in right.tensors]
+    lines += [f"only in {folders[1]}: {name}" for name in right.tensors if name not in left.tensors]
+    lines += [
+        f"{name}: {getattr(left, name)} and {getattr(right, name)}"
+        for name in ("step", "mesh", "world_size", "plan", "extra", "metrics", "versions")
+        if getattr(left, name) != getattr(right, name)
+    ]
+    sources = [DistributedCheckpoint(each.files_in(folder)) for each, folder in zip((left, right), folders)]
+    same = 0
+    for name in (each for each in left.tensors if each in right.tensors):
+        difference = _difference(name, left.tensors[name], right.tensors[name], sources)
+        same += difference is None
+        lines += [] if difference is None else [f"{name}: {difference}"]
+    return "\n".join([*lines, f"{same} of {len(left.tensors)} tensors are the same"])
+
+
+def prune_steps(root: str | Place, keep: int, *, best: str | None = None) -> str:
+    """Delete all steps except the newest ``keep``, the pinned ones and the ``best``, and leftovers of dead processes; return a summary.
+
+    Args:
+        root: the folder of steps.
+        keep: number of newest steps to keep.
+        best: as for :class:`CheckpointManager`; None: do not keep a best step.
+    """
+    if keep < 1:
+        raise CheckpointError(f"keep is {keep}; expected at least 1")
+    steps = Steps(root)
+    if not steps.committed():
+        raise CheckpointError(f"{root} holds no committed step; give a folder of checkpoints")
+    leftovers = len(steps.ignored())
+    steps.reap()
+    gone = steps.retain(keep, steps.best_or_unknown(best) if best else ())
+    removed = f"removed {', '.join(map(str, gone)) or 'no step'} and {leftovers - len(steps.ignored())} leftovers"
+    return f"{removed}; kept {', '.join(map(str, steps.committed()))}"
+
+
+def pin_step(path: str | Place, *, pinned: bool = True) -> str:
+    """Protect a step from deletion, or end the protection; return a line of text."""
+    folder = open_step(path)
+    step = read_manifest(folder).step
+    Steps(folder.parent).pin(step, pinned=pinned)
+    return f"step {step} in {folder.parent} is {'pinned: it stays until it is unpinned' if pinned else 'not pinned any more'}"
+
+
+def remove_step(path: str | Place) -> str:
+    """Delete a step and return a line of text; raises CheckpointError if it is pinned, or ``path`` does not name one step."""
+    folder = open_step(path)
+    if folder.name != place(path).resolve().name:
+        raise CheckpointError(f"{path} does not name one step; give its folder, such as {folder}")
+    step, steps = read_manifest(folder).step, Steps(folder.parent)
+    if step in steps.pinned():
+        raise CheckpointError(f"step {step} in {folder.parent} is pinned; unpin it first (meshpar checkpoints pin --unpin)")
+    steps.delete(step)
+    return f"removed step {step} from {folder.parent}; left: {', '.join(map(str, steps.committed())) or 'none'}"
+
+
+def _difference(name: str, left: Mapping[str, Any], right: Mapping[str, Any], sources: Sequence[DistributedCheckpoint]) -> str | None:
+    import torch
+
+    from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
+
+    for key in ("dtype", "shape"):
+        if left[key] != right[key]:
+            return f"{key} {left[key]} and {right[key]}"
+    if left["chunks"] and [each[:2] + each[4:] for each in left["chunks"]] == [each[:2] + each[4:] for each in right["chunks"]]:
+        return None  # the same parts with the same checksums
+    dtype, differ, most = sources[0].dtypes()[name], 0, 0.0
+    for spans in tiles(tuple(left["shape"]), dtype.itemsize, TILE_BYTES):
+        pieces = [torch.empty([b - a for a, b in spans], dtype=dtype) for _ in sources]
+        for source, piece in zip(sources, pieces):
+            source.read(name, tuple(slice(*span) for span in spans), piece)
+        if memory_of(pieces[0]) != memory_of(pieces[1]):
+            apart = (pieces[0].double() - pieces[1].double()).abs()
+            differ, most = differ + int((apart != 0).sum()), max(most, float(apart.max()))
+    return f"{differ:,} of {math.prod(left['shape']):,} elements differ, by up to {most:.3g}" if differ else None
+
+
+def _bytes(manifest: Manifest) -> int:
+    return sum(each["size"] for each in manifest.files.values())
+
+
+def _mesh(manifest: Manifest) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in manifest.mesh.items()) or "no mesh"
+
+
+def _optimizers(table: Mapping[str, Any] | None) -> str:
+    kinds = "none" if table is None else table["class"]
+    return kinds if isinstance(kinds, str) else ", ".join(f"{called}: {kind}" for called, kind in kinds.items())
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

@@ -1,0 +1,147 @@
+"""The right to write a folder, which a dead process cannot hold for ever, also on a file system that hosts share."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+from meshpar.checkpoints.steps.leftovers import told_only
+from meshpar.checkpoints.storage.objects import ObjectPath, Version
+from meshpar.checkpoints.storage.place import Place
+from meshpar.errors import CheckpointError
+from meshpar.leftovers import is_running, this_process
+
+LEASE_NAME = ".writer"
+
+
+@final
+class Lease:
+    """A file that names the holder and counts while the holder lives.
+
+    A holder on this host is dead if its process has ended. A holder on another host is dead if its count has not risen for ``dead_s``, by
+    this host's clock: clocks of hosts are not compared.
+
+    Args:
+        folder: the folder to write.
+        beat_s: seconds between two counts.
+        dead_s: seconds without a count after which a holder on another host is dead.
+    """
+
+    def __init__(self, folder: Place, *, beat_s: float = 5.0, dead_s: float = 30.0) -> None:
+        self._path, self._beat_s, self._dead_s = folder / LEASE_NAME, beat_s, dead_s
+        self._us = this_process()
+        self._since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._made = False
+        self._ended, self._thread = threading.Event(), threading.Thread(target=self._beat, name="meshpar-lease", daemon=True)
+
+    def take(self) -> None:
+        """Take the folder, after waiting for up to ``dead_s`` for a sign of its holder; raises CheckpointError if the holder lives."""
+        made, (held, version) = self._create(), self._found()
+        if not made and not self._is_ours(held) and self._lives(held):
+            raise CheckpointError(f"{self._path.parent} {_told(held)}; end that job, or train in another folder")
+        self._write(0, version)
+        if not made and isinstance(self._path, Path):
+            time.sleep(self._beat_s / 5)  # of two that replace a dead holder in the same moment, the last one has the file
+            self.check()
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise CheckpointError if another process has taken the folder since, because this one seemed dead."""
+        held = self._read()
+        if not self._is_ours(held):
+            raise CheckpointError(f"{self._path.parent} {_told(held)}, which took it while this job gave no sign of life; end one of them")
+
+    def release(self) -> None:
+        """Give the folder up, and leave none where there was none and nothing was written."""
+        self._ended.set()
+        self._thread.join()
+        if self._is_ours(self._read()):
+            self._path.unlink(missing_ok=True)
+        if self._made and isinstance(self._path, Path):
+            with suppress(OSError):
+                self._path.parent.rmdir()
+
+    def _create(self) -> bool:
+        if isinstance(self._path, ObjectPath):
+            return self._path.create(self._text(-1))
+        self._made = not self._path.parent.exists()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            self._path.open("x").close()
+            return True
+        return False
+
+    def _lives(self, held: dict[str, Any]) -> bool:
+        if held.get("host") == self._us["host"]:
+            return is_running(held["process"], held["id"])
+        deadline = time.monotonic() + self._dead_s
+        while time.monotonic() < deadline:
+            time.sleep(self._beat_s / 5)
+            if self._read() != held:
+                return True
+        return False
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._ended.wait(self._beat_s):
+            count += 1
+            with told_only(f"cannot renew {self._path}"):
+                held, version = self._found()
+                if not self._is_ours(held):
+                    return  # the next check() raises
+                self._write(count, version)
+
+    def _write(self, count: int, replaces: Version | None) -> None:
+        """Write in place: over NFS, who opens a file sees what was written before it was closed, but may miss that it was replaced.
+
+        In a store, replace the object with the version ``replaces`` alone.
+        """
+        if isinstance(self._path, ObjectPath):
+            if not self._path.create(self._text(count), replaces=replaces):
+                raise CheckpointError(f"{self._path.parent} {_told(self._read())}, which took it at this moment; end one of the jobs")
+            return
+        with self._path.open("rb+") as file:
+            file.write(self._text(count))
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _text(self, count: int) -> bytes:
+        return json.dumps({**self._us, "since": self._since, "count": count}).ljust(512).encode()
+
+    def _read(self) -> dict[str, Any]:
+        return self._found()[0]
+
+    def _found(self) -> tuple[dict[str, Any], Version | None]:
+        """Return what the file says, and in a store its version."""
+        version = None
+        try:
+            if isinstance(self._path, ObjectPath):
+                text, version = self._path.read() or (b"", None)
+            else:
+                text = self._path.read_bytes()
+            found = json.loads(text)
+        except (FileNotFoundError, ValueError):
+            return {}, version  # given up, or being written
+        return (found if isinstance(found, dict) and {*self._us, "since"} <= found.keys() else {}), version
+
+    def _is_ours(self, held: dict[str, Any]) -> bool:
+        return {key: held.get(key) for key in self._us} == self._us
+
+
+def is_written(folder: Path) -> bool:
+    """Return whether a live process holds the right to write a folder; waits for a sign of life of one on another host."""
+    lease = Lease(folder)
+    held = lease._read()
+    return bool(held) and lease._lives(held)
+
+
+def _told(held: dict[str, Any]) -> str:
+    who = f"process {held['process']} on {held['host']} since {held['since']}" if held else "an unknown process"
+    return f"is written by another job: {who}"

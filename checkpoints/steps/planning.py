@@ -1,0 +1,287 @@
+"""Which rank writes which part of a step: divided by rank 0, and kept from save to save while no rank's tensors change."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import secrets
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshpar.checkpoints.format.dcp import Chunk, check_cover
+from meshpar.checkpoints.format.writing import Group, Part
+from meshpar.checkpoints.steps.ranks import Ranks
+from meshpar.errors import CheckpointError
+from meshpar.placements import held_by_this_rank, local_tensor
+
+Share = Sequence[Sequence[int]]
+"""The parts that a rank writes: for each of its :class:`Alike`, positions in the list of names."""
+
+
+class Alike(NamedTuple):
+    """Tensors that are divided alike, and the box of each that one rank has.
+
+    Attributes:
+        packed: their names, compressed: rank 0 receives them from every rank, and compares them as one.
+        shape: of the whole tensors.
+        offsets, sizes: the box.
+    """
+
+    packed: bytes
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors' names."""
+        return json.loads(zlib.decompress(self.packed))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """The state of one rank that is saved: its tensors, tied names, table of the optimizer, and plain data of its own."""
+
+    alike: Sequence[Alike]
+    tied: Sequence[Sequence[str]]
+    optimizer: Mapping[str, Any] | None
+    rank_extra: Any
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """The division, on rank 0, and the tied names of all ranks."""
+
+    token: str
+    groups: Sequence[Group]
+    tied: Sequence[Sequence[str]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Greeting:
+    """Data that each rank sends in every save.
+
+    Attributes:
+        token: of the plan that the rank keeps; None: it keeps none for these tensors.
+        table: digest of the names in the optimizer's table; None: no table.
+    """
+
+    token: str | None
+    table: str | None
+    rank_extra: Any
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """Rank 0's answer to greetings: whether all ranks plan anew, and the ranks whose tables of the optimizer have names of their own."""
+
+    anew: bool
+    tables: Sequence[int]
+
+
+@final
+class Planning:
+    """The plan of a rank's last save.
+
+    A save whose tensors are those of the last one exchanges a token and ``rank_extra``. If the token of any rank differs, because its
+    tensors, its rank or the number of ranks changed or because it missed a plan, all ranks plan anew.
+    """
+
+    def __init__(self) -> None:
+        self._digest, self._token = "", ""
+        self._share: Share = ()
+        self._agreed: Agreed | None = None  # on rank 0
+
+    def agree(
+        self,
+        ranks: Ranks,
+        step: str,
+        describe: Callable[[], Described],
+        settle: Callable[[Agreed, Sequence[Mapping[str, Any]], Sequence[Any]], None],
+    ) -> list[tuple[Alike, Sequence[int]]]:
+        """Return the parts that this rank writes; collective.
+
+        Args:
+            ranks: the ranks that save together.
+            step: names the step in errors.
+            describe: called on every rank.
+            settle: called on rank 0, with the division, the optimizer's tables and the ``rank_extra`` of all ranks.
+        """
+        mine: list[Described] = []
+
+        def greet() -> _Greeting:
+            mine.append(describe())
+            return self._greet(mine[0], ranks)
+
+        greetings = ranks.collect(step, greet)
+        extras = [each.rank_extra for each in greetings]
+
+        def ask() -> _Question | None:
+            question = self._ask(greetings)
+            if question.anew or set(question.tables) - {0}:
+                return question
+            assert self._agreed is not None
+            settle(self._agreed, _tables({0: mine[0].optimizer}), extras)
+            return None
+
+        question = ranks.share(step, ask)
+        if question is not None:
+            answers = ranks.collect(step, lambda: _answer(mine[0], question, ranks.rank))
+
+            def divided() -> Sequence[tuple[str, Share] | None]:
+                shares: Sequence[Share] = ()
+                if question.anew:
+                    groups, shares = divide([alike for alike, _, _ in answers])
+                    tied = sorted({tuple(group) for _, each, _ in answers for group in each})
+                    self._agreed = Agreed(token=secrets.token_hex(8), groups=groups, tied=tied)
+                assert self._agreed is not None
+                tables = {rank: table for rank, (_, _, table) in enumerate(answers)} | {0: mine[0].optimizer}
+                settle(self._agreed, _tables(tables), extras)
+                return [(self._agreed.token, share) for share in shares] or [None] * ranks.size
+
+            if (given := ranks.spread(step, divided)) is not None:
+                self.keep(given, mine[0], ranks)
+        return list(zip(mine[0].alike, self._share, strict=True))
+
+    def keep(self, given: tuple[str, Share], mine: Described, ranks: Ranks) -> None:
+        """Keep the token of a plan and this rank's share, for as long as ``mine`` and the ranks stay as they are."""
+        (self._token, self._share), self._digest = given, _digest(mine, ranks)
+
+    def _greet(self, mine: Described, ranks: Ranks) -> _Greeting:
+        kept = self._digest == _digest(mine, ranks)
+        return _Greeting(self._token if kept else None, _table_digest(mine.optimizer), mine.rank_extra)
+
+    def _ask(self, greetings: Sequence[_Greeting]) -> _Question:
+        kept = self._agreed is not None and all(each.token == self._agreed.token for each in greetings)
+        first = {each.table: rank for rank, each in reversed(list(enumerate(greetings))) if each.table is not None}
+        return _Question(not kept, sorted(first.values()))
+
+
+def _answer(mine: Described, question: _Question, rank: int) -> tuple[Sequence[Alike], Sequence[Sequence[str]], Mapping[str, Any] | None]:
+    """Return what rank 0 lacks. It has its own table, which would make the messages of all ranks, of one length, longer."""
+    table = mine.optimizer if rank in question.tables and rank > 0 else None
+    return (mine.alike, mine.tied, table) if question.anew else ((), (), table)
+
+
+def _tables(tables: Mapping[int, Mapping[str, Any] | None]) -> list[Mapping[str, Any]]:
+    return [table for _, table in sorted(tables.items()) if table is not None]
+
+
+def _digest(mine: Described, ranks: Ranks) -> str:
+    """Return a hash of all that the division depends on."""
+    return _hash([ranks.rank, ranks.size, [tuple(each) for each in mine.alike], mine.tied])
+
+
+def _table_digest(table: Mapping[str, Any] | None) -> str | None:
+    """Return a hash of the names in an optimizer's table. Of ranks with the same names, the first one's values are saved."""
+    if table is None:
+        return None
+    groups = [(group["params"], group.get("optimizer")) for group in table["groups"]]
+    return _hash([table["class"], groups, [(name, list(state)) for name, state in table["state"].items()]])
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def pack(names: Sequence[str]) -> bytes:
+    """Return names as :class:`Alike` has them."""
+    return zlib.compress(json.dumps(list(names)).encode())
+
+
+def alike(tensors: Mapping[str, Tensor]) -> list[Alike]:
+    """Return this rank's parts of tensors; raises CheckpointError for a shard of another size than its placements give."""
+    groups: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        local = local_tensor(tensor)
+        groups.setdefault((tensor.shape, local.dtype, local.shape, placed), []).append(name)
+    found = []
+    for (shape, dtype, local_shape, _), names in groups.items():
+        held = held_by_this_rank(tensors[names[0]])
+        sizes = tuple(each.stop - each.start for each in held)
+        if sizes != tuple(local_shape):
+            raise CheckpointError(f"{names[0]}: this rank has a shard of {tuple(local_shape)}; expected {sizes} of {tuple(shape)}")
+        if math.prod(sizes) or not math.prod(shape):
+            found.append(Alike(pack(names), tuple(shape), dtype, tuple(each.start for each in held), sizes))
+    return found
+
+
+def parts_of(mine: Iterable[tuple[Alike, Sequence[int]]], tensors: Mapping[str, Tensor]) -> list[Part]:
+    """Return the parts of ``tensors`` that the plan assigns to this rank."""
+    named = ((alike.names, alike.offsets, positions) for alike, positions in mine)
+    return [Part(names[each], offsets, local_tensor(tensors[names[each]])) for names, offsets, positions in named for each in positions]
+
+
+def divide(said: Sequence[Sequence[Alike]]) -> tuple[list[Group], list[Share]]:
+    """Divide the parts of all ranks so that each is written once, and ranks that have the same part write about as many bytes.
+
+    Args:
+        said: each rank's.
+
+    Returns:
+        The groups, and each rank's share.
+
+    Raises:
+        CheckpointError: the ranks lack a part of a tensor, or have it in different shapes or dtypes.
+    """
+    loads = [0] * len(said)
+    shares: list[list[list[int]]] = [[[] for _ in each] for each in said]
+    groups, work = [], []
+    for names, holders in _claims(said):
+        if len({(each.shape, each.dtype) for each in holders}) > 1:
+            kinds = {(each.shape, each.dtype): claims[0][0] for each, claims in holders.items()}
+            seen = " and ".join(f"{shape}, {str(dtype).removeprefix('torch.')} on rank {rank}" for (shape, dtype), rank in kinds.items())
+            raise CheckpointError(f"{names[0]} differs between ranks: {seen}; expected the same shape and dtype on every rank")
+        boxes = sorted(holders.items(), key=lambda pair: pair[0].offsets)
+        first = boxes[0][0]
+        check_cover(names[0], first.shape, [Chunk(each.offsets, each.sizes, "", 0, 0) for each, _ in boxes])
+        groups.append(Group(names, first.shape, first.dtype, tuple((each.offsets, each.sizes) for each, _ in boxes)))
+        work += [(math.prod(box.sizes) * box.dtype.itemsize, len(names), claims) for box, claims in boxes]
+    for size, count, claims in sorted(work, key=lambda each: -each[0]):  # the largest first: the others fill the gaps
+        for number in range(count):
+            rank, at, start = claims[0] if len(claims) == 1 else min(claims, key=lambda claim: loads[claim[0]])
+            shares[rank][at].append(start + number)
+            loads[rank] += size
+    return groups, [[_short(each) for each in share] for share in shares]
+
+
+def _claims(said: Sequence[Sequence[Alike]]) -> list[tuple[list[str], dict[Alike, list[tuple[int, int, int]]]]]:
+    """Return names, and for each box the ranks that have it: (rank, which of its :class:`Alike`, place of the first name there)."""
+    together: dict[bytes, dict[Alike, list[tuple[int, int, int]]]] = {}
+    names: dict[bytes, list[str]] = {}
+    for rank, each in enumerate(said):
+        for at, one in enumerate(each):
+            if one.packed not in names:
+                names[one.packed] = one.names
+            together.setdefault(one.packed, {}).setdefault(one._replace(packed=b""), []).append((rank, at, 0))
+    counts = Counter(name for each in names.values() for name in each)
+    found, alone = [], dict[str, dict[Alike, list[tuple[int, int, int]]]]()
+    for packed, boxes in together.items():
+        if all(counts[name] == 1 for name in names[packed]):
+            found.append((names[packed], boxes))
+            continue
+        for number, name in enumerate(names[packed]):  # ranks have different sets of tensors
+            for box, claims in boxes.items():
+                alone.setdefault(name, {}).setdefault(box, []).extend((rank, at, number) for rank, at, _ in claims)
+    return [*found, *(([name], boxes) for name, boxes in alone.items())]
+
+
+def _short(positions: list[int]) -> Sequence[int]:
+    """Return positions as a range, which is short to send, where they are one."""
+    positions = sorted(positions)
+    run = range(positions[0], positions[-1] + 1) if positions else range(0)
+    return run if len(run) == len(positions) else positions

@@ -1,0 +1,194 @@
+"""One restore: verify, compare, and only then read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from meshpar.checkpoints.format.manifest import MODEL, read_manifest
+from meshpar.checkpoints.format.verify import Verify, open_verified
+from meshpar.checkpoints.steps.checkpointable import Checkpointable, mesh_axes
+from meshpar.checkpoints.steps.ranks import Ranks
+from meshpar.checkpoints.steps.state import (
+    Group,
+    Optimizers,
+    differences,
+    group_differences,
+    group_names,
+    model_state,
+    restore_optimizer,
+    set_random_state,
+)
+from meshpar.checkpoints.storage.checksums import crc32
+from meshpar.checkpoints.storage.place import Place
+from meshpar.errors import CheckpointError
+from meshpar.placements import held_by_this_rank, local_tensor
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredState:
+    """Report the result of :meth:`CheckpointManager.restore`: the plain data that was saved with the tensors.
+
+    Attributes:
+        step: number of the step.
+        extra: the ``extra`` that ``save`` received.
+        rank_extra: the ``rank_extra`` of this rank; None on another mesh, where ranks differ.
+        metrics: the ``metrics`` that ``save`` received.
+        same_mesh: whether mesh, world size and device type equal those of the save.
+        random: ``"restored"``: every generator has its saved state; ``"derived"``: ``par.manual_seed`` seeded from the saved seed and the
+            step; ``"kept"``: unchanged.
+        skipped: differences that ``partial=True`` accepted, line by line.
+        folder: the step's folder.
+        passed_over: newer steps that were damaged, with the damage of each; only with ``fallback``.
+    """
+
+    step: int
+    extra: Mapping[str, Any]
+    rank_extra: Any
+    metrics: Mapping[str, float]
+    same_mesh: bool
+    random: str
+    skipped: tuple[str, ...]
+    folder: Place
+    passed_over: tuple[str, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Differences:
+    """Differences on one rank, line by line, the unexpected tensors, and the optimizer's groups."""
+
+    wrong: list[str]
+    missing: list[str]
+    unexpected: set[str]
+    groups: dict[Group, set[str]]
+
+
+@final
+class Restoring:
+    """One restore."""
+
+    def __init__(self, ranks: Ranks, folder: Place, par: Checkpointable, optimizer: Optimizers | None) -> None:
+        self._ranks, self._folder, self._par, self._optimizer = ranks, folder, par, optimizer
+
+    def open(self, verify: Verify) -> None:
+        """Verify the step; collective. Raises CheckpointError on every rank if it is damaged."""
+        seals = self._ranks.everyone("opening the checkpoint", lambda: self._open(verify))
+        if len(set(seals)) > 1:
+            other = next(rank for rank, seal in enumerate(seals) if seal != seals[0])
+            raise CheckpointError(
+                f"{self._folder} is not the same step on rank 0 and on rank {other}; use a file system that all ranks share, and restore "
+                "when no other job replaces the step"
+            )
+
+    def compare(self, *, cast: bool, partial: bool) -> None:
+        """Raise CheckpointError on every rank, before any tensor changes, that lists all differences; collective."""
+        self._skipped = self._compare(cast, partial)
+
+    def read(self, *, random: bool, passed_over: tuple[str, ...] = ()) -> RestoredState:
+        """Restore; collective. Raises CheckpointError on every rank if a tensor's bytes are damaged; the state is partly restored then."""
+        # Replicas that share optimizer state restore one step. This one alone may have found that step damaged.
+        self._ranks.everyone("reading (the state is partly restored)", lambda: self._read(whole=bool(passed_over)))
+        manifest, par = self._manifest, self._par
+        same = mesh_axes(par.mesh) == manifest.mesh and self._ranks.size == manifest.world_size and par.device.type == manifest.device
+        return RestoredState(
+            step=manifest.step,
+            extra=manifest.extra,
+            rank_extra=manifest.rank_extra[self._ranks.rank] if same and manifest.rank_extra else None,
+            metrics=manifest.metrics,
+            same_mesh=same,
+            random=self._restore_random(same) if random else "kept",
+            skipped=tuple(self._skipped),
+            folder=self._folder,
+            passed_over=passed_over,
+        )
+
+    def _open(self, verify: Verify) -> int:
+        self._manifest = read_manifest(self._folder)
+        self._source = open_verified(
+            self._folder, self._manifest, verify, sorted(self._manifest.files)[self._ranks.rank :: self._ranks.size]
+        )
+        return crc32(self._manifest.to_json().encode())
+
+    def _compare(self, cast: bool, partial: bool) -> list[str]:
+        """Raise one error that lists the differences on all ranks, or return those that ``partial`` accepts."""
+        found = self._ranks.everyone("comparing", lambda: self._differences(cast))
+        wrong = list(dict.fromkeys(line for each in found for line in each.wrong))
+        lenient = list(dict.fromkeys(line for each in found for line in each.missing))
+        table = self._manifest.optimizer
+        if self._optimizer is not None and table is None:
+            lenient.append("missing: the optimizer's state; this step was saved without an optimizer")
+        elif self._optimizer is not None and table is not None:
+            groups: dict[Group, set[str]] = {}
+            for group, names in (each for rank in found for each in rank.groups.items()):
+                groups.setdefault(group, set()).update(names)
+            lenient += group_differences(groups, table)
+        lenient += [f"unexpected: {name}" for name in sorted(set.intersection(*(each.unexpected for each in found)))]
+        if wrong or (lenient and not partial):
+            remedy = [] if wrong else ["CheckpointManager.restore(..., partial=True) restores what fits"]
+            lines = [f"{self._folder} does not fit this job; nothing was changed:", *wrong, *lenient, *remedy]
+            raise CheckpointError("\n  ".join(lines))
+        return lenient
+
+    def _differences(self, cast: bool) -> _Differences:
+        self._model = model_state(self._par.module)
+        self._renamed = self._renamings()
+        wanted = {self._saved_name(name): tensor for name, tensor in self._model.tensors.items()}
+        if unmade := [name for name, tensor in wanted.items() if tensor.is_meta]:
+            raise CheckpointError(f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before restore")
+        stored = self._source.tensors
+        missing, wrong = differences(wanted, stored, cast=cast)
+        same = {name: each for name, each in wanted.items() if name in stored and stored[name].shape == tuple(each.shape)}
+        self._source.locate({name: held_by_this_rank(tensor) for name, tensor in same.items()})
+        return _Differences(
+            wrong=wrong,
+            missing=missing,
+            unexpected={name for name in self._manifest.tensors if name.startswith(MODEL) and name not in wanted},
+            groups=group_names(self._optimizer, self._model, self._renamed) if self._optimizer is not None else {},
+        )
+
+    def _renamings(self) -> dict[str, str]:
+        """Return our name -> the checkpoint's, for tied tensors that were saved under another of their names."""
+        saved_as = {name: group[0] for group in self._manifest.tied for name in group}
+        renamed = {}
+        for name, aliases in self._model.names.items():
+            candidates = [*aliases, *(saved_as[alias] for alias in aliases if alias in saved_as)]
+            found = next((each for each in candidates if MODEL + each in self._manifest.tensors), name)
+            if found != name:
+                renamed[name] = found
+        return renamed
+
+    def _saved_name(self, name: str) -> str:
+        return MODEL + self._renamed.get(name, name)
+
+    def _read(self, *, whole: bool) -> None:
+        wanted = [(self._saved_name(name), tensor) for name, tensor in self._model.tensors.items()]
+        if self._optimizer is not None and self._manifest.optimizer is not None:
+            table, stored = self._manifest.optimizer, self._source.tensors
+            wanted += restore_optimizer(self._optimizer, self._model, table, self._renamed, stored, whole=whole)
+        found = [(name, tensor) for name, tensor in wanted if name in self._source.tensors]
+        self._source.locate({name: held_by_this_rank(tensor) for name, tensor in found})
+
+        def read(pair: tuple[str, torch.Tensor]) -> None:
+            with torch.no_grad():  # of this thread
+                self._source.read(pair[0], held_by_this_rank(pair[1]), local_tensor(pair[1]))
+
+        self._source.each(read, sorted(found, key=lambda each: self._source.place(each[0])))
+
+    def _restore_random(self, same: bool) -> str:
+        prefix = f"random.rank-{self._ranks.rank}."
+        names = [name for name in self._source.tensors if name.startswith(prefix)]
+        if not same or not names:
+            self._par.manual_seed(crc32(f"{self._manifest.seed} {self._manifest.step}".encode()))
+            return "derived"
+        state = {}
+        for name in names:
+            stored = self._source.tensors[name]
+            state[name] = torch.empty(stored.shape, dtype=stored.dtype)
+            self._source.read(name, (), state[name])
+        set_random_state(self._ranks.rank, self._par.device, state)
+        return "restored"

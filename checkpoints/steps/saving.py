@@ -1,0 +1,261 @@
+"""One save: plan, stage, write, commit. All ranks complete each of these, or none does."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
+
+from meshpar import __version__
+from meshpar.checkpoints.format.dcp import DistributedCheckpoint
+from meshpar.checkpoints.format.manifest import MODEL, Manifest, step_name, step_of
+from meshpar.checkpoints.format.verify import verify_files
+from meshpar.checkpoints.format.writing import (
+    Checksum,
+    WrittenFile,
+    check_written,
+    metadata_of,
+    write_metadata,
+    write_parts,
+)
+from meshpar.checkpoints.steps.checkpointable import Checkpointable, mesh_axes
+from meshpar.checkpoints.steps.leftovers import remove
+from meshpar.checkpoints.steps.planning import Agreed, Described, Planning, alike, parts_of
+from meshpar.checkpoints.steps.ranks import Ranks
+from meshpar.checkpoints.steps.staging import Samples, Stager, beside, ready_event
+from meshpar.checkpoints.steps.state import Optimizers, merged_tables, model_state, optimizer_state, plain, random_state
+from meshpar.checkpoints.storage.files import failing_as
+from meshpar.checkpoints.storage.place import Place, free_bytes, upload
+from meshpar.errors import CheckpointError
+from meshpar.leftovers import leftover, on_the_way
+
+_SPARE_BYTES = 64 << 20  # archives' headers, metadata, the manifest
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """Plain data that the caller adds to a step."""
+
+    step: int
+    extra: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    rank_extra: Any = None
+
+
+@final
+class Saving:
+    """One save: call :meth:`plan`, then :meth:`stage` for a save in the background, then :meth:`finish`.
+
+    Args:
+        ranks: the ranks that save together.
+        folder: the temporary folder.
+        noted: plain data that the caller adds; rank 0's is saved, except ``rank_extra``.
+        planning: the plan of the last save.
+        threads: number of files that each rank writes at once.
+        checksum: checksum of the files, in addition to the CRC-32 of the parts.
+        on_write: called after every block, by the threads that write.
+        staging: a folder on this machine's disk where :meth:`stage` writes the files, from which :meth:`finish` uploads them.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        folder: Place,
+        noted: Noted,
+        planning: Planning,
+        *,
+        threads: int = 2,
+        checksum: Checksum = "crc32",
+        on_write: Callable[[], None] = lambda: None,
+        staging: Path | None = None,
+    ) -> None:
+        self._ranks, self._folder, self._noted, self._planning = ranks, folder, noted, planning
+        self._staging = None if staging is None else on_the_way(staging / step_name(noted.step), "tmp")
+        self._staged: list[WrittenFile] | None = None
+        self._threads, self._on_write = threads, on_write
+        self._checksum: Checksum = checksum
+        self._tensors: dict[str, Tensor] = {}
+        self._stage_error: Exception | None = None
+
+    def plan(self, par: Checkpointable, optimizer: Optimizers | None, *, later: bool = False) -> None:
+        """Agree on the parts that each rank writes; collective.
+
+        Args:
+            par, optimizer: the module and the optimizer to save.
+            later: copy buffers, which a forward may change, now; other tensors must not change until :meth:`stage` has ended.
+        """
+        step = self._noted.step
+
+        def settle(agreed: Agreed, tables: Sequence[Mapping[str, Any]], rank_extra: Sequence[Any]) -> None:
+            self._settle(agreed, tables, rank_extra, par)
+
+        describe = functools.partial(self._describe, par, optimizer, later)
+        mine = self._planning.agree(self._ranks, f"planning step {step}", describe, settle)
+        self._parts = parts_of(mine, self._tensors)
+        self._versions = [(part.name, each, _version(each)) for part in self._parts for each in (part.tensor, self._tensors[part.name])]
+        self._samples = Samples(self._parts) if later else None
+        self._ready, self._device = ready_event(par.device), par.device
+        self._tensors = {}
+
+    def stage(self, stager: Stager) -> None:
+        """Copy the parts that this rank writes. On return the module and the optimizer may change. :meth:`finish` raises an error."""
+        try:
+            counted = self._copy_to(stager)
+            counted += [name for name, tensor, version in self._versions if _version(tensor) != version]
+            if changed := list(dict.fromkeys(counted)):
+                raise CheckpointError(
+                    f"{len(changed)} tensors were changed while the save in the background copied them ({', '.join(changed[:5])}); "
+                    "call before_step() of the CheckpointManager before you change parameters outside of an optimizer's step"
+                )
+        except Exception as error:  # noqa: BLE001 - the other ranks, which go on to finish(), must hear of it there
+            self._stage_error = error
+        self._versions, self._samples = [], None
+
+    def _copy_to(self, stager: Stager) -> list[str]:
+        """Copy the parts; return the names of those whose samples are other than they were."""
+        assert self._samples is not None
+        parts, before = self._parts, self._samples.parts
+        if self._staging is None:
+            staged = stager.stage([*parts, *before], self._device, self._ready)
+            self._parts, before = staged[: len(parts)], staged[len(parts) :]
+            after = self._samples.of(self._parts)
+        else:
+            self._stage_on_disk(self._staging)
+            with beside(self._device, self._ready):
+                after = self._samples.of(parts)
+            staged = stager.stage([*before, *after], self._device, self._ready)
+            before, after = staged[: len(before)], staged[len(before) :]
+        return self._samples.changed(before, after, self._parts)
+
+    def _stage_on_disk(self, folder: Path) -> None:
+        """Write the files to this machine's disk, without what a dead process left there."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for each in folder.parent.iterdir():
+            if (left := leftover(each)) and left.kind == "tmp" and step_of(left.of) is not None and left.abandoned():
+                remove(each)
+        folder.mkdir()
+        with failing_as(f"staging in {folder.parent}"):
+            self._staged = self._write_to(folder)
+
+    def finish(self, commit: Callable[[Manifest], Place]) -> Place:
+        """Write, check and commit; return the step's folder. Collective. Raises CheckpointError on every rank if any rank fails."""
+        step = self._noted.step
+        try:
+            written = self._ranks.collect(f"writing step {step}", self._write)
+        finally:
+            if self._staging is not None:
+                remove(self._staging)
+        return self._ranks.share(f"committing step {step}", lambda: self._commit(commit, [file for each in written for file in each]))
+
+    def _describe(self, par: Checkpointable, optimizer: Optimizers | None, later: bool) -> Described:
+        model = model_state(par.module, {group[0] for group in par.layout.tied})
+        trained = optimizer_state(optimizer, model) if optimizer is not None else None
+        tensors: dict[str, Tensor] = {
+            MODEL + name: tensor.clone() if later and not isinstance(tensor, nn.Parameter) else tensor
+            for name, tensor in model.tensors.items()
+        }
+        tensors |= trained.tensors if trained else {}
+        tensors |= random_state(self._ranks.rank, par.device)
+        if unmade := [name for name, tensor in tensors.items() if tensor.is_meta]:
+            raise CheckpointError(f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before save")
+        if (began := step_of(self._folder.name.partition(".")[0])) not in (None, self._noted.step):
+            raise CheckpointError(f"this rank saves step {self._noted.step}, rank 0 step {began}; pass the same step on every rank")
+        if isinstance(self._folder, Path) and not self._folder.is_dir():
+            raise CheckpointError(f"{self._folder}, created by rank 0, does not exist here; use a file system that all ranks share")
+        self._tensors = tensors
+        return Described(
+            alike=alike(tensors),
+            tied=model.tied,
+            optimizer=trained.table if trained else None,
+            rank_extra=plain(self._noted.rank_extra, "rank_extra"),
+        )
+
+    def _settle(self, agreed: Agreed, tables: Sequence[Mapping[str, Any]], rank_extra: Sequence[Any], par: Checkpointable) -> None:
+        """Check the space on the disk, and note the plain data of the step; on rank 0."""
+        self._groups = agreed.groups
+        needed, free = sum(each.nbytes for each in agreed.groups) + _SPARE_BYTES, free_bytes(self._folder)
+        if free < needed:
+            raise CheckpointError(
+                f"{self._folder.parent} has {free / 1e9:.2f} GB free; this step needs {needed / 1e9:.2f} GB: free some space"
+            )
+        self._entries = {
+            "step": self._noted.step,
+            "extra": plain(self._noted.extra, "extra"),
+            "metrics": plain(self._noted.metrics, "metrics"),
+            "mesh": mesh_axes(par.mesh),
+            "world_size": self._ranks.size,
+            "device": par.device.type,
+            "plan": str(par.plan),
+            "tied": agreed.tied,
+            "weights": par.layout.weights.to_json(),
+            "config": plain(par.layout.config, "layout.config"),
+            "optimizer": merged_tables(tables) if tables else None,
+            "seed": torch.initial_seed(),
+            "rank_extra": rank_extra if any(each is not None for each in rank_extra) else (),
+        }
+
+    def _write(self) -> list[WrittenFile]:
+        if self._stage_error is not None:
+            raise self._stage_error
+        with failing_as(f"writing to {self._folder.parent}"):
+            if self._staging is None or self._staged is None:
+                return self._write_to(self._folder)
+            staging, into = self._staging, self._folder
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="meshpar-upload") as pool:
+                list(pool.map(lambda file: upload(staging / file.name, into / file.name, self._on_write), self._staged))
+            return self._staged
+
+    def _write_to(self, folder: Place) -> list[WrittenFile]:
+        if self._ready is not None:
+            self._ready.synchronize()
+        return write_parts(folder, self._ranks.rank, self._parts, threads=self._threads, checksum=self._checksum, on_write=self._on_write)
+
+    def _commit(self, commit: Callable[[Manifest], Place], files: list[WrittenFile]) -> Place:
+        with failing_as(f"writing to {self._folder.parent}"):
+            return commit(self._check(files))
+
+    def _check(self, files: list[WrittenFile]) -> Manifest:
+        check_written(self._groups, files)
+        manifest = make_manifest(self._folder, metadata_of(self._groups), files, self._entries)
+        verify_files(self._folder, manifest, "size")
+        return manifest
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the number of in-place changes; a DTensor counts its own, and its shard those that are made to the shard."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def make_manifest(folder: Place, metadata: Metadata, files: Sequence[WrittenFile], told: Mapping[str, Any]) -> Manifest:
+    """Write torch's metadata into the folder and return the manifest; raises CheckpointError if parts are missing."""
+    tied = {MODEL + other: MODEL + group[0] for group in told.get("tied", ()) for other in group[1:]}
+    tied = {other: saved for other, saved in tied.items() if other not in metadata.state_dict_metadata}
+    described = [*files, write_metadata(folder, metadata, files, tied)]
+    read = DistributedCheckpoint(folder).tensors  # as a reader will see them
+    tensors = {name: each for name, each in read.items() if name not in tied}
+    chunks: dict[str, list[Any]] = {name: [] for name in tensors}
+    for file in files:
+        for part in file.parts:
+            chunks[part.name].append([part.offsets, part.shape, file.name, part.position, part.length, part.crc32])
+    return Manifest(
+        saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        files={
+            file.name: {"size": file.size, "crc32": file.crc32} | ({"sha256": file.sha256} if file.sha256 else {})
+            for file in sorted(described, key=lambda each: each.name)
+        },
+        tensors={
+            name: {"dtype": str(each.dtype).removeprefix("torch."), "shape": list(each.shape), "chunks": chunks[name]}
+            for name, each in tensors.items()
+        },
+        versions={"torch": torch.__version__, "meshpar": __version__},
+        **told,
+    )

@@ -1,0 +1,400 @@
+"""The content of a checkpoint: tensors under flat names, and plain data.
+
+``model.<name>`` for parameters and persistent buffers, ``optimizer.<parameter>.<key>`` for the optimizer's tensors,
+``random.rank-<n>.<generator>`` for random state. Tied tensors are saved once. This module does not use torch's
+``get_optimizer_state_dict``, which runs a fake step and requires state of parameters that never had any.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshpar import runtime
+from meshpar.checkpoints.format.dcp import Stored
+from meshpar.checkpoints.format.manifest import MODEL
+from meshpar.errors import CheckpointError
+from meshpar.placements import local_tensor, placed_like, sharded_axes
+from meshpar.state.full import check_undivided, place_optimizer_state, restored_parameters
+
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+"""One optimizer, or several by name, of different parameters."""
+Group = tuple[str, str, int]
+"""A group of parameters: the name and the class of its optimizer, and its position there."""
+# How a step is computed, not what is computed: the running optimizer keeps its own.
+_IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
+_TEXT_BYTES = 8192  # more than a Mersenne Twister's 624 words of at most 12 characters
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """A module's tensors by their first name, and all names of each."""
+
+    tensors: Mapping[str, Tensor]
+    names: Mapping[str, tuple[str, ...]]
+
+    @property
+    def tied(self) -> list[list[str]]:
+        """The groups of names that are one tensor."""
+        return [list(names) for names in self.names.values() if len(names) > 1]
+
+
+def model_state(module: nn.Module, owners: Collection[str] = ()) -> ModelState:
+    """Collect parameters and persistent buffers; a tied one under its name in ``owners``, or its first name.
+
+    Raises:
+        CheckpointError: the module has state that is not a tensor, or a tensor that is not a dense array.
+    """
+    state = module.state_dict(keep_vars=True)
+    if odd := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise CheckpointError(f"these entries of the state_dict are not tensors: {', '.join(odd)}; pass them to save(extra=) instead")
+    _check_plain(state)
+    groups: dict[int, list[str]] = {}
+    for name, value in state.items():
+        groups.setdefault(id(value), []).append(name)
+    names = [sorted(group, key=lambda name: name not in owners) for group in groups.values()]
+    return ModelState({first: state[first] for first, *_ in names}, {group[0]: tuple(group) for group in names})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """An optimizer's tensors by checkpoint name, and the rest as plain data: groups with their options, and each parameter's keys."""
+
+    tensors: Mapping[str, Tensor]
+    table: Mapping[str, Any]
+
+
+def optimizers_of(given: Optimizers) -> dict[str, torch.optim.Optimizer]:
+    """Return optimizers by name; a single one is called ``""``. Raises CheckpointError for anything else."""
+    if isinstance(given, torch.optim.Optimizer):
+        return {"": given}
+    named = dict(given) if isinstance(given, Mapping) else {}
+    if not named or not all(isinstance(name, str) and isinstance(each, torch.optim.Optimizer) for name, each in named.items()):
+        raise CheckpointError(
+            f'optimizer is a {type(given).__name__}; expected a torch.optim.Optimizer, or several by name: {{"muon": muon, "adamw": adamw}}'
+        )
+    return named
+
+
+def optimizer_state(given: Optimizers, model: ModelState) -> OptimizerState:
+    """Collect the state of the optimizers by parameter name.
+
+    Raises:
+        CheckpointError: an optimizer trains a parameter that the module does not have or that another one trains, keeps a shard as a
+            plain tensor, or has an option that is not plain data.
+    """
+    names = {id(tensor): name for name, tensor in model.tensors.items()}
+    optimizers, tensors = optimizers_of(given), {}
+    for optimizer in optimizers.values():
+        check_undivided(optimizer)
+        place_optimizer_state(optimizer)
+    state: dict[str, dict[str, Any]] = {}
+    for optimizer, parameter in parameters_of(optimizers, names):
+        name = names[id(parameter)]
+        entry = state[name] = {}
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                _check_plain({f"the optimizer's {key!r} of {name}": value})
+                _check_whole(name, key, value, parameter)
+                tensors[optimizer_key(name, key)] = value
+                entry[key] = "tensor"
+            else:
+                entry[key] = {"value": plain(value, f"the optimizer's {key!r} of {name}")}
+    groups = [
+        {
+            "params": [names[id(p)] for p in group["params"]],
+            "options": {k: _option(k, v) for k, v in group.items() if k not in _IMPLEMENTATION},
+        }
+        | ({"optimizer": called} if called else {})
+        for called, optimizer in optimizers.items()
+        for group in optimizer.param_groups
+    ]
+    classes = {called: type(optimizer).__name__ for called, optimizer in optimizers.items()}
+    return OptimizerState(tensors, {"class": classes.get("", classes), "groups": groups, "state": {k: v for k, v in state.items() if v}})
+
+
+def optimizer_key(parameter: str, key: str) -> str:
+    """Return the checkpoint name of one tensor of the optimizer."""
+    return f"optimizer.{parameter}.{key}"
+
+
+def parameters_of(optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[int, str]) -> list[tuple[torch.optim.Optimizer, Tensor]]:
+    """Return each parameter with its optimizer.
+
+    Raises:
+        CheckpointError: a parameter is not in the module (``names``: id -> name), or has two optimizers.
+    """
+    parameters = [(each, parameter) for each in optimizers.values() for group in each.param_groups for parameter in group["params"]]
+    strange = [tuple(each.shape) for _, each in parameters if id(each) not in names]
+    if strange:
+        raise CheckpointError(
+            f"the optimizer trains {len(strange)} of {len(parameters)} parameters that the module does not have (shapes {strange[:5]}); "
+            "build it after plan.apply, from par.module.parameters()"
+        )
+    if twice := [names[key] for key, count in Counter(id(each) for _, each in parameters).items() if count > 1]:
+        raise CheckpointError(f"two optimizers train {', '.join(twice[:5])}; expected one optimizer for each parameter")
+    return parameters
+
+
+def _check_plain(tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError for tensors whose type, layout or scales a checkpoint would lose."""
+    if odd := [f"{name} ({kind})" for name, tensor in tensors.items() if (kind := _no_array(local_tensor(tensor))) is not None]:
+        raise CheckpointError(
+            f"a checkpoint stores dense tensors; got {', '.join(odd)}; dequantize these tensors (or make them dense) before the plan "
+            "is applied, or exclude them from checkpoints: register_buffer(..., persistent=False)"
+        )
+
+
+def _no_array(tensor: Tensor) -> str | None:
+    """Return the kind of a tensor that is not a dense array; None for a dense array."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue] - torch has no types for it
+        # A wrapper around other tensors, which has no memory of its own.
+        return type(tensor).__name__
+    if tensor.layout != torch.strided:
+        return f"layout {str(tensor.layout).removeprefix('torch.')}"
+    return f"quantized, {str(tensor.dtype).removeprefix('torch.')}" if tensor.is_quantized else None
+
+
+def _check_whole(name: str, key: str, value: Tensor, parameter: Tensor) -> None:
+    if value.numel() > 1 and not isinstance(value, DTensor) and sharded_axes(parameter):
+        raise CheckpointError(
+            f"the optimizer keeps {key!r} of {name} as a plain tensor of shape {tuple(value.shape)}, although the parameter is sharded "
+            f"over {sharded_axes(parameter)}, so no rank has all of it; expected a DTensor"
+        )
+
+
+def _option(key: str, value: object) -> Any:  # noqa: ANN401 - plain data
+    if isinstance(value, Tensor):
+        return plain(value.item(), f"the optimizer's option {key!r}")
+    return plain(value, f"the optimizer's option {key!r}")
+
+
+def plain(value: object, what: str) -> Any:  # noqa: ANN401 - plain data
+    """Return ``value`` as a manifest returns it (tuples become lists); raises CheckpointError if a manifest cannot store it."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(each, what) for each in value]
+    kinds = {str if isinstance(key, str) else type(key) for key in value} if isinstance(value, Mapping) else set()
+    if isinstance(value, Mapping) and (kinds <= {str} or kinds == {int}):
+        return (Counter if kinds == {int} and isinstance(value, Counter) else dict)(
+            {key: plain(each, f"{what}.{key}") for key, each in value.items()}
+        )
+    got = f"a dict with keys of {', '.join(sorted(kind.__name__ for kind in kinds))}" if kinds else type(value).__name__
+    raise CheckpointError(
+        f"{what} must be plain data (None, bool, int, float, str, lists of these, and dicts of these with keys that are all str or all "
+        f"int), got {got}"
+    )
+
+
+def restore_optimizer(
+    given: Optimizers,
+    model: ModelState,
+    table: Mapping[str, Any],
+    renamed: Mapping[str, str],
+    stored: Mapping[str, Stored],
+    *,
+    whole: bool = False,
+) -> list[tuple[str, Tensor]]:
+    """Set the options of optimizers from a checkpoint, and allocate their state to be read.
+
+    Args:
+        given: the optimizers whose state is replaced. Parameters without state in the checkpoint, or with the state of an optimizer of
+            another class, have none afterwards.
+        model: the module's tensors.
+        table: the table saved by :func:`optimizer_state`.
+        renamed: our name of each parameter -> the checkpoint's.
+        stored: the checkpoint's tensors.
+        whole: read also the state that other replicas hold.
+
+    Returns:
+        Names in the checkpoint, and the tensor to read each into.
+    """
+    read = {id(each) for optimizer in optimizers_of(given).values() for each in restored_parameters(optimizer, whole=whole)}
+    names = {id(tensor): name for name, tensor in model.tensors.items()}
+    wanted: list[tuple[str, Tensor]] = []
+    options, classes = options_by_parameter(table), class_by_parameter(table)
+    for optimizer, group in ((each, group) for each in optimizers_of(given).values() for group in each.param_groups):
+        saved_names = {id(each): renamed.get(names[id(each)], names[id(each)]) for each in group["params"]}
+        known = [name for name in saved_names.values() if classes.get(name) == type(optimizer).__name__]
+        _set_options(group, options[known[0]] if known else {})
+        for parameter in group["params"]:
+            saved = saved_names[id(parameter)]
+            old = dict(optimizer.state.pop(parameter, {}))
+            new: dict[str, Any] = {}
+            for key, kind in table["state"].get(saved, {}).items() if saved in known and id(parameter) in read else ():
+                if kind == "tensor":
+                    name = optimizer_key(saved, key)
+                    new[key] = _room(stored[name], stored[MODEL + saved].dtype, key, parameter, group, old.get(key))
+                    wanted.append((name, new[key]))
+                else:
+                    new[key] = kind["value"]
+            if new:
+                optimizer.state[parameter] = new
+    return wanted
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        now = group.get(key)
+        if isinstance(now, Tensor):
+            now.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(now, tuple) else value
+
+
+def _room(stored: Stored, trained: torch.dtype, key: str, parameter: Tensor, group: Mapping[str, Any], now: object) -> Tensor:
+    """Return a tensor for one entry of the optimizer's state: the present one if it fits, otherwise a new one like the parameter.
+
+    An entry in the dtype that the parameter had when it was saved (``trained``) is cast with the parameter.
+    """
+    like = stored.shape == tuple(parameter.shape) and (stored.shape != () or key != "step")  # a count is a scalar whatever the parameter is
+    dtype = parameter.dtype if (like or stored.shape != ()) and stored.dtype == trained else stored.dtype  # Adafactor's have other shapes
+    placed = isinstance(now, DTensor) or not (like and isinstance(parameter, DTensor))  # loaded from one process, and not yet divided
+    if isinstance(now, Tensor) and placed and tuple(now.shape) == stored.shape and now.dtype == dtype:
+        return now
+    if like:
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
+    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+    room = torch.zeros(stored.shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+    if isinstance(parameter, DTensor) and room.ndim == parameter.ndim > 0:
+        reduced = {dim for dim, size in enumerate(stored.shape) if size != parameter.shape[dim]}
+        if all(stored.shape[dim] == 1 for dim in reduced):  # a factor of rows or columns
+            return placed_like(room, parameter, reduced)
+    return room
+
+
+def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
+    """Return the state of this rank's generators: torch's on the CPU and on ``device``, Python's, and numpy's if it is loaded."""
+    state = {"cpu": torch.get_rng_state(), "python": _text(random.getstate())}
+    if not runtime.on_host(device):
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, words, *rest = numpy.random.get_state()
+        state["numpy"] = _text([name, words.tolist(), *rest])
+    return {f"random.rank-{rank}.{kind}": value for kind, value in state.items()}
+
+
+def set_random_state(rank: int, device: torch.device, state: Mapping[str, Tensor]) -> None:
+    """Set this rank's generators to a state from :func:`random_state`."""
+    kinds = {name.removeprefix(f"random.rank-{rank}."): value for name, value in state.items()}
+    torch.set_rng_state(kinds["cpu"])
+    version, words, gauss = json.loads(bytes(kinds["python"].tolist()))
+    random.setstate((version, tuple(words), gauss))
+    if device.type in kinds and not runtime.on_host(device):
+        torch.get_device_module(device).set_rng_state(kinds[device.type], device)
+    if "numpy" in kinds and importlib.util.find_spec("numpy") is not None:
+        importlib.import_module("numpy").random.set_state(tuple(json.loads(bytes(kinds["numpy"].tolist()))))
+
+
+def _text(value: object) -> Tensor:
+    """Return JSON, with spaces behind it: of one length, so that a generator that was drawn from does not change the plan of a save."""
+    text = json.dumps(value).encode()
+    return torch.frombuffer(bytearray(text.ljust(-(-len(text) // _TEXT_BYTES) * _TEXT_BYTES)), dtype=torch.uint8)
+
+
+def differences(wanted: Mapping[str, Tensor], stored: Mapping[str, Stored], *, cast: bool) -> tuple[list[str], list[str]]:
+    """Compare the tensors to be restored, by checkpoint name, with the checkpoint's.
+
+    Returns:
+        Lines of text for the missing tensors, and for the tensors of another shape or dtype.
+    """
+    missing: list[str] = []
+    wrong: list[str] = []
+    for name, tensor in wanted.items():
+        have = stored.get(name)
+        if have is None:
+            missing.append(f"missing: {name}, {tuple(tensor.shape)}")
+        elif have.shape != tuple(tensor.shape):
+            wrong.append(f"wrong shape: {name} is {tuple(tensor.shape)} here and {have.shape} in the checkpoint")
+        elif have.dtype != tensor.dtype and not cast:
+            wrong.append(f"wrong dtype: {name} is {tensor.dtype} here and {have.dtype} in the checkpoint; cast=True converts it")
+    return missing, wrong
+
+
+def group_names(given: Optimizers, model: ModelState, renamed: Mapping[str, str]) -> dict[Group, set[str]]:
+    """Return the checkpoint's names of the parameters in each group of the optimizers."""
+    names = {id(tensor): name for name, tensor in model.tensors.items()}
+    optimizers = optimizers_of(given)
+    parameters_of(optimizers, names)
+    return {
+        (called, type(optimizer).__name__, position): {renamed.get(names[id(p)], names[id(p)]) for p in group["params"]}
+        for called, optimizer in optimizers.items()
+        for position, group in enumerate(optimizer.param_groups)
+    }
+
+
+def group_differences(ours: Mapping[Group, Collection[str]], table: Mapping[str, Any]) -> list[str]:
+    """Compare the optimizers' parameters and options with the checkpoint's; return one line for each difference.
+
+    Options and classes are compared by parameter, not by group: the number of groups may depend on the mesh, because the fused kernels do
+    not accept plain tensors beside DTensors.
+
+    Args:
+        ours: the names in each group, over all ranks.
+        table: the table saved by :func:`optimizer_state`.
+    """
+    options, classes = options_by_parameter(table), class_by_parameter(table)
+    here = {name: kind for (_, kind, _), group in ours.items() for name in group}
+    lines = []
+    for text, names_only in (("here", here.keys() - set(options)), ("in the checkpoint", set(options) - here.keys())):
+        if names_only:
+            lines.append(f"optimizer: trained only {text}: {', '.join(sorted(names_only)[:10])}")
+    for (called, _, position), group in ours.items():
+        known = [options[name] for name in group if name in options]
+        differing = sorted({key for each in known for key in known[0] if each.get(key) != known[0][key]})
+        if differing:
+            values = ", ".join(f"{key} {sorted({str(each.get(key)) for each in known})}" for key in differing)
+            which = f"{position} of {called!r}" if called else str(position)
+            lines.append(f"optimizer: parameter group {which} joins parameters that the checkpoint has with other options: {values}")
+    others: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(here.keys() & classes.keys()):
+        others.setdefault((here[name], classes[name]), []).append(name)
+    lines += [
+        f"optimizer: {kind} here and {theirs} in the checkpoint, for {', '.join(names[:5])}"
+        for (kind, theirs), names in others.items()
+        if kind != theirs
+    ]
+    return lines
+
+
+def options_by_parameter(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the options that a checkpoint's optimizer had for each parameter, by its name."""
+    return {name: group["options"] for group in table["groups"] for name in group["params"]}
+
+
+def class_by_parameter(table: Mapping[str, Any]) -> dict[str, str]:
+    """Return the class of the optimizer that trained each parameter, by its name."""
+    kinds = table["class"]  # several optimizers have a table of classes
+    return {name: kinds if isinstance(kinds, str) else kinds[group["optimizer"]] for group in table["groups"] for name in group["params"]}
+
+
+def merged_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the optimizer tables of ranks that may have different parameters, as pipeline stages do."""
+    groups: dict[tuple[str | None, int], dict[str, Any]] = {}
+    for table in tables:
+        seen: Counter[str | None] = Counter()
+        for group in table["groups"]:
+            called = group.get("optimizer")
+            into = groups.setdefault((called, seen[called]), {**group, "params": []})
+            seen[called] += 1
+            into["options"] = into["options"] if into["params"] or not group["params"] else group["options"]
+            into["params"] = list(dict.fromkeys([*into["params"], *group["params"]]))
+    kinds = [table["class"] for table in tables]
+    return {
+        "class": kinds[0] if isinstance(kinds[0], str) else {called: kind for each in kinds for called, kind in each.items()},
+        "groups": list(groups.values()),
+        "state": {k: v for table in reversed(tables) for k, v in table["state"].items()},
+    }

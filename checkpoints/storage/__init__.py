@@ -1,0 +1,1 @@
+"""Where bytes lie: a disk or an object store, behind one protocol."""

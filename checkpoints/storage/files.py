@@ -1,0 +1,397 @@
+"""Read stored tensors piece by piece from files directly into place, in bounded memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import math
+import mmap
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, final
+
+import torch
+
+from meshpar.checkpoints.storage.checksums import crc32
+from meshpar.errors import CheckpointError
+from meshpar.weights.rules import Spans
+
+TILE_BYTES = 4 << 20  # of tensors that are rearranged
+BLOCK_BYTES = 512 << 10  # of bytes that go through as they are: stays in a core's cache, and larger writes, for which the kernel looks for
+# memory in one piece, cost several times as much where that is short (or was given back to a virtual machine's host)
+PAGE_BYTES = 4096  # of the page cache
+# MADV_POPULATE_READ of Linux 5.14, without a name in Python 3.11: an error for a page that cannot be read, where an access is a signal.
+_POPULATE_READ = 22
+ALIGNMENT = 64  # of payloads in files, as torch.save has it: unlike places in a cache line make copies half as slow again
+
+_Into = Callable[[torch.Tensor, int], None]  # fills a tensor from a position of a file
+T = TypeVar("T")
+
+
+class Run(Protocol):
+    """Bytes that are read in order."""
+
+    def fill(self, view: memoryview, position: int) -> None:
+        """Fill a piece of writable memory from a position of the file."""
+
+    def summed(self, view: memoryview, position: int, before: int = 0) -> int:
+        """Fill as :meth:`fill`, and return the CRC-32 of ``before`` continued by the bytes, while they are in a core's cache."""
+        for start, stop in aligned(len(view), position):
+            self.fill(view[start:stop], position + start)
+            before = crc32(view[start:stop], before)
+        return before
+
+    def mapped(self, position: int, count: int) -> memoryview | None:
+        """Return some bytes without a copy of them; None where that is not possible, and :meth:`fill` says why."""
+        return None
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the file was written since it was opened: bytes of :meth:`mapped` may then differ between two uses."""
+        return
+
+
+class Readable(Run, Protocol):
+    """A file or an object open for reads of ranges; ``path`` names it, ``size`` is in bytes."""
+
+    path: Any
+    size: int
+    least_run_bytes: int
+    most_waste_bytes: int
+    """Runs shorter than the one are read with the bytes between them, if these are fewer than the other."""
+
+    def bytes(self, position: int, count: int) -> bytes:
+        """Return ``count`` bytes from ``position``."""
+        buffer = bytearray(count)
+        self.fill(memoryview(buffer), position)
+        return bytes(buffer)
+
+    def into(self, out: torch.Tensor, position: int) -> None:
+        """Fill a contiguous tensor in host memory."""
+        if out.nbytes:
+            self.fill(memory_of(out), position)
+
+    def expect(self, spans: Iterable[tuple[int, int]]) -> None: ...
+    def forget(self, start: int, stop: int) -> None: ...
+    def run(self, start: int, stop: int) -> Run: ...
+    def each(self, act: Callable[[T], object], items: Iterable[T]) -> None: ...
+    def close(self) -> None: ...
+
+
+@final
+class ReadFile(Readable):
+    """A regular file open for ranged reads.
+
+    Args:
+        path: the file.
+        links: follow a symbolic link. The files of a checkpoint are in its folder.
+
+    Raises:
+        CheckpointError: the file does not exist, cannot be opened, or is something else than a file.
+    """
+
+    least_run_bytes, most_waste_bytes = 1024, 8192  # a call costs as much as reading 8 KiB
+
+    def __init__(self, path: Path, *, links: bool = True) -> None:
+        self.path = path
+        try:  # without O_NONBLOCK, opening a named pipe waits for a writer
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
+        except OSError as error:
+            remedy = "; copy the checkpoint with its files, such as by cp -L" if error.errno == errno.ELOOP else ""
+            if not path.parent.is_dir():
+                remedy = "; its folder does not exist: retention or prune deletes steps that are not pinned (meshpar checkpoints pin)"
+            raise CheckpointError(
+                f"cannot open {path}: {'it is a link' if error.errno == errno.ELOOP else error.strerror}{remedy}"
+            ) from error
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            self.close()
+            raise CheckpointError(f"cannot open {path}: it is not a regular file")
+        self.size, self._written_ns = found.st_size, found.st_mtime_ns
+
+    def fill(self, view: memoryview, position: int) -> None:
+        """Fill a piece of writable memory."""
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done : done + (1 << 30)]], position + done)
+            if count == 0:
+                raise CheckpointError(f"{self.path} is truncated: expected bytes up to {position + len(view)}, the file has {self.size}")
+            done += count
+
+    def mapped(self, position: int, count: int) -> memoryview | None:
+        """Return some bytes as they are in the page cache; a change to them stays in this memory."""
+        if sys.platform != "linux" or count == 0:
+            return None
+        start = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        try:
+            pages = mmap.mmap(
+                self._descriptor, position + count - start, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start
+            )
+            pages.madvise(mmap.MADV_SEQUENTIAL)
+            pages.madvise(_POPULATE_READ)
+        except (OSError, ValueError):  # an older kernel, a file system without it, a shorter file, a disk that fails
+            return None
+        return memoryview(pages)[position - start :]
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the file was written since it was opened."""
+        if os.fstat(self._descriptor).st_mtime_ns != self._written_ns:
+            raise CheckpointError(f"{self.path} was written while it was read; run this again when no other process writes it")
+
+    def expect(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: small reads cost little here."""
+
+    def run(self, start: int, stop: int) -> ReadFile:
+        """Return a reader of the bytes ``start`` to ``stop``, which are read in order: the kernel reads ahead."""
+        return self
+
+    def each(self, act: Callable[[T], object], items: Iterable[T]) -> None:
+        """Run ``act``, which reads a piece, for each item."""
+        for item in items:
+            act(item)
+
+    def forget(self, start: int, stop: int) -> None:
+        """Drop the cached pages of bytes ``start`` to ``stop``, and one page on either side.
+
+        Call this between reading single pages and reading all of a file: on Linux 6.18 reading took 1.15 times as long when single pages in
+        the cache kept the kernel from reading ahead in large folios.
+        """
+        if hasattr(os, "posix_fadvise"):
+            first, end = start // PAGE_BYTES - 1, -(-stop // PAGE_BYTES) + 1
+            os.posix_fadvise(self._descriptor, max(0, first) * PAGE_BYTES, (end - first) * PAGE_BYTES, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the file; reading it afterwards is an error."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            self.close()
+
+
+@final
+class _Summing:
+    """Read a file from front to back, and sum the bytes."""
+
+    def __init__(self, file: Run) -> None:
+        self._file, self.crc32 = file, 0
+
+    def into(self, out: torch.Tensor, position: int) -> None:
+        self.crc32 = self._file.summed(memory_of(out), position, self.crc32)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A contiguous row-major tensor at ``position`` (in bytes) of ``file``.
+
+    Attributes:
+        name: the tensor's, for messages.
+        crc32: of its bytes; compared whenever all of them are read. None: not known.
+    """
+
+    file: Readable
+    position: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    name: str = ""
+    crc32: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, spans: Spans, out: torch.Tensor) -> None:
+        """Copy the piece at ``spans`` into ``out`` (any strides, dtype and device); raises CheckpointError if ``crc32`` differs."""
+        if out.numel() == 0:
+            return
+        if self.crc32 is None or any(span != (0, size) for span, size in zip(spans, self.shape)):
+            self._read(self.file.into, spans, out)
+        else:
+            summing = _Summing(self.file.run(self.position, self.position + self.nbytes))
+            self._read(summing.into, spans, out)
+            self.check(summing.crc32)
+
+    def check(self, found: int) -> None:
+        """Raise CheckpointError if ``found``, the CRC-32 of the bytes as read, is not the saved one."""
+        if found != self.crc32:
+            raise CheckpointError(
+                f"{self.file.path} is damaged: {self.name}, bytes {self.position} to {self.position + self.nbytes}: expected the CRC-32 "
+                f"{self.crc32:08x}, found {found:08x}; use an earlier step"
+            )
+
+    def _read(self, into: _Into, spans: Spans, out: torch.Tensor) -> None:
+        """Read into memory of the host, or through it piece by piece, in the order of the file."""
+        if out.is_cpu:
+            self._read_here(into, spans, out)
+            return
+        turns = Turns(out.device)
+        for piece in tiles(tuple(out.shape), out.itemsize, TILE_BYTES):
+            target = out[tuple(slice(*span) for span in piece)]
+            tile = turns.tile(target)
+            self._read_here(into, tuple((start + low, start + high) for (start, _), (low, high) in zip(spans, piece)), tile)
+            turns.send(tile, target)
+        turns.wait()
+
+    def _read_here(self, into: _Into, spans: Spans, out: torch.Tensor) -> None:
+        partial = [dim for dim, (span, size) in enumerate(zip(spans, self.shape)) if span != (0, size)]
+        first = partial[-1] if partial else 0  # all dims after this one are whole: pieces of it are contiguous runs
+        if first:
+            run, row = self._bytes(first, spans[first][1] - spans[first][0]), self._bytes(first - 1, 1)
+            least, waste = self.file.least_run_bytes, self.file.most_waste_bytes
+            if run < least and row - run < waste:
+                first -= 1
+        if not first:
+            self._read_rows(into, (), spans, out)
+            return
+
+        def read(prefix: tuple[int, ...]) -> None:
+            self._read_rows(into, prefix, spans, out[tuple(each - span[0] for each, span in zip(prefix, spans))])
+
+        self.file.each(read, itertools.product(*(range(*span) for span in spans[:first])))
+
+    def _read_rows(self, into: _Into, prefix: tuple[int, ...], spans: Spans, out: torch.Tensor) -> None:
+        """Read below ``prefix``: whole rows of the next dim; ``out`` may need only a part of the dim after it."""
+        dim = len(prefix)
+        if dim == len(self.shape):
+            self._read_run(into, prefix, out)
+            return
+        start, stop = spans[dim]
+        whole = all(span == (0, size) for span, size in zip(spans[dim + 1 :], self.shape[dim + 1 :]))
+        row_bytes = self._bytes(dim, 1)
+        if whole and out.dtype == self.dtype and lies_in_memory(out):
+            into(out, self._at((*prefix, start)))
+        elif row_bytes > TILE_BYTES:
+            for row in range(start, stop):
+                self._read_rows(into, (*prefix, row), spans, out[row - start])
+        else:
+            self._read_tiles(into, prefix, spans, out, max(1, TILE_BYTES // max(1, row_bytes)))
+
+    def _read_tiles(self, into: _Into, prefix: tuple[int, ...], spans: Spans, out: torch.Tensor, step: int) -> None:
+        dim = len(prefix)
+        start, stop = spans[dim]
+        tile = torch.empty((min(step, stop - start), *self.shape[dim + 1 :]), dtype=self.dtype)
+        inside = tuple(slice(*span) for span in spans[dim + 1 :])
+        for row in range(start, stop, step):
+            count = min(step, stop - row)
+            into(tile[:count], self._at((*prefix, row)))
+            out[row - start : row - start + count].copy_(tile[(slice(0, count), *inside)])
+
+    def _read_run(self, into: _Into, prefix: tuple[int, ...], out: torch.Tensor) -> None:
+        scalar = torch.empty((), dtype=self.dtype)
+        into(scalar, self._at(prefix))
+        out.copy_(scalar)
+
+    def _bytes(self, dim: int, rows: int) -> int:
+        return rows * math.prod(self.shape[dim + 1 :]) * self.dtype.itemsize
+
+    def _at(self, prefix: tuple[int, ...]) -> int:
+        return self.position + sum(self._bytes(dim, index) for dim, index in enumerate(prefix))
+
+
+@final
+class Turns:
+    """Two tiles of pinned host memory on the way to a device: one is filled from the file while the other is copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tiles: list[tuple[torch.Tensor, torch.Event]] = []
+        self._sent = 0
+
+    def tile(self, like: torch.Tensor) -> torch.Tensor:
+        """Return host memory of the shape and dtype of ``like``, at most :data:`TILE_BYTES`, that no copy reads any more."""
+        if len(self._tiles) < 2:
+            memory = torch.empty(TILE_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._tiles.insert(self._sent, (memory, torch.Event(self._device)))
+        else:
+            self._tiles[self._sent % 2][1].synchronize()
+        return self._tiles[self._sent % 2][0][: like.nbytes].view(like.dtype).view(like.shape)
+
+    def send(self, tile: torch.Tensor, out: torch.Tensor) -> None:
+        """Begin to copy the tile that :meth:`tile` returned last."""
+        out.copy_(tile, non_blocking=True)
+        self._tiles[self._sent % 2][1].record()
+        self._sent += 1
+
+    def wait(self) -> None:
+        """Wait for all copies."""
+        for _, copied in self._tiles:
+            copied.synchronize()
+
+
+@contextmanager
+def failing_as(what: str) -> Iterator[None]:
+    """Raise CheckpointError that begins with ``what`` instead of an OSError, with the remedy if a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "; free some space there, or write to another disk" if full else ""
+        raise CheckpointError(f"{what} failed: {error}{remedy}") from error
+
+
+def inside(file: str, *, of: object = None) -> str:
+    """Return a file name that stays in its folder; raises CheckpointError for any other."""
+    if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+        where = f"{of} names a file outside of its folder" if of else "the file name is not allowed"
+        raise CheckpointError(f"{where}: got {file!r}, expected the name of a file in the same folder")
+    return file
+
+
+def lies_in_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the bytes at a tensor's address are its values in row-major order.
+
+    They are not for views that torch conjugates or negates on reading, and for zeros without memory.
+    """
+    lazy = tensor.is_conj() or tensor.is_neg() or (tensor.numel() > 0 and tensor.data_ptr() == 0)
+    return tensor.is_cpu and tensor.is_contiguous() and not lazy
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor for which :func:`lies_in_memory` is true; valid while the tensor exists."""
+    assert lies_in_memory(tensor)
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Write all of ``data``; a system call may write less."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def aligned(count: int, position: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """Cut ``count`` bytes, to be written at ``position`` of a file, into (start, stop) of at most ``block_bytes``.
+
+    The cuts lie where pages of the file end: a page that two writes share is handled twice.
+    """
+    start = 0
+    while start < count:
+        stop = min(count, start + block_bytes - (position + start) % block_bytes)
+        yield start, stop
+        start = stop
+
+
+def tiles(shape: tuple[int, ...], itemsize: int, limit_bytes: int) -> Iterator[Spans]:
+    """Cut a row-major tensor into contiguous pieces of at most ``limit_bytes``, in the order in which they lie in a file."""
+    if math.prod(shape) == 0:
+        return
+    dim, inner = len(shape), itemsize
+    while dim > 0 and inner * shape[dim - 1] <= limit_bytes:
+        dim -= 1
+        inner *= shape[dim]
+    if dim == 0:
+        yield tuple((0, size) for size in shape)
+        return
+    step = max(1, limit_bytes // inner)
+    rest = tuple((0, size) for size in shape[dim:])
+    for prefix in itertools.product(*(range(size) for size in shape[: dim - 1])):
+        for row in range(0, shape[dim - 1], step):
+            yield (*((each, each + 1) for each in prefix), (row, min(shape[dim - 1], row + step)), *rest)

@@ -1,0 +1,437 @@
+"""Paths, reads and writes in an object store, by obstore: S3, Google Cloud Storage, Azure Blob Storage and servers that speak S3.
+
+No key is renamed or changed in place. Conditional requests (``If-None-Match``, ``If-Match``) decide between two writers.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from functools import lru_cache, partial
+from typing import Any, TypeVar, final
+
+from meshpar.checkpoints.storage.checksums import crc32, joined
+from meshpar.checkpoints.storage.files import Readable
+from meshpar.checkpoints.storage.files import Run as InOrder
+from meshpar.errors import CheckpointError, StoreError
+from meshpar.imports import need
+
+T = TypeVar("T")
+Version = dict[str, str]
+"""ETag and version of an object, as far as the store has them: Google replaces by the version, the other stores by the ETag."""
+SCHEMES = ("s3", "gs", "az")
+TRIES = 3
+"""Attempts of a request beside those of obstore, which does not repeat what it cannot know to be harmless."""
+CLIENT = {
+    "allow_http": True,  # where the environment names such an endpoint
+    "connect_timeout": timedelta(seconds=10),
+    "read_timeout": timedelta(seconds=30),
+    "timeout": timedelta(seconds=120),
+}
+RETRY = {
+    "max_retries": 8,
+    "retry_timeout": timedelta(seconds=90),
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
+}
+_PIECE_BYTES = 4 << 20  # of one request, where bytes are fetched ahead
+_WINDOW_BYTES = 16 << 20  # fetched ahead at once; of one request, where bytes go into place
+_CHUNK_BYTES = 1 << 20  # of an answer that are copied at once: then they are in a core's cache
+_REQUESTS = 8  # at once, of one read; four tensors are read at once
+_UPLOAD_BYTES, _UPLOADS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 9_000  # S3 takes 10 000 parts of an upload
+_REMEDY = (  # obstore has no class for missing credentials, nor for a listing or an upload that is refused
+    "check the credentials in the store's usual environment (they must allow this and not have expired), the bucket, its endpoint and "
+    "region, and the network, then run this again"
+)
+READERS = 4
+"""Tensors that a restore reads at once, and runs of one tensor."""
+
+
+@final
+@dataclass(frozen=True, slots=True, order=True)
+class ObjectPath:
+    """A key of a store, or a folder of keys, with the members of ``pathlib.Path`` that checkpoints use.
+
+    Attributes:
+        root: ``scheme://bucket``.
+        key: without leading and trailing slashes.
+        listed: whether a listing showed this as a folder; None: it is in no listing.
+    """
+
+    root: str
+    key: str
+    listed: bool | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.root}/{self.key}"
+
+    def __truediv__(self, name: str) -> ObjectPath:
+        return ObjectPath(self.root, f"{self.key}/{name}".strip("/"))
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        return "." + self.name.rpartition(".")[2] if "." in self.name[1:] else ""
+
+    @property
+    def parent(self) -> ObjectPath:
+        return ObjectPath(self.root, self.key.rpartition("/")[0])
+
+    def with_name(self, name: str) -> ObjectPath:
+        return self.parent / name
+
+    def resolve(self) -> ObjectPath:
+        return self
+
+    def expanduser(self) -> ObjectPath:
+        return self
+
+    def is_relative_to(self, other: object) -> bool:
+        return isinstance(other, ObjectPath) and f"{str(self).rstrip('/')}/".startswith(f"{str(other).rstrip('/')}/")
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def is_file(self) -> bool:
+        return self._head() is not None
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def is_dir(self) -> bool:
+        """Return whether any key is below this one."""
+        if self.listed is not None:
+            return self.listed
+        return self._asked("listing", lambda store: bool(next(iter(_obstore().list(store, self._prefix, chunk_size=1)), None)))
+
+    def iterdir(self) -> Iterator[ObjectPath]:
+        """Yield the keys and folders directly below. Asks for all keys: some servers list folders that have none."""
+        found = {each.partition("/")[:2] for each in self.names()}
+        return (self._below(name, bool(slash)) for name, slash in sorted(found))
+
+    def names(self) -> list[str]:
+        """Return every key below this one, by the rest of its name."""
+        return [each["path"][len(self._prefix or "") :] for each in self._list()]
+
+    def _below(self, name: str, listed: bool) -> ObjectPath:
+        return dataclasses.replace(self / name, listed=listed)
+
+    def glob(self, pattern: str) -> Iterator[ObjectPath]:
+        """Yield what is directly below and matches; a pattern of several levels matches nothing."""
+        return (each for each in self.iterdir() if fnmatchcase(each.name, pattern))
+
+    def size(self) -> int | None:
+        """Return the number of bytes; None: there is no such key."""
+        found = self._head()
+        return None if found is None else found["size"]
+
+    def untouched_s(self) -> float:
+        """Return the seconds since the youngest key here was written, by the store's clock, which a new key tells; 0 without keys."""
+        youngest, clock = max((each["last_modified"] for each in self._list()), default=None), self.with_name(".now")
+        clock.write(b"")
+        now = clock._head()
+        clock.unlink()
+        return 0.0 if youngest is None or now is None else (now["last_modified"] - youngest).total_seconds()
+
+    def below(self) -> dict[str, tuple[str | None, int, float]]:
+        """Return ETag, size and time of every key below this one, by the rest of its name, and of this key by an empty one."""
+        start, head = len(self._prefix or ""), self._head()
+        found = self._list() + ([] if head is None else [head])
+        return {each["path"][start:]: (each["e_tag"], each["size"], each["last_modified"].timestamp()) for each in found}
+
+    def read(self) -> tuple[bytes, Version] | None:
+        """Return the bytes and the version of a small object; None: there is no such key."""
+
+        def get(store: Any) -> tuple[bytes, Version]:  # noqa: ANN401 - one of obstore's classes
+            found = _obstore().get(store, self.key)
+            return bytes(found.bytes()), {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
+
+        try:
+            return self._asked("reading", get)
+        except FileNotFoundError:
+            return None
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        if (found := self.read()) is None:
+            raise FileNotFoundError(f"there is no {self}")
+        return found[0].decode(encoding)
+
+    def write(self, data: bytes) -> None:
+        """Write a small object, whole or not at all."""
+        self._asked("writing", lambda store: _obstore().put(store, self.key, data, use_multipart=False))
+
+    def create(self, data: bytes, *, replaces: Version | None = None) -> bool:
+        """Write a small object if the key is free, or has the version ``replaces``; return whether this call's bytes are there now.
+
+        The bytes must be this writer's alone: an attempt whose answer was lost is recognised by them.
+        """
+        mode = "create" if replaces is None else replaces
+
+        def put(store: Any) -> bool:  # noqa: ANN401
+            try:
+                _obstore().put(store, self.key, data, mode=mode, use_multipart=False)
+            except (_errors().AlreadyExistsError, _errors().PreconditionError, FileNotFoundError):
+                found = self.read()
+                return found is not None and found[0] == data
+            return True
+
+        return self._asked("writing", put)
+
+    def unlink(self, *, missing_ok: bool = False) -> None:
+        del missing_ok  # stores do not tell
+        self._asked("deleting", partial(_deleted, keys=[self.key]))
+
+    def remove_all(self) -> None:
+        """Delete every key below this one."""
+        assert self.key, "a whole bucket"
+        self._asked("deleting", partial(_deleted, keys=[each["path"] for each in self._list()]))
+
+    @contextmanager
+    def writing(self, expected_bytes: int = 0) -> Iterator[Callable[[Any], object]]:
+        """Yield a function that takes the bytes of an object in order; the object appears when the block ends, and not after an error.
+
+        Up to 5 pieces of 8 MiB are in memory, and larger pieces from 72 GiB of ``expected_bytes`` on.
+        """
+        piece = max(_UPLOAD_BYTES, -(-expected_bytes // _MOST_PARTS))
+        with self._told("writing"):
+            writer = _obstore().open_writer(self._store(), self.key, buffer_size=piece, max_concurrency=_UPLOADS_AT_ONCE)
+
+        def write(data: Any) -> None:  # noqa: ANN401 - a buffer
+            with self._told("writing"):
+                writer.write(bytes(data))  # it keeps what it is given, and our blocks are used again
+
+        try:
+            yield write
+        except BaseException as error:
+            with suppress(_errors().BaseError):
+                writer.__exit__(type(error), error, error.__traceback__)  # aborts the upload
+            raise
+        with self._told("writing"):
+            writer.close()
+
+    def _head(self) -> dict[str, Any] | None:
+        try:
+            return self._asked("asking for", lambda store: _obstore().head(store, self.key)) if self.key else None
+        except FileNotFoundError:
+            return None
+
+    def _list(self) -> list[dict[str, Any]]:
+        """Return what the store tells of every key below this one."""
+
+        def listed(store: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+            return [each for page in _obstore().list(store, self._prefix) for each in page if each["path"] != self.key]
+
+        return self._asked("listing", listed)
+
+    @property
+    def _prefix(self) -> str | None:
+        return f"{self.key}/" if self.key else None
+
+    def _store(self) -> Any:  # noqa: ANN401
+        with self._told("opening"):
+            return _store(self.root, os.getpid())
+
+    def _asked(self, doing: str, act: Callable[[Any], T]) -> T:
+        """Return what ``act`` returns for the store; tries again where trying may help."""
+        with self._told(doing):
+            for left in reversed(range(TRIES)):
+                try:
+                    return act(self._store())
+                except _errors().GenericError:
+                    if left == 0:
+                        raise
+                    time.sleep(0.2)
+        raise AssertionError
+
+    @contextmanager
+    def _told(self, doing: str) -> Iterator[None]:
+        """Raise CheckpointError that names the store, the key and the remedy instead of an error of the store."""
+        try:
+            yield
+        except (_errors().BaseError, OSError) as error:
+            if isinstance(error, (FileNotFoundError, CheckpointError)):
+                raise
+            raise StoreError(f"{doing} {self} failed: {_said(error)}; {_REMEDY}") from error
+
+
+@final
+class ReadObject(Readable):
+    """An object open for reads of ranges.
+
+    Raises:
+        CheckpointError: there is no such key, or the store does not give it. Of reads: the object is no longer the one that was opened.
+    """
+
+    least_run_bytes, most_waste_bytes = 64 << 10, 64 << 10  # a request costs as much as reading this
+
+    def __init__(self, path: ObjectPath) -> None:
+        self.path = path
+        if (found := path._head()) is None:
+            raise CheckpointError(f"cannot open {path}: there is no such key; retention or prune deletes steps that are not pinned")
+        self.size, self.tag = int(found["size"]), found["e_tag"]
+        self._kept: list[tuple[int, memoryview]] = []
+
+    def fill(self, view: memoryview, position: int) -> None:
+        """Fill a piece of writable memory, by several requests at once."""
+        if (piece := self.kept(position, position + len(view))) is not None:
+            view[:] = piece
+        else:
+            self._into(view, position)
+
+    def summed(self, view: memoryview, position: int, before: int = 0) -> int:
+        """Fill as :meth:`fill`, and return the CRC-32 of ``before`` continued by the bytes."""
+        if (piece := self.kept(position, position + len(view))) is not None:
+            view[:] = piece
+            return crc32(piece, before)
+        for sum_, count in self._into(view, position, sums=True):
+            before = joined(before, sum_, count)
+        return before
+
+    def expect(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Fetch small pieces, from start to stop, which are read soon; what lies close together by one request."""
+        wanted: list[tuple[int, int]] = []
+        for start, stop in sorted({span for span in spans if 0 <= span[0] < span[1] <= self.size and self.kept(*span) is None}):
+            begin, end = wanted[-1] if wanted else (0, -self.size)
+            if start - end <= self.most_waste_bytes and stop - begin <= _PIECE_BYTES and wanted:
+                wanted[-1] = (begin, max(stop, end))
+            else:
+                wanted.append((start, stop))
+        rooms = [memoryview(bytearray(stop - start)) for start, stop in wanted]
+        self._fetched([(room, start) for room, (start, _) in zip(rooms, wanted)])
+        self._kept = sorted([*self._kept, *zip((start for start, _ in wanted), rooms)], key=lambda each: each[0])
+
+    def kept(self, start: int, stop: int) -> memoryview | None:
+        """Return bytes that were fetched before; None if they were not."""
+        at = bisect.bisect_right(self._kept, start, key=lambda each: each[0]) - 1
+        begin, kept = self._kept[at] if at >= 0 else (0, memoryview(b""))
+        return kept[start - begin : stop - begin] if at >= 0 and stop <= begin + len(kept) else None
+
+    def forget(self, start: int, stop: int) -> None:
+        """Do nothing: no page of this machine's is held."""
+
+    def run(self, start: int, stop: int) -> Run:
+        """Return a reader of the bytes ``start`` to ``stop``, which are read in order."""
+        return Run(self, stop)
+
+    def each(self, act: Callable[[T], object], items: Iterable[T]) -> None:
+        """Run ``act``, which reads a piece, for each item, several at once."""
+        with ThreadPoolExecutor(READERS, thread_name_prefix="meshpar-read") as pool:
+            list(pool.map(act, items))
+
+    def close(self) -> None:
+        """Let go of what was fetched."""
+        self._kept = []
+
+    def _into(self, view: memoryview, position: int, *, sums: bool = False) -> list[tuple[int, int]]:
+        """Fill a piece of memory by requests of equal size; return CRC-32 (0 without ``sums``) and length of each piece in turn."""
+        count = _PIECE_BYTES if len(view) <= _WINDOW_BYTES else _WINDOW_BYTES
+        return self._fetched([(view[start : start + count], position + start) for start in range(0, len(view), count)], sums=sums)
+
+    def _fetched(self, pieces: list[tuple[memoryview, int]], *, sums: bool = False) -> list[tuple[int, int]]:
+        """Fill each piece of memory from its position, several at once; return CRC-32 (0 without ``sums``) and length of each."""
+        if not pieces:
+            return []
+        if (end := max(position + len(view) for view, position in pieces)) > self.size:
+            raise CheckpointError(f"{self.path} is truncated: expected bytes up to {end}, the object has {self.size}")
+
+        def get(store: Any, view: memoryview, position: int) -> tuple[int, int]:  # noqa: ANN401
+            found = _obstore().get(store, self.path.key, options={"range": (position, position + len(view))})
+            if found.meta["e_tag"] != self.tag:  # its bytes fit none that were read before
+                raise StoreError(f"{self.path} was replaced while it was read; read it again when no other job writes it")
+            done = checksum = 0
+            for chunk in found.stream(min_chunk_size=_CHUNK_BYTES):
+                data = memoryview(chunk)[: len(view) - done]
+                view[done : done + len(data)] = data
+                done, checksum = done + len(data), crc32(data, checksum) if sums else 0
+            if done != len(view):
+                raise _errors().GenericError("the answer is shorter than the range that was asked for")
+            return checksum, done
+
+        def fetch(piece: tuple[memoryview, int]) -> tuple[int, int]:
+            return self.path._asked("reading", partial(get, view=piece[0], position=piece[1]))
+
+        try:
+            if len(pieces) == 1:
+                return [fetch(pieces[0])]
+            with ThreadPoolExecutor(min(len(pieces), _REQUESTS), thread_name_prefix="meshpar-get") as pool:
+                return list(pool.map(fetch, pieces))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.path} is gone: the step was deleted or replaced while it was read") from error
+
+
+@final
+class Run(InOrder):
+    """Bytes of an object that are read from front to back, fetched some 16 MiB ahead; larger pieces go into place."""
+
+    def __init__(self, file: ReadObject, stop: int) -> None:
+        self._file, self._stop = file, stop
+        self._room, self._ahead, self._start = memoryview(b""), memoryview(b""), 0
+
+    def fill(self, view: memoryview, position: int) -> None:
+        """Fill a piece of writable memory."""
+        done, end = 0, position + len(view)
+        while done < len(view):
+            at = position + done
+            if (kept := self._file.kept(at, end)) is not None:
+                piece = kept
+            elif 0 <= at - self._start < len(self._ahead):
+                piece = self._ahead[at - self._start : end - self._start]
+            else:
+                count = min(_WINDOW_BYTES, max(self._stop, end) - at)
+                if len(self._room) < count:
+                    self._room = memoryview(bytearray(count))
+                self._ahead = memoryview(b"")  # until it is filled
+                self._file.fill(self._room[:count], at)
+                self._ahead, self._start = self._room[:count], at
+                continue
+            view[done : done + len(piece)] = piece
+            done += len(piece)
+
+    def summed(self, view: memoryview, position: int, before: int = 0) -> int:
+        """Fill as :meth:`fill`, and return the CRC-32 of ``before`` continued by the bytes."""
+        whole = len(view) >= min(_WINDOW_BYTES, self._stop - position)
+        return self._file.summed(view, position, before) if whole else super().summed(view, position, before)
+
+
+def _obstore() -> Any:  # noqa: ANN401 - a package that may not be installed
+    return need("obstore", extra="object-store")
+
+
+def _errors() -> Any:  # noqa: ANN401
+    return need("obstore.exceptions", extra="object-store")
+
+
+@lru_cache(maxsize=64)
+def _store(root: str, process: int) -> Any:  # noqa: ANN401 - its threads do not survive a fork: one for each process
+    """Open a store with the credentials of its usual environment, which obstore reads."""
+    del process
+    return need("obstore.store", extra="object-store").from_url(root, client_options=CLIENT, retry_config=RETRY)
+
+
+def _deleted(store: Any, keys: list[str]) -> None:  # noqa: ANN401
+    try:
+        _obstore().delete(store, keys)
+    except FileNotFoundError:
+        if len(keys) > 1:  # another deletes, too
+            for key in keys:
+                _deleted(store, [key])
+
+
+def _said(error: Exception) -> str:
+    """Return what an error says, in short: the server's status and code if it answered."""
+    text = str(error).strip() or type(error).__name__
+    status, code = re.search(r"status code: (\d+ [A-Z][A-Za-z ]*)", text), re.search(r"<Code>(\w+)</Code>", text)
+    if status is None:
+        return text.splitlines()[0][:300]
+    return f"the store answered {status[1]}{f' ({code[1]})' if code else ''}"
