@@ -44,7 +44,7 @@ TESTS = (
     "tests/passes/test_context.py",
     "tests/passes/test_experts.py",
     "tests/passes/test_world.py",
-    "tests/forecasting/test_forecast_replay.py",
+    "tests/nightly/test_forecast_replay.py",
 )
 MARKS = """
 import os, time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
@@ -59,6 +60,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as of a terminal, also where a shell's job or nohup ignores them
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)  # also where a data worker is the first to be forked
     if not config.getoption("--cold"):
         start_warm(COMMANDS)

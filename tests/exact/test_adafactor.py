@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, MeshparError, TensorParallel, _torch
+from meshpar import ContextParallel, ExpertParallel, FullyShard, HybridShard, MeshparError, TensorParallel, _torch
 from meshpar.checkpoints import CheckpointManager
 from meshpar.exact.parts import adafactor_by_parts
 from meshpar.placements import local_tensor
@@ -58,19 +58,6 @@ def assert_replicas_are_equal(par):
         first = mine.clone()
         dist.broadcast(first, src=0)
         assert torch.equal(mine, first), name
-
-
-@on_ranks(8, keep=True)
-def test_eight_ranks_with_an_optimizer_over_the_world_equal_one_process_by_each_optimizer():
-    steps = token_steps(VOCAB)
-    for optimizer in (FACTORS, MOMENTUM):
-        expected = one_process(ODD, steps, max_norm=0.5, optimizer=optimizer)
-        for mesh, passes in {
-            "dp_replicate=2,dp_shard=4": [WORLD],
-            "dp_replicate=4,dp_shard=2": [WORLD],
-            "dp_replicate=2,dp_shard=2,tp=2": [SEQUENCE, ActivationCheckpoint(), WORLD],
-        }.items():
-            assert_parity(ODD, mesh, passes, steps, expected=expected, max_norm=0.5, optimizer=optimizer)
 
 
 @on_ranks(4, keep=True)

@@ -255,7 +255,7 @@ def test_a_file_that_cannot_be_read_is_one_problem_at_its_own_field(tmp_path: Pa
 
 
 def test_a_model_without_position_ids_is_refused_before_a_rank_starts() -> None:
-    own = "model={class: models_for_parity.Masked, vocab: 300}"
+    own = "model={class: tests.support.models_for_parity.Masked, vocab: 300}"
     (found,) = build.check_job(read(SMALL, "mesh=''", own), 1)
     assert re.search(r"data.documents: Masked takes no position_ids.*; write data.documents: joined", found)
     assert build.check_job(read(SMALL, "mesh=''", own, "data.documents=joined"), 1) == []

@@ -64,9 +64,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "gather"), (2, "heads"), (4, "gather"), (4, "heads"), (8, "gather")])
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "gather"), (2, "heads"), (4, "gather"), (4, "heads")])
 def test_a_part_of_the_sequence_on_each_rank_equals_one_process(ranks, transport):
-    on_ranks(ranks, keep=True)(in_parts)("gpt2" if ranks == 8 else "transformer", transport)
+    on_ranks(ranks, keep=True)(in_parts)("transformer", transport)
 
 
 @pytest.mark.parametrize("transport", ["gather", "heads"])

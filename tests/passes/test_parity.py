@@ -95,11 +95,6 @@ def test_four_ranks(model, plan):
     check_4(model, plan)
 
 
-@pytest.mark.parametrize(("model", "plan"), cases(8))
-def test_eight_ranks(model, plan):
-    check_8(model, plan)
-
-
 class EveryStyle(nn.Module):
     """Attention in the styles that the models above do without: lookups by features, copied heads with biases, parameters by name."""
 

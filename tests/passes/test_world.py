@@ -66,22 +66,6 @@ def test_two_replicas_of_two_shards_equal_one_process():
         assert_parity(ODD, "dp_replicate=4,dp_shard=1", [WORLD], steps, expected=expected, max_norm=0.5)
 
 
-@on_ranks(8, keep=True)
-def test_eight_ranks_equal_one_process_with_and_without_tensor_parallelism():
-    steps = token_steps(VOCAB)
-    expected = one_process(ODD, steps)
-    for mesh, passes in {
-        "dp_replicate=2,dp_shard=4": [WORLD],
-        "dp_replicate=4,dp_shard=2": [WORLD],
-        "dp_replicate=2,dp_shard=2,tp=2": [SEQUENCE, ActivationCheckpoint(), WORLD],
-    }.items():
-        par = assert_parity(ODD, mesh, passes, steps, expected=expected)
-        held = torch.tensor(sum(local_tensor(each).numel() for each in par.module.parameters()))
-        total = sum(each.numel() for each in par.module.parameters())
-        dist.all_reduce(held)
-        assert held == total if "tp" not in mesh else held < 1.1 * total, "an element is trained by one rank, but for what tp keeps whole"
-
-
 MIXTURE = functools.partial(transformer, experts=8, expert_hidden=16, qk_norm=True)
 
 

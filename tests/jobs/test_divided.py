@@ -663,7 +663,7 @@ def test_the_commands_know_elastic_replicas_of_a_recipe(tmp_path):
     assert "the largest of 3 replicas' shares, 1 of which hold" in told and "dp_replicate=1,dp_shard=2" in told
     assert "dp_replicate+dp_shard" in describe_recipe(str(path)), "one job splits parameters over both axes"
     assert "fits 3 replicas of 2 ranks" in check_recipe(str(path), elastic="replicas")
-    coupled = ["optimizer={class: test_divided.Coupled, lr: 1e-3}"]
+    coupled = ["optimizer={class: tests.jobs.test_divided.Coupled, lr: 1e-3}"]
     assert "fits 6 ranks" in check_recipe(str(path), coupled)
     with pytest.raises(PlanError, match="step that Coupled makes of one parameter depends on others"):
         check_recipe(str(path), coupled, elastic="replicas")
