@@ -44,7 +44,17 @@ LAYERS = ("head", "blocks.0.up", "blocks.1.down", "embed")
 FAULTS = ("wrong", "raw", "hang")
 
 MODEL = """
-NOW = [0]
+NOW, SEEN = [0], []
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError
 
 
 class Block(nn.Module):
@@ -94,7 +104,7 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-EVAL = batch(99)[0]
+EVAL, HIDDEN = batch(99)[0], torch.ones(2, 8)
 LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
 PLAN = Plan("@mesh", [@passes])
 TOLERANCE, FLOOR, REFUSED, MAY_FAIL = @tolerance, 1e-3, False, True
@@ -110,6 +120,7 @@ def make(module):
 LOOP = """
 def train(apply):
     record, model, NOW[0] = {}, build(), 0
+    SEEN.clear()
     @built
     par = apply(model)
     module = par.module

@@ -30,7 +30,7 @@ from meshpar.testing import PRELOAD
 CLASSES = ("exact", "refused", "alike", "wrong", "raw", "hang", "broken")
 """What a case can come to. ``alike``: it fails in one process, as it may, and on ranks; ``broken``: it may not, a fault of the fuzzer."""
 VERBS = (
-    "use|change|run|look|hand|cut|draw|move|replace|give|build|call|pass|drop|leave|add|take|make|write|load|keep|turn|let|set|list|cast|"
+    "use|check|change|run|look|hand|cut|draw|move|replace|give|build|call|pass|drop|leave|add|take|make|write|load|keep|turn|let|set|list|cast|"
     "name|pad|tie|remove|would|wrap"
 )
 REMEDY = re.compile(rf"[;\n:.,][^;\n]*\b(?:{VERBS})\b", re.IGNORECASE)

@@ -11,7 +11,8 @@
   ``set_reduce_scatter_unused_params``, which gives zeros to what no rank used, too.
 - ``ACCUMULATES_APART``: where FSDP2 keeps gradients that it has not reduced yet. It goes with torch 2.14.
 - ``enter_by``: a call of a module, with its hooks inside; ``nn.Module`` has no public place around both.
-- ``refuse_parts_as_numbers``: what DTensor does with single operators is its own table, with no public form.
+- ``refuse_parts_as_numbers``, ``change_operators``: what DTensor does with single operators is its own table, with no public form.
+- ``change_attributes``: torch writes ``tensor.data = value`` into the outside of a DTensor alone, and has no hook for it.
 - ``in_checkpoint``: whose hooks on saved tensors are in force.
 - ``check_backwards``, ``check_norms_of``: ``torch.autograd.grad``, ``backward`` and ``torch.nn.utils.clip_grad_norm_`` have no hook for
   what they are asked.
@@ -189,9 +190,10 @@ class Units:
         self.modules = [child for child in module.modules() if isinstance(child, FSDPModule)]
         self._groups = [group for child in self.modules for group in _groups(child)]
         self._filled: list[nn.Parameter] = []
-        self._versions: dict[int, tuple[int, int]] = {}
+        self._versions: dict[int, tuple[int, int, int]] = {}
         self._used: set[int] = set()
-        self._ran: set[int] = set()
+        self._ran: dict[int, str] = {}
+        self._lost: str | None = None
 
     def watch(self, run: Callable[[], None]) -> None:
         """Call ``run`` in every backward that reaches a unit, and let ranks reduce alike: what other ranks may have used counts as zero.
@@ -207,6 +209,12 @@ class Units:
 
     def _after_backward(self, group: Any, inner: Callable[..., None], run: Callable[[], None], *args: Any) -> None:
         run()
+        for each in group.fsdp_params:
+            grad = each.sharded_param.grad  # of operators on the parameter itself
+            if isinstance(grad, DTensor) and grad.placements != each.sharded_param.placements:
+                each.sharded_param.grad = grad.redistribute(placements=each.sharded_param.placements)
+            if group.is_unsharded and self._versions.get(id(each)) not in (None, _version(each._unsharded_param)):
+                self._lost = each._param_fqn or each._module_info.param_name
         if group.reduce_grads:
             self._fill(group)
         inner(*args)
@@ -235,9 +243,15 @@ class Units:
         self._ran.clear()
         return filled
 
+    def take_lost(self) -> str | None:
+        """Return the name of a gathered weight that somebody wrote in the backward that ends."""
+        lost, self._lost = self._lost, None
+        return lost
+
     def unwind(self) -> None:
         """Bring units back from a backward that an error ended; without it FSDP2 never sees the end of a later one, nor reduces in it."""
         self.take_filled()
+        self.take_lost()
         for unit in self.modules:
             state: Any = unit._get_fsdp_state()
             state._training_state = TrainingState.IDLE
@@ -263,7 +277,14 @@ class Units:
 
     def runs(self, unit: nn.Module) -> None:
         """Remember that a unit runs a forward whose gradients are wanted."""
-        self._ran.update(map(id, _groups(unit)))
+        self._ran.update((id(group), _trained(group)) for group in _groups(unit))
+
+    def turned(self) -> str | None:
+        """Return the name of a parameter that was frozen, or not, when its unit ran, and is not, or is, now."""
+        for group in self._groups:
+            if (before := self._ran.get(id(group))) is not None and before != (now := _trained(group)):
+                return next(each._param_fqn for each, was, is_now in zip(group.fsdp_params, before, now) if was != is_now)
+        return None
 
     def enters_backward(self, unit: nn.Module) -> None:
         """Gather a unit for the backward that runs, as FSDP2 does where a gradient reaches one of its outputs."""
@@ -278,6 +299,10 @@ class Units:
             group.wait_for_unshard()
             if not group.is_sharded:
                 group.reshard()
+            for each in group.fsdp_params:
+                held = each._sharded_param_data
+                if type(held) is Tensor and _memory(held) != _memory(each.sharded_param):  # ``.data`` was assigned
+                    each.reset_sharded_param()
 
     def release(self, output: Iterable[Tensor]) -> None:
         """Let go of gathered weights after a call without gradients, which no backward needs; a call may have returned them."""
@@ -339,7 +364,7 @@ class Units:
 
     def trained(self, unit: nn.Module) -> str:
         """Return which of a unit's parameters want gradients, a digit each."""
-        return "".join("01"[each.sharded_param.requires_grad] for group in _groups(unit) for each in group.fsdp_params)
+        return "".join(map(_trained, _groups(unit)))
 
     def reduces(self) -> bool:
         """Tell whether the backward that runs reduces gradients."""
@@ -358,6 +383,10 @@ class Units:
         return (each.sharded_param for group in self._groups for each in group.fsdp_params)
 
 
+def _trained(group: Any) -> str:
+    return "".join("01"[each.sharded_param.requires_grad] for each in group.fsdp_params)
+
+
 def _registered(parameter: Any) -> Tensor | None:
     info = parameter._module_info
     held: Tensor | None = info.module._parameters.get(info.param_name)
@@ -369,10 +398,10 @@ def _memory(tensor: Tensor) -> int:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
 
 
-def _version(gathered: Any) -> tuple[int, int]:
-    """Return numbers that change when somebody writes a gathered weight or gives it other memory; gathering changes neither."""
+def _version(gathered: Any) -> tuple[int, int, int]:
+    """Return numbers that change when somebody writes a gathered weight or gives it other memory; gathering changes none."""
     local = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
-    return local._version, _memory(gathered)
+    return gathered._version, local._version, _memory(gathered)
 
 
 @torch.no_grad()
@@ -549,6 +578,114 @@ def refuse_parts_as_numbers(refuse: Callable[[], NoReturn]) -> Undo:
     return undo
 
 
+def change_attributes(assign: Callable[[DTensor, object], bool], refuse_numpy: Callable[[DTensor], NoReturn]) -> Undo:
+    """Change what two attributes of DTensors do.
+
+    Args:
+        assign: answers ``tensor.data = value``, which torch ignores without an error; torch goes on where it returns False.
+        refuse_numpy: is called in the place of ``tensor.numpy()``.
+    """
+    plain: Any = torch.Tensor.data
+
+    def write(tensor: DTensor, value: Any) -> None:
+        if not assign(tensor, value):
+            plain.__set__(tensor, value)
+
+    mine = property(plain.__get__, write)
+    changed: dict[str, Any] = {"data": mine, "numpy": lambda tensor, **_: refuse_numpy(tensor)}
+    for name, value in changed.items():
+        setattr(DTensor, name, value)
+
+    def undo() -> bool:
+        for name, value in changed.items():
+            if vars(DTensor).get(name) is value:
+                delattr(DTensor, name)
+        return True
+
+    return undo
+
+
+_RANDOM = (
+    *("normal_", "uniform_", "bernoulli_", "bernoulli", "rand_like", "randn_like", "randint_like", "native_dropout", "exponential_"),
+    *("geometric_", "log_normal_", "cauchy_", "random_", "poisson", "multinomial"),
+)
+
+
+def change_operators(
+    draw: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+    refuse_unknown: Callable[[Any, Exception], None],
+    refuse_lost: Callable[[], NoReturn],
+) -> Undo:
+    """Change what DTensors do with operators of three kinds.
+
+    Args:
+        draw: runs an operator that draws random numbers, which torch draws on a CPU for each part as if it were the whole.
+        refuse_unknown: is called with an operator that torch cannot run on shards, and its error, which is raised afterwards.
+        refuse_lost: is called where somebody writes into a view that is a copy, gathered from shards, so that the write would be lost.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers: dict[Any, Any] = dispatcher._custom_op_handlers
+    infer, compute = dispatcher._propagate_op_sharding_dispatch_slow_path, dispatcher._dispatch_get_local_results_slow_path
+    packets = [getattr(torch.ops.aten, name) for name in _RANDOM]
+    random = {getattr(each, overload): draw for each in packets for overload in each.overloads() if "out" not in overload}
+    handlers.update({op: each for op, each in random.items() if op not in handlers})
+    guards: dict[Any, Any] = {}
+
+    def inferred(op: Any, *args: Any) -> Any:
+        try:
+            return infer(op, *args)
+        except RuntimeError as error:
+            refuse_unknown(op, error)
+            raise
+
+    def computed(op: Any, args: tuple[Any, ...], info: Any) -> Any:
+        results = compute(op, args, info)
+        base = args[0] if args else None
+        if info.output_sharding.needs_redistribute and _is_view(op) and isinstance(base, DTensor) and base.is_leaf and not in_backward():
+            for each in results if isinstance(results, list | tuple) else [results]:
+                each.untyped_storage().meshpar_copy = True
+            if not guards:
+                guards.update({written: guard for written in _writes() if written not in handlers})
+                handlers.update(guards)
+        return results
+
+    def guard(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = args[0]
+        if isinstance(written, DTensor) and hasattr(written._local_tensor.untyped_storage(), "meshpar_copy"):
+            refuse_lost()
+        handlers.pop(op, None)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = guard
+
+    dispatcher._propagate_op_sharding_dispatch_slow_path, dispatcher._dispatch_get_local_results_slow_path = inferred, computed
+
+    def undo() -> bool:
+        for op, handler in (random | guards).items():
+            if handlers.get(op) is handler:
+                del handlers[op]
+        for name, changed in (("_propagate_op_sharding_dispatch_slow_path", inferred), ("_dispatch_get_local_results_slow_path", computed)):
+            if vars(dispatcher).get(name) is changed:
+                delattr(dispatcher, name)
+        return True
+
+    return undo
+
+
+def _is_view(op: Any) -> bool:
+    returned = op._schema.returns[0].alias_info if op._schema.returns else None
+    return returned is not None and not returned.is_write
+
+
+def _writes() -> Iterator[Any]:
+    """Yield the operators that write their first tensor."""
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if name.startswith("aten::") and packet.endswith("_") and not packet.startswith("_"):
+            yield getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
 def _accumulates(parameter: torch.Tensor) -> bool:
     """Tell whether the backward that runs now would leave a gradient in ``parameter``; ``torch.autograd.grad`` does not."""
     return in_backward() and torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
@@ -572,16 +709,17 @@ def in_checkpoint() -> bool:
     return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
 
 
-def check_backwards(wanted: Callable[[list[Any]], None], roots: Callable[[list[Any]], None]) -> Undo:
+def check_backwards(wanted: Callable[[list[Any]], None], roots: Callable[[list[Any]], None], failed: Callable[[], None]) -> Undo:
     """Let functions look at each backward before it runs, by ``backward`` or ``torch.autograd.grad``.
 
     Args:
         wanted: looks at what the gradients are asked of, by ``torch.autograd.grad`` or ``backward(inputs=...)``. Autograd knows nothing of
             FSDP2's shards: it calls them unused, or with ``allow_unused`` answers None.
         roots: looks at the tensors and nodes from which the backward starts.
+        failed: is called where the backward ended with an error.
     """
     undone = [
-        _check_tensors(torch.autograd, name, {"inputs": wanted, starts: roots})
+        _check_tensors(torch.autograd, name, {"inputs": wanted, starts: roots}, failed)
         for name, starts in (("grad", "outputs"), ("backward", "tensors"))
     ]
     return lambda: all(undo() for undo in undone)
@@ -611,7 +749,9 @@ def next_node() -> int:
     return torch.autograd._get_sequence_nr()
 
 
-def _check_tensors(owner: Any, name: str, checks: Mapping[str, Callable[[list[Any]], None]]) -> Undo:
+def _check_tensors(
+    owner: Any, name: str, checks: Mapping[str, Callable[[list[Any]], None]], failed: Callable[[], None] = lambda: None
+) -> Undo:
     """Let ``checks``, by the name of an argument, look at the tensors and nodes that a function of ``owner`` is called with."""
     inner = getattr(owner, name)
     if hasattr(inner, "_meshpar_checked"):  # somebody wrapped it, so that undoing left it
@@ -622,7 +762,11 @@ def _check_tensors(owner: Any, name: str, checks: Mapping[str, Callable[[list[An
         given = dict(zip(places, args)) | kwargs
         for argument, check in checks.items():
             check([each for each in tree_leaves(given.get(argument)) if isinstance(each, torch.Tensor | Node)])
-        return inner(*args, **kwargs)
+        try:
+            return inner(*args, **kwargs)
+        except BaseException:
+            failed()
+            raise
 
     checked._meshpar_checked = True  # type: ignore[attr-defined]
     return _set(owner, name, functools.wraps(inner)(checked))

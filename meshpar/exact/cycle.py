@@ -28,6 +28,7 @@ from meshpar.exact.agreement import leaves
 from meshpar.exact.entrances import STALE, Entrances
 from meshpar.exact.explain import Explanation
 from meshpar.exact.mixing import MixingTest
+from meshpar.exact.operators import one_process
 from meshpar.exact.parts import adafactor_by_parts
 from meshpar.exact.placed import Placed
 from meshpar.exact.verify import SplitTest, verified
@@ -129,7 +130,8 @@ class Cycle:
         self._steps = 0
         self._begun: set[_Forward] = set()
         self._backward = -1  # the number of the one that runs
-        self._cut_short = False
+        self._cut_short, self._errors = False, 0
+        self._versions: dict[Tensor, int] = {}  # of parameters, since the last forward or the beginning of the backward that runs
         self._left: list[tuple[Tensor, Tensor, int]] = []
         self._had_gradient: set[int] = set()
         self._outside: dict[nn.Module, ExitStack] = {}
@@ -164,8 +166,9 @@ class Cycle:
         if self._units.modules:
             module._is_fsdp_managed_module = True  # by which transformers' generate knows that ranks must go in step
         _LIVING[next(_NUMBERS)] = self
-        while_lives(self, "backwards", functools.partial(_torch.check_backwards, refuse_reduced, _before_every_backward))
+        while_lives(self, "backwards", functools.partial(_torch.check_backwards, refuse_reduced, _before_every_backward, _after_failures))
         while_lives(self, "steps", functools.partial(_torch.before_steps, _before_every_step))
+        one_process(self, _inside)
 
     def only_inside(self, parts: Mapping[str, nn.Module], why: str) -> None:
         """Refuse calls of parts of the module from outside of it.
@@ -401,10 +404,11 @@ class Cycle:
 
     @_torch.eager
     def _after_forward(self, output: object) -> None:
+        self._versions = self._versions_now()
         tensors = _trained(output)
         if not tensors:
             return
-        begin = functools.partial(self._begin_backward, _Forward(self._steps))
+        begin = functools.partial(self._begin_backward, _Forward(self._steps, self._errors, self._versions))
         for each in tensors:
             each.register_hook(begin)
 
@@ -414,8 +418,10 @@ class Cycle:
         """Look at a backward of whatever model that is about to run from ``roots``, tensors or nodes."""
         if _torch.in_backward():
             return
+        self._forget_cleared()
         if self._units.modules:
             self._entrances.look(roots)
+            self._refuse_changed_since(roots)
         meets = self.agreement is not None and self.agreement.meets_before_backward
         compares = self.losses is not None and self.losses.compared
         if (meets or compares) and self._entrances.reached(roots):
@@ -423,6 +429,33 @@ class Cycle:
                 self.agreement.backward()
             if self.losses is not None and compares:
                 self.losses.check(roots)
+
+    def _refuse_changed_since(self, roots: list[Any]) -> None:
+        """Refuse parameters that somebody changed between a forward and its backward, which gathers them once more."""
+        if (name := self._units.turned()) is not None and self._entrances.reached(roots):
+            raise MeshparError(
+                f"requires_grad of {name} changed between a forward and its backward, so that its gradient would be lost; freeze and "
+                "unfreeze parameters before the forward, or after the backward"
+            )
+        if self._written_since(self._versions) is not None and self._entrances.reached(roots):
+            self._refuse_written_since(self._versions)
+
+    def _versions_now(self) -> dict[Tensor, int]:
+        """Return numbers that change when somebody writes parameters, other than by ``.data``; autograd knows nothing of a DTensor's."""
+        held = self._units.shards() if self._units.modules else self.module.parameters()
+        return {each: each._version for each in held}
+
+    def _written_since(self, versions: Mapping[Tensor, int]) -> Tensor | None:
+        return next((each for each, version in versions.items() if each._version != version), None)
+
+    def _refuse_written_since(self, versions: Mapping[Tensor, int]) -> None:
+        written = self._written_since(versions)
+        if written is not None:
+            name = next((name for name, each in self.module.named_parameters() if each is written), "a parameter")
+            raise MeshparError(
+                f"{name} was written between a forward and the end of its backward, which may use the new values; write after the "
+                "backward. par.averaged(decay) may evaluate other weights in between"
+            )
 
     def _begin_backward(self, forward: _Forward, grad: Tensor) -> None:
         """Look at a backward that reaches an output of the module, and see that its end is noticed."""
@@ -433,6 +466,11 @@ class Cycle:
                     "a second backward runs through one forward (retain_graph=True), whose weights data parallelism has freed; add the "
                     "losses and run one backward, or run the forward again"
                 )
+            if forward.errors != self._errors:
+                raise MeshparError(
+                    "an error ended an earlier backward, and the forward of this one came before it; clear the gradients by "
+                    "optimizer.zero_grad() and run the forward again"
+                )
             if forward.steps != self._steps:
                 raise MeshparError(STALE)
         elif forward.done and self._selective:
@@ -440,7 +478,7 @@ class Cycle:
                 "a second backward runs through one forward (retain_graph=True), whose saved results selective recomputation has freed; "
                 "add the losses and run one backward, or use ActivationCheckpoint(mode='full')"
             )
-        self._refuse_unwound()
+        self._refuse_written_since(forward.versions)
         if not self._begun:
             self._units.show()
         self.expect_end()
@@ -449,17 +487,9 @@ class Cycle:
     def _enter_backward(self, unit: nn.Module) -> None:
         """Gather a unit for a backward that comes into it otherwise than by its outputs: by a loss that a block keeps."""
         _refuse_second_order()
-        self._refuse_unwound()
         self.expect_end()
         self._units.enters_backward(unit)
         self._units.show(unit)
-
-    def _refuse_unwound(self) -> None:
-        if self._backward not in (-1, _torch.backward()):
-            raise MeshparError(
-                "an error ended an earlier backward, and the forward of this one came before it; clear the gradients by "
-                "optimizer.zero_grad() and run the forward again"
-            )
 
     def expect_end(self) -> None:
         """See that :meth:`_end_backward` runs when the backward that runs now is through."""
@@ -474,7 +504,9 @@ class Cycle:
             return
         self._close_backward()
         self._units.unwind()
+        self._leave()
         self._cut_short = True
+        self._errors += 1
 
     def _close_backward(self) -> None:
         self._backward = -1
@@ -485,6 +517,11 @@ class Cycle:
 
     def _end_backward(self) -> None:
         self._close_backward()
+        if (name := self._units.take_lost()) is not None:
+            raise MeshparError(f"{name} was written in a backward, by a hook; write after it, outside of the module's calls")
+        versions, self._versions = self._versions, {}
+        if not any(each._post_accumulate_grad_hooks for each in versions):
+            self._refuse_written_since(versions)
         if self._units.modules and not (self.reducing and self._units.reduces()):
             if self._units.hooked() or self._units.hooked_after():
                 self._refuse_hooks()
@@ -563,29 +600,35 @@ class Cycle:
 
     def leave_step(self) -> None:
         """Remember that a step was left before its gradients were reduced, until somebody clears gradients."""
-        if not self._units.modules:
-            return
+        if self._units.modules:
+            self._leave()
+
+    def _leave(self) -> None:
         for each in self.module.parameters():
             if each.requires_grad:
                 grad = torch.zeros_like(each) if each.grad is None else each.grad
                 each.grad = grad
-                self._left.append((each, grad, local_tensor(grad)._version))
+                self._left.append((each, grad, grad._version))
 
     def _refuse_left(self) -> None:
         """Refuse to go on with the gradients of a step or a backward that was left; forget those that somebody cleared."""
-        if self._cut_short:
-            grads = (local_tensor(each.grad) for each in self.module.parameters() if each.grad is not None)
-            self._cut_short = any(bool(grad.count_nonzero()) for grad in grads)
+        self._forget_cleared()
         if self._cut_short:
             raise MeshparError("an error ended a backward, so the gradients are incomplete; call optimizer.zero_grad() after such an error")
-        if any(each.grad is grad and local_tensor(grad)._version == version for each, grad, version in self._left):
+        if self._left:
             raise MeshparError(
                 "par.accumulate was left before its last micro-batch, so that the gradients of this step were never reduced; call "
                 "optimizer.zero_grad() after leaving it, or run all micro-batches"
             )
-        if self._left:
+
+    def _forget_cleared(self) -> None:
+        """Forget the gradients that a step or a backward left, where somebody has cleared them."""
+        if self._left and not any(each.grad is grad and grad._version == version for each, grad, version in self._left):
             self._units.drop_unreduced_gradients()
             self._left.clear()
+        if self._cut_short:
+            grads = (local_tensor(each.grad) for each in self.module.parameters() if each.grad is not None)
+            self._cut_short = bool(self._left) or any(bool(grad.count_nonzero()) for grad in grads)
 
     def reshard(self) -> None:
         """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained and saved."""
@@ -594,9 +637,18 @@ class Cycle:
             self._units.reshard()
 
 
+def _inside() -> bool:
+    return any(each._depth for each in list(_LIVING.values()))
+
+
 def _before_every_backward(roots: list[Any]) -> None:
     for cycle in list(_LIVING.values()):
         cycle.before_backward(roots)
+
+
+def _after_failures() -> None:
+    for cycle in list(_LIVING.values()):
+        cycle._unwind()
 
 
 _LIVING: weakref.WeakValueDictionary[int, Cycle] = weakref.WeakValueDictionary()
@@ -616,10 +668,10 @@ def _before_every_step(
 
 @final
 class _Forward:
-    """One forward: how many optimizer steps came before it, and whether a backward has been through it."""
+    """One forward: how many optimizer steps and errors in backwards came before it, and whether a backward has been through it."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps, self.done = steps, False
+    def __init__(self, steps: int, errors: int, versions: Mapping[Tensor, int]) -> None:
+        self.steps, self.errors, self.versions, self.done = steps, errors, versions, False
 
 
 def _refuse_second_order() -> None:

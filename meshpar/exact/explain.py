@@ -60,6 +60,11 @@ _IN_PLACE: _Cause = (
     "it changes its input in place, and the plan passes that input as a view, whose gradient torch cannot track",
     "write x = x + y instead of x += y, and F.relu(x) instead of F.relu(x, inplace=True), where x is the input of a block",
 )
+_ASSIGNED: _Cause = (
+    r"cannot assign .* as parameter|Cannot assign non-leaf Tensor to parameter",
+    "code in a forward assigns a weight, or what it computed from one, to a parameter's name; in a forward weights are gathered tensors",
+    "put such code on the module before plan.apply (torch.nn.utils.parametrizations); keep what a loss reads in a list or a dict",
+)
 _GONE: _Cause = (
     r"[Cc]onnection (?:closed|reset)|[Tt]imed out|timeout",
     "another rank left its loop, or its job, or runs another number of forwards and backwards",
@@ -96,7 +101,7 @@ class Explanation:
         self._module, self._plan_text, self._unit_pass = module, plan_text, unit_pass
         self._splits_features = splits_features
         shares = (_TRANSFORMS, _OUTSIDE, _SHAPES) if splits_features else (_OUTSIDE_BLOCK,)
-        self._causes = (*shares, _IN_PLACE, _DTYPES, _COMPILED, _GONE)
+        self._causes = (*shares, _IN_PLACE, _DTYPES, _COMPILED, _ASSIGNED, _GONE)
 
     def told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return ``run(*args, **kwargs)``. Costs nothing while nothing is raised: the inner module is found in the traceback.

@@ -8,6 +8,7 @@ from typing import final
 from torch import Tensor, nn
 
 from meshpar.errors import ParallelError
+from meshpar.patterns import class_name
 
 
 @final
@@ -27,6 +28,7 @@ class Placed:
     def record(self) -> None:
         """Take the module's parameters as they are now for those of the plan."""
         self._held = [(child, dict(child._parameters), tuple(child._modules.values())) for child in self._module.modules()]
+        self._kinds = [(child, type(child), class_name(child)) for child, _, _ in self._held]
         self._names = {name: id(value) for name, value in self._module.named_parameters(remove_duplicate=False)}
 
     def check(self, shards: Callable[[], Iterable[nn.Parameter]]) -> None:
@@ -38,6 +40,11 @@ class Placed:
         Raises:
             ParallelError: names the parameters that are new, replaced or gone.
         """
+        if changed := next((name for child, kind, name in self._kinds if type(child) is not kind), None):
+            raise ParallelError(
+                f"the class of a {changed} in the module was replaced after plan.apply, whose passes have changed what a call of it does; "
+                "give it its class before plan.apply, or replace its forward"
+            )
         if all(_same(child, parameters, children) for child, parameters, children in self._held):
             return
         now, known = dict(self._module.named_parameters(remove_duplicate=False)), {*self._names.values(), *map(id, shards())}
@@ -50,8 +57,10 @@ class Placed:
                 "assigns. torch.func.functional_call with other weights cannot work on a parallel module (par.averaged(decay) evaluates "
                 "averages)"
             )
-        held = set(map(id, now.values()))
-        gone = [name for name, number in self._names.items() if number not in held and name not in now]
+        held: dict[int, set[str]] = {}
+        for name, value in now.items():
+            held.setdefault(id(value), set()).add(name.rpartition(".")[2])
+        gone = [name for name, number in self._names.items() if name.rpartition(".")[2] not in held.get(number, ()) and name not in now]
         if gone := gone or _tied_since(self._names, now):
             raise ParallelError(
                 f"{', '.join(gone[:6])} left the module after plan.apply, and the ranks would still gather and reduce it; take "

@@ -346,7 +346,8 @@ def verified(verification: Verification) -> Verification:
             "check their styles in the layout's tensor-parallel table: a module between two projections that works across features or "
             "heads cannot be split ('colwise_gather' joins the features before it, 'head' those of the model's output; {pattern: None} "
             "leaves it whole); a whole module that sees a part needs 'grad_sum'; a whole module that sees whole features needs None; a "
-            "module that mixes positions does not work under sequence_parallel; Plan(..., verify=False) skips this test"
+            "module that mixes positions does not work under sequence_parallel; a forward that was replaced after plan.apply belongs "
+            "before it; Plan(..., verify=False) skips this test"
         )
     return verification
 

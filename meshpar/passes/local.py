@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from meshpar._torch import is_shard, part_here
@@ -273,9 +274,10 @@ def sum_gradients(name: str, module: nn.Module, context: Context) -> None:
 
 
 def kept_whole(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return the parameters, by their first name, that FSDP2 does not manage: scalars, which it cannot split, and those of ``patterns``."""
+    """Return the parameters, by their first name, that FSDP2 does not manage: ``patterns``, scalars and empty ones."""
     named = module.named_parameters(remove_duplicate=False)
-    chosen = {id(each) for name, each in named if not each.ndim or any(covers(pattern, name) for pattern in patterns)}
+    known = ((name, each) for name, each in named if not is_lazy(each))
+    chosen = {id(each) for name, each in known if not each.ndim or not each.numel() or any(covers(pattern, name) for pattern in patterns)}
     return {name: each for name, each in module.named_parameters() if id(each) in chosen}
 
 

@@ -57,9 +57,9 @@ def draws_random(module: nn.Module) -> bool:
     return any(map(is_dropout, module.modules()))
 
 
-def digest(device: torch.device) -> torch.Tensor:
-    """Return a number for the state of ``device``'s default generator, as a 0-dim int64 tensor there; waits for nothing."""
-    return torch.tensor(zlib.crc32(bytes(_generator(device).get_state().tolist())), device=device)
+def digest(device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Return a number for the state of a generator, ``device``'s default one, as a 0-dim int64 tensor there; waits for nothing."""
+    return torch.tensor(zlib.crc32(bytes((generator or _generator(device)).get_state().tolist())), device=device)
 
 
 @final

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from meshpar import _torch, runtime
 from meshpar.layout import ModelLayout
@@ -70,6 +71,10 @@ class Precision:
 
     def keep_whole(self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> set[nn.Parameter]:
         """Take out the parameters that every rank of ``axes`` keeps whole, and return them as FSDP2 is to ignore them."""
+        for each in module.parameters():
+            held: Any = each._local_tensor if isinstance(each, DTensor) else each
+            if not held.is_contiguous() and 0 not in held.stride():  # which FSDP2 cannot split
+                held.data = held.data.contiguous()
         names = list(kept_whole(module, self.whole))
         if names:
             applied(module).whole = WholeParameters(module, names, mesh, axes)
@@ -326,14 +331,13 @@ def unit_content_problems(units: list[tuple[str, nn.Module]], module: nn.Module,
 
 
 def _tied_problems(units: list[tuple[str, nn.Module]], module: nn.Module, whole: set[str]) -> Iterator[str]:
-    homes: dict[int, str] = {}
-    for title, unit in units:
-        for child in unit.modules():
-            homes.setdefault(id(child), title)
+    titles = {id(unit): title for title, unit in units}
+    homes = {"": ""}
     places: dict[int, dict[str, str]] = {}
-    for name, child in module.named_modules():
+    for name, child in module.named_modules(remove_duplicate=False):
+        homes[name] = titles.get(id(child), homes[name.rpartition(".")[0]])
         for leaf, parameter in child.named_parameters(recurse=False):
-            places.setdefault(id(parameter), {})[f"{name}.{leaf}" if name else leaf] = homes[id(child)]
+            places.setdefault(id(parameter), {})[f"{name}.{leaf}" if name else leaf] = homes[name]
     for group in places.values():
         if len(set(group.values())) > 1 and not whole.intersection(group):
             listed = ", ".join(f"{name} in {home or '(the outermost)'!r}" for name, home in group.items())

@@ -136,7 +136,7 @@ def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
             given = state.get(prefix + name)
             plain = isinstance(given, Tensor) and not isinstance(given, DTensor)
             if isinstance(own, DTensor) and given is not None and plain and given.shape == own.shape:
-                part = given.detach()[held_by_this_rank(own)].to(own.device)
+                part = given.detach()[held_by_this_rank(own)].to(own.device).contiguous()
                 state[prefix + name] = part_like(part, own)
 
     module.state_dict = state_dict

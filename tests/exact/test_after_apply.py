@@ -347,3 +347,35 @@ def test_a_loop_goes_on_after_settings_that_differed_between_ranks():
     optimizer.zero_grad()
     for _ in range(2):
         step(par, batch())
+
+
+@on_ranks(2, keep=True)
+def test_random_writes_draw_as_one_process_and_refuse_states_that_differ():
+    for mesh, passes in plans(2):
+        alone, par = Net(), Plan(mesh, passes).apply(Net(), LAYOUT)
+        for net in (alone, par.module):
+            torch.manual_seed(3)
+            nn.init.kaiming_uniform_(net.head.weight)
+            with torch.no_grad():
+                net.blocks[0].up.weight.add_(torch.randn_like(net.blocks[0].up.weight)).exponential_()
+        for name in ("head.weight", "blocks.0.up.weight"):
+            assert torch.equal(whole(par.module.get_parameter(name)), alone.get_parameter(name))
+        torch.manual_seed(torch.distributed.get_rank())
+        with pytest.raises(MeshparError, match=r"random states differ; call torch\.manual_seed"):
+            nn.init.normal_(par.module.head.weight)
+
+
+@on_ranks(2, keep=True)
+def test_whole_values_are_written_between_steps_as_messages_say():
+    for mesh, passes in plans(2):
+        alone, par, x = Net(), Plan(mesh, passes).apply(Net(), LAYOUT), batch()
+        weight = par.module.head.weight
+        for write in (lambda p: p.data.numpy(), lambda p: setattr(p, "data", torch.ones(5, 8)), lambda p: p.t_()):
+            with pytest.raises(MeshparError, match=r"par\.load_state_dict\(\{name: whole\}, strict=False\)"), torch.no_grad():
+                write(weight)
+        changed = weight.full_tensor().detach().clone()
+        changed[0] = 0.5
+        par.load_state_dict({"head.weight": changed}, strict=False)
+        with torch.no_grad():
+            alone.head.weight[0] = 0.5
+        assert torch.allclose(par.module(mine(par, x)), mine(par, alone(x)))

@@ -1,0 +1,125 @@
+"""What torch's operators do with DTensors in a loop where one process would do something else, without an error.
+
+A parameter of a parallel module is a DTensor, of which each rank holds a part. Torch ignores ``tensor.data = value``, draws random numbers
+for each part as if it were the whole, and loses writes into rows that it has gathered. Here the first two are one process's, and the
+third is refused; so is an operator that torch cannot run on parts, in words that say what to do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map
+
+from meshpar import _torch, runtime
+from meshpar.errors import MeshparError, ParallelError, first_line
+from meshpar.passes import random
+from meshpar.patches import while_lives
+from meshpar.placements import held_by_this_rank, local_tensor, whole_tensor
+from meshpar.replicas import same
+
+_REMEDY = (
+    "change the whole tensor on every rank, whole = parameter.full_tensor(), and write it back between steps by "
+    "par.load_state_dict({name: whole}, strict=False)"
+)
+
+
+def one_process(owner: object, inside: Callable[[], bool]) -> None:
+    """Let operators on DTensors give what one process has, or refuse them, as long as ``owner`` lives.
+
+    Args:
+        owner: a parallel module, or a part of one.
+        inside: tells whether code of a parallel module runs, whose errors are explained elsewhere.
+    """
+    while_lives(owner, "data", functools.partial(_torch.change_attributes, _assign, _refuse_numpy))
+    while_lives(
+        owner, "operators", functools.partial(_torch.change_operators, _draw, functools.partial(_refuse_unknown, inside), _refuse_lost)
+    )
+
+
+def _assign(tensor: DTensor, value: object) -> bool:
+    """Let a DTensor have the memory of another one of its shape, placed alike first; tell whether that was done."""
+    fits = isinstance(value, DTensor) and value.shape == tensor.shape and value.dtype == tensor.dtype
+    if not isinstance(value, DTensor) or not fits or value.device_mesh != tensor.device_mesh:
+        if not isinstance(tensor, nn.Parameter):
+            return False
+        raise ParallelError(
+            f"parameter.data was assigned a {_named(value)}, and the parameter is a {_named(tensor)}, of which this rank holds a part; "
+            "assign a tensor made from it (parameter.data * 0.9), or write whole tensors by par.load_state_dict({name: whole}, "
+            "strict=False)"
+        )
+    with torch.no_grad():
+        part = value.detach().redistribute(placements=tensor.placements)._local_tensor
+    if part.untyped_storage()._cdata != tensor._local_tensor.untyped_storage()._cdata:
+        tensor._local_tensor = part
+    return True
+
+
+def _refuse_numpy(tensor: DTensor) -> NoReturn:
+    raise ParallelError(
+        f"numpy() of a {_named(tensor)}, of which this rank holds a part; use tensor.full_tensor().numpy() on every rank. What is written "
+        "into that does not reach the parameter: write it back by par.load_state_dict({name: whole}, strict=False)"
+    )
+
+
+def _named(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    kind = f"DTensor on {value.device_mesh.mesh_dim_names}" if isinstance(value, DTensor) else "plain tensor"
+    return f"{kind} {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+
+
+def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw random numbers for a whole tensor on every rank, and take this rank's part."""
+    first = next(each for each in (*args, *kwargs.values()) if isinstance(each, DTensor))
+    mesh = first.device_mesh
+    if local_tensor(first).is_meta or runtime.is_simulated():
+        parts = tree_map(lambda each: each._local_tensor if isinstance(each, DTensor) else each, (args, kwargs))
+        results = op(*parts[0], **parts[1])
+        return first if op._schema.is_mutable else tree_map(lambda each: _placed(each, first), results)
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    if groups and not all(same(random.digest(first.device, kwargs.get("generator"))[None], groups)):
+        raise MeshparError(
+            f"{op} draws random numbers for a tensor that ranks hold together, but their random states differ; call "
+            "torch.manual_seed(seed) with one seed on every rank before it, and par.manual_seed(seed) after it"
+        )
+    with torch.no_grad():
+        wholes = tree_map(lambda each: whole_tensor(each) if isinstance(each, DTensor) else each, (args, kwargs))
+        results = op(*wholes[0], **wholes[1])
+        if op._schema.is_mutable:
+            local_tensor(first).copy_(results[held_by_this_rank(first)])
+            return first
+        return tree_map(lambda each: _part(each, first), results)
+
+
+def _part(whole: object, like: DTensor) -> object:
+    if not isinstance(whole, Tensor):
+        return whole
+    return _placed(whole[held_by_this_rank(like)].contiguous(), like) if whole.shape == like.shape else _placed(whole, like, whole=True)
+
+
+def _placed(part: object, like: DTensor, *, whole: bool = False) -> object:
+    if not isinstance(part, Tensor):
+        return part
+    if whole:
+        return DTensor.from_local(part, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def _refuse_unknown(inside: Callable[[], bool], op: Any, error: Exception) -> None:
+    if not inside():
+        raise ParallelError(
+            f"torch cannot run {op} on a parameter, or a gradient, of which each rank holds a part ({first_line(error)}); {_REMEDY}"
+        ) from error
+
+
+def _refuse_lost() -> NoReturn:
+    raise ParallelError(
+        "a part of a DTensor (a row, a slice, a flat view) was written in place, but ranks hold other parts of it, so that this one was "
+        f"gathered and the write would be lost; {_REMEDY}"
+    )
