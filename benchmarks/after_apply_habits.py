@@ -777,7 +777,10 @@ HABITS: dict[str, Habit] = {
         "hooks",
         (ONCE,),
         step=(
-            "optimizer.register_step_pre_hook(lambda opt, *_: [p.grad.mul_(0.5) for p in module.parameters() if p.grad is not None] and None)",
+            "def halve(*_):",
+            "    for p in module.parameters():",
+            "        p.grad = None if p.grad is None else 0.5 * p.grad",
+            "optimizer.register_step_pre_hook(halve)",
         ),
     ),
     "state_hook": _hooked(

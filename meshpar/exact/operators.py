@@ -54,7 +54,7 @@ def _assign(tensor: DTensor, value: object) -> bool:
             "strict=False)"
         )
     with torch.no_grad():
-        part = value.detach().redistribute(placements=tensor.placements)._local_tensor
+        part = value.redistribute(placements=tensor.placements)._local_tensor
     if part.untyped_storage()._cdata != tensor._local_tensor.untyped_storage()._cdata:
         tensor._local_tensor = part
     return True
