@@ -95,7 +95,7 @@ HABITS: dict[str, Habit] = {
     ),
     "weight_norm": _changed("adds", LAYER, "nn.utils.parametrizations.weight_norm(layer)"),
     "spectral_norm": _changed("adds", LAYER, "torch.manual_seed(5)", "nn.utils.spectral_norm(layer)"),
-    "pruned": _changed("adds", LAYER, 'nn.utils.prune.l1_unstructured(layer, "weight", 0.3)'),
+    "pruned": _changed("adds", LAYER, 'importlib.import_module("torch.nn.utils.prune").l1_unstructured(layer, "weight", 0.3)'),
     "probe_outside": Habit(
         "adds", {"start": ("torch.manual_seed(5)", "probe = nn.Linear(3, 1)"), "loss": ("loss = loss + 0.1 * probe(out).pow(2).mean()",)}
     ),
@@ -519,14 +519,14 @@ HABITS: dict[str, Habit] = {
         "outputs",
         (FROM,),
         loss=("loss = loss + 0.1 * F.mse_loss(out, last)",),
-        start=("last = 0.0 * module(EVAL)[: len(EVAL) // par.data_size].detach()",),
+        start=("last = 0.0 * module(batch(99)[0])[: 8 // par.data_size].detach()",),
         stepped=("last = out",),
     ),
     "output_of_the_last_step_detached": _looped(
         "outputs",
         (ALWAYS,),
         loss="loss = loss + 0.1 * F.mse_loss(out, last)",
-        start="last = module(EVAL)[par.data_rank :: par.data_size].detach()",
+        start="last = module(batch(99)[0])[par.data_rank :: par.data_size].detach()",
         stepped="last = out.detach()",
     ),
     # Odd parameters

@@ -40,12 +40,8 @@ class Placed:
         Raises:
             ParallelError: names the parameters that are new, replaced or gone.
         """
-        if changed := next((name for child, kind, name in self._kinds if type(child) is not kind), None):
-            raise ParallelError(
-                f"the class of a {changed} in the module was replaced after plan.apply, whose passes have changed what a call of it does; "
-                "give it its class before plan.apply, or replace its forward"
-            )
         if all(_same(child, parameters, children) for child, parameters, children in self._held):
+            self._check_kinds()
             return
         now, known = dict(self._module.named_parameters(remove_duplicate=False)), {*self._names.values(), *map(id, shards())}
         if names := [name for name, value in now.items() if id(value) not in known]:
@@ -66,7 +62,15 @@ class Placed:
                 f"{', '.join(gone[:6])} left the module after plan.apply, and the ranks would still gather and reduce it; take "
                 "modules out, and tie parameters, before plan.apply"
             )
+        self._check_kinds()
         self.record()  # modules without parameters, the same parameters in other modules, or others that units have taken
+
+    def _check_kinds(self) -> None:
+        if changed := next((name for child, kind, name in self._kinds if type(child) is not kind), None):
+            raise ParallelError(
+                f"the class of a {changed} in the module was replaced after plan.apply, whose passes have changed what a call of it does; "
+                "give it its class before plan.apply, or replace its forward"
+            )
 
 
 def _tied_since(names: Mapping[str, int], now: Mapping[str, nn.Parameter]) -> list[str]:
