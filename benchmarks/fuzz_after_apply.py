@@ -285,7 +285,7 @@ def _result(spec: Spec, pool: fuzz_pool.Pool, *, shrinks: bool) -> dict[str, Any
         spec = small
     return {
         "seed": spec["seed"], "kind": kind, "mesh": spec["mesh"], "seconds": round(outcome.seconds, 2), "about": about(spec),
-        "text": outcome.text[:600],
+        "together": outcome.together, "text": outcome.text[:600],
     }  # fmt: skip
 
 
@@ -296,7 +296,8 @@ def summary(results: list[dict[str, Any]]) -> str:
     for mesh in [*PLANS, ""]:
         counts = Counter(each["kind"] for each in results if mesh in ("", each["mesh"]))
         rows.append(f"{mesh or f'{len(results)} draws':28}" + "".join(f"{counts[kind]:9}" for kind in kinds))
-    return "\n".join(rows)
+    apart = sum(each["kind"] == "refused" and not each.get("together", True) for each in results)
+    return "\n".join([*rows, f"refused on some ranks first: {apart}"])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -48,9 +48,10 @@ GRACE_S = 1.0
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a case: one of ``CLASSES``, what says so, and where."""
+    """What became of a case: one of ``CLASSES``, what says so, and where; and whether all ranks came to it within ``GRACE_S``."""
 
     kind: str
+    together: bool = True
     text: str = ""
     trace: str = ""
     seconds: float = 0.0
@@ -108,7 +109,7 @@ class Pool:
             self._replace(len(self._ranks))
         elif not clean:
             self._replace(ranks)
-        return Outcome(kind=outcome.kind, text=outcome.text, trace=outcome.trace, seconds=time.monotonic() - began)
+        return replace(outcome, seconds=time.monotonic() - began)
 
     def _collect(self, ranks: int, deadline: float) -> dict[int, dict[str, Any]]:
         waiting: dict[Any, int] = {connection: rank for rank, (_, connection) in enumerate(self._ranks[:ranks])}
@@ -160,7 +161,8 @@ def judge(reports: dict[int, dict[str, Any]], missing: dict[int, str]) -> Outcom
     failed.sort(key=lambda each: (each["kind"] == "hang", each["at"]))
     if failed:
         first = failed[0]
-        return Outcome(kind=first["kind"], text=first["text"], trace=first.get("trace", ""))
+        together = not missing and {each["kind"] for each in reports.values()} == {first["kind"]}
+        return Outcome(kind=first["kind"], together=together, text=first["text"], trace=first.get("trace", ""))
     if missing:
         where = "\n".join(f"rank {rank} is at\n{stack}" for rank, stack in missing.items())
         return Outcome(kind="hang", text=f"ranks {sorted(missing)} did not end", trace=where)
