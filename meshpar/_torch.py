@@ -5,6 +5,7 @@
 - ``collective_ops``: the collectives as operators that autograd functions and ``torch.compile`` can hold. Their Python wrappers are
   renamed between releases (torch 2.13 deprecates ``all_gather_tensor``, which 2.11 has alone); the operators keep their names. They go when
   the wrappers are public. ``all_gather`` and ``reduce_scatter`` of one tensor have other names since torch 2.13.
+- ``as_one_operator``: an option of the compiler, which older releases lack; torch has no public list of its options.
 - ``ignore_profiler_marks``: torch's own list of operators to ignore lacks them; it goes when the list has them.
 - ``Units``: what FSDP2 keeps of its units: which weights are gathered, under which parameters, and whether gradients are reduced. It
   reduces what has a gradient on this rank, which may be something else on another rank; torch 2.13 has
@@ -141,6 +142,13 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     return cast("Callable[P, R]", _disable_dynamo(function))
 
 
+def as_one_operator(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a function into what selective recomputation sees as one operator, where torch can: its kernels alone it does not see."""
+    options: dict[str, Any] = {"wrap_inductor_compiled_regions": True}
+    can = options.keys() <= set(torch._inductor.list_options())
+    return cast("Callable[P, R]", torch.compile(function, options=options if can else None))
+
+
 def ignore_profiler_marks() -> Undo:
     """Let selective recomputation pass over profiler marks, which FSDP2 makes in a recomputation and not in the forward it repeats."""
     enter, leave = torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction
@@ -194,6 +202,7 @@ class Units:
         self._used: set[int] = set()
         self._ran: dict[int, str] = {}
         self._lost: str | None = None
+        self._kept: list[tuple[Any, Any, tuple[int, int, int]]] = []
 
     def watch(self, run: Callable[[], None]) -> None:
         """Call ``run`` in every backward that reaches a unit, and let ranks reduce alike: what other ranks may have used counts as zero.
@@ -310,6 +319,18 @@ class Units:
         if {_memory(each) for each in output if each.layout == torch.strided}.isdisjoint(map(_memory, gathered)):
             self.reshard()
 
+    def keep(self) -> None:
+        """Remember the shards that are gathered now, for :meth:`unwritten`."""
+        gathered = [each for group in self._groups if group.is_unsharded for each in group.fsdp_params]
+        self._kept = [(each, each.sharded_param, _version(each.sharded_param)) for each in gathered]
+
+    def unwritten(self) -> Tensor | None:
+        """Return whether the shards of :meth:`keep` are bit by bit what is gathered; None where one was written, replaced or let go of."""
+        gathered = {id(each) for group in self._groups if group.is_unsharded for each in group.fsdp_params}
+        if any(id(each) not in gathered or each.sharded_param is not was or _version(was) != then for each, was, then in self._kept):
+            return None
+        return torch.stack([_agrees(each) for each, _, _ in self._kept]).all() if self._kept else None
+
     def hide(self, unit: nn.Module | None = None) -> None:
         """Register the shards on the modules of one unit, or of all, again, and keep what is gathered, which backward needs."""
         for group in self._groups if unit is None else _groups(unit):
@@ -358,7 +379,7 @@ class Units:
                 # A tensor that is no parameter stands there for a while: what adapters compute from it.
                 replaced = isinstance(held, nn.Parameter) and held is not gathered and held is not each.sharded_param
                 wrote = self._versions.get(id(each)) not in (None, _version(gathered))
-                if replaced or wrote or (look and group.is_unsharded and _differs(each)):
+                if replaced or wrote or (look and group.is_unsharded and not _agrees(each)):
                     return each._param_fqn or each._module_info.param_name
         return None
 
@@ -405,18 +426,18 @@ def _version(gathered: Any) -> tuple[int, int, int]:
 
 
 @torch.no_grad()
-def _differs(parameter: Any) -> bool:
-    """Tell whether this rank's part of a gathered weight differs from the shard that was gathered."""
-    if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):  # gathered in another form, such as float8
-        return False
+def _agrees(parameter: Any) -> Tensor:
+    """Return whether this rank's part of a gathered weight is the shard that was gathered, a bool of no dimensions."""
     gathered: Any = parameter._unsharded_param
     whole = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
+    if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):  # gathered in another form, such as float8
+        return torch.ones((), dtype=torch.bool, device=whole.device)
     shard, dim = parameter._sharded_local_tensor, parameter.fsdp_placement.dim
     ranks, rank = getattr(parameter.mesh_info, "shard_mesh_size", 1), getattr(parameter.mesh_info, "shard_mesh_rank", 0)
     begin = rank * -(-whole.shape[dim] // ranks)
     mine = whole.narrow(dim, min(begin, whole.shape[dim]), shard.shape[dim]).contiguous()
     shard = shard.to(mine.device, mine.dtype).contiguous()
-    return not torch.equal(mine.view(torch.uint8), shard.view(torch.uint8))
+    return (mine.view(torch.uint8) == shard.view(torch.uint8)).all()
 
 
 @contextmanager

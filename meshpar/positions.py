@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshpar._torch import as_one_operator
 from meshpar.errors import MeshparError
 from meshpar.passes.exchange import BLOCK, Exchange, run_by_run
 from meshpar.passes.installed import installed
@@ -176,7 +177,7 @@ def _flex() -> Callable[..., Any]:
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(_flex())
+    return as_one_operator(_flex())
 
 
 def attention(

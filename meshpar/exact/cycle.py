@@ -42,6 +42,10 @@ from meshpar.placements import local_tensor, sharded_axes, unevenly_split
 from meshpar.replicas import Looks
 from meshpar.state.full import guard_optimizer, refuse_reduced
 
+_WRITTEN = (
+    "a parameter was written through .data between two forwards of an evaluation, which share their gathered weights; write through the "
+    "parameter itself, under torch.no_grad()"
+)
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
 """Names of methods that models publish beside ``forward`` and that enter as it does."""
 
@@ -66,8 +70,9 @@ class Comparisons(Protocol):
     def backward(self) -> None:
         """Before a backward."""
 
-    def meet(self, place: str, numbers: Sequence[int] = ()) -> object:
-        """Before ranks exchange something at ``place``."""
+    def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
+        """Before ranks exchange something at ``place``; tells of each number whether all have the same."""
+        ...
 
     def micro_batches(self, left: int) -> None:
         """Before a micro-batch."""
@@ -115,6 +120,7 @@ class Cycle:
         self._looks = Looks()
         known = applied(module)
         self.whole, self._selective, self._shards = known.whole, known.selective, known.replica_shards
+        self._keeps, self._kept = known.keeps_gathered, False
         recomputed = [child for block in known.recomputed for child in block.modules()]
         self._recomputed = [child for child in recomputed if child._buffers and not isinstance(child, _BatchNorm)]
         self.reducing = True
@@ -165,6 +171,8 @@ class Cycle:
         self._mark()
         if self._units.modules:
             module._is_fsdp_managed_module = True  # by which transformers' generate knows that ranks must go in step
+        if self._keeps:
+            module.train = functools.partial(self._train, module.train)
         _LIVING[next(_NUMBERS)] = self
         while_lives(self, "backwards", functools.partial(_torch.check_backwards, refuse_reduced, _before_every_backward, _after_failures))
         while_lives(self, "steps", functools.partial(_torch.before_steps, _before_every_step))
@@ -263,7 +271,11 @@ class Cycle:
                 else:
                     if self._shards is not None:
                         self._shards.changed()  # an evaluation's weights may be swapped back before the backward of an earlier forward
-                    self._units.release(each for each in leaves(output, objects=True) if isinstance(each, Tensor))
+                    if self._keeps and not self.module.training:
+                        self._units.keep()
+                        self._kept = True
+                    else:
+                        self._units.release(each for each in leaves(output, objects=True) if isinstance(each, Tensor))
                 return output
         finally:
             self._units.hide()  # outside of the door parameters are shards
@@ -307,13 +319,35 @@ class Cycle:
             self._refuse_whole_sequences(args, kwargs)
         self.check_parameters()
         # Parameters that an earlier forward left gathered may be older than the last step: any code may have changed the shards since.
-        self._units.reshard()
+        if not self._serves():
+            self._units.reshard()
         self._entrances.begin()
         self._gather_shards()
         if torch.is_grad_enabled():
             self._refuse_left()
         if self.agreement is not None and torch.is_grad_enabled():
             self.agreement.batch((args, kwargs))
+
+    def _serves(self) -> bool:
+        """Tell whether what the last forward left gathered serves this one: both only evaluate, and no rank wrote a shard meanwhile.
+
+        Collective where the last forward left something. It follows from forwards and modes alone whether it did.
+        """
+        kept, self._kept = self._kept, False
+        if not kept or torch.is_grad_enabled() or self.module.training or self.agreement is None:
+            return False
+        same = self._units.unwritten()
+        wrote = same is None or (not runtime.queues(same.device) and not same)
+        if not all(self.agreement.meet("a forward of the module", [int(wrote)])) or wrote:
+            return False
+        if same is not None and runtime.queues(same.device):
+            _torch.assert_async(same, _WRITTEN)
+        return True
+
+    def _train(self, inner: Callable[..., nn.Module], mode: bool = True) -> nn.Module:
+        if mode:
+            self.reshard()
+        return inner(mode)
 
     def _gather_shards(self) -> None:
         """Start to gather over replicas before a forward: any code may have written since the last one.
@@ -419,6 +453,8 @@ class Cycle:
         if _torch.in_backward():
             return
         self._forget_cleared()
+        if self._kept:  # since an evaluation, whose weights may have been swapped back
+            self._units.reshard()
         if self._units.modules:
             self._entrances.look(roots)
             self._refuse_changed_since(roots)

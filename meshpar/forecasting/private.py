@@ -129,10 +129,11 @@ class Settled:
         """Send the digest of a batch that is split by positions, where it is looked at."""
         self._send(2, self._real.split_groups())
 
-    def meet(self, place: str, numbers: Sequence[int] = ()) -> None:
+    def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """Send where a rank is, where it is looked at."""
         if self._on_cpu and dist.get_world_size() > 1:
             dist.all_reduce(torch.empty(2 * (1 + Meeting.NUMBERS), dtype=torch.int64, device=self._par.device))
+        return [True] * len(numbers)
 
     def unit(self, name: str, trained: str) -> None:
         """Send the marks of a unit, where they are looked at."""

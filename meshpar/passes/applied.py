@@ -29,6 +29,7 @@ class Applied:
         whole: the parameters that data ranks keep whole.
         replica_shards: what the ranks of a replica keep of parameters that all data ranks split.
         recomputed: the blocks whose forward runs once more in backward.
+        keeps_gathered: forwards leave weights gathered.
         selective: a recomputation uses results that the forward kept, which torch lets one backward do.
     """
 
@@ -40,6 +41,7 @@ class Applied:
     whole: WholeParameters | None = None
     replica_shards: ReplicaShards | None = None
     recomputed: list[nn.Module] = field(default_factory=list)
+    keeps_gathered: bool = False
     selective: bool = False
 
 

@@ -27,8 +27,12 @@ from meshpar.patches import while_lives
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Makes the contexts of one forward of a block and of its recomputation."""
-SAVED_BY_SELECTIVE = ("scaled_dot_product", "flash_attention", "flex_attention", "all_to_all", "reduce_scatter", "all_reduce")
-"""Pieces of names of the operators whose results selective recomputation keeps: attention and what crosses the network, always."""
+SAVED_BY_SELECTIVE = (
+    *("scaled_dot_product", "flash_attention", "flex_attention", "inductor_compiled_code"),
+    *("all_to_all", "reduce_scatter", "all_reduce"),
+)
+"""Pieces of names of the operators whose results selective recomputation keeps, always: attention, also as compiled by itself, and what
+crosses the network."""
 
 
 @final

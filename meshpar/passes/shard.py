@@ -149,6 +149,7 @@ class _Sharding(Precision):
         ignored = self.keep_whole(module, mesh, axes)
         common: dict[str, Any] = {"mesh": held_on, "offload_policy": self._offload_policy(mesh), "ignored_params": ignored}
         keep = self.reshard_after_forward
+        applied(module).keeps_gathered = keep is False
         self._shard_divided(module, layout, axes, common)
         *inner, (_, outer, _) = self.units(module, layout, self.min_params)
         inner = [each for each in inner if not isinstance(each[0], FSDPModule)]  # blocks=(...) may name what is divided
@@ -210,7 +211,8 @@ class FullyShard(_Sharding, Pass):  # type: ignore[override]
         whole: patterns of parameters, or of modules for all of theirs, that every rank stores whole, in their own dtype
             (``("logit_scale", "vision")``). Scalars are always whole. Their gradients are averaged at the end of each backward.
         reshard_after_forward: True (ZeRO-3): free gathered parameters after forward and gather them again in backward. False
-            (ZeRO-2): keep gathered parameters. A number: reshard to groups of this many adjacent ranks (a node). The outermost unit
+            (ZeRO-2): keep gathered parameters until the backward; those of ``module.eval()`` serve all forwards until somebody writes a
+            parameter, or ``module.train()``. A number: reshard to groups of this many adjacent ranks (a node). The outermost unit
             keeps its parameters, unless this is a number.
         offload: ``"cpu"`` stores parameters, gradients and optimizer state in host memory, which is pinned for an accelerator.
         prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap. Defaults to FSDP2's overlap alone.
@@ -255,7 +257,8 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         whole: patterns of parameters, or of modules for all of theirs, that every rank stores whole, in their own dtype
             (``("logit_scale", "vision")``). Scalars are always whole. Their gradients are averaged at the end of each backward.
         reshard_after_forward: True (ZeRO-3): free gathered parameters after forward and gather them again in backward. False
-            (ZeRO-2): keep gathered parameters. A number: reshard to groups of this many adjacent ranks (a node). The outermost unit
+            (ZeRO-2): keep gathered parameters until the backward; those of ``module.eval()`` serve all forwards until somebody writes a
+            parameter, or ``module.train()``. A number: reshard to groups of this many adjacent ranks (a node). The outermost unit
             keeps its parameters, unless this is a number.
         offload: ``"cpu"`` stores parameters, gradients and optimizer state in host memory, which is pinned for an accelerator.
         prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap. Defaults to FSDP2's overlap alone.

@@ -7,8 +7,10 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from meshpar import (
@@ -28,6 +30,7 @@ from meshpar import (
 from meshpar.errors import ParallelError
 from meshpar.exact.explain import Explanation
 from meshpar.exact.verify import SplitTest
+from meshpar.placements import local_tensor
 from meshpar.testing import on_ranks, whole
 from tests.support.loop_habits import OutOfMemory
 from tests.support.models_for_parity import VOCAB, Given, transformer
@@ -794,3 +797,64 @@ def test_a_kept_loss_has_no_backward_after_a_step():
     par.module(x_of())
     with pytest.raises(MeshparError, match="a gradient of a gradient"):
         par.module.blocks[0].aux.mean().backward(create_graph=True)
+
+
+class Gathers(TorchDispatchMode):
+    """Count all-gathers."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name.startswith("c10d::") and "allgather" in func._schema.name
+        return func(*args, **(kwargs or {}))
+
+
+def evaluated(par, tokens):
+    """How often an evaluation gathered, and its logits."""
+    with Gathers() as gathers, torch.no_grad():
+        logits = par.module(tokens).logits
+    return gathers.count, logits
+
+
+def check_kept(passes, mesh):
+    with torch.device("meta"):
+        model = transformer()
+    par = Plan(mesh, passes).apply(model).materialize(seed=0)
+    tokens, part = torch.arange(8)[None], local_tensor(par.module.head.weight)
+    units = _torch.units_with_parameters(par.module)
+    counts = [evaluated(par, tokens)[0] for _ in range(2)]
+    assert min(counts) >= len(units), "in training mode a forward keeps nothing"
+    par.module.eval()
+    first, before = evaluated(par, tokens)
+    again, same = evaluated(par, tokens)
+    assert first >= len(units) and again == 0 and torch.equal(before, same)
+    if dist.get_rank() == 1:  # one rank alone writes, and all gather
+        with torch.no_grad():
+            part.mul_(2)
+    count, doubled = evaluated(par, tokens)
+    assert count == first and not torch.equal(doubled, before)
+    if dist.get_rank() == 1:
+        part.data.div_(2)  # of which no version tells
+    assert torch.equal(evaluated(par, tokens)[1], before) and evaluated(par, tokens)[0] == 0
+    par.module.train()
+    assert not any(map(_torch.is_gathered, units))
+    grads = []
+    for evaluates in (False, True):
+        loss = par.module(tokens).logits.square().sum()
+        if evaluates:  # with other weights, which are swapped back before the backward
+            par.module.eval()
+            for factor in (2.0, 0.5):
+                with torch.no_grad():
+                    part.mul_(factor)
+                if factor == 2.0:
+                    assert torch.equal(evaluated(par, tokens)[1], evaluated(par, tokens)[1])
+        loss.backward()
+        grads.append([whole(each.grad) for each in par.module.parameters()])
+        par.module.zero_grad()
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_an_evaluation_gathers_kept_weights_once_until_a_rank_writes():
+    check_kept([FullyShard(reshard_after_forward=False)], "dp_shard=2")
+    check_kept([HybridShard(reshard_after_forward=False, optimizer="world", param_dtype=torch.bfloat16)], "dp_replicate=2,dp_shard=1")

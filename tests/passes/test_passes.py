@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, Pass, Plan, PlanError, Replicate, TensorParallel
+from meshpar._torch import as_one_operator
+from meshpar.passes.recompute import _selective_contexts
 from meshpar.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, random_tokens, token_loss_sum, token_steps
 from tests.support.models_for_parity import VOCAB, gpt2, transformer
@@ -220,3 +222,22 @@ def test_parity_gives_one_process_the_passes_that_change_what_is_trained():
     assert_parity(transformer, "dp_replicate=2", [Frozen(), Replicate()], token_steps(VOCAB), alone=[Frozen()])
     with pytest.raises(AssertionError, match=r"gradients: names differ, \['head.weight'\]"):
         assert_parity(transformer, "dp_replicate=2", [Frozen(), Replicate()], token_steps(VOCAB))
+
+
+def products(q, k, v):
+    """Stands for FlexAttention, which trains on accelerators alone."""
+    return q @ k.transpose(-1, -2) @ v
+
+
+def test_selective_recomputation_keeps_attention_that_is_compiled_by_itself():
+    counts, grads = [], []
+    for run in (torch.compile(products), as_one_operator(products)):
+        leaves = [torch.linspace(-1, 1, 256).view(1, 2, 8, 16).requires_grad_() for _ in range(3)]
+        scaled = lambda *each, run=run: run(*(one * 2 for one in each)).sin()  # noqa: E731
+        out = torch.utils.checkpoint.checkpoint(scaled, *leaves, use_reentrant=False, context_fn=_selective_contexts)
+        with torch.profiler.profile() as trace:
+            out.sum().backward()
+        counts.append(sum(each.name == "aten::bmm" for each in trace.events()))
+        grads.append([each.grad for each in leaves])
+    assert counts[1] < counts[0], "the products of the forward are not computed again"
+    torch.testing.assert_close(*grads)
