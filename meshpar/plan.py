@@ -32,6 +32,7 @@ from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, axes_of, find_blocks, held_mesh, seen_mesh
 from meshpar.passes.batch_norm import batch_norm_problems, synchronize_batch_norm
+from meshpar.passes.local import keep_unpacked
 from meshpar.passes.random import draws_random
 from meshpar.patterns import class_name
 from meshpar.replicas import check_equal
@@ -172,6 +173,7 @@ class Plan:
         data_axes = axes_of(self.passes, held, Role.SAMPLES)
         if data_axes or any(each.stage == Stage.RECOMPUTE for each in self.passes):
             synchronize_batch_norm(module, held_on, data_axes)
+        keep_unpacked(module)
         applied(module).layout, applied(module).verify = layout, self.verify and not simulated
         replaced = self._run_passes(module, layout, spec, meshes)
         elsewhere = any(each.device != device for each in (*module.parameters(), *module.buffers()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -37,6 +38,8 @@ PLACES = (
     "par.state_dict(full=True)",
 )
 """Where ranks meet, besides the forwards of blocks: a message can name these places of other ranks, too."""
+_NUMBERS = itertools.count()
+"""Of the models that all ranks made together: a rank may simulate others alone."""
 
 
 @final
@@ -68,7 +71,7 @@ class Agreement:
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
         self._split = split
         self._batches, self._wholes, self._looks, self._backwards = Looks(), Looks(), Looks(), 0
-        self._meeting = Meeting(type(module).__name__)
+        self._meeting = Meeting(type(module).__name__, 0 if runtime.is_simulated() else next(_NUMBERS))
         self._later: Later | None = None
 
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
@@ -287,13 +290,14 @@ class Meeting:
     Every exchange has the same size and is a maximum, so that ranks at different places learn of it, whatever they came for.
 
     Args:
-        model: the name of the module's class, by which several models differ.
+        model: the name of the module's class.
+        number: of the model among those of this process, equal on all ranks: models of one class differ by it.
     """
 
     NUMBERS = 2
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, model: str, number: int) -> None:
+        self._model = f"{number} {model}"
         self._places = {self._tag(place): place for place in PLACES}
         self._history = 0
 
@@ -320,9 +324,10 @@ class Meeting:
                 f"evaluate with it, equally often. The wait ended with: {first_line(error)}"
             ) from error
         if here[0] != here[1]:
-            other = next((self._places[number] for number in here if number != tag and number in self._places), "another place")
+            other = next((self._places[number] for number in here if number != tag and number in self._places), None)
             raise MeshparError(
-                f"ranks are at different places of their loops: this rank is at {place}, another one at {other}. Every rank must run "
+                f"ranks are at different places of their loops: this rank is at {place}, another one at "
+                f"{other or 'another place, or with another model'}. Every rank must run "
                 "the same calls in the same order: as many batches (also in evaluation: drop or pad the rest), steps and sums. All data "
                 "ranks gather and reduce a block together: call every block on every rank, or make a skipped part one block with its "
                 "neighbours (blocks=...)"

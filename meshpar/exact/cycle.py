@@ -259,9 +259,12 @@ class Cycle:
                 versions = {} if self.whole is None else self.whole.versions()
                 if not self._units.modules and torch.is_grad_enabled():
                     self._entrances.opens(self.module)
-                output = run(inner, args, kwargs)
-                if not self._units.modules:
-                    self._entrances.closes(self.module, output)
+                output = None
+                try:
+                    output = run(inner, args, kwargs)
+                finally:
+                    if not self._units.modules:
+                        self._entrances.closes(self.module, output)
                 _refuse_changed(buffers)
                 self.check_parameters()
                 if self.whole is not None and (now := self.whole.versions()) != versions:

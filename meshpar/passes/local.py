@@ -113,6 +113,20 @@ def local(parameter: Any) -> Any:
     )
 
 
+def keep_unpacked(module: nn.Module) -> None:
+    """Let recurrent layers leave their weights in the memory where they are.
+
+    On CUDA, ``flatten_parameters`` moves them side by side into memory of its own, where no later gather would write them.
+    """
+    for each in module.modules():
+        if isinstance(each, nn.RNNBase):
+            each.flatten_parameters = _leave  # type: ignore[method-assign]
+
+
+def _leave() -> None:
+    pass
+
+
 def strides(shape: torch.Size) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of ``shape``."""
     return torch.empty(shape, device="meta").stride()
@@ -326,8 +340,8 @@ class WholeParameters:
 
     def versions(self) -> dict[str, tuple[int, int]]:
         """Return by name numbers that change when somebody writes a parameter or gives it other memory."""
-        held: dict[str, Any] = {name: self._module.get_parameter(name) for name in self._names}
-        return {name: (each._local_tensor._version, each._local_tensor.data_ptr()) for name, each in held.items()}
+        held: dict[str, Any] = {name: self._module.get_parameter(name)._local_tensor for name in self._names}
+        return {name: (each._version, each.untyped_storage()._cdata) for name, each in held.items()}
 
     @torch.no_grad()
     def reduce(self) -> list[nn.Parameter]:

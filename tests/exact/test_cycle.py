@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -25,9 +27,11 @@ from meshpar import (
     Replicate,
     TensorParallel,
     _torch,
+    runtime,
     token_loss,
 )
 from meshpar.errors import ParallelError
+from meshpar.exact import agreement
 from meshpar.exact.explain import Explanation
 from meshpar.exact.verify import SplitTest
 from meshpar.placements import local_tensor
@@ -92,6 +96,41 @@ def test_a_data_rank_that_calls_fewer_blocks_is_refused_before_its_backward():
             MeshparError, match=r"ranks are at different places of their loops: this rank is at (the forward of blocks\.1|a backward)"
         ):
             par.module(x_of(), order=(0,) if par.data_rank else (0, 1)).sum().backward()
+
+
+@on_ranks(2)
+def test_data_ranks_that_call_two_models_of_one_class_in_different_orders_are_refused():
+    first, second = (applied(Net(), "dp_shard=2", [FullyShard()]) for _ in range(2))
+    with pytest.raises(MeshparError, match="another one at another place, or with another model"):
+        (second if first.data_rank else first).module(x_of())
+
+
+def test_models_that_a_rank_simulates_are_not_counted_among_those_that_all_ranks_made():
+    before = next(agreement._NUMBERS)
+    with torch.device("meta"):
+        Plan("dp_shard=2", [FullyShard()]).describe(Net(), LAYOUT)
+    assert next(agreement._NUMBERS) == before + 1
+
+
+def test_whole_parameters_of_traced_modules_are_compared_without_reading_their_memory():
+    with runtime.simulated(2), torch.device("meta"):
+        par = Plan("dp_shard=2", [FullyShard(whole=("blocks.0.gain",))]).apply(Net(), LAYOUT)
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        par.module.blocks[0].gain._local_tensor = traced = torch.ones(8)
+        before = par.cycle.whole.versions()
+        traced.mul_(2.0)
+        assert before != par.cycle.whole.versions()
+
+
+@on_ranks(2)
+def test_a_loss_of_ones_own_is_refused_also_after_an_error_in_a_forward():
+    par = applied(Net(), "tp=2", [TensorParallel(sequence_parallel=False)])
+    kept = par.module(x_of())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        par.module(x_of()[:, :5])
+    with pytest.raises(MeshparError, match="their backward starts from different losses"):
+        (kept.sum() * (1 + torch.distributed.get_rank())).backward()
 
 
 @on_ranks(1)
@@ -687,6 +726,49 @@ def test_parameters_that_some_ranks_freeze_are_refused():
     par.module.blocks[1].requires_grad_(par.data_rank == 0)
     with pytest.raises(MeshparError, match=r"data ranks train different parameters in blocks\.1"):
         par.module(x_of())
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet, self.rnn, self.out = nn.Linear(8, 8), kind(8, 8, num_layers=2, bidirectional=True), nn.Linear(16, 8)
+
+    def forward(self, x):
+        self.rnn.flatten_parameters()
+        return self.out(self.rnn(self.inlet(x)[None])[0][0])
+
+
+def packed(module):
+    """Do what a recurrent layer does on CUDA: give its weights other memory, where they stand side by side."""
+    weights = [each for each in module._flat_weights if isinstance(each, torch.Tensor) and not each.is_meta]
+    with torch.no_grad():
+        memory = torch.cat([each.reshape(-1) for each in weights]).split([each.numel() for each in weights]) if weights else ()
+        for each, part in zip(weights, memory):
+            each.data = part.view_as(each)
+
+
+@on_ranks(2)
+def test_recurrent_layers_equal_one_process_also_where_they_would_pack_their_weights():
+    nn.RNNBase.flatten_parameters = packed
+    for kind, mesh, data in (
+        (nn.LSTM, "dp_shard=2", [FullyShard()]),
+        (nn.GRU, "dp_shard=2", [FullyShard(whole=("rnn",))]),
+        (nn.LSTM, "dp_replicate=2", [Replicate(blocks=("rnn",))]),
+        (nn.GRU, "tp=2", [TensorParallel(sequence_parallel=False)]),
+        (nn.LSTM, "dp_shard=1,tp=2", [TensorParallel(sequence_parallel=False), FullyShard()]),
+    ):
+        one = Recurrent(kind)
+        par = applied(one, mesh, data, ModelLayout(tensor={"inlet": "colwise_gather"}))
+        steps = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (one, par.module)]
+        for _ in range(3):
+            one(x_of()).square().mean().backward()
+            par.module(x_of()[par.data_rank :: par.data_size]).square().mean().backward()
+            for each in steps:
+                each.step()
+                each.zero_grad()
+        for name, parameter in par.module.named_parameters():
+            torch.testing.assert_close(whole(parameter.detach()), one.get_parameter(name).detach(), msg=f"{kind} {mesh} {name}")
 
 
 class Probed(nn.Module):
