@@ -133,6 +133,9 @@ def flattens(tensor: torch.Tensor) -> bool:
     return not (BEFORE_2_13 and isinstance(tensor, DTensor) and any(isinstance(each, Shard) and each.dim > 0 for each in tensor.placements))
 
 
+keep_version: Any = torch.autograd._unsafe_preserve_version_counter
+"""Let tensors keep the number by which autograd knows of writes: what was written is put back before anybody reads it."""
+
 ACCUMULATES_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 """Torch up to 2.14 accumulates gradients without reducing them beside ``.grad``, in the dtype of the reduction; 2.15 in ``.grad``."""
 

@@ -77,7 +77,7 @@ class MixingTest:
         blocks = [self._module.get_submodule(name) for name in self._blocks]
         why = ""
         try:
-            with untouched(self._module, args, kwargs):
+            with untouched(self._module, *short, *part):
                 pass
         except CannotKeep as error:
             why = str(error)
@@ -142,17 +142,20 @@ class MixingTest:
         exchange, whole = self._exchange, length * self._exchange.size
         step = 2 * exchange.size
         end = min(whole, _LONGEST) // step * step or whole
-        told: list[Tensor] = []
+        alike: list[bool] = []
 
         def joined(value: object) -> Any:
-            if not (isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length):
+            if not isinstance(value, Tensor):
                 return value
+            if value.ndim < 2 or value.shape[1] != length:
+                return value.detach().clone()
             every = exchange.values(value, 1)
-            told.append(torch.stack([every.index_select(1, exchange.rows(whole, every.device, rank)) for rank in range(exchange.size)]))
-            return every[:, :end]
+            first, *others = (exchange.rows(whole, every.device, rank) for rank in range(exchange.size))
+            alike.append(all(torch.equal(every.index_select(1, first), every.index_select(1, each)) for each in others))
+            return every[:, :end].clone()
 
         short = tree_map(joined, (args, dict(kwargs)))
-        if told and all(bool((each == each[:1]).all()) for each in told):
+        if alike and all(alike):
             raise MeshparError("every rank got the same positions, which are not this rank's part; call the model with par.split(batch)")
 
         def own(value: object) -> Any:

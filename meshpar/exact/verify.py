@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from meshpar.errors import ParallelError
 from meshpar.exact.agreement import leaves
@@ -38,8 +38,11 @@ TOLERANCE = 1e-3
 """How far a split block may be off, relative to the largest value: far above float32's rounding, far below what a wrong split does."""
 LARGEST = 1 << 27
 """Parameters of a block up to which it is tried: one block whole, its gradients and a second copy are held, 2 GiB in float32."""
+INPUTS = 1 << 26
+"""Elements of a block's inputs, whole along the sequence, beyond which its first samples are tried; one may have twice as many."""
 _MASKED = 8
 _SAME, _LOOKED_AT = 1e-2, 1 << 20
+_SHORTER = "compare it on a shorter batch by par.verify(batch), or by plan.prove(module, batch) before a launch"
 
 
 @final
@@ -83,11 +86,16 @@ class Verification:
 @final
 @dataclass(slots=True)
 class _Seen:
-    """The inputs of one call of a block, and its dropout masks."""
+    """The inputs of one call of a block, or why they were not kept, and its dropout masks."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     masks: dict[str, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
+    why: str = ""
+
+    def objects(self) -> list[Any]:
+        """Return what a run shares with the inputs: each run has copies of their tensors."""
+        return [each for each in tree_leaves((self.args, self.kwargs)) if not isinstance(each, Tensor)]
 
 
 @final
@@ -163,9 +171,29 @@ class SplitTest:
     def _remember(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: object, kwargs: object) -> None:
             if name not in self._seen:
-                self._seen[name] = _Seen(tree_map(_copy, args), tree_map(_copy, kwargs))
+                self._seen[name] = self._short(args, kwargs, whole=not (name and self._context.sequence_parallel))
 
         return hook
+
+    def _short(self, args: Any, kwargs: Any, *, whole: bool) -> _Seen:
+        """Return a copy of a block's inputs, of their first samples if they are large.
+
+        Collective over the tensor axis, whose ranks may have parts of different lengths.
+        """
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        rows = next((len(each) for each in tensors if each.ndim > 1), 1)
+        each, samples = (sum(each.numel() for each in tensors if (each.ndim > 1 and len(each) == rows) == cut) for cut in (False, True))
+        counts = torch.tensor([[each, samples]], device=self._device())
+        each, samples = (int(most) * (1 if whole else self._context.size) for most in gather_values(counts, self._context.group).amax(0))
+        keep = max(1, min(rows, rows * INPUTS // max(1, each + samples)))
+        if (held := each + samples * keep // max(1, rows)) > 2 * INPUTS:
+            return _Seen(why=f"its input has {held:,} elements in one sample, expected at most {2 * INPUTS:,}; {_SHORTER}")
+
+        def copied(value: object) -> Any:
+            cut = isinstance(value, Tensor) and value.ndim > 1 and len(value) == rows
+            return _copy(value[:keep] if cut and isinstance(value, Tensor) else value)
+
+        return _Seen(tree_map(copied, args), tree_map(copied, kwargs))
 
     def _remember_mask(self, name: str, inner: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -187,6 +215,8 @@ class SplitTest:
         for name in sorted(self._seen):
             seen = self._seen.pop(name)
             found += self._masks_agree(name, seen)
+            if seen.why:
+                skipped[name] = seen.why
             if not seen.args and not seen.kwargs:
                 continue
             try:
@@ -225,7 +255,7 @@ class SplitTest:
             expected, cotangents, wanted, failed = list[Tensor](), list[Tensor](), dict[str, Tensor](), ""
             alone = Run(wholes, self._gathered(seen, self._local_inputs(name), hidden=split))
             try:  # around the backward, too, in which a model may recompute
-                with self._kept(unit, seen.args, seen.kwargs), holding(unit, alone.parameters), as_written(unit):
+                with self._kept(unit, *seen.objects()), holding(unit, alone.parameters), as_written(unit):
                     expected = alone.outputs(unit)
                     cotangents = [noise(want, place) for place, want in enumerate(expected)]
                     wanted = alone.gradients(expected, cotangents)
@@ -237,7 +267,7 @@ class SplitTest:
                 raise _NotTried(failed or "it does not run unsplit on another rank of the axis")
             parts = {each: self._part(self._parameter(full), wholes[each]) for each, full in names.items()}
             both = Run(parts, (seen.args, seen.kwargs))
-            with self._kept(unit, seen.args, seen.kwargs), holding(unit, both.parameters), plain_products(unit):
+            with self._kept(unit, *seen.objects()), holding(unit, both.parameters), plain_products(unit):
                 return self._compare(expected, cotangents, wanted, both, both.outputs(unit), split)
 
     def _refuse_split_inputs(self, seen: _Seen, heads: set[str]) -> None:
@@ -282,8 +312,10 @@ class SplitTest:
 
     def _anywhere(self, true: bool) -> bool:
         """Tell whether something is true on any rank of the axis. Collective over it."""
-        device = next((each.device for each in self._module.parameters()), torch.device("cpu"))
-        return bool(gather_values(torch.tensor([true], device=device), self._context.group).any())
+        return bool(gather_values(torch.tensor([true], device=self._device()), self._context.group).any())
+
+    def _device(self) -> torch.device:
+        return next((each.device for each in self._module.parameters()), torch.device("cpu"))
 
     def _parameter(self, name: str) -> Any:
         return self._module.get_parameter(name)

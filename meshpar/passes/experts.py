@@ -334,6 +334,9 @@ def _try(
     Collective: every rank of ``group`` calls it.
     """
     size, rank, device = group.size(), group.rank(), like.device
+    # Each run replaces the tensors, which may be of a long context.
+    given = {key: each.new_empty(0) if isinstance(each, Tensor) else each for key, each in bound.arguments.items()}
+    bound = inspect.BoundArguments(bound.signature, OrderedDict(given))
     widened = not runtime.queues(device)
     noise = partial(_noise, device, widened)
     held = max(1, min(call.count // size, LARGEST // (size * sum(value[:1].numel() for value in own.values()))))
@@ -347,7 +350,7 @@ def _try(
     with ExitStack() as stack:
         why = ""
         try:
-            stack.enter_context(untouched(call.module, call.inner, *bound.arguments.values()))
+            stack.enter_context(untouched(call.module, call.inner, bound.arguments))
         except CannotKeep as error:
             why = str(error)
         if gather_values(torch.tensor([[bool(why)]], device=device), group).any():

@@ -3,7 +3,11 @@
 A copy would not do: what FSDP2 shards cannot be copied, forwards and hooks hold on to the modules that they were made for, and what a hook
 changes is the original all the same. So everything that can be reached is looked up first, by attributes, containers, closures, defaults,
 classes and the globals that functions name. While the code runs, tensors, generators and caches are replaced by copies; afterwards every
-container and attribute holds again what it held. Files, sockets and other processes are out of reach.
+container and attribute holds again what it held. Tensors and arrays in places that nobody can write (a set, a default of a function, the
+objects that the caller hands in) stay there, and get their values back.
+
+Refused, before anything runs, is what nobody can put back: iterators, and what other threads and processes use as well (queues, threads,
+executors, files, sockets, objects that hold a lock). Objects of C that tell nothing of what they hold count as constant.
 """
 
 from __future__ import annotations
@@ -15,15 +19,21 @@ import dis
 import functools
 import random
 import sys
+import threading
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from enum import Enum
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshpar._torch import keep_version
+from meshpar.placements import local_tensor
 
 from meshpar import runtime
 
@@ -34,6 +44,10 @@ MOST = 1 << 20
 _PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, slice, range, Enum, ModuleType, type(None), type(...))
 _CLOSED = {"torch", "meshpar", "numpy", "logging", "threading", "multiprocessing", "concurrent", "asyncio", "io", "re"}
 _CLOSED |= {"transformers", "tokenizers", "huggingface_hub"}
+_SHARED = {"queue", "_queue", "threading", "multiprocessing", "concurrent", "asyncio", "subprocess"}
+_SHARED |= {"io", "_io", "socket", "_socket", "mmap"}
+"""Packages of what other threads or processes use, too."""
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 """Packages whose objects are left alone, but for modules of torch's and what wraps a function."""
 _CALLABLE = (FunctionType, MethodType, functools.partial, nn.Module)
 _ITERATORS = ("count", "repeat", "list_iterator", "tuple_iterator", "range_iterator")
@@ -57,8 +71,7 @@ def untouched(*roots: object) -> Iterator[None]:
         CannotKeep: before anything is changed; says why.
     """
     reached = _Reached()
-    for each in roots:
-        reached.look(each)
+    reached.look(reached.fixed(roots))
     with _random_states(reached.devices):
         reached.replace()
         try:
@@ -76,11 +89,13 @@ class _Reached:
         self._seen: dict[int, Any] = {}
         self._holders: list[tuple[Callable[[], _Items], Callable[[_Items], None], _Items, bool]] = []
         self._leaves: list[tuple[Tensor, Tensor | None]] = []
+        self._fixed: dict[int, Any] = {}
+        self._values = ExitStack()
         self._copies: dict[int, Any] = {}
         self._elements = 0
 
-    def look(self, root: object) -> None:
-        stack = [root]
+    def look(self, roots: Iterable[object]) -> None:
+        stack = list(roots)
         while stack:
             each = stack.pop()
             if isinstance(each, _PLAIN) or id(each) in self._seen:
@@ -88,10 +103,31 @@ class _Reached:
             self._seen[id(each)] = each
             if len(self._seen) > MOST:
                 raise CannotKeep(f"it reaches more than {MOST} objects")
+            if any(_package(base) in _SHARED for base in type(each).__mro__):
+                raise CannotKeep(f"it reaches a {type(each).__name__}, which other threads or processes may use")
             stack += self._inside(each)
 
+    def fixed(self, values: Iterable[Any]) -> list[Any]:
+        """Remember tensors and arrays that stand where nothing can be put in their place, and return the values."""
+        held = list(values)
+        for each in held:
+            if isinstance(each, tuple | frozenset):
+                self.fixed(each)
+            elif isinstance(each, Tensor) and not isinstance(each, nn.Parameter):
+                if each.grad_fn is not None and not each.is_meta:
+                    # The graph of what is written in place would stay; detached, it is another tensor.
+                    raise CannotKeep("it reaches a tensor of autograd's graph where no copy can take its place")
+                self._fixed[id(each)] = each
+            elif _is_numpy(each):
+                self._fixed[id(each)] = each
+            elif isinstance(each, torch.Generator | random.Random | bytearray | array.array) or _is_numpy_random(each):
+                raise CannotKeep(f"it reaches a {type(each).__name__} where no copy can take its place")
+        return held
+
     def replace(self) -> None:
-        """Put copies in the places of what code may change in place."""
+        """Put copies in the places of what code may change in place; keep the values of what must stay where it is."""
+        for each in self._fixed.values():
+            self._values.enter_context(_same_values(each))
         new = [(write, [(key, self._copied(value)) for key, value in items], items) for _, write, items, swaps in self._holders if swaps]
         for write, copies, items in new:
             if any(one is not other for (_, one), (_, other) in zip(copies, items)):
@@ -106,28 +142,35 @@ class _Reached:
                 write(items)
         for leaf, grad in self._leaves:
             leaf.grad = grad
+        self._values.close()
 
     def _hold(self, read: Callable[[], _Items], write: Callable[[_Items], None], *, swaps: bool = True) -> list[Any]:
         items = read()
         self._holders.append((read, write, items, swaps))
-        return [value for _, value in items]
+        keys, values = ([each[place] for each in items] for place in (0, 1))
+        return [*self.fixed(keys), *(values if swaps else self.fixed(values))]
 
     def _inside(self, each: Any) -> list[Any]:
         """Return what ``each`` holds; remember it where it can change."""
         if isinstance(each, Tensor):
             self._tensor(each)
-            return []
+            own = getattr(each, "__dict__", None)
+            return self._hold(*_of_dict(own)) if own else []
         if isinstance(each, list | deque | dict | set) and len(each) > MOST:
             raise CannotKeep(f"it reaches a {type(each).__name__} of more than {MOST} items")
+        if hasattr(type(each), "__next__") and not _steps_in_python(type(each)) and type(each).__name__ not in _ITERATORS:
+            raise CannotKeep(f"it reaches an iterator ({type(each).__name__}), which cannot be put back")
+        if isinstance(each, weakref.ref):
+            return self.fixed([each()])
         if _is_numpy(each) or isinstance(each, bytearray | array.array):
             self._count(int(getattr(each, "size", 1)) if _is_numpy(each) else len(each))
             return []
         if isinstance(each, FunctionType):
             return self._function(each)
         if isinstance(each, MethodType):
-            return [each.__self__, each.__func__]
+            return self.fixed([each.__self__, each.__func__])
         if isinstance(each, functools.partial):
-            return [each.func, *each.args, *each.keywords.values()]
+            return [*self.fixed([each.func, *each.args]), *self._hold(*_of_dict(each.keywords)), *self._hold(*_of_dict(vars(each)))]
         if isinstance(each, staticmethod | classmethod | _LRU):
             return [getattr(each, "__wrapped__")]  # noqa: B009  pyright does not know it
         if isinstance(each, property):
@@ -146,7 +189,9 @@ class _Reached:
             return self._hold(*_of_values(each, deque.clear, deque.extend))
         if isinstance(each, set):
             return self._hold(*_of_values(each, set.clear, set.update), swaps=False)
-        return list(each) if isinstance(each, tuple | frozenset) else []
+        if isinstance(each, frozenset):
+            return self.fixed(each)
+        return list(each) if isinstance(each, tuple) else []
 
     def _attributes(self, each: Any) -> list[Any]:
         kind = type(each)
@@ -155,7 +200,9 @@ class _Reached:
             self._seen[id(held["_parameters"])] = held["_parameters"]
             known = held.get("_meshpar")
             forwards = [getattr(known, name, None) for name in ("before", "forward")]
-            return [kind, *self._hold(*_of_dict(held)), *held["_parameters"].values(), *forwards]
+            inside = self._hold(*_of_dict(held))
+            _refuse_locks(kind, inside)
+            return [kind, *inside, *held["_parameters"].values(), *forwards]
         if _package(kind) in _CLOSED:
             return []
         own = getattr(each, "__dict__", None)
@@ -163,6 +210,7 @@ class _Reached:
         slots = [name for base in kind.__mro__ for name in _names(vars(base).get("__slots__", ()))]
         if slots and _package(kind) not in sys.stdlib_module_names:
             inside += self._hold(*_of_slots(each, slots))
+        _refuse_locks(kind, inside)
         return [kind, *inside]
 
     def _function(self, each: FunctionType) -> list[Any]:
@@ -170,7 +218,7 @@ class _Reached:
         if _package(each) in _CLOSED:  # a wrapper of ours or torch's: what it wraps is the user's
             inside = [value for cell in cells for value in _contents(cell)]
             return [each.__dict__.get("__wrapped__"), *(value for value in inside if isinstance(value, _CALLABLE))]
-        inside = [*(each.__defaults__ or ()), *self._hold(*_of_dict(each.__dict__))]
+        inside = [*self.fixed(each.__defaults__ or ()), *self._hold(*_of_dict(each.__dict__))]
         inside += [] if each.__kwdefaults__ is None else self._hold(*_of_dict(each.__kwdefaults__))
         for cell in cells:
             inside += self._hold(*_of_cell(cell))
@@ -207,31 +255,76 @@ class _Reached:
         if isinstance(value, nn.Parameter):
             return value
         if isinstance(value, Tensor):
-            return value.detach().clone().requires_grad_(value.requires_grad)
+            fresh = value.detach().clone().requires_grad_(value.requires_grad)
+            vars(fresh).update(getattr(value, "__dict__", {}))
+            return fresh
         if isinstance(value, tuple):
-            parts = [self._copied(each) for each in value]
-            if all(one is other for one, other in zip(parts, value)):
-                return value
-            return named(parts) if (named := getattr(type(value), "_make", None)) else tuple(parts)
+            return self._copy_of_tuple(value)
         if isinstance(value, torch.Generator):
             return value.clone_state()
         if isinstance(value, _LRU):
             return value.__wrapped__
-        kind, owner = type(value).__name__, type(value).__module__
-        iterates = owner in ("itertools", "builtins") and hasattr(value, "__next__")
-        try:
-            if kind in _ITERATORS or _is_numpy(value) or isinstance(value, random.Random | bytearray | array.array):
-                return copy.copy(value)
-        except TypeError:
-            iterates = True
-        if iterates:
-            raise CannotKeep(f"it reaches an iterator ({kind}), which cannot be put back")
+        if _is_numpy_random(value):
+            return copy.deepcopy(value)
+        copied = type(value).__name__ in _ITERATORS and hasattr(type(value), "__next__")
+        if copied or _is_numpy(value) or isinstance(value, random.Random | bytearray | array.array):
+            return copy.copy(value)
         return value
+
+    def _copy_of_tuple(self, value: tuple[Any, ...]) -> Any:
+        parts, kind = [self._copied(each) for each in value], type(value)
+        if all(one is other for one, other in zip(parts, value)):
+            return value
+        if hasattr(kind, "n_sequence_fields"):  # of C, such as what torch.max returns
+            return kind(parts)
+        fresh = tuple.__new__(kind, parts)
+        getattr(fresh, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        return fresh
 
 
 def _is_numpy(value: object) -> bool:
     """Tell whether a value is an array of numpy's in memory; one that is mapped from a file is left alone."""
     return type(value).__module__ == "numpy" and type(value).__name__ != "memmap"
+
+
+def _refuse_locks(kind: type, held: list[Any]) -> None:
+    if any(isinstance(value, _LOCKS) for value in held) and _package(kind) not in sys.stdlib_module_names:
+        raise CannotKeep(f"it reaches a {kind.__name__}, which other threads may use: it holds a lock")
+
+
+def _is_numpy_random(value: object) -> bool:
+    return type(value).__module__.startswith("numpy.random") and hasattr(value, "random")
+
+
+def _steps_in_python(kind: type) -> bool:
+    """Tell an iterator whose state is in attributes."""
+    return isinstance(getattr(kind, "__next__", None), FunctionType) and _package(kind) not in sys.stdlib_module_names | _CLOSED
+
+
+@contextmanager
+def _same_values(value: Any) -> Iterator[None]:
+    """Let a tensor or an array have the values of before when code that may write it in place is over."""
+    if not isinstance(value, Tensor):
+        array = value.copy()
+        yield
+        if value.flags.writeable:
+            value[...] = array
+        return
+    held, wanted = local_tensor(value), value.requires_grad
+    if value.is_meta or held.layout != torch.strided or 0 in held.stride():  # the last nobody can write in place
+        yield
+        return
+    before = held.clone()
+    with nullcontext() if value.is_inference() else keep_version(value):
+        yield
+        if value.grad_fn is not None:
+            value.detach_()
+        value.requires_grad_(wanted)
+        if not isinstance(value, DTensor):
+            value.data = held  # whatever shape and memory it has now
+        if not torch.equal(held, before):
+            with torch.inference_mode(value.is_inference()):
+                held.copy_(before)
 
 
 def _of_dict(held: dict[Any, Any]) -> _Access:

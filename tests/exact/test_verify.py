@@ -7,6 +7,7 @@ import itertools
 import logging
 import random
 from collections import deque
+from unittest import mock
 
 import pytest
 import torch
@@ -413,6 +414,20 @@ def test_a_block_that_holds_what_cannot_be_put_back_is_not_tried_and_is_named():
     told = Plan("tp=2", [TensorParallel()]).apply(model, LAYOUT).verify(IDS)
     assert told.skipped == {"blocks.0": "it reaches an iterator (generator), which cannot be put back"}
     assert next(model.blocks[0].numbers) == 0
+
+
+@on_ranks(2, keep=True)
+def test_a_large_batch_is_tried_on_its_first_samples_and_a_long_one_on_a_shorter_batch():
+    par = Plan("tp=2", [TensorParallel()]).apply(Model(), LAYOUT)
+    with mock.patch("meshpar.exact.verify.INPUTS", 200):
+        told = par.verify(IDS.expand(6, -1))
+        kept = par.split_test()._short((torch.zeros(6, 12, 8), torch.zeros(12, 8)), {}, whole=True)
+    assert not told.skipped and set(told.modules) == {"blocks.0", "embed", "head"}
+    assert [each.shape for each in kept.args] == [(1, 12, 8), (12, 8)]
+    with mock.patch("meshpar.exact.verify.INPUTS", 40):
+        told = par.verify(IDS.expand(6, -1))
+        assert told.skipped["blocks.0"].startswith("its input has 96 elements in one sample, expected at most 80")
+        assert "blocks.0" in par.verify(IDS[:, :5]).modules
 
 
 class ReadsFile(nn.Module):
