@@ -153,7 +153,7 @@ def _open_group(here: torch.device, timeout_s: float) -> None:
     dist.init_process_group(backend, store=store, rank=ranks[0], world_size=ranks[1], timeout=timeout, device_id=bound)
 
 
-_HOSTS = "hosts"
+_HOSTS = "meshpar hosts"
 _LAZILY = "TORCH_GLOO_LAZY_INIT"
 """Read by torch when it makes a group. Without it each rank opens a socket to every other one, in each group."""
 
@@ -170,7 +170,7 @@ def hosts() -> dist.ProcessGroup:
         return world
     from meshpar._torch import open_groups  # loads FSDP2, which a job needs in any case
 
-    known = next((each for each in open_groups() if each.group_desc == _HOSTS), None)
+    known = next((each for each in open_groups() if each.group_desc == _HOSTS and each.size() == world.size()), None)
     return known or new_host_group(_HOSTS)
 
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, TextIO, final
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: the terminal was closed. SIGUSR1: SLURM sends it before the time limit."""
 
+_UNWRITTEN = (OSError, ValueError, RuntimeError)
+"""By which a stream refuses text: a disk, a file that is closed, and one that a signal's handler enters while it is at work."""
+
 
 def heard() -> tuple[signal.Signals, ...]:
     """Return the signals that stop this process; those that its parent ignores, such as SIGHUP under ``nohup``, stay ignored."""
     return tuple(each for each in STOPPING if signal.getsignal(each) != signal.SIG_IGN)
+
+
+def put_back(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Set the handlers of before; one of C, which Python does not know and cannot set again, becomes the default."""
+    for number, handler in handlers.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def exit_code_of(reason: str | None) -> int:
@@ -22,20 +32,20 @@ def exit_code_of(reason: str | None) -> int:
 
 @final
 class Lenient:
-    """A stream that loses the text that it cannot write, as to a full disk or a closed terminal; training continues."""
+    """A stream that loses the text that it cannot write, as to a full disk, a closed terminal or a closed file; training continues."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
         """Write as much as possible."""
-        with suppress(OSError):
+        with suppress(*_UNWRITTEN):
             self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Write the text that the stream still holds, if possible."""
-        with suppress(OSError):
+        with suppress(*_UNWRITTEN):
             self._file.flush()
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as the file's

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from meshpar import runtime
 from meshpar._torch import stored_at
 from meshpar.checkpoints.format.archive import write_tensor
 from meshpar.checkpoints.format.dcp import METADATA_NAME
@@ -226,6 +227,7 @@ class _Room:
             yield memory_of(tensor)
             return
         if self._tile is None:
+            runtime.make_current(tensor.device)  # of this thread, which pins memory by it
             self._tile = torch.empty(TILE_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda)
         for spans in tiles(tuple(tensor.shape), tensor.dtype.itemsize, TILE_BYTES):
             piece = tensor[tuple(slice(*span) for span in spans)]

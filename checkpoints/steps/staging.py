@@ -44,6 +44,7 @@ class Stager:
             device: the device of the parts.
             ready: an event of ``device``, after which the parts have their final values; None on the CPU.
         """
+        runtime.make_current(device)  # of this thread, which pins memory by it
         room = self._room([part.tensor for part in parts])
         with beside(device, ready):
             self._copy(list(zip(room, [part.tensor for part in parts])))

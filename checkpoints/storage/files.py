@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar, final
 
 import torch
 
+from meshpar import runtime
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.errors import CheckpointError
 from meshpar.weights.rules import Spans
@@ -309,6 +310,7 @@ class Turns:
     def tile(self, like: torch.Tensor) -> torch.Tensor:
         """Return host memory of the shape and dtype of ``like``, at most :data:`TILE_BYTES`, that no copy reads any more."""
         if len(self._tiles) < 2:
+            runtime.make_current(self._device)  # of this thread, which pins memory by it
             memory = torch.empty(TILE_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
             self._tiles.insert(self._sent, (memory, torch.Event(self._device)))
         else:

@@ -39,7 +39,7 @@ from meshpar.launchers.agent.failures import (
     recorded,
 )
 from meshpar.launchers.agent.rank_logs import Shown, log_file, start_id
-from meshpar.signals import STOPPING, heard
+from meshpar.signals import STOPPING, heard, put_back
 
 if TYPE_CHECKING:
     from meshpar.launchers.recipes.recipe import Recipe  # loads all that a job may use, which a script does without
@@ -288,8 +288,7 @@ def _signals_restored() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        put_back(before)
 
 
 def _ignore_signals() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshpar.errors import LaunchError
-from meshpar.signals import STOPPING, heard
+from meshpar.signals import STOPPING, heard, put_back
 
 if TYPE_CHECKING:
     from meshpar.launchers.recipes.recipe import Recipe  # loads all that a job may use
@@ -84,8 +84,7 @@ def handling(signals: Sequence[signal.Signals], handle: Callable[[int], None]) -
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        put_back(before)
 
 
 def launch_nodes_here(recipe: Recipe, nodes: int, nproc: int) -> int:

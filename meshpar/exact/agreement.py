@@ -193,10 +193,10 @@ class Agreement:
         Collective: every rank calls it.
         """
         listed = [
-            f"{key}={float(value) if isinstance(value, Tensor) else value}"
+            f"{key}={_plain(value)}"
             for group in optimizer.param_groups
             for key, value in sorted(group.items())
-            if isinstance(value, int | float | str | tuple) or (isinstance(value, Tensor) and not runtime.queues(value.device))
+            if isinstance(value, int | float | str | tuple | Tensor)
         ]
         number = zlib.crc32(" ".join(listed).encode())
         if not all(self.meet("an optimizer's step", [number])):
@@ -373,6 +373,15 @@ class Later:
                 "number of steps; step on every rank alike"
             )
         return most
+
+
+def _plain(value: object) -> object:
+    """Return an optimizer's setting as all ranks print it; reading a tensor on a device would wait, and the device is each rank's own."""
+    if isinstance(value, tuple):
+        return tuple(_plain(each) for each in value)
+    if isinstance(value, Tensor):
+        return "..." if runtime.queues(value.device) else value.tolist()
+    return value
 
 
 def _spans(mine: Tensor) -> list[tuple[int, int]]:

@@ -20,6 +20,8 @@ from meshpar.replicas import Looks
 
 _ROUNDINGS, _QUEUED_ROUNDINGS = 64, 1024
 """How far losses may differ, in units of their dtype's rounding: an accelerator adds in another order each time."""
+_LEAST = 1e-2
+"""How large a loss counts at least: one whose terms cancel to about zero has the rounding of its terms."""
 
 
 @final
@@ -58,7 +60,7 @@ class Losses:
             both = torch.stack([mine, -mine])
             dist.all_reduce(both, dist.ReduceOp.MAX, group)
             most, least = both[0].item(), -both[1].item()
-            if most != least and not most - least <= allowed * max(abs(most), abs(least)):
+            if most != least and not most - least <= allowed * max(abs(most), abs(least), _LEAST):
                 raise ParallelError(
                     f"ranks of {axis} compute the same samples together, but their backward starts from different losses: from {least:.6g} "
                     f"to {most:.6g}, here {mine.item():.6g}. A value made inside of a split module entered the loss by another way than "

@@ -32,10 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshpar import runtime
 from meshpar._torch import keep_version
 from meshpar.placements import local_tensor
-
-from meshpar import runtime
 
 LARGEST = 1 << 27
 """Elements of tensors, beside parameters, that are copied at most: 512 MiB in float32."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from meshpar import runtime
 from meshpar.errors import MeshparError
-from meshpar.signals import STOPPING, heard
+from meshpar.signals import STOPPING, heard, put_back
 
 _NUMBERS = {each.name: int(each) + 1 for each in STOPPING}
 _OTHERWISE = 1  # a request that is no signal; less than any signal's number + 1
@@ -86,8 +86,7 @@ class StopRequest:
         self._entered -= 1
         if self._entered:
             return
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        put_back(self._before)
         if self._group is not None and kind is None:  # after an error the other ranks may never come
             self._finish()
             dist.destroy_process_group(self._group)

@@ -87,6 +87,7 @@ def sockets():
 def check_hosts():
     """The hosts have one group beside the device's, and its ranks connect to those that they talk to."""
     gc.collect()  # groups that have ended
+    dist.new_group([0, 1], backend="gloo", group_desc=runtime._HOSTS)  # not of all ranks
     before = sockets()
     hosts = runtime.hosts()
     assert hosts is runtime.hosts() is not dist.group.WORLD

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -10,16 +12,18 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager
-from meshpar.checkpoints.format.writing import Part
+from meshpar.checkpoints.format.writing import Part, _Room
 from meshpar.checkpoints.steps import saving as saves
+from meshpar.checkpoints.steps import staging
 from meshpar.checkpoints.steps.planning import Planning
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.checkpoints.steps.saving import Noted, Saving
 from meshpar.checkpoints.steps.staging import Samples, Slab, Stager
 from meshpar.checkpoints.storage import files
 from meshpar.checkpoints.storage.checksums import crc32
-from meshpar.checkpoints.storage.files import Box, ReadFile
+from meshpar.checkpoints.storage.files import Box, ReadFile, Turns
 from tests.checkpoints.test_commit import Job
 
 DEVICE = torch.device("meta")
@@ -59,6 +63,38 @@ def test_samples_are_taken_without_a_wait_and_compared_on_the_host():
     assert pinned.nbytes == sum(-(-source.nbytes // 64) * 64 for _, source, _ in copies.seen)
     assert plain.nbytes == 448 + -(-samples.parts[1].tensor.nbytes // 64) * 64
     assert {to.untyped_storage().data_ptr() for to, *_ in copies.seen} == {pinned.data_ptr()}
+
+
+def test_a_thread_that_pins_memory_does_so_on_this_ranks_device(monkeypatch):
+    """A thread begins on the first device, where pinning memory would open a context for each rank of the machine."""
+    current: dict[str, list[torch.device]] = {}
+    monkeypatch.setattr(runtime, "make_current", lambda device: current.setdefault(threading.current_thread().name, []).append(device))
+    monkeypatch.setattr(torch, "Stream", lambda device: nullcontext())
+
+    def pinned(nbytes, *, pin):
+        assert not pin or not nbytes or current[threading.current_thread().name]
+        return Slab(nbytes, pin=False)
+
+    monkeypatch.setattr(staging, "Slab", pinned)
+    parts = parts_on_the_device()
+
+    def work():
+        with Copies():
+            Stager().stage(parts, DEVICE)
+
+    def write():
+        with Copies(), suppress(AttributeError):  # the stream that stands for the device's has nothing to wait for
+            next(_Room().blocks(parts[0].tensor))
+
+    def read():
+        with suppress(RuntimeError):  # of torch.Event, which DEVICE has not
+            Turns(DEVICE).tile(torch.empty(2))
+
+    for act in (work, write, read):
+        thread = threading.Thread(target=act, name=act.__name__)
+        thread.start()
+        thread.join()
+    assert current == {"work": [DEVICE], "write": [DEVICE], "read": [DEVICE]}
 
 
 def test_a_tensor_that_is_written_after_its_sample_is_named():

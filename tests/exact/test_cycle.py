@@ -33,6 +33,7 @@ from meshpar import (
 from meshpar.errors import ParallelError
 from meshpar.exact import agreement
 from meshpar.exact.explain import Explanation
+from meshpar.exact.losses import Losses
 from meshpar.exact.verify import SplitTest
 from meshpar.placements import local_tensor
 from meshpar.testing import on_ranks, whole
@@ -700,6 +701,11 @@ def test_a_learning_rate_of_ones_own_is_refused():
     optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
     for step in range(4):
         par.module(x_of()).square().mean().backward()
+        if step == 2:
+            optimizer.param_groups[0]["betas"] = (torch.tensor(0.9 + 1e-6 * par.data_rank), torch.empty((), device="meta"))
+            with pytest.raises(MeshparError, match=r"betas=\(0\.[89]\d*, '\.\.\.'\)"):
+                optimizer.step()
+            optimizer.param_groups[0]["betas"] = (torch.tensor(0.9), torch.empty((), device="meta"))
         if step == 3:
             optimizer.param_groups[0]["lr"] *= 1 + par.data_rank
             with pytest.raises(MeshparError, match=r"ranks step SGD with different settings, this rank with .*lr=0\.[12]"):
@@ -769,6 +775,15 @@ def test_recurrent_layers_equal_one_process_also_where_they_would_pack_their_wei
                 each.zero_grad()
         for name, parameter in par.module.named_parameters():
             torch.testing.assert_close(whole(parameter.detach()), one.get_parameter(name).detach(), msg=f"{kind} {mesh} {name}")
+
+
+@on_ranks(2, keep=True)
+def test_losses_that_cancel_to_about_zero_may_differ_by_the_rounding_of_their_terms():
+    rank = torch.distributed.get_rank()
+    losses = Losses({"tp": torch.distributed.group.WORLD}, torch.device("cpu"))
+    losses.check([torch.tensor(1e-9 * (1 - 2 * rank))])
+    with pytest.raises(ParallelError, match="starts from different losses"):
+        losses.check([torch.tensor(1e-6 * (1 - 2 * rank))])
 
 
 class Probed(nn.Module):

@@ -14,7 +14,17 @@ from torch.autograd.profiler import profile, record_function
 from torch.distributed._composable import checkpoint_activation
 from torch.distributed.tensor import DTensor
 
-from meshpar import ActivationCheckpoint, ExpertParallel, FullyShard, HybridShard, ModelLayout, Plan, Replicate, TensorParallel
+from meshpar import (
+    ActivationCheckpoint,
+    ContextParallel,
+    ExpertParallel,
+    FullyShard,
+    HybridShard,
+    ModelLayout,
+    Plan,
+    Replicate,
+    TensorParallel,
+)
 from meshpar.checkpoints import CheckpointManager, export_module
 from meshpar.testing import Memory, on_ranks, token_loss_sum, token_steps
 from meshpar.testing.memory import allocated, storages
@@ -146,69 +156,81 @@ def every_verb(build, mesh, passes, folder, memory, *, later=True):
 
 
 def verbs(build, mesh, passes, folder, memory, later):
+    given = []  # the parts of batches that par.split makes
+
+    def check(after, *args, also=(), **more):
+        memory.check(par, after, *args, also=[*also, *given], **more)
+
     torch.manual_seed(0)
     par = Plan(mesh, passes).apply(build())
-    memory.check(par, "apply")
+    check("apply")
     del par
     gc.collect()
     with torch.device("meta"):
         module = build()
     par = Plan(mesh, passes).apply(module)
-    memory.check(par, "apply on meta")
+    check("apply on meta")
     par.materialize(seed=0)
-    memory.check(par, "materialize")
-    mine = [[micro[place] for place in range(par.data_rank, 4, par.data_size)] for micro in STEP]
+    check("materialize")
+    mine = [[par.split(micro[place]) for place in range(par.data_rank, 4, par.data_size)] for micro in STEP]
+    given += [each for micro in mine for batch in micro for each in batch.values()]
     with torch.no_grad():
         token_loss_sum(par.module, mine[0][0])
-    memory.check(par, "an evaluation")
+    check("an evaluation")
     loss, _ = token_loss_sum(par.module, mine[0][0])
     loss.backward()
-    memory.check(par, "the first forward and its backward", also=[loss])
+    check("the first forward and its backward", also=[loss])
     optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-3)
     optimizer.step()
-    memory.check(par, "a step", optimizer, also=[loss])
+    check("a step", optimizer, also=[loss])
     optimizer.zero_grad()
-    memory.check(par, "zero_grad", optimizer, also=[loss])
+    check("zero_grad", optimizer, also=[loss])
     for micro in par.accumulate(mine):
         loss, _ = token_loss_sum(par.module, micro[0])
         loss.backward()
-    memory.check(par, "micro-batches", optimizer, also=[loss])
+    check("micro-batches", optimizer, also=[loss])
     norm = par.clip_grad_norm_(1.0)
-    memory.check(par, "a clip", optimizer, also=[loss, norm])
+    check("a clip", optimizer, also=[loss, norm])
     averaged = par.averaged(0.9)
     averaged.update()
     averages = list(averaged.state_dict()["averages"].values())
-    memory.check(par, "averaged", optimizer, also=averages)
+    check("averaged", optimizer, also=averages)
     with averaged.swapped(), torch.no_grad():
         token_loss_sum(par.module, mine[0][0])
-    memory.check(par, "an evaluation of averages", optimizer, also=averages)
+    check("an evaluation of averages", optimizer, also=averages)
     del averaged, averages
     with CheckpointManager(f"{folder}/steps") as manager:
         manager.save(1, par, optimizer)
-        memory.check(par, "a save", optimizer)
+        check("a save", optimizer)
         manager.restore(par, optimizer)
-        memory.check(par, "a restore", optimizer)
+        check("a restore", optimizer)
     with CheckpointManager(f"{folder}/later", async_=later) as manager:
         manager.save(1, par, optimizer)
         manager.wait()
         # Until the manager goes: a copy in host memory of what the rank saves, random states, and of each tensor padding and samples.
         copies = 3 * par.describe().parameter_bytes + 24 * 1024 + 4 * 320 * len(optimizer.state) if later else 0
-        memory.check(par, "a save in the background", optimizer, beside=copies)
-    memory.check(par, "a manager's end", optimizer)
+        check("a save in the background", optimizer, beside=copies)
+        manager.restore(par, optimizer)
+        check("a restore beside it", optimizer, beside=copies)
+        manager.save(2, par, optimizer)
+        manager.restore(par, optimizer, 1)
+        manager.wait()
+        check("a restore while a save runs", optimizer, beside=copies)
+    check("a manager's end", optimizer)
     state = par.state_dict()
-    memory.check(par, "state_dict", optimizer)
+    check("state_dict", optimizer)
     state = par.state_dict(full=True, everywhere=True)
-    memory.check(par, "state_dict(full=True)", optimizer, also=state.values())
+    check("state_dict(full=True)", optimizer, also=state.values())
     par.load_state_dict(state)
-    memory.check(par, "load_state_dict", optimizer, also=state.values())
+    check("load_state_dict", optimizer, also=state.values())
     del state
     export_module(par, f"{folder}/export")
-    memory.check(par, "an export", optimizer)
+    check("an export", optimizer)
     inputs = {name: value for name, value in mine[0][0].items() if name != "labels"}
     par.verify(inputs)
-    memory.check(par, "verify", optimizer)
+    check("verify", optimizer)
     par.check_replicas()
-    memory.check(par, "check_replicas", optimizer)
+    check("check_replicas", optimizer)
     optimizer.zero_grad()
     loss, _ = token_loss_sum(par.module, mine[0][0])
     handle = next(par.module.parameters()).register_hook(interrupted)
@@ -216,11 +238,11 @@ def verbs(build, mesh, passes, folder, memory, later):
         loss.backward()
     handle.remove()
     del loss
-    memory.check(par, "an error in a backward", optimizer)
+    check("an error in a backward", optimizer)
     optimizer.zero_grad()
     loss, _ = token_loss_sum(par.module, mine[0][0])
     loss.backward()
-    memory.check(par, "a backward after it", optimizer)
+    check("a backward after it", optimizer)
 
 
 def held(model, plan, folder):
@@ -233,6 +255,8 @@ def mixture():
 
 
 OTHERS = {
+    "cp": ("dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),
+    "cp, heads": ("dp_shard=1,cp=2,tp=2", [ContextParallel(transport="heads"), TensorParallel(sequence_parallel=True), FullyShard()]),
     "world": ("dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world")]),
     "bf16": ("dp_shard=4", [FullyShard(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)]),
     "offload": ("dp_shard=4", [FullyShard(offload="cpu")]),
@@ -254,7 +278,7 @@ def cases():
                 yield pytest.param(model, plan, id=f"{model}-{plan}", marks=[] if SAMPLE.get(plan) == model else [pytest.mark.long])
     for plan in OTHERS:
         yield pytest.param(
-            "mixture" if plan == "experts" else "transformer", plan, id=plan, marks=[] if plan == "world" else [pytest.mark.long]
+            "mixture" if plan == "experts" else "transformer", plan, id=plan, marks=[] if plan in ("world", "cp") else [pytest.mark.long]
         )
 
 
