@@ -1,4 +1,4 @@
-"""Whether ranks agree: on the batch and the random state where they work on one sample together, on gradients where they keep one copy."""
+"""Compare ranks: the batch and the random state of those that work on one sample together, the gradients of those that keep one copy."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Agreement:
         self._later: Later | None = None
 
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
-        """See that all ranks are at the same place of their loop before they exchange something there, or raise what tells where they are.
+        """Check that all ranks are at the same place of their loop before they exchange something there; the error names the places.
 
         Each time on a CPU; beside an accelerator the first times, and while the module evaluates.
 
@@ -131,7 +131,7 @@ class Agreement:
                 raise MeshparError(f"ranks of {axis} split different batches; {_SAME_BATCH}")
 
     def unit(self, name: str, trained: str) -> None:
-        """See that all ranks come to one unit together: every time on a CPU, beside an accelerator the first times.
+        """Check that all ranks call one unit together: every time on a CPU, beside an accelerator the first times.
 
         Args:
             name: of the unit.
@@ -163,11 +163,11 @@ class Agreement:
         return self.differs and (not runtime.queues(self._device) or self._backwards < Looks.FIRST)
 
     def backward(self) -> None:
-        """See that all ranks begin a backward together, and none is still to call a unit, whose collectives would meet this one's."""
+        """Check that all ranks begin a backward together: collectives of a unit that one still calls would pair up with this one's."""
         self._meeting.meet("a backward")
 
     def micro_batches(self, left: int) -> None:
-        """See that all ranks are as far in their step: 0 where this rank has no micro-batch in it, 1 before its last one, 2 before others.
+        """Check that all ranks are equally far in their step: 0 without a micro-batch in it here, 1 before the last one, 2 before others.
 
         Raises:
             MeshparError: on every rank alike, or where the others do not come in time.
@@ -253,7 +253,7 @@ class Agreement:
         return [self._mesh.get_group(axis) for axis in self._data_axes]
 
     def _same_parameters(self, unused: list[nn.Parameter], *, look: bool) -> None:
-        """See that all data ranks have gradients for the same parameters, and drop the zeros of those that no rank used.
+        """Check that all data ranks have gradients for the same parameters, and drop the zeros of those that no rank used.
 
         Parameters that a rank did not use count as zero in the reduction. On a rank whose backward did not reach the unit at all, FSDP2
         would join gradients of different parameters without an error.
@@ -270,7 +270,7 @@ class Agreement:
             self._later = later
 
     def _same_buffers(self) -> None:
-        """See that data ranks hold the same persistent buffers, which a forward may have computed from this rank's part of the batch."""
+        """Check that data ranks hold the same persistent buffers, which a forward may have computed from this rank's part of the batch."""
         buffers = {name: each for name, each in state(self._module) if not isinstance(each, nn.Parameter)}
         if not buffers:
             return
@@ -337,7 +337,7 @@ class Meeting:
 
 @final
 class Later:
-    """Which gradients each rank has after a backward: exchanged beside other work, and looked at by :meth:`check`.
+    """Compare which gradients each rank has after a backward: exchanged beside other work, read by :meth:`check`.
 
     Args:
         meeting: of the ranks.
@@ -393,7 +393,7 @@ def _spans(mine: Tensor) -> list[tuple[int, int]]:
 
 
 def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> None:
-    """See that what the ranks of each axis keep whole has one gradient there.
+    """Check that what the ranks of each axis keep whole has one gradient there.
 
     Raises:
         MeshparError: on every rank alike, naming the parameters.

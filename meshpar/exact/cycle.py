@@ -531,7 +531,7 @@ class Cycle:
         self._units.show(unit)
 
     def expect_end(self) -> None:
-        """See that :meth:`_end_backward` runs when the backward that runs now is through."""
+        """Run :meth:`_end_backward` when the backward that runs now ends."""
         if self._backward == -1:
             self._backward = _torch.backward()
             self._had_gradient = {id(each) for each in self._units.hooked() if each.grad is not None}

@@ -1,4 +1,4 @@
-"""Whether ranks that share their samples and positions start a backward from the same loss.
+"""Compare the losses from which ranks that share their samples and positions start a backward.
 
 What is made inside of a split module may leave it by another way than its output: by an attribute, a list, a hook. Each rank then has that
 of its own heads or features, and a loss that takes it in differs between the ranks.

@@ -1,4 +1,4 @@
-"""Whether a model computes the same on parts of a sequence as on the whole: tried in the first forward, before anybody trusts it.
+"""Test that a model computes the same on parts of a sequence as on the whole: in the first forward, before anybody trusts it.
 
 Names cannot tell whether something else than attention mixes positions, or counts them itself. So the beginning of the first batch runs
 twice without gradients: whole on every rank, as the model was written, and split over the ranks. Where the results differ, a block of each

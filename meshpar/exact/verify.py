@@ -1,4 +1,4 @@
-"""Whether what a split block computes is what the block computes: tried on a batch, one block of each kind, before anybody trusts it.
+"""Test that a split block computes what the block computes: on a batch, one block of each kind, before anybody trusts it.
 
 Names cannot tell whether the code between two projections survives the split: it may take a standard deviation over features, mix
 positions, or scale a weight. So the block runs twice on the same input in float32 or wider, without random numbers: once as its author

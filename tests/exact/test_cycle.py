@@ -702,10 +702,10 @@ def test_a_learning_rate_of_ones_own_is_refused():
     for step in range(4):
         par.module(x_of()).square().mean().backward()
         if step == 2:
-            optimizer.param_groups[0]["betas"] = (torch.tensor(0.9 + 1e-6 * par.data_rank), torch.empty((), device="meta"))
-            with pytest.raises(MeshparError, match=r"betas=\(0\.[89]\d*, '\.\.\.'\)"):
+            optimizer.param_groups[0]["betas"] = (torch.tensor(0.9 + 1e-6 * par.data_rank),)
+            with pytest.raises(MeshparError, match=r"betas=\(0\.[89]\d*,\)"):
                 optimizer.step()
-            optimizer.param_groups[0]["betas"] = (torch.tensor(0.9), torch.empty((), device="meta"))
+            optimizer.param_groups[0]["betas"] = (torch.tensor(0.9),)
         if step == 3:
             optimizer.param_groups[0]["lr"] *= 1 + par.data_rank
             with pytest.raises(MeshparError, match=r"ranks step SGD with different settings, this rank with .*lr=0\.[12]"):
