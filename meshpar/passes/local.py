@@ -340,7 +340,8 @@ class WholeParameters:
 
     def versions(self) -> dict[str, tuple[int, int]]:
         """Return by name numbers that change when somebody writes a parameter or gives it other memory."""
-        held: dict[str, Any] = {name: self._module.get_parameter(name)._local_tensor for name in self._names}
+        parameters: dict[str, Any] = {name: self._module.get_parameter(name) for name in self._names}
+        held = {name: each._local_tensor for name, each in parameters.items()}
         return {name: (each._version, each.untyped_storage()._cdata) for name, each in held.items()}
 
     @torch.no_grad()
