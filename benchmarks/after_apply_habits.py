@@ -423,7 +423,7 @@ HABITS: dict[str, Habit] = {
     "weight_itself": Habit(
         "keeps", {"block": ("self.kept = self.norm.weight",), "loss": ("loss = loss + 0.1 * full(module.blocks[0].kept).pow(2).sum()",)}
     ),
-    "input": Habit("keeps", {"enter": ("self.given = x",), "end": ('record["given"] = mean(module.given.pow(2).mean())',)}),
+    "input": Habit("keeps", {"enter": ("self.given = x",), "between": ('record["given"] = mean(module.given.pow(2).mean())',)}),
     "by_a_hook": Habit(
         "keeps",
         {
@@ -587,7 +587,7 @@ HABITS: dict[str, Habit] = {
     "unevenly_at_the_end": Habit(
         "evaluates", {"end": ("with torch.no_grad():", "    for _ in range(2 + par.data_rank):", "        module(EVAL)")}
     ),
-    "other_sizes": _evaluated("module(x[: 1 + par.data_rank % 2])"),
+    "other_sizes": _evaluated("module(x[: len(x) // 2])"),
     "no_rows": _evaluated("module(x[:0])"),
     "skips_a_step_on_one_rank": _looped("evaluates", (ONCE,), loss=(f"if {MINE}:", "    continue")),
     "skips_a_large_loss": _looped("evaluates", loss=("if loss.item() > 1.5:", "    optimizer.zero_grad()", "    continue")),
