@@ -48,6 +48,8 @@ class Alone:
 COMPARE = '''
 def differences(expected, got, tolerance, floor):
     """A tensor may be off by ``tolerance`` of its largest value, or of ``floor`` of the largest of its kind where it is zero by theory."""
+    numbers = lambda value: value.double() if value.dtype == torch.bool else value
+    expected, got = ({name: numbers(value) for name, value in each.items()} for each in (expected, got))
     kinds = {}
     for name, value in expected.items():
         kinds[name.split()[0]] = max(kinds.get(name.split()[0], 1e-12), float(value.abs().max()) if value.numel() else 0.0)
