@@ -56,8 +56,9 @@ import json
 import logging
 import sys
 import traceback
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -198,14 +199,20 @@ class Units:
     """The modules that FSDP2 shards or replicates as one, inside one outermost module."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.modules = [child for child in module.modules() if isinstance(child, FSDPModule)]
-        self._groups = [group for child in self.modules for group in _groups(child)]
+        self._module = module
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.look()
         self._filled: list[nn.Parameter] = []
         self._versions: dict[int, tuple[int, int, int]] = {}
         self._used: set[int] = set()
         self._ran: dict[int, str] = {}
         self._lost: str | None = None
         self._kept: list[tuple[Any, Any, tuple[int, int, int]]] = []
+
+    def look(self) -> None:
+        """Find the units again: modules came or left."""
+        self.modules = [child for child in self._module.modules() if isinstance(child, FSDPModule)]
+        self._groups = [group for child in self.modules for group in _groups(child)]
 
     def watch(self, run: Callable[[], None]) -> None:
         """Call ``run`` in every backward that reaches a unit, and let ranks reduce alike: what other ranks may have used counts as zero.
@@ -214,10 +221,14 @@ class Units:
         may be changed in place behind the unit; its weights are gathered in backward all the same.
         """
         for child in self.modules:
-            child.register_forward_hook(_returned, prepend=True, with_kwargs=True)  # FSDP2's own hook comes next
+            if child not in self._watched:
+                child.register_forward_hook(_returned, prepend=True, with_kwargs=True)  # FSDP2's own hook comes next
         for group in self._groups:
+            if group in self._watched:
+                continue
             group.post_backward = functools.partial(self._after_backward, group, group.post_backward, run)
             group.unshard, group.wait_for_unshard = unseen(group.unshard), unseen(group.wait_for_unshard)
+        self._watched.update([*self.modules, *self._groups])
 
     def _after_backward(self, group: Any, inner: Callable[..., None], run: Callable[[], None], *args: Any) -> None:
         run()
@@ -394,6 +405,15 @@ class Units:
         """Tell whether the backward that runs reduces gradients."""
         return all(group.reduce_grads for group in self._groups)
 
+    def moved(self) -> list[str]:
+        """Return the names of parameters that stand in another unit than the one that shards them."""
+        homes = {id(each.sharded_param): unit for unit in self.modules for group in _groups(unit) for each in group.fsdp_params}
+        names = {child: name for name, child in self._module.named_modules()}
+        now = [child for child in self._module.modules() if isinstance(child, FSDPModule)]
+        owners = [(unit, child) for unit in now for child in _own_modules(unit)]
+        held = [(unit, child, leaf, value) for unit, child in owners for leaf, value in child._parameters.items()]
+        return [f"{names[child]}.{leaf}" for unit, child, leaf, value in held if homes.get(id(value), unit) is not unit]
+
     def hooked(self) -> list[Any]:
         """Return the sharded parameters on which somebody registered a hook for their gradient before it is accumulated."""
         return [each for each in self.shards() if each._backward_hooks]
@@ -525,6 +545,81 @@ def _groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     # torch 2.13 allows a state several groups, where 2.11 has one.
     return [each for each in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if each is not None]
+
+
+@final
+class _Came(nn.Module):
+    """Modules of a unit that came after the unit was made, for FSDP2 to shard their parameters."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(modules)
+
+    def forward(self) -> None:
+        """Is never called; FSDP2 requires one."""
+
+
+def make_unit(unit: nn.Module, make: Callable[..., FSDPModule], ignored: Collection[nn.Parameter]) -> FSDPModule:
+    """Make a unit; one that was made lets go of the parameters that left its modules since, and takes in those that came.
+
+    Args:
+        unit: a module. The units in it come first.
+        make: makes a unit of a module, with the parameters to ignore.
+        ignored: parameters that belong to no unit.
+    """
+    if not isinstance(unit, FSDPModule):
+        return make(unit, ignored_params=set(ignored))
+    groups, known = _groups(unit), {*map(id, ignored)}
+    held = [each.sharded_param for group in groups for each in group.fsdp_params]
+    known.update(map(id, held))
+    inside = list(_own_modules(unit))
+    came = [each for each in inside if any(id(value) not in known for value in each.parameters(recurse=False))]
+    if came:
+        (made,) = _groups(make(_Came(came), ignored_params={*ignored, *held}))
+        if groups:
+            groups[0].fsdp_params += made.fsdp_params
+        else:
+            made.modules, groups = (unit,), [made]
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for each in inside:
+        for name, value in each._parameters.items():
+            places.setdefault(id(value), []).append((each, name))
+    for group in groups:
+        group.fsdp_params = [each for each in group.fsdp_params if id(each.sharded_param) in places]
+        for each in group.fsdp_params:
+            (owner, name), *others = places[id(each.sharded_param)]
+            each._module_info = type(each._module_info)(owner, name, [one for one, _ in others], [name for _, name in others])
+    state: Any = unit._get_fsdp_state()
+    groups = [group for group in groups if group.fsdp_params]
+    if hasattr(state, "_fsdp_param_groups"):
+        state._fsdp_param_groups = groups
+    else:
+        state._fsdp_param_group = groups[0] if groups else None
+    return unit
+
+
+def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a unit, without those of the units in it."""
+    yield unit
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_modules(child)
+
+
+def begin_anew(module: nn.Module) -> None:
+    """Let FSDP2 look at the units of a module, and their parameters, before the next forward as it does before the first."""
+    for unit in module.modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        state: Any = unit._get_fsdp_state()
+        state._is_root = None
+        state._state_ctx.all_states.clear()
+        for group in _groups(unit):
+            group._module_fqn, group._reset_sharded_params = None, False
+            for handles in (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle):
+                for each in handles.values():
+                    each.remove()
+                handles.clear()
 
 
 def units_with_parameters(module: nn.Module) -> list[FSDPModule]:

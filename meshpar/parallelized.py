@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, final
@@ -13,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from meshpar.description import Description, describe
-from meshpar.errors import MeshparError
+from meshpar.errors import MeshparError, PlanError
 from meshpar.exact.agreement import leaves
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.mixing import MixingTest
@@ -24,8 +27,8 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes import random
 from meshpar.passes.applied import applied
-from meshpar.passes.base import Pass, Role, axes_of, find_blocks, held_mesh
-from meshpar.passes.installed import installed
+from meshpar.passes.base import Pass, Role, axes_of, find_blocks, held_mesh, seen_mesh
+from meshpar.passes.installed import before_plan, installed
 from meshpar.passes.untouched import CannotKeep, untouched
 from meshpar.patterns import class_name
 from meshpar.placements import clip_grad_norm_, local_tensor, sharded_axes, whole_tensor
@@ -44,6 +47,19 @@ class Planned(Protocol):
 
     @property
     def passes(self) -> tuple[Pass, ...]: ...
+
+    def check(self, module: nn.Module, layout: ModelLayout | None = None, world_size: int | None = None) -> MeshSpec:
+        """Raise an error for what the plan cannot place."""
+        ...
+
+    def run_passes(
+        self, module: nn.Module, layout: ModelLayout, spec: MeshSpec, meshes: Mapping[MeshSpec, Any], device: torch.device
+    ) -> list[Tensor]:
+        """Run the passes; return the parameters that they replaced and somebody else still holds."""
+        ...
+
+    def guard(self, par: Any) -> None:  # noqa: ANN401 - Parallelized
+        """Guard the modules that ``par`` has now."""
 
 
 @final
@@ -75,6 +91,7 @@ class Parallelized:
     ) -> None:
         self.module, self.mesh, self.spec, self.plan, self.layout, self.device = module, mesh, spec, plan, layout, device
         self.cycle = cycle
+        self._averages: weakref.WeakSet[Averaged] = weakref.WeakSet()
         self.data_axes = axes_of(plan.passes, spec, Role.SAMPLES)
         self._place = spec.coordinates(dist.get_rank())
         self._held, self._meshes = held_mesh(plan.passes, spec), dict(meshes or {spec: mesh})
@@ -202,6 +219,78 @@ class Parallelized:
             assert seed is not None
             initialize.from_seed(self.module, self.layout, seed, self.device, missing)
         return self
+
+    def adopt(self, *names: str, optimizer: Optimizer | Collection[Optimizer] = ()) -> list[nn.Parameter]:
+        """Place modules that came into the model after ``apply``, as ``apply`` would have placed them; return their parameters.
+
+        ``optimizer.add_param_group({"params": par.adopt("head", optimizer=optimizer)})``
+
+        Every pass places the new modules: tensor parallelism by the layout's table, data parallelism in the unit around them, or in units
+        of their own where they are blocks. Parameters that left the module are freed. The next forward and backward are tested as the
+        first ones. Call it between two steps: a backward through an earlier forward is refused afterwards.
+
+        Args:
+            names: names of the new modules, or of modules around them: all that came since ``apply`` or the last call. Without names,
+                modules have left only.
+            optimizer: optimizers that hold parameters that left the module. They forget these parameters and their state.
+
+        Returns:
+            The new parameters, which no optimizer trains yet.
+
+        Raises:
+            MeshparError: a name is no new module, other modules came, too, ranks have different weights, or weights are on the meta device.
+            PlanError: what ``plan.check`` finds for the model with its new modules, or a pass that places modules in ``apply`` alone. The
+                module does not change.
+
+        Collective: every rank calls it.
+        """
+        if self.cycle is None:
+            return [each for name in names for each in self.module.get_submodule(name).parameters()]
+        came = self._agreed_on(names)
+        placed, known = self.cycle.placed.modules, dict(self.module.named_modules())
+        late = [name for name, each in known.items() if each not in placed]
+        self.plan.check(before_plan(self.module, placed), self.layout, self.spec.size)
+        seen = ((each, seen_mesh(each, self.plan.passes, self.spec)) for each in self.plan.passes)
+        if problems := [text for each, spec in seen for text in each.late_problems(self.module, self.layout, spec, late)]:
+            raise PlanError(problems)
+        fresh = {name: self.module.get_parameter(name) for name in came}
+        fresh_buffers = {f"{name}.{leaf}": value for name in late for leaf, value in known[name].named_buffers(recurse=False)}
+        initialize.check_weights({**fresh, **fresh_buffers}, "the weights handed to par.adopt")
+        gone, renamed = self.cycle.left(), self.cycle.placed.renamed()
+        replaced = self.plan.run_passes(self.module, self.layout, self.spec, self._meshes, self.device)
+        self.cycle.adopted([*replaced, *gone])
+        self.plan.guard(self)
+        parameters = list(dict.fromkeys(self.module.get_parameter(name) for name in came))
+        for each in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
+            _forget(each, gone)
+        for average in self._averages:
+            average.follow(came, renamed)
+        return parameters
+
+    def _agreed_on(self, names: Sequence[str]) -> list[str]:
+        """Return the names of the parameters that came into modules ``names``, which are the same on all ranks."""
+        assert self.cycle is not None
+        came, error = list[str](), None
+        try:
+            came = self.cycle.came(names)
+            missing = initialize.without_memory(self.module)
+            if missing and any(name not in missing for name, _ in self.module.named_parameters() if name not in came):
+                raise MeshparError(
+                    f"{min(missing)} has no values, and the model has; build new modules with weights, the same on every rank: call "
+                    "torch.manual_seed(0) before"
+                )
+        except MeshparError as refused:
+            error = refused
+        mine = f"{names} {came} {error}"
+        agreement = self.cycle.agreement
+        alike = agreement is None or all(agreement.meet("par.adopt", [zlib.crc32(mine.encode())]))
+        if error is not None:
+            raise error
+        if not alike:
+            raise MeshparError(
+                f"ranks adopt different modules, this rank {', '.join(came) or 'none'}; build the same modules on every rank"
+            )
+        return came
 
     def manual_seed(self, seed: int) -> None:
         """Seed this rank's random state for training. Ranks with different samples or positions get different states, others the same.
@@ -435,7 +524,9 @@ class Parallelized:
         self, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False, from_start: bool = False
     ) -> Averaged:
         """Return a sharded exponential moving average of the parameters. See :class:`meshpar.state.averaging.Averaged`."""
-        return Averaged(self, decay, dtype=dtype, buffers=buffers, from_start=from_start)
+        average = Averaged(self, decay, dtype=dtype, buffers=buffers, from_start=from_start)
+        self._averages.add(average)
+        return average
 
     def reshard(self) -> None:
         """Free gathered parameters, so that the module's parameters are this rank's shards. The next forward gathers again."""
@@ -477,6 +568,18 @@ class Parallelized:
 
     def __repr__(self) -> str:
         return f"Parallelized({class_name(self.module)}, {self.plan})"
+
+
+def _forget(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Take parameters, and their state, out of an optimizer."""
+    gone = {id(each) for each in parameters}
+    for group in optimizer.param_groups:
+        kept = [place for place, each in enumerate(group["params"]) if id(each) not in gone]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [group[key][place] for place in kept]
+    for each in [each for each in optimizer.state if id(each) in gone]:
+        del optimizer.state[each]
 
 
 def _selected(values: object, index: Tensor, dim: int) -> object:

@@ -35,9 +35,8 @@ from meshpar.passes.batch_norm import batch_norm_problems, synchronize_batch_nor
 from meshpar.passes.local import keep_unpacked
 from meshpar.passes.random import draws_random
 from meshpar.patterns import class_name
-from meshpar.replicas import check_equal
 from meshpar.state.full import refuse_copies
-from meshpar.state.initialize import state, tied_names
+from meshpar.state.initialize import check_weights, state, tied_names
 from meshpar.state.shares import plan_problems
 
 log = logging.getLogger(__name__)
@@ -164,21 +163,14 @@ class Plan:
             raise PlanError(lacking)
         device = runtime.device(kind)
         runtime.make_current(device)
-        built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         if not simulated:
-            _check_weights(module)
+            check_weights(dict(state(module)), "the weights handed to apply")
         seen = [spec, held, *(seen_mesh(each, self.passes, spec) for each in self.passes)]
         meshes = {each: each.build(kind) for each in dict.fromkeys(seen)}
         mesh, held_on = meshes[spec], meshes[held]
         data_axes = axes_of(self.passes, held, Role.SAMPLES)
-        if data_axes or any(each.stage == Stage.RECOMPUTE for each in self.passes):
-            synchronize_batch_norm(module, held_on, data_axes)
-        keep_unpacked(module)
         applied(module).layout, applied(module).verify = layout, self.verify and not simulated
-        replaced = self._run_passes(module, layout, spec, meshes)
-        elsewhere = any(each.device != device for each in (*module.parameters(), *module.buffers()))
-        if elsewhere and not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
-            module.to(device)
+        replaced = self.run_passes(module, layout, spec, meshes, device)
         data = next((each for each in self.passes if each.stage == Stage.DATA), None)
         splits_features = any(spec.axes[axis] > 1 for axis in axes_of(self.passes, spec, Role.FEATURES))
         explanation = Explanation(module, str(self), splits_features=splits_features, unit_pass=None if data is None else data.name)
@@ -186,24 +178,33 @@ class Plan:
         cycle = Cycle(module, explanation, replaced, same)
         refuse_copies(module)
         par = Parallelized(module, mesh, spec, self, layout, device, cycle, meshes=meshes)
-        sequence_parallel = any(each.splits_sequence and any(spec.axes[axis] > 1 for axis in each.axes) for each in self.passes)
-        parts, enter = dict([*_parts(module), *find_blocks(module, layout)]), "call the module, or a method by par.register_method(name)"
-        if sequence_parallel:
-            why = f"it would treat this rank's positions as the whole sequence; {enter}, or use TensorParallel(sequence_parallel=False)"
-            cycle.only_inside(parts, why)
-        elif data is not None:
-            why = f"its weights are gathered with those of a larger unit; {enter}, or name it in the pass's blocks"
-            cycle.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)
-        cycle.explain_calls(part for part in parts.values() if any(True for _ in part.children()))
-        draws = (layout.dropout or draws_random(module)) and not sequence_parallel
-        if self.verify and not simulated:
-            cycle.split_test, cycle.mixing_test = par.split_test(), par.mixing_test()
         reduced = [axis for axis in data_axes if held.axes[axis] > 1]
         split = {axis: mesh.get_group(axis) for axis in axes_of(self.passes, spec, Role.POSITIONS) if spec.axes[axis] > 1}
         cycle.splits_positions = bool(split)
-        cycle.losses = Losses({} if sequence_parallel else {axis: held_on.get_group(axis) for axis in same}, device)
-        cycle.agreement = Agreement(module, held_on, reduced, same, split, device, draws=draws)
+        cycle.losses = Losses({} if self._splits_sequence(spec) else {axis: held_on.get_group(axis) for axis in same}, device)
+        cycle.agreement = Agreement(module, held_on, reduced, same, split, device)
+        self.guard(par)
         return par
+
+    def guard(self, par: Parallelized) -> None:
+        """Guard the modules that ``par`` has now: their calls, and their first forward and backward."""
+        module, layout, cycle = par.module, par.layout, par.cycle
+        assert cycle is not None and cycle.agreement is not None
+        parts, enter = dict([*_parts(module), *find_blocks(module, layout)]), "call the module, or a method by par.register_method(name)"
+        sequence_parallel = self._splits_sequence(par.spec)
+        if sequence_parallel:
+            why = f"it would treat this rank's positions as the whole sequence; {enter}, or use TensorParallel(sequence_parallel=False)"
+            cycle.only_inside(parts, why)
+        elif any(each.stage == Stage.DATA for each in self.passes):
+            why = f"its weights are gathered with those of a larger unit; {enter}, or name it in the pass's blocks"
+            cycle.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)
+        cycle.explain_calls(part for part in parts.values() if any(True for _ in part.children()))
+        if self.verify and not runtime.is_simulated():
+            cycle.split_test, cycle.mixing_test = par.split_test(), par.mixing_test()
+        cycle.agreement.begin(draws=(layout.dropout or draws_random(module)) and not sequence_parallel)
+
+    def _splits_sequence(self, spec: MeshSpec) -> bool:
+        return any(each.splits_sequence and any(spec.axes[axis] > 1 for axis in each.axes) for each in self.passes)
 
     def prove(self, module: nn.Module, batch: Any, layout: ModelLayout | None = None, *, world_size: int | None = None) -> Verification:
         """Compare the split model with the unsplit model in this one process, before a launch.
@@ -239,8 +240,16 @@ class Plan:
         sized = isinstance(self.mesh, MeshSpec) and -1 not in self.mesh.axes.values()
         return self.mesh.size if sized and isinstance(self.mesh, MeshSpec) else runtime.world_size()
 
-    def _run_passes(self, module: nn.Module, layout: ModelLayout, spec: MeshSpec, meshes: Mapping[MeshSpec, Any]) -> list[torch.Tensor]:
+    def run_passes(
+        self, module: nn.Module, layout: ModelLayout, spec: MeshSpec, meshes: Mapping[MeshSpec, Any], device: torch.device
+    ) -> list[torch.Tensor]:
         """Run the passes; return the parameters that they replaced and somebody else still holds, such as an optimizer."""
+        built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        held = held_mesh(self.passes, spec)
+        data_axes = axes_of(self.passes, held, Role.SAMPLES)
+        if data_axes or any(each.stage == Stage.RECOMPUTE for each in self.passes):
+            synchronize_batch_norm(module, meshes[held], data_axes)
+        keep_unpacked(module)
         before = [weakref.ref(each) for each in module.parameters()]
         names, ties = [name for name, _ in module.named_parameters()], tied_names(module)
         for each in self.passes:
@@ -251,6 +260,9 @@ class Plan:
                 raise MeshparError(f"{each.name} changed the names of parameters, which a pass must keep: {changed}")
             if tied_names(module) != ties:
                 raise MeshparError(f"{each.name} untied tied parameters: expected {ties}, got {tied_names(module)}")
+        elsewhere = any(each.device != device for each in (*module.parameters(), *module.buffers()))
+        if elsewhere and not built_on_meta and not any(each.stage == Stage.DATA for each in self.passes):
+            module.to(device)
         kept = {id(each) for each in module.parameters()}
         return [old for one in before if (old := one()) is not None and id(old) not in kept]
 
@@ -285,18 +297,6 @@ class Plan:
         with runtime.simulated(size):
             par = self.apply(module, layout, device_type="cpu")
             return describe(module, par.layout, str(self), replicas if divides else 1, optimizer_copies)
-
-
-def _check_weights(module: nn.Module) -> None:
-    """See that all ranks hand in the same weights."""
-    weights = {name: tensor for name, tensor in state(module) if not tensor.is_meta}
-    check_equal(
-        weights,
-        dict.fromkeys(weights, [0] * dist.get_world_size()),
-        "the weights handed to apply",
-        remedy="call torch.manual_seed(0) on every rank before building the module, or build it under "
-        'torch.device("meta") and call par.materialize(seed=0)',
-    )
 
 
 def _split_copy(each: Pass, layout: ModelLayout, module: nn.Module, mesh: Any, group: Any, rank: int) -> Any:

@@ -34,6 +34,7 @@ PLACES = (
     "an optimizer's step",
     "par.token_scale",
     "par.data_sum",
+    "par.adopt",
     "par.check_replicas",
     "par.state_dict(full=True)",
 )
@@ -53,7 +54,6 @@ class Agreement:
         same_axes: those whose ranks must see the same.
         split: axis -> process group, where ranks see different positions of the same samples.
         device: where numbers are exchanged.
-        draws: the ranks of ``same_axes`` draw the same random numbers outside of what is split.
     """
 
     def __init__(
@@ -64,15 +64,24 @@ class Agreement:
         same_axes: Sequence[str],
         split: Mapping[str, dist.ProcessGroup],
         device: torch.device,
-        *,
-        draws: bool,
     ) -> None:
-        self._module, self._mesh, self._device, self._draws = module, mesh, device, draws
+        self._module, self._mesh, self._device, self._draws = module, mesh, device, False
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
         self._split = split
         self._batches, self._wholes, self._looks, self._backwards = Looks(), Looks(), Looks(), 0
         self._meeting = Meeting(type(module).__name__, 0 if runtime.is_simulated() else next(_NUMBERS))
         self._later: Later | None = None
+
+    def begin(self, *, draws: bool) -> None:
+        """Compare as in the first steps; the ranks of ``same_axes`` draw the same random numbers outside of what is split.
+
+        Collective where the last backward's comparison is not looked at yet.
+        """
+        if self._later is not None:
+            later, self._later = self._later, None
+            later.check()
+        self._draws, self._backwards = draws, 0
+        self._batches, self._wholes, self._looks = Looks(), Looks(), Looks()
 
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """Check that all ranks are at the same place of their loop before they exchange something there; the error names the places.

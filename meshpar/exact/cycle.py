@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from meshpar import _torch, runtime
-from meshpar.errors import MeshparError
+from meshpar.errors import MeshparError, ParallelError
 from meshpar.exact.agreement import leaves
 from meshpar.exact.entrances import STALE, Entrances
 from meshpar.exact.explain import Explanation
@@ -52,6 +52,9 @@ PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
 
 class Comparisons(Protocol):
     """The comparisons between ranks; see :class:`meshpar.exact.agreement.Agreement`."""
+
+    def begin(self, *, draws: bool) -> None:
+        """Before the first step, and after modules came."""
 
     def batch(self, inputs: object) -> None:
         """Before a forward."""
@@ -118,18 +121,14 @@ class Cycle:
         self.mixing_test: MixingTest | None = None
         self._eager = ExitStack()
         self._looks = Looks()
-        known = applied(module)
-        self.whole, self._selective, self._shards = known.whole, known.selective, known.replica_shards
-        self._keeps, self._kept = known.keeps_gathered, False
-        recomputed = [child for block in known.recomputed for child in block.modules()]
-        self._recomputed = [child for child in recomputed if child._buffers and not isinstance(child, _BatchNorm)]
+        self._keeps, self._kept = applied(module).keeps_gathered, False
         self.reducing = True
         self._shares_gathered = False
         self._explanation = explanation
         self._units = _torch.Units(module)
         self._entrances = Entrances(self._enter_backward)
-        self._names = {unit: name for name, unit in module.named_modules()}
         self._replaced = {id(each): weakref.ref(each) for each in replaced}
+        self._gone: dict[int, weakref.ref[Tensor]] = {}
         self._depth = 0
         self._method: Callable[..., Any] | None = None
         self._ready = False
@@ -143,7 +142,11 @@ class Cycle:
         self._outside: dict[nn.Module, ExitStack] = {}
         self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._without_grad: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._explained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._guarded_parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._install()
+        self._look()
 
     def _install(self) -> None:
         module: Any = self.module
@@ -162,13 +165,6 @@ class Cycle:
                 self.register_method(name)
             elif not _is_of_a_library(type(module), name):
                 self._explain_method(name)
-        for unit in self._units.modules:
-            unit.register_forward_pre_hook(self._before_unit, prepend=True)
-            unit.register_forward_pre_hook(self._gathered)  # FSDP2's own hook came before
-            unit.register_forward_hook(self._before_freed, prepend=True)  # FSDP2's own hook comes next
-            unit.register_forward_hook(self._after_unit, always_call=True)
-        self._units.watch(self.expect_end)
-        self._mark()
         if self._units.modules:
             module._is_fsdp_managed_module = True  # by which transformers' generate knows that ranks must go in step
         if self._keeps:
@@ -177,6 +173,58 @@ class Cycle:
         while_lives(self, "backwards", functools.partial(_torch.check_backwards, refuse_reduced, _before_every_backward, _after_failures))
         while_lives(self, "steps", functools.partial(_torch.before_steps, _before_every_step))
         one_process(self, _inside)
+
+    def _look(self) -> None:
+        """See the module as the passes left it."""
+        known = applied(self.module)
+        self.whole, self._selective, self._shards = known.whole, known.selective, known.replica_shards
+        recomputed = [child for block in known.recomputed for child in block.modules()]
+        self._recomputed = [child for child in recomputed if child._buffers and not isinstance(child, _BatchNorm)]
+        self._names = {unit: name for name, unit in self.module.named_modules()}
+        for unit in self._units.modules:
+            if unit not in self._seen:
+                unit.register_forward_pre_hook(self._before_unit, prepend=True)
+                unit.register_forward_pre_hook(self._gathered)  # FSDP2's own hook came before
+                unit.register_forward_hook(self._before_freed, prepend=True)  # FSDP2's own hook comes next
+                unit.register_forward_hook(self._after_unit, always_call=True)
+        self._seen.update(self._units.modules)
+        self._units.watch(self.expect_end)
+        self._mark()
+
+    def came(self, names: Sequence[str]) -> list[str]:
+        """Return the names of the parameters that came into modules ``names`` since the plan was applied.
+
+        Raises:
+            MeshparError: the module is not between two steps, or other parameters came, too.
+        """
+        if self._depth or _torch.in_backward():
+            raise MeshparError("par.adopt is called inside of a forward or a backward; call it between two steps")
+        if not self.reducing:
+            raise MeshparError("par.adopt is called between the micro-batches of par.accumulate; call it after the loop")
+        self.reshard()
+        self._refuse_left()
+        self._units.hide()
+        if moved := self._units.moved():
+            raise ParallelError(
+                f"{moved[0]} moved into another unit after plan.apply, whose ranks would not gather it there; move and tie parameters "
+                "across blocks before plan.apply, or put a module with parameters of its own there"
+            )
+        return self.placed.came(names, self._units.shards)
+
+    def left(self) -> list[nn.Parameter]:
+        """Return the parameters that the plan placed and the module no longer has."""
+        return self.placed.left(self._units.shards())
+
+    def adopted(self, gone: Iterable[Tensor]) -> None:
+        """See the module after :meth:`came`, when the passes have placed what came; ``gone`` are parameters that it lost."""
+        self._gone.update({id(each): weakref.ref(each) for each in gone})
+        _torch.begin_anew(self.module)
+        self._units.look()
+        self._look()
+        self.placed.record()
+        self._looks, self._shares_gathered, self._ready, self._kept = Looks(), False, False, False
+        self._steps += 1  # a backward through an earlier forward would meet other units
+        self._entrances.step()
 
     def only_inside(self, parts: Mapping[str, nn.Module], why: str) -> None:
         """Refuse calls of parts of the module from outside of it.
@@ -191,7 +239,9 @@ class Cycle:
                 raise MeshparError(f"{name} ({type(block).__name__}) is called from outside of the module, where {why}")
 
         for name, part in parts.items():
-            part.register_forward_pre_hook(_torch.eager(functools.partial(check, name)), prepend=True)
+            if part not in self._guarded_parts:
+                part.register_forward_pre_hook(_torch.eager(functools.partial(check, name)), prepend=True)
+        self._guarded_parts.update(parts.values())
 
     def explain_calls(self, parts: Iterable[nn.Module]) -> None:
         """Explain errors of parts that are called from outside of the module, as the module's own calls are explained."""
@@ -202,7 +252,9 @@ class Cycle:
             return self._explanation.told(inner, args, kwargs)
 
         for part in parts:
-            set_forward(part, functools.partial(explained, part.forward))
+            if part not in self._explained:
+                self._explained.add(part)
+                set_forward(part, functools.partial(explained, part.forward))
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -598,11 +650,16 @@ class Cycle:
     def _before_step(self, optimizer: Optimizer) -> Optimizer:
         """Check a step of ``optimizer`` and return what steps: itself, or for Adafactor what knows the norms of sharded parameters."""
         held = [each for group in optimizer.param_groups for each in group["params"]]
-        old = sum(1 for each in held if (known := self._replaced.get(id(each))) is not None and known() is each)
-        if old:
+        if old := _count(held, self._replaced):
             raise MeshparError(
                 f"{type(optimizer).__name__} holds {old} parameters from before plan.apply, which the module no longer has, so it would "
                 "train nothing; build the optimizer after plan.apply, from par.module.parameters()"
+            )
+        if old := _count(held, self._gone):
+            raise MeshparError(
+                f"{type(optimizer).__name__} holds {old} parameters from before par.adopt, which the module no longer has; call "
+                "par.adopt(..., optimizer=optimizer) and then optimizer.add_param_group, or build another optimizer from "
+                "par.module.parameters()"
             )
         own = {id(each) for each in (*self.module.parameters(), *self._units.shards())}
         if not any(id(each) in own for each in held):
@@ -678,6 +735,11 @@ class Cycle:
 
 def _inside() -> bool:
     return any(each._depth for each in list(_LIVING.values()))
+
+
+def _count(parameters: Iterable[Tensor], known: Mapping[int, weakref.ref[Tensor]]) -> int:
+    """Return how many of ``parameters`` are ``known``; a number of an object that is gone may be another's."""
+    return sum(1 for each in parameters if (one := known.get(id(each))) is not None and one() is each)
 
 
 def _before_every_backward(roots: list[Any]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
 from torch import Tensor, nn
 
 from meshpar.errors import ParallelError
-from meshpar.patterns import class_name
+from meshpar.patterns import class_name, suggestion
 
 
 @final
@@ -27,6 +28,7 @@ class Placed:
 
     def record(self) -> None:
         """Take the module's parameters as they are now for those of the plan."""
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(self._module.modules())
         self._held = [(child, dict(child._parameters), tuple(child._modules.values())) for child in self._module.modules()]
         self._kinds = [(child, type(child), class_name(child)) for child, _, _ in self._held]
         self._names = {name: id(value) for name, value in self._module.named_parameters(remove_duplicate=False)}
@@ -45,13 +47,17 @@ class Placed:
             return
         now, known = dict(self._module.named_parameters(remove_duplicate=False)), {*self._names.values(), *map(id, shards())}
         if names := [name for name, value in now.items() if id(value) not in known]:
-            replaced = names[0] in self._names
+            came = "was replaced by another tensor" if names[0] in self._names else "came into the module"
+            new = self._new_modules(names)
             raise ParallelError(
-                f"{', '.join(names[:6])} {'was replaced by another tensor' if replaced else 'came into the module'} after plan.apply: no "
-                "pass places it or reduces its gradient. Put a new head, probe, adapter or parametrization into the module before "
-                "plan.apply; copy values into the parameters that are there (par.load_state_dict); register as a buffer what forward "
-                "assigns. torch.func.functional_call with other weights cannot work on a parallel module (par.averaged(decay) evaluates "
-                "averages)"
+                f"{', '.join(names[:6])} {came} after plan.apply: no pass places it or reduces its gradient. "
+                + (
+                    f"Call {_call(new)} on every rank, and hand the parameters that it returns to optimizer.add_param_group"
+                    if new
+                    else "Put a parameter into a new module and call par.adopt with its name; copy values into the parameters that are "
+                    "there (par.load_state_dict); register as a buffer what forward assigns. torch.func.functional_call with other "
+                    "weights cannot work on a parallel module (par.averaged(decay) evaluates averages)"
+                )
             )
         held: dict[int, set[str]] = {}
         for name, value in now.items():
@@ -59,8 +65,8 @@ class Placed:
         gone = [name for name, number in self._names.items() if name.rpartition(".")[2] not in held.get(number, ()) and name not in now]
         if gone := gone or _tied_since(self._names, now):
             raise ParallelError(
-                f"{', '.join(gone[:6])} left the module after plan.apply, and the ranks would still gather and reduce it; take "
-                "modules out, and tie parameters, before plan.apply"
+                f"{', '.join(gone[:6])} left the module after plan.apply, or became another's, and the ranks would still gather and reduce "
+                f"it; call {_call(self._new_modules(gone))} on every rank"
             )
         self._check_kinds()
         self.record()  # modules without parameters, the same parameters in other modules, or others that units have taken
@@ -71,6 +77,81 @@ class Placed:
                 f"the class of a {changed} in the module was replaced after plan.apply, whose passes have changed what a call of it does; "
                 "give it its class before plan.apply, or replace its forward"
             )
+
+    def came(self, names: Sequence[str], shards: Callable[[], Iterable[nn.Parameter]]) -> list[str]:
+        """Return the names of the parameters that came into the modules called ``names`` since they were recorded.
+
+        Args:
+            names: of modules.
+            shards: as for :meth:`check`.
+
+        Raises:
+            MeshparError: one is no module, nothing came into it, or parameters came elsewhere, too.
+        """
+        for name in names:
+            self._check_came(name)
+        known = {*self._names.values(), *map(id, shards())}
+        came = [name for name, value in self._module.named_parameters(remove_duplicate=False) if id(value) not in known]
+        for name in came:
+            owner = name.rpartition(".")[0]
+            if self._module.get_submodule(owner) in self.modules:
+                raise ParallelError(
+                    f"{name} came into {owner or 'the model'}, a module that the plan placed; par.adopt takes new modules: replace "
+                    f"{owner or 'a module in it'} by a new one that has the parameter, or register the parameter in a new module in it"
+                )
+        if others := [name for name in came if not any(_within(name, each) for each in names)]:
+            call = _call([*names, *self._new_modules(others)])
+            raise ParallelError(f"{', '.join(others[:6])} came into the module, too; adopt all new modules at once: {call}")
+        return came
+
+    def _check_came(self, name: str) -> None:
+        try:
+            found = self._module.get_submodule(name)
+        except AttributeError:
+            if name in dict(self._module.named_parameters(remove_duplicate=False)):
+                raise ParallelError(
+                    f'{name} is a parameter; par.adopt takes the name of a new module: par.adopt("{name.rpartition(".")[0]}")'
+                ) from None
+            near = suggestion(name, (each for each, _ in self._module.named_modules() if each))
+            raise ParallelError(f"the model has no module {name!r}; par.adopt takes the name of a new module, {near}") from None
+        if all(each in self.modules for each in found.modules()):
+            raise ParallelError(f"{name or 'the model'} is placed already, with all modules in it; par.adopt takes modules that came since")
+
+    def _new_modules(self, names: Iterable[str]) -> list[str]:
+        """Return the outermost new modules in which parameters called ``names`` are, or were."""
+        found = {}
+        for name in names:
+            parts = name.split(".")
+            around = [".".join(parts[:end]) for end in range(1, len(parts))]
+            new = [each for each in around if self._is_new(each)]
+            found.update(dict.fromkeys(new[:1]))
+        return list(found)
+
+    def _is_new(self, name: str) -> bool:
+        try:
+            return self._module.get_submodule(name) not in self.modules
+        except AttributeError:
+            return False
+
+    def renamed(self) -> dict[str, str]:
+        """Return the names of parameters that have moved into new modules -> their names before."""
+        before = {number: name for name, number in reversed(self._names.items())}
+        now = self._module.named_parameters(remove_duplicate=False)
+        return {name: before[id(value)] for name, value in now if name not in self._names and id(value) in before}
+
+    def left(self, shards: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the parameters that were placed, among them ``shards``, and that the module no longer has."""
+        kept = {id(each) for each in self._module.parameters()}
+        held = (value for _, parameters, _ in self._held for value in parameters.values() if value is not None)
+        return [each for each in {id(each): each for each in (*held, *shards)}.values() if id(each) not in kept]
+
+
+def _call(names: Iterable[str]) -> str:
+    return "par.adopt(" + ", ".join(f'"{each}"' for each in names) + ")"
+
+
+def _within(name: str, module: str) -> bool:
+    return not module or name.startswith(f"{module}.")
 
 
 def _tied_since(names: Mapping[str, int], now: Mapping[str, nn.Parameter]) -> list[str]:

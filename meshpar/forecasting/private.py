@@ -129,6 +129,9 @@ class Settled:
         """Send the digest of a batch that is split by positions, where it is looked at."""
         self._send(2, self._real.split_groups())
 
+    def begin(self, *, draws: bool) -> None:
+        """Send nothing."""
+
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """Send where a rank is, where it is looked at."""
         if self._on_cpu and dist.get_world_size() > 1:

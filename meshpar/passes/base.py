@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar.errors import MeshError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
-from meshpar.patterns import find_modules, is_called, nearest
+from meshpar.patterns import class_name, find_modules, is_called, nearest
 
 
 class Stage(enum.IntEnum):
@@ -108,6 +108,20 @@ class Pass:
     def machine_problems(self, device_type: str) -> Iterator[str]:
         """Yield what this machine lacks to run a rank on a device of this type. A check or a forecast on another machine ignores it."""
         return iter(())
+
+    def late_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]) -> Iterator[str]:
+        """Yield why the pass cannot place modules that came after ``apply``, one line each. Pure.
+
+        By default it cannot. :meth:`meshpar.Parallelized.adopt` applies a pass that can once more: its ``apply`` then places the modules
+        that are new, and leaves the others as they are.
+
+        Args:
+            module: the model, as the pass left it, with what came since.
+            layout: description of the model.
+            mesh: resolved.
+            came: names of the modules that came.
+        """
+        yield f"{self.name} places modules in plan.apply alone; put new modules into the model before plan.apply"
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
         """Return the names of the parameters that the pass splits over its axes. Pure."""
@@ -223,4 +237,4 @@ def unmatched(what: str, pattern: str, module: nn.Module) -> str:
 
 def _matching(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     by_name = dict(find_modules(module, pattern))
-    return by_name or {name: child for name, child in module.named_modules() if type(child).__name__ == pattern}
+    return by_name or {name: child for name, child in module.named_modules() if class_name(child) == pattern}

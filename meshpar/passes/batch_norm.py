@@ -16,7 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from meshpar._torch import assert_async
 from meshpar._torch import collective_ops as ops
-from meshpar.passes.installed import own_forward, set_forward
+from meshpar.passes.installed import installed, own_forward, set_forward
 
 RECOMPUTED: ContextVar[bool] = ContextVar("RECOMPUTED", default=False)
 """Whether a pass computes once more what was computed, and counted, before."""
@@ -57,7 +57,8 @@ def synchronize_batch_norm(module: nn.Module, mesh: DeviceMesh, axes: Sequence[s
     """
     groups = [mesh.get_group(axis) for axis in axes if mesh[axis].size() > 1]
     for _, child in _batch_norms(module):
-        if _has_torchs_forward(child) and not isinstance(child, LazyModuleMixin):
+        known = installed(child)
+        if _has_torchs_forward(child) and not isinstance(child, LazyModuleMixin) and (known is None or known.forward is None):
             _set_forward(child, groups)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
@@ -18,7 +18,7 @@ from meshpar.mesh import MeshSpec
 from meshpar.passes.base import Pass, Role, Stage, unmatched
 from meshpar.passes.exchange import Exchange, Transport, runs
 from meshpar.passes.installed import record, set_forward
-from meshpar.patterns import find_modules
+from meshpar.patterns import find_modules, matches
 
 
 @final
@@ -77,12 +77,17 @@ class ContextParallel(Pass):
                 "positions in another way: exact, but their time and memory are not divided"
             )
 
+    def late_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]) -> Iterator[str]:
+        late = [name for name in came for each in (*layout.attention, *layout.mixers, *self.mixers) if matches(each, name)]
+        if mesh.axes["cp"] > 1 and late:
+            yield f"{late[0]} mixes positions, which ContextParallel prepares in plan.apply alone; put it into the model before plan.apply"
+
     def positions(self, length: int, size: int, index: int) -> Tensor:
         return torch.cat([torch.arange(each.start, each.stop) for each in runs(length, size, index, balance=self.balance)])
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         axis = mesh["cp"]
-        if axis.size() == 1:
+        if axis.size() == 1 or record(module).exchange is not None:
             return
         exchange = Exchange(
             group=axis.get_group(), size=axis.size(), rank=axis.get_local_rank(), transport=self.transport, balance=self.balance

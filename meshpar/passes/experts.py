@@ -10,7 +10,7 @@ import inspect
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,7 @@ from meshpar.passes.routing import INTERFACE, Inner, Mean, Routing, by_experts, 
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.parts import with_own
 from meshpar.passes.untouched import CannotKeep, untouched
-from meshpar.patterns import class_name, find_modules, matches
+from meshpar.patterns import class_name, covers, find_modules, matches
 
 log = logging.getLogger(__name__)
 
@@ -122,13 +122,18 @@ class ExpertParallel(Pass):
                 "tokens between nodes four times a step; keep ep x tp within a node, and use dp_shard across nodes"
             )
 
+    def late_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]) -> Iterator[str]:
+        late = [name for name in came for each in layout.experts if covers(each, name)]
+        if mesh.axes["ep"] > 1 and late:
+            yield f"{late[0]} holds experts, which ExpertParallel divides in plan.apply alone; put it into the model before plan.apply"
+
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
         found = [pair for pattern in layout.experts for pair in find_modules(module, pattern)]
         return {f"{name}.{leaf}" for name, child in found for leaf, _ in child.named_parameters(recurse=False)}
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         axis, names = mesh["ep"], mesh.mesh_dim_names or ()
-        if axis.size() == 1:
+        if axis.size() == 1 or applied(module).divided:
             return
         record, inside = applied(module), mesh[names[names.index("ep") :]]
         record.routing = Routing(self.skew)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
@@ -17,6 +17,7 @@ from meshpar.errors import MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
 from meshpar.passes.base import Pass, Stage, block_problems, find_blocks
+from meshpar.passes.installed import installed
 from meshpar.passes.local import set_product
 from meshpar.patterns import covers
 from meshpar.placements import local_tensor
@@ -75,9 +76,15 @@ class Float8(Pass):
         if not self.emulate:
             yield from _hardware_problems(device_type)
 
+    def late_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]) -> Iterator[str]:
+        return iter(())
+
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         product = _product(self.recipe, self.emulate)
         for name, layer in self._layers(module, layout).items():
+            known = installed(layer)
+            if known is not None and known.product is not None:
+                continue
             part = tuple(local_tensor(layer.weight).shape)
             if any(size % _MULTIPLE for size in part):
                 log.warning("Float8 leaves %s as it is: a rank's part of it is %s, not multiples of %d", name, part, _MULTIPLE)

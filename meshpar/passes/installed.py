@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from meshpar.passes.exchange import Exchange
 
@@ -29,6 +33,7 @@ class Installed:
         around: what a head does before and after its one product, where that is all that it does.
         exchange: how the ranks that hold a part of the positions each exchange them; None: each rank holds all.
         reads_parameters: the forward takes this rank's part of the module's own parameters itself.
+        sees: by the ranks that hold parameters whole, the modules whose parameters this one sees as plain tensors.
         aside: not empty: during one call of the model another forward computes; the instance's own of before, None where it had none.
     """
 
@@ -39,6 +44,7 @@ class Installed:
     around: tuple[Step, Step] | None = None
     exchange: Exchange | None = None
     reads_parameters: bool = False
+    sees: dict[str, list[nn.Module]] = field(default_factory=dict)
     aside: list[Callable[..., Any] | None] = field(default_factory=list)
 
 
@@ -135,3 +141,39 @@ def as_written(module: nn.Module) -> Iterator[None]:
             each.__dict__.pop("forward", None)
             if forward is not None:
                 each.forward = forward
+
+
+def before_plan(module: nn.Module, placed: Container[nn.Module]) -> nn.Module:
+    """Return a module to read only, which looks as ``module`` would before any plan was applied.
+
+    Args:
+        module: the outermost module.
+        placed: the modules to which a plan was applied. They have no hooks, and parameters on the meta device.
+    """
+    modules: dict[nn.Module, nn.Module] = {}
+    parameters: dict[int, nn.Parameter] = {}
+
+    def whole(parameter: Any) -> Any:
+        if not isinstance(parameter, DTensor):
+            return parameter
+        like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return parameters.setdefault(id(parameter), nn.Parameter(like, requires_grad=parameter.requires_grad))
+
+    def written(each: nn.Module) -> nn.Module:
+        if each in modules:
+            return modules[each]
+        known, kind = installed(each), next(kind for kind in type(each).__mro__ if not issubclass(kind, FSDPModule))
+        made: Any = object.__new__(kind)
+        modules[each] = made
+        made.__dict__.update(each.__dict__)
+        if each in placed:
+            made.__dict__.update({name: OrderedDict() for name, value in vars(each).items() if name.endswith("_hooks") and value})
+            for name in ("_call_impl", "_compiled_call_impl", "_meshpar"):
+                made.__dict__.pop(name, None)
+            made.__dict__.update({} if known is None else known.attributes)
+            _put(made, own_forward(each))
+        made.__dict__["_parameters"] = {name: whole(value) for name, value in each._parameters.items()}
+        made.__dict__["_modules"] = {name: None if value is None else written(value) for name, value in each._modules.items()}
+        return modules[each]
+
+    return written(module)

@@ -41,14 +41,14 @@ def replaced_problems(name: str, module: nn.Module, base: type[nn.Module]) -> It
         base: the class whose forward the style knows (``nn.Linear``, which stands for GPT-2's Conv1D too; ``nn.Embedding``).
     """
     kind, known = type(module), base.__name__
-    leave = f"leave it whole: TensorParallel(styles={{{name!r}: None}}), or give it a style of your own"
+    leave = f"leave it whole: {whole_styles([name])}, or give it a style of your own"
     if parametrize.is_parametrized(module):
         parts = ", ".join(sorted(module.parametrizations))  # type: ignore[arg-type]
         yield f"{name} computes its {parts} by a parametrization, which a style for {known} would skip; {leave}"
     elif kind.forward is not base.forward and not is_transposed(module):
         yield f"{name} is a {class_name(module)} with a forward of its own, which a style for {known} would skip; {leave}"
     elif own_forward(module) is not None:
-        yield f"{name} has a forward that was set on it, which a style for {known} would skip; set it after apply, or {leave}"
+        yield f"{name} has a forward that was set on it, which a style for {known} would skip; {leave}"
     elif kind is NonDynamicallyQuantizableLinear:
         around = name.rpartition(".")[0] or "the model"
         yield f"{name} is a part of {around}, a nn.MultiheadAttention, which reads its weights itself and cannot be split; {leave}"
@@ -58,6 +58,11 @@ def replaced_problems(name: str, module: nn.Module, base: type[nn.Module]) -> It
             f"{name} has hooks, which would see a rank's part of what they expect (or weights that they compute, as weight_norm of "
             f"torch.nn.utils does, would be skipped); register them on a module around it, or {leave}"
         )
+
+
+def whole_styles(names: Sequence[str]) -> str:
+    """Return the pass that leaves modules whole, as a user writes it."""
+    return f"TensorParallel(styles={{{', '.join(f'{name!r}: None' for name in names)}}})"
 
 
 def features_of(module: nn.Module) -> tuple[int, int] | None:
@@ -140,13 +145,13 @@ def shard_parameter(module: nn.Module, name: str, dim: int, context: Context) ->
 def keep_whole(module: nn.Module, context: Context) -> None:
     """Make DTensors of the parameters in ``module`` that nothing split, so that optimizers and loops see one kind of parameter."""
     for child in module.modules():
-        for name in child._parameters:
+        for name in child._parameters if child not in context.done else ():
             _place(child, name, Replicate(), context)
 
 
 def _place(module: nn.Module, name: str, placement: Shard | Replicate, context: Context) -> None:
     parameter = module._parameters.get(name)
-    if parameter is None:
+    if parameter is None or (context.done and isinstance(parameter, DTensor)):  # tied to one that was placed before
         return
     taken = _taken(parameter, context)
     if taken is None:
@@ -196,7 +201,7 @@ def see_whole(module: nn.Module, blocks: set[nn.Module], styled: set[nn.Module])
             continue
         else:
             inside = [child] if any(each in styled for each in child.modules() if each is not child) else list(child.modules())
-        see_plain(child, [each for each in inside if any(True for _ in each.parameters(recurse=False)) and not _reads(each)])
+        see_plain(child, [each for each in inside if any(True for _ in each.parameters(recurse=False)) and not _reads(each)], "tensor axis")
 
 
 def _reads(module: nn.Module) -> bool:
@@ -204,9 +209,16 @@ def _reads(module: nn.Module) -> bool:
     return known is not None and known.reads_parameters
 
 
-def see_plain(module: nn.Module, inside: list[nn.Module]) -> None:
-    """Let ``module`` compute with the plain tensors behind parameters of the modules ``inside`` that every rank holds whole."""
-    inner = module.forward
+def see_plain(module: nn.Module, inside: list[nn.Module], over: str) -> None:
+    """Let ``module`` compute with the plain tensors behind parameters of the modules ``inside`` that every rank holds whole ``over`` what.
+
+    A second call for the same ranks changes the modules alone.
+    """
+    sees = record(module).sees
+    if over in sees:
+        sees[over][:] = inside
+        return
+    sees[over], inner = inside, module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kept = [(each._parameters, name, value) for each in inside for name, value in each._parameters.items() if is_whole(value)]
@@ -290,9 +302,18 @@ def sum_gradients(name: str, module: nn.Module, context: Context) -> None:
 def kept_whole(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Parameter]:
     """Return the parameters, by their first name, that FSDP2 does not manage: ``patterns``, scalars and empty ones."""
     named = module.named_parameters(remove_duplicate=False)
-    known = ((name, each) for name, each in named if not is_lazy(each))
-    chosen = {id(each) for name, each in known if not each.ndim or not each.numel() or any(covers(pattern, name) for pattern in patterns)}
+    known = ((name, each) for name, each in named if not is_lazy(each) and not is_shard(each))
+    chosen = {
+        id(each)
+        for name, each in known
+        if not each.ndim or not each.numel() or is_kept(each) or any(covers(pattern, name) for pattern in patterns)
+    }
     return {name: each for name, each in module.named_parameters() if id(each) in chosen}
+
+
+def is_kept(parameter: nn.Parameter) -> bool:
+    """Tell a parameter that data ranks keep whole already."""
+    return "_meshpar_whole" in vars(parameter)
 
 
 @final
@@ -303,14 +324,19 @@ class WholeParameters:
 
     Args:
         module: the outermost module, whose parameters are replaced.
-        names: of the parameters, tied ones once.
         mesh: the whole mesh.
         axes: the data axes.
     """
 
-    def __init__(self, module: nn.Module, names: Sequence[str], mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
-        self._module, self._names, self._mesh, self._axes = module, tuple(names), mesh, axes
-        placed: dict[int, nn.Parameter] = {id(module.get_parameter(name)): self._placed(module.get_parameter(name)) for name in names}
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
+        self._module, self._mesh, self._axes = module, mesh, axes
+        self._names: tuple[str, ...] = ()
+
+    def take(self, names: Sequence[str]) -> None:
+        """Take the parameters that have these names, tied ones once; those that were taken stay the same."""
+        module, self._names = self._module, tuple(names)
+        taken = {name: module.get_parameter(name) for name in names}
+        placed = {id(each): each if is_kept(each) else self._placed(each) for each in taken.values()}
         holders = []
         for child in module.modules():
             held = [name for name, value in child._parameters.items() if id(value) in placed]
@@ -322,7 +348,7 @@ class WholeParameters:
         for child in module.modules():
             within = set(child.modules())
             if is_called(child) and (inside := [each for each in holders if each in within]):
-                see_plain(child, inside)
+                see_plain(child, inside, "data ranks")
 
     def _placed(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter as a DTensor that the data axes replicate, and that is split over tensor axes as it was."""

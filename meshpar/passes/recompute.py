@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Context, ContextVar, Token, copy_context
 from dataclasses import dataclass
@@ -76,6 +76,9 @@ class ActivationCheckpoint(Pass):
         if self.every < 1:
             yield f"ActivationCheckpoint(every={self.every}) must be 1 or more"
 
+    def late_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]) -> Iterator[str]:
+        return iter(())
+
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         while_lives(module, "profiler marks", _torch.ignore_profiler_marks)
         while_lives(module, "recomputation", _torch.recompute_again)
@@ -87,7 +90,7 @@ class ActivationCheckpoint(Pass):
             common.append(_selective_contexts if self.policy is None else partial(create_selective_checkpoint_contexts, self.policy))
             applied(module).selective = True
         for place, (_, block) in enumerate(find_blocks(module, layout, self.blocks)):
-            if place % self.every == 0:
+            if place % self.every == 0 and block not in applied(module).recomputed:
                 applied(module).recomputed.append(block)
                 contexts, inside = list(common), set(block.modules())
                 if not inside.isdisjoint(applied(module).divided):

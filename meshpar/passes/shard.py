@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, final
 
@@ -56,6 +57,9 @@ class Precision:
         """Return the policy of a module that computes in float32 among others that do not: its output goes back to their dtype."""
         return self.policy(torch.float32, self.param_dtype, True)
 
+    def late_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]) -> Iterator[str]:
+        return iter(())
+
     def units(self, module: nn.Module, layout: ModelLayout, min_params: int = 0) -> list[tuple[nn.Module, MixedPrecisionPolicy, str]]:
         """Return (module, policy, name) of the units, innermost first; the last is the whole model with what no other unit holds."""
         order = {name: place for place, (name, _) in enumerate(module.named_modules())}
@@ -73,11 +77,13 @@ class Precision:
         """Take out the parameters that every rank of ``axes`` keeps whole, and return them as FSDP2 is to ignore them."""
         for each in module.parameters():
             held: Any = each._local_tensor if isinstance(each, DTensor) else each
-            if not held.is_contiguous() and 0 not in held.stride():  # which FSDP2 cannot split
+            if not held.is_contiguous() and 0 not in held.stride() and not _torch.is_shard(each):  # which FSDP2 cannot split
                 held.data = held.data.contiguous()
-        names = list(kept_whole(module, self.whole))
-        if names:
-            applied(module).whole = WholeParameters(module, names, mesh, axes)
+        names, record = list(kept_whole(module, self.whole)), applied(module)
+        if names and record.whole is None:
+            record.whole = WholeParameters(module, mesh, axes)
+        if record.whole is not None:
+            record.whole.take(names)
         return {module.get_parameter(name) for name in names}
 
     def common_problems(self, module: nn.Module, layout: ModelLayout, min_params: int = 0) -> Iterator[str]:
@@ -147,33 +153,41 @@ class _Sharding(Precision):
         """Apply ``fully_shard`` unit by unit, the outermost last, on ``held_on``: the mesh of ``axes``, (shards) or (replicas, shards)."""
         cast_buffers(module, self.buffer_dtype)
         ignored = self.keep_whole(module, mesh, axes)
-        common: dict[str, Any] = {"mesh": held_on, "offload_policy": self._offload_policy(mesh), "ignored_params": ignored}
+        common: dict[str, Any] = {"mesh": held_on, "offload_policy": self._offload_policy(mesh)}
         keep = self.reshard_after_forward
         applied(module).keeps_gathered = keep is False
-        self._shard_divided(module, layout, axes, common)
+        divided = self._shard_divided(module, layout, axes, common, ignored)
         *inner, (_, outer, _) = self.units(module, layout, self.min_params)
-        inner = [each for each in inner if not isinstance(each[0], FSDPModule)]  # blocks=(...) may name what is divided
-        units = [fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **common) for unit, policy, _ in inner]
-        fully_shard(module, reshard_after_forward=keep if not isinstance(keep, bool) else False, mp_policy=outer, **common)
+        units = [
+            _torch.make_unit(unit, partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **common), ignored)
+            for unit, policy, _ in inner
+            if unit not in divided  # blocks=(...) may name what is divided
+        ]
+        outermost = keep if not isinstance(keep, bool) else False
+        _torch.make_unit(module, partial(fully_shard, reshard_after_forward=outermost, mp_policy=outer, **common), ignored)
         self._prefetch(units)
 
-    def _shard_divided(self, module: nn.Module, layout: ModelLayout, axes: tuple[str, ...], common: dict[str, Any]) -> None:
+    def _shard_divided(
+        self, module: nn.Module, layout: ModelLayout, axes: tuple[str, ...], common: dict[str, Any], ignored: set[nn.Parameter]
+    ) -> set[FSDPModule]:
         """Shard what an axis of samples divides over the data axes alone, each module a unit; what is inside of it sees every sample.
 
         It computes in the dtype in which it would as a part of the unit around it, which has cast the inputs.
         """
+        units = set[FSDPModule]()
         keep = self.reshard_after_forward if isinstance(self.reshard_after_forward, bool) else True
         single = {child for pattern in layout.fp32 for _, child in find_modules(module, pattern)}
         within = {inner for child in single for inner in child.modules()}
         for unit, mesh in applied(module).divided.items():
             dtype = torch.float32 if unit in within and self.param_dtype is not None else self.param_dtype
             policy = self.policy(dtype, None, False)
-            for child in unit.children():
-                if any(True for _ in child.parameters()):
-                    fully_shard(child, reshard_after_forward=keep, mp_policy=policy, **common)
+            make = partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **common)
+            units.update(_torch.make_unit(child, make, ignored) for child in unit.children() if any(True for _ in child.parameters()))
             held_on = mesh[axes] if common["mesh"].ndim == len(axes) else _torch.flattened(mesh[axes])
             policy = self.kept() if unit in single and self.param_dtype is not None else policy
-            fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **{**common, "mesh": held_on})
+            make = partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **{**common, "mesh": held_on})
+            units.add(_torch.make_unit(unit, make, ignored))
+        return units
 
     def _offload_policy(self, mesh: DeviceMesh) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=not runtime.on_host(mesh.device_type)) if self.offload == "cpu" else OffloadPolicy()
@@ -302,8 +316,11 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         replicas, shards = self.axes
         splits = self.optimizer == "world" and mesh[replicas].size() > 1
         self.shard(module, layout, mesh, self.axes, _torch.flattened(mesh[self.axes]) if splits else mesh[self.axes])
-        if splits:
-            applied(module).replica_shards = ReplicaShards(module, mesh, applied(module).divided, replicas, shards)
+        record = applied(module)
+        if splits and record.replica_shards is None:
+            record.replica_shards = ReplicaShards(module, mesh, record.divided, replicas, shards)
+        elif record.replica_shards is not None:
+            record.replica_shards.look()
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -385,4 +402,4 @@ class Replicate(Precision, Pass):
         cast_buffers(module, self.buffer_dtype)
         ignored = self.keep_whole(module, mesh, self.axes)
         for unit, policy, _ in self.units(module, layout):
-            _torch.replicate(unit, mesh=mesh["dp_replicate"], mp_policy=policy, ignored_params=ignored)
+            _torch.make_unit(unit, partial(_torch.replicate, mesh=mesh["dp_replicate"], mp_policy=policy), ignored)

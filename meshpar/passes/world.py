@@ -175,23 +175,30 @@ class ReplicaShards:
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, divided: Mapping[nn.Module, DeviceMesh], replicas: str, shards: str) -> None:
-        self._module = module
+        self._module, self._mesh, self._divided, self._axes = module, mesh, divided, (replicas, shards)
         self._replicas = mesh[replicas].size()
-        over: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-        unit: Any  # FSDP2 names the classes of its collectives in private modules alone
+        self._over: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self._gathers, self._reduces = list[_Gather](), list[_Reduce]()
-        for unit in _torch.units_with_parameters(module):
-            held_on = divided.get(unit, mesh)
+        self.look()
+
+    def look(self) -> None:
+        """Find the units again, and forget the shards: parameters came or left. Collective where a group is new."""
+        (replicas, shards), alone = self._axes, not runtime.queues(self._mesh.device_type)
+        self._gathers.clear()
+        self._reduces.clear()
+        unit: Any  # FSDP2 names the classes of its collectives in private modules alone
+        for unit in _torch.units_with_parameters(self._module):
+            held_on = self._divided.get(unit, self._mesh)
             axis = held_on.get_group(replicas)
-            if axis not in over:
-                over[axis] = _slices_group(replicas, axis)
-            groups = over[axis], held_on.get_group(shards)
-            self._gathers.append(_Gather(unit, *groups, in_parts=not runtime.queues(mesh.device_type)))
-            self._reduces.append(_Reduce(*groups, exchanges=not runtime.queues(mesh.device_type)))
+            if axis not in self._over:
+                self._over[axis] = _slices_group(replicas, axis)
+            groups = self._over[axis], held_on.get_group(shards)
+            self._gathers.append(_Gather(unit, *groups, in_parts=alone))
+            self._reduces.append(_Reduce(*groups, exchanges=alone))
             unit.set_custom_all_gather(self._gathers[-1])
             unit.set_custom_reduce_scatter(self._reduces[-1])
-        self.groups = [(replicas, made) for axis, made in over.items() if made is not axis]
-        self._look_ahead(mesh.device_type)
+        self.groups = [(replicas, made) for axis, made in self._over.items() if made is not axis]
+        self._look_ahead(self._mesh.device_type)
 
     def send_as_on(self, device_type: str) -> None:
         """Send what is sent on devices of this type: on a CPU all slices travel from the start, and each part in a call of its own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, final
 
@@ -66,7 +66,7 @@ class Averaged:
         if dtype is not None and not dtype.is_floating_point:
             raise MeshparError(f"the average's dtype is {dtype}; expected a floating-point dtype such as torch.float32")
         self._par, self._module = par, par.module
-        self._decay, self._buffers, self._swapped = decay, buffers, False
+        self._decay, self._dtype, self._buffers, self._swapped = decay, dtype, buffers, False
         self._copies_first = not from_start
         self.updates = 0
         if not callable(decay):
@@ -114,6 +114,20 @@ class Averaged:
             raise MeshparError(
                 f"{changed[0]} was changed inside of swapped(), and the change is lost; expected evaluation only: train after the block"
             )
+
+    @torch.no_grad()
+    def follow(self, came: Collection[str], renamed: Mapping[str, str]) -> None:
+        """Average the parameters that the module has now.
+
+        Args:
+            came: names of new ones, whose averages begin with their values.
+            renamed: names of others -> those that they had before.
+        """
+        self._refuse_inside("par.adopt()")
+        known, self._averages = self._averages, {}
+        for name, tensor in self._tensors().items():
+            old = None if name in came else known.get(renamed.get(name, name))
+            self._averages[name] = _copy(tensor, self._dtype) if old is None else old
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average, placed as the parameters are and under their names, and the number of updates.

@@ -19,6 +19,7 @@ from meshpar.layout import ModelLayout
 from meshpar.passes import random
 from meshpar.patterns import class_name, covers, matches, nearest
 from meshpar.placements import held_by_this_rank, local_tensor
+from meshpar.replicas import check_equal
 from meshpar.weights import Mapped, WeightSource, dtypes_of
 
 _TILE_BYTES = 4 << 20  # of tied tensors that are compared: nothing more than that is held beside a rank's part
@@ -28,6 +29,18 @@ def without_memory(module: nn.Module) -> set[str]:
     """Return the names of the parameters and buffers that are on the meta device, tied ones under every name."""
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {name for name, tensor in tensors if tensor.is_meta}
+
+
+def check_weights(tensors: Mapping[str, Tensor], what: str) -> None:
+    """See that all ranks hand in the same tensors; ``what`` is how the message calls them. Collective: every rank calls it."""
+    weights = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    check_equal(
+        weights,
+        dict.fromkeys(weights, [0] * dist.get_world_size()),
+        what,
+        remedy="call torch.manual_seed(0) on every rank before building the module, or build it under "
+        'torch.device("meta") and call par.materialize(seed=0)',
+    )
 
 
 def allocate(module: nn.Module, device: torch.device, parameter_device: torch.device) -> None:

@@ -168,6 +168,21 @@ def functional_call(side):
         side.note_rows("output", torch.func.functional_call(net, weights, (x,)))
 
 
+@habit(FORWARD, '`net.head = nn.Linear(...)` between two steps, and `par.adopt("head", optimizer=optimizer)`')
+def new_head(side):
+    net = side.apply(side.net())
+    optimizer = adamw(net)
+    train(side, net, optimizer)
+    torch.manual_seed(2)
+    old, net.head = list(net.head.parameters()), nn.Linear(DIM, CLASSES).double()
+    if side.alone:
+        group = optimizer.param_groups[0]
+        group["params"] = [each for each in group["params"] if not any(each is one for one in old)]
+    new = list(net.head.parameters()) if side.alone else side.par.adopt("head", optimizer=optimizer)
+    optimizer.add_param_group({"params": new})
+    train(side, net, optimizer)
+
+
 @habit(FORWARD, "`register_forward_hook` and `register_full_backward_hook` on a block")
 def module_hooks(side):
     net = side.apply(side.net())

@@ -72,6 +72,8 @@ class Context:
         regions: name -> the region that a module stands in.
         styles: name -> style of every module that has one.
         joining: modules at whose end random state is the axis's shared one again.
+        styled: the modules that have a style of their own.
+        done: the modules that have been split, or left whole; those that came since are not in it.
     """
 
     mesh: DeviceMesh
@@ -86,7 +88,9 @@ class Context:
     placed: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Parameter]]] = field(default_factory=dict)
     regions: dict[str, Style] = field(default_factory=dict)
     styles: dict[str, Style] = field(default_factory=dict)
-    joining: set[str] = field(default_factory=set)
+    joining: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    styled: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    done: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     @property
     def size(self) -> int:
@@ -110,10 +114,10 @@ class Context:
         """
         region = self.region_of(name)
         around = name.rpartition(".")[0] if region is None else region
-        if self.random is None or around in self.joining:
-            return
-        self.joining.add(around)
         module: Any = self.root.get_submodule(around)
+        if self.random is None or module in self.joining:
+            return
+        self.joining.add(module)
         inner = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, final
@@ -16,9 +16,9 @@ from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, sizes_text
 from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, find_blocks, unmatched
-from meshpar.passes.installed import set_attribute
-from meshpar.passes.local import keep_whole, see_whole
-from meshpar.passes.random import SplitState, draws_random
+from meshpar.passes.installed import installed, set_attribute
+from meshpar.passes.local import keep_whole, see_whole, whole_styles
+from meshpar.passes.random import SplitState, draws_random, is_dropout
 from meshpar.passes.tensor.context import Arrivals, Context, Style
 from meshpar.passes.tensor.parts import CopiedHeads, Parts
 from meshpar.passes.tensor.styles import PARAMETER_STYLES, PER_HEAD, Colwise, Sequence, parse
@@ -93,7 +93,8 @@ class TensorParallel(Pass):
             if not found:
                 yield unmatched(f"tensor-parallel pattern {pattern!r}", pattern, module)
             for name, child in found:
-                yield from style.problems(name, child, size)
+                for problem in style.problems(name, child, size):
+                    yield problem.replace(whole_styles([name]), whole_styles(_split_together(module, table, name)))
         for name, owner, parts in _parameter_styles(module, table):
             yield from parts.problems(name, owner, size)
         yield from self._head_problems(module, layout, size)
@@ -130,6 +131,15 @@ class TensorParallel(Pass):
                 "to stay whole, or use data axes instead of tp"
             )
 
+    def late_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]) -> Iterator[str]:
+        split = applied(module).split
+        draws = [name for name in came if is_dropout(module.get_submodule(name))]
+        if draws and split is not None and split.size > 1 and split.random is None and not self.sequence_parallel:
+            yield (
+                f"{draws[0]} draws random numbers, and no module did in plan.apply, so that the ranks of tp keep no common random state; "
+                "apply the plan with ModelLayout(dropout=True)"
+            )
+
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
         table = self._table(module, layout)
         owners = {name for pattern, style in table.modules.items() if style.splits for name, _ in find_modules(module, pattern)}
@@ -138,7 +148,10 @@ class TensorParallel(Pass):
         return {name for name in names if name.rpartition(".")[0] in owners or any(matches(pattern, name) for pattern in split)}
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        axis = mesh["tp"]
+        axis, known = mesh["tp"], applied(module).split
+        if known is not None:
+            self._install(module, layout, known)
+            return
         self.split(module, layout, axis, axis.get_group(), axis.get_local_rank())
 
     def split(self, module: nn.Module, layout: ModelLayout, axis: DeviceMesh, group: Any, rank: int) -> Context:
@@ -163,7 +176,7 @@ class TensorParallel(Pass):
         # A wrapper that takes a module's own parameters goes inside of the one that prepares its inputs.
         found = [*_parameter_styles(module, table)]
         found += [(name, child, style) for pattern, style in table.modules.items() for name, child in find_modules(module, pattern)]
-        found = list(_with_copied_heads(module, layout, found, context.size))
+        found = list(_with_copied_heads(module, layout, [each for each in found if each[1] not in context.done], context.size))
         context.regions.update({name: style for name, _, style in found if style.is_region})
         context.styles.update({name: style for name, _, style in found})
         for name, child, style in found:
@@ -172,7 +185,9 @@ class TensorParallel(Pass):
         context.placed.clear()
         for name, child, style in found:
             style.install(name, child, context)
-        see_whole(module, {block for _, block in find_blocks(module, layout)}, {child for _, child, _ in found})
+        context.styled.update(child for _, child, _ in found)
+        see_whole(module, {block for _, block in find_blocks(module, layout)}, set(context.styled))
+        context.done.update(module.modules())
         applied(module).split = context
 
     def _table(self, module: nn.Module, layout: ModelLayout) -> _Table:
@@ -245,7 +260,9 @@ def _with_copied_heads(
         if style == Colwise() and heads.get(name, size) % size:
             if layout.head_ratio:
                 owner = module.get_submodule(name.rpartition(".")[0])
-                ratios[id(owner)] = (owner, vars(owner)[layout.head_ratio] * heads[name] // size)
+                known = installed(owner)
+                before = vars(owner) if known is None else {**vars(owner), **known.attributes}
+                ratios[id(owner)] = (owner, before[layout.head_ratio] * heads[name] // size)
             style = CopiedHeads(heads[name])
         yield name, child, style
     for owner, ratio in ratios.values():
@@ -282,9 +299,22 @@ def _once(problems: Iterator[str]) -> Iterator[str]:
     """Yield problems that differ by the number of a layer once, saying how many there are."""
     alike: dict[str, list[str]] = {}
     for problem in problems:
-        alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", problem), []).append(problem)
+        alike.setdefault(re.sub(r"(?<=\.)\d+(?=[.'])", "*", problem), []).append(problem)
     for first, *others in alike.values():
         yield first + (f" (and {len(others)} more like it)" if others else "")
+
+
+def _split_together(module: nn.Module, table: _Table, name: str) -> list[str]:
+    """Return the names of the modules and parameters that are split together with the module called ``name``, and so are whole together."""
+    styled = {each: style for pattern, style in table.modules.items() for each, _ in find_modules(module, pattern)}
+    regions = [each for each, style in styled.items() if style.is_region and name.startswith(f"{each}.")]
+    if not regions and styled[name].stands_alone:
+        return [name]
+    region = max(regions, key=len, default=None)
+    around = name.rpartition(".")[0] if region is None else region
+    split = [pattern for pattern, text in table.parameters.items() if text is not None]
+    split = [each for each, _ in module.named_parameters() if any(matches(pattern, each) for pattern in split)]
+    return [*([] if region is None else [region]), *(each for each in (*styled, *split) if each.startswith(f"{around}."))]
 
 
 def _own_problems(module: nn.Module, table: _Table) -> Iterator[str]:

@@ -1,0 +1,502 @@
+"""Modules that come into a parallel module after plan.apply, and are adopted: exact, or refused."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+
+from meshpar import (
+    ActivationCheckpoint,
+    Compile,
+    FullyShard,
+    HybridShard,
+    MeshparError,
+    ModelLayout,
+    Pass,
+    Plan,
+    PlanError,
+    Replicate,
+    Stage,
+    TensorParallel,
+)
+from meshpar.checkpoints import CheckpointManager, export_module
+from meshpar.testing import on_ranks, whole
+
+LAYOUT = ModelLayout(
+    blocks=("blocks.*",),
+    tensor={"embed": "vocab", "blocks.*": "region", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "head"},
+)
+PLANS = {
+    "fsdp": ("dp_shard=2", [FullyShard()]),
+    "replicate": ("dp_replicate=2", [Replicate()]),
+    "tp": ("tp=2", [TensorParallel()]),
+    "hsdp": ("dp_replicate=2,dp_shard=2", [HybridShard()]),
+    "world": ("dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world")]),
+    "fsdp-tp": ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]),
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x))
+        return self.down(hidden) + (self.side(x) if hasattr(self, "side") else 0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 12, bias=False)
+        self.extra = nn.Linear(8, 8)
+        self.double()
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        for name in ("extra", "probe"):
+            x = x + getattr(self, name)(x) if hasattr(self, name) else x
+        return self.head(x)
+
+
+class Adapter(nn.Module):
+    """A layer with a low-rank addition, as LoRA's."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.scale = base, nn.Parameter(torch.ones(()))
+        self.a, self.b = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.scale * self.b(self.a(x))
+
+
+def grown(net):
+    net.embed, net.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+    return ["embed", "head"]
+
+
+def probe(net):
+    net.probe = nn.Sequential(nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 8))
+    return ["probe"]
+
+
+def block(net):
+    net.blocks[1] = Block()
+    return ["blocks.1"]
+
+
+def more_blocks(net):
+    net.blocks.append(Block())
+    return ["blocks.2"]
+
+
+def tied(net):
+    net.embed, net.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+    net.head.weight = net.embed.weight
+    return ["embed", "head"]
+
+
+def tied_to_placed(net):
+    net.head = nn.Linear(8, 12, bias=False)
+    net.head.weight = net.embed.weight
+    return ["head"]
+
+
+def removed(net):
+    del net.extra
+    return []
+
+
+def nothing(net):
+    net.extra = nn.Identity()
+    return ["extra"]
+
+
+def adapters(net):
+    for each in net.blocks:
+        each.down = Adapter(each.down)
+    return ["blocks"]
+
+
+def sides(net):
+    for each in net.blocks:
+        each.side = nn.Linear(8, 8)
+    return ["blocks.0.side", "blocks.1.side"]
+
+
+def change(how, net, optimizer=None):
+    """Change a net as ``how`` says, alike on every rank; return the names of the new modules."""
+    torch.manual_seed(1)
+    names = how(net)
+    for name in names:
+        net.get_submodule(name).double()
+    if optimizer is not None:
+        renew(optimizer, net)
+    return names
+
+
+def renew(optimizer, net):
+    """Let an optimizer of one process train what the net has now."""
+    kept = set(net.parameters())
+    known = {each for group in optimizer.param_groups for each in group["params"]}
+    for group in optimizer.param_groups:
+        group["params"] = [each for each in group["params"] if each in kept]
+    optimizer.add_param_group({"params": [each for each in net.parameters() if each not in known]})
+
+
+def step(par, net, optimizer, seed):
+    """Train a step; return the mean loss and the gradients of all ranks."""
+    ids = torch.randint(12, (8, 4), generator=torch.Generator().manual_seed(seed))
+    part = ids if par is None else ids.chunk(par.data_size)[par.data_rank]
+    loss = F.cross_entropy(net(part).flatten(0, 1), part.flatten())
+    loss.backward()
+    mean = loss.detach() if par is None else par.data_sum(loss.detach()) / par.loss_size
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5) if par is None else par.clip_grad_norm_(0.5)
+    grads = {name: whole(each.grad) for name, each in net.named_parameters()}
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"loss": mean, "norm": norm} | grads
+
+
+def check(got, expected, *where):
+    assert got.keys() == expected.keys(), where
+    for name, each in expected.items():
+        assert torch.allclose(got[name], each, atol=1e-9), (*where, name, got[name], each)
+
+
+def check_changes(ranks, *chains):
+    for plan in (each for each, (mesh, passes) in PLANS.items() if Plan(mesh, passes).mesh.size == ranks):
+        for chain in chains:
+            alone, par = Net(), Plan(*PLANS[plan]).apply(Net(), LAYOUT)
+            one, ours = (torch.optim.AdamW(net.parameters(), 0.05) for net in (alone, par.module))
+            check(step(par, par.module, ours, 0), step(None, alone, one, 0), plan)
+            for how in chain:
+                if how in (adapters, sides) and "tp" in plan:
+                    continue  # refused, below
+                change(how, alone, one)
+                ours.add_param_group({"params": par.adopt(*change(how, par.module), optimizer=ours)})
+                for seed in range(2 if how is chain[-1] else 1):
+                    check(step(par, par.module, ours, seed), step(None, alone, one, seed), plan, how.__name__, seed)
+            with torch.no_grad():
+                ids = torch.arange(12)[None]
+                assert torch.allclose(par.module(ids), alone(ids), atol=1e-9)
+            assert sum(each.numel() for each in alone.parameters()) == par.describe().parameters
+
+
+CHAINS = (probe, block, more_blocks, removed, grown), (tied_to_placed, adapters, nothing, sides, tied)
+
+
+@on_ranks(2, keep=True)
+def test_adopted_modules_train_as_in_one_process_on_two_ranks():
+    check_changes(2, *CHAINS)
+
+
+@on_ranks(4, keep=True)
+def test_adopted_modules_train_as_in_one_process_on_four_ranks():
+    check_changes(4, *CHAINS)
+
+
+def grown_before(plan):
+    """Apply a plan to a net that had the larger vocabulary, and the probe, from before; return it with its optimizer."""
+    net = Net()
+    for how in (grown, probe):
+        change(how, net)
+    par = Plan(*PLANS[plan]).apply(net, LAYOUT)
+    return par, torch.optim.AdamW(par.module.parameters(), 0.05)
+
+
+def grown_after(plan):
+    par = Plan(*PLANS[plan]).apply(Net(), LAYOUT)
+    optimizer = torch.optim.AdamW(par.module.parameters(), 0.05)
+    step(par, par.module, optimizer, 0)
+    names = [name for how in (grown, probe) for name in change(how, par.module)]
+    optimizer.add_param_group({"params": par.adopt(*names, optimizer=optimizer)})
+    return par, optimizer
+
+
+@on_ranks(4, keep=True)
+def test_adopted_modules_are_described_saved_restored_on_other_meshes_and_exported_as_those_of_before_apply():
+    root = [tempfile.mkdtemp(prefix="meshpar-adopt-")]
+    dist.broadcast_object_list(root)
+    for place, (plan, other) in enumerate((("fsdp-tp", "world"), ("world", "fsdp-tp"))):
+        (par, optimizer), folder = grown_after(plan), Path(root[0]) / str(place)
+        step(par, par.module, optimizer, 1)
+        with CheckpointManager(folder / "steps") as manager:
+            manager.save(2, par, optimizer)
+            restored, ours = grown_before(other)
+            assert str(grown_before(plan)[0].describe()) == str(par.describe())
+            manager.restore(restored, ours)
+            again, late = grown_after(other)  # also into a module that adopted them
+            manager.restore(again, late)
+        export_module(par, folder / "exported")
+        exported = {name: each.clone() for name, each in load_file(folder / "exported" / "model.safetensors").items()}
+        for name, parameter in par.module.named_parameters():
+            assert torch.equal(whole(parameter), exported[name])
+        assert exported.keys() == par.state_dict(full=True, everywhere=True).keys()
+        expected = step(par, par.module, optimizer, 2)
+        check(step(restored, restored.module, ours, 2), expected, plan, other)
+        check(step(again, again.module, late, 2), expected, plan, other)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(root[0])
+
+
+def applied(plan="fsdp", net=None):
+    par = Plan(*PLANS[plan]).apply(net or Net(), LAYOUT)
+    return par, torch.optim.AdamW(par.module.parameters(), 0.05)
+
+
+def new_parameter(net):
+    net.blocks[0].scale = nn.Parameter(torch.ones(8))
+
+
+def on_meta(net):
+    net.head = nn.Linear(8, 12, bias=False, device="meta")
+
+
+def other_weights(net):
+    torch.manual_seed(dist.get_rank())
+    net.head = nn.Linear(8, 12, bias=False)
+
+
+def other_modules(net):
+    if dist.get_rank() == 0:
+        net.probe = nn.Linear(8, 8)
+    net.head = nn.Linear(8, 12, bias=False)
+
+
+def tied_across_blocks(net):
+    net.blocks[0].side = nn.Linear(8, 12, bias=False)
+    net.blocks[0].side.weight = net.head.weight
+
+
+def moved(net):
+    net.extra = net.blocks[0].side = nn.Linear(8, 8)
+    net.extra = net.blocks[0].up
+
+
+def other_dtype(net):
+    net.head = nn.Linear(8, 12, bias=False).bfloat16()
+
+
+def hooked(net):
+    net.head = nn.Linear(8, 12, bias=False)
+    net.head.weight.register_hook(lambda grad: grad)
+
+
+REFUSED = {
+    ("heads", grown): r"no module 'heads'; .* nearest: .*head",
+    ("head.weight", grown): r'head\.weight is a parameter; .* par\.adopt\("head"\)',
+    ("blocks", grown): r"blocks is placed already",
+    ("embed", grown): r'head\.weight came into the module, too; .* par\.adopt\("embed", "head"\)',
+    ("blocks.0", new_parameter): r"blocks\.0 is placed already",
+    ("", new_parameter): r"placed already",
+    ("head", on_meta): r"head\.weight has no values",
+    ("head", other_weights): r"handed to par\.adopt differ between ranks(.|\n)*head\.weight: rank 0 against ranks \[1\]",
+    ("", other_modules): r"ranks adopt different modules",
+    ("blocks.0.side", tied_across_blocks): r"blocks\.0\.side\.weight moved into another unit",
+    ("extra", moved): r"blocks\.0\.up\.weight moved into another unit",
+    ("head", other_dtype): r"mixes dtypes: .*float64 .*bfloat16",
+    ("head", hooked): r"head\.weight has a hook on its gradient",
+}
+
+
+@on_ranks(2, keep=True)
+def test_modules_that_cannot_be_adopted_are_refused_and_nothing_changes():
+    for (name, how), match in REFUSED.items():
+        par, optimizer = applied()
+        before = dict(par.module.named_modules())
+        children = {each: dict(each._modules) for each in before.values()}
+        parameters = {each: dict(each._parameters) for each in before.values()}
+        how(par.module)
+        if how is not other_dtype:
+            par.module.head.double()
+        with pytest.raises(MeshparError, match=match):
+            par.adopt(name)
+        for each in before.values():
+            each._modules.clear(), each._parameters.clear()
+            each._modules.update(children[each])
+            each._parameters.update(parameters[each])
+        alone = Net()
+        one = torch.optim.AdamW(alone.parameters(), 0.05)
+        check(step(par, par.module, optimizer, 0), step(None, alone, one, 0), name, how.__name__)
+
+
+@on_ranks(2, keep=True)
+def test_modules_that_tensor_parallelism_cannot_split_are_refused():
+    par, _ = applied("tp")
+    change(adapters, par.module)
+    with pytest.raises(PlanError, match=r"blocks\.0\.down is a Adapter, and no linear layer to split"):
+        par.adopt("blocks")
+    par, _ = applied("tp")
+    change(sides, par.module)
+    with pytest.raises(PlanError, match=r"blocks\.0\.side\.weight .* in region blocks\.0 has no style"):
+        par.adopt("blocks")
+    par, _ = applied("tp")
+    par.module.extra = nn.Sequential(nn.Linear(8, 8).double(), nn.Dropout(0.1))
+    with pytest.raises(PlanError, match=r"extra\.1 draws random numbers, .* ModelLayout\(dropout=True\)"):
+        par.adopt("extra")
+
+
+class Late(Pass):
+    name, stage = "Late", Stage.TENSOR
+
+    def apply(self, module, layout, mesh):
+        """Change nothing."""
+
+
+@on_ranks(2, keep=True)
+def test_a_pass_that_places_modules_in_apply_alone_refuses_to_adopt():
+    par = Plan("dp_shard=2", [Late(), FullyShard()]).apply(Net(), LAYOUT)
+    change(grown, par.module)
+    with pytest.raises(PlanError, match=r"Late places modules in plan\.apply alone"):
+        par.adopt("embed", "head")
+
+
+@on_ranks(2, keep=True)
+def test_adopt_is_refused_inside_of_a_step():
+    for plan in ("fsdp", "tp"):
+        par, _ = applied(plan)
+        ids = torch.arange(12).view(2, 6)
+
+        def late(*_, par=par):
+            change(grown, par.module)
+            par.adopt("embed", "head")
+
+        handle = par.module.blocks[0].register_forward_pre_hook(late)
+        with pytest.raises(MeshparError, match=r"inside of a forward or a backward; call it between two steps"):
+            par.module(ids)
+        handle.remove()
+        par, _ = applied(plan)
+        output = par.module(ids)
+        output.register_hook(lambda grad: late())
+        with pytest.raises(MeshparError, match=r"inside of a forward or a backward"):
+            output.sum().backward()
+    par, _ = applied()
+    with pytest.raises(MeshparError, match=r"between the micro-batches of par\.accumulate"):
+        for place, micro in enumerate(par.accumulate([ids, ids])):
+            if place == 0:
+                par.module(micro).sum().backward()
+                change(grown, par.module)
+                par.adopt("embed", "head")
+    par, _ = applied()
+    loss = par.module(ids).sum()
+    change(grown, par.module)
+    par.adopt("embed", "head")
+    with pytest.raises(MeshparError, match=r"between a forward and its backward"):
+        loss.backward()
+
+
+def said(error):
+    """Return the call that a message says."""
+    (call,) = re.findall(r"par\.adopt\([^)]*\)", str(error))
+    return call
+
+
+@on_ranks(2, keep=True)
+def test_the_calls_that_messages_say_are_exact():
+    for plan in ("fsdp", "replicate", "tp"):
+        for how in (grown, probe, removed, tied_to_placed):
+            alone = Net()
+            (par, optimizer), one = applied(plan), torch.optim.AdamW(alone.parameters(), 0.05)
+            check(step(par, par.module, optimizer, 0), step(None, alone, one, 0), plan)
+            change(how, par.module)
+            change(how, alone, one)
+            with pytest.raises(MeshparError, match=r"after plan\.apply") as refused:
+                par.module(torch.arange(12).view(2, 6))
+            added = eval(said(refused.value), {"par": par})
+            if how is not probe:
+                with pytest.raises(
+                    MeshparError, match=r"holds \d parameters from before par\.adopt, .* par\.adopt\(\.\.\., optimizer=optimizer\)"
+                ):
+                    optimizer.step()
+            renew(optimizer, par.module)
+            assert {id(each) for each in added} <= {id(each) for each in optimizer.param_groups[-1]["params"]}
+            check(step(par, par.module, optimizer, 1), step(None, alone, one, 1), plan, how.__name__)
+
+
+def scaled(net, place):
+    """Give a module a forward of its own, as a wrapper does that patches instances."""
+    module = net.get_submodule(place)
+    inner = module.forward
+    module.forward = lambda x: 1.5 * inner(x)
+    return net
+
+
+@on_ranks(2, keep=True)
+def test_the_styles_that_a_message_says_leave_modules_with_a_forward_of_their_own_whole_and_exact():
+    without_region = ModelLayout(blocks=LAYOUT.blocks, tensor={key: style for key, style in LAYOUT.tensor.items() if style != "region"})
+    for layout, place in ((LAYOUT, "head"), (LAYOUT, "embed"), (LAYOUT, "blocks.0.up"), (without_region, "blocks.1.down")):
+        with pytest.raises(PlanError, match="has a forward that was set on it") as refused:
+            Plan("tp=2", [TensorParallel()]).check(scaled(Net(), place), layout)
+        (said_pass,) = re.findall(r"TensorParallel\(styles=\{.*?\}\)", str(refused.value))
+        remedy = eval(said_pass, {"TensorParallel": TensorParallel})
+        alone, par = scaled(Net(), place), Plan("tp=2", [remedy]).apply(scaled(Net(), place), layout)
+        one, ours = (torch.optim.AdamW(net.parameters(), 0.05) for net in (alone, par.module))
+        for seed in range(2):
+            check(step(par, par.module, ours, seed), step(None, alone, one, seed), place)
+
+
+COMBINED = {
+    "recomputed": ("dp_shard=2", [ActivationCheckpoint(), FullyShard()]),
+    "compiled": ("dp_shard=2", [Compile(backend="eager"), FullyShard()]),
+    "compiled-tp": ("tp=2", [TensorParallel(), ActivationCheckpoint(), Compile(backend="eager")]),
+    "prefetched": ("dp_shard=2", [FullyShard(prefetch_forward=1, prefetch_backward=2, reshard_after_forward=False)]),
+    "whole": ("dp_shard=2", [FullyShard(whole=("probe",))]),
+    "offloaded": ("dp_shard=2", [FullyShard(offload="cpu")]),
+    "one unit": ("dp_shard=2", [FullyShard(blocks=())]),
+    "replicate-whole": ("dp_replicate=2", [Replicate(whole=("head",))]),
+}
+
+
+@on_ranks(2, keep=True)
+def test_adopted_modules_are_exact_under_every_pass_in_micro_batches_and_in_averages():
+    for plan, (mesh, passes) in COMBINED.items():
+        patterns = tuple(each for one in passes for each in getattr(one, "whole", ()))
+        net, alone = Net(), Net()
+        if "probe" in patterns:  # the pattern matches something from the start
+            change(probe, net), change(probe, alone)
+        par = Plan(mesh, passes).apply(net, LAYOUT)
+        one, ours = (torch.optim.AdamW(each.parameters(), 0.05) for each in (alone, par.module))
+        average = par.averaged(0.5)
+        expected = {name: each.detach().clone() for name, each in alone.named_parameters()}
+        for place, how in enumerate((None, probe, block, adapters if "tp" not in plan else probe)):
+            if how is not None:
+                kept = dict(alone.named_parameters())
+                change(how, alone, one)
+                ours.add_param_group({"params": par.adopt(*change(how, par.module), optimizer=ours)})
+                now = dict(alone.named_parameters())
+                same = {id(each): name for name, each in kept.items()}
+                expected = {name: expected[same[id(each)]] if id(each) in same else each.detach().clone() for name, each in now.items()}
+            ids = torch.randint(12, (2, 8, 4), generator=torch.Generator().manual_seed(place))
+            for each in ids:
+                (F.cross_entropy(alone(each).flatten(0, 1), each.flatten()) / 2).backward()
+            for each in par.accumulate([each.chunk(par.data_size)[par.data_rank] for each in ids]):
+                (F.cross_entropy(par.module(each).flatten(0, 1), each.flatten()) / 2).backward()
+            for optimizer in (one, ours):
+                optimizer.step()
+                optimizer.zero_grad()
+            for name, each in alone.named_parameters():
+                expected[name] = each.detach().clone() if place == 0 else 0.5 * expected[name] + 0.5 * each.detach()
+            average.update()
+            averages = average.state_dict()["averages"]
+            assert averages.keys() == expected.keys()
+            for name, each in alone.named_parameters():
+                assert torch.allclose(whole(par.module.get_parameter(name)), each, atol=1e-8), (plan, how, name)
+                assert torch.allclose(whole(averages[name]), expected[name], atol=1e-8), (plan, how, name)
