@@ -8,6 +8,7 @@ take a module's name for all that is in the module: :func:`covers`.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from itertools import combinations
@@ -87,18 +88,64 @@ def is_called(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
 
 
+_FEW = 8
+"""Names that a message lists where none of them is near."""
+_WORDS = re.compile(r"[._-]|(?<=[a-z])(?=[A-Z])")
+
+
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return up to three of ``known`` that look most like ``name``, best first, one for all that differ by a number."""
+    """Return up to three of ``known`` that ``name`` may stand for, best first, one for all that differ by a number; none if none is near.
+
+    A name is near if a typing error makes one of the other (up to three edits, at most one in three letters; the fewest edits count), or
+    if no such name exists and all words of one are in the other, short forms and errors of one in four letters included (``seq_len`` is
+    near ``sequence_length``).
+    """
     collapsed = dict.fromkeys(".".join("*" if part.isdigit() else part for part in each.split(".")) for each in known if each)
     wanted = ".".join("*" if part.isdigit() else part for part in name.split("."))
-    return difflib.get_close_matches(wanted, collapsed, n=3, cutoff=0.5)
+    misspelt = {each: _edits(wanted.lower(), each.lower()) for each in collapsed if _is_misspelt(wanted, each, 3)}
+    found = [each for each in misspelt if misspelt[each] == min(misspelt.values())]
+    found = found or [each for each in collapsed if _shares_words(wanted, each)]
+    return sorted(found, key=lambda each: -difflib.SequenceMatcher(None, wanted.lower(), each.lower()).ratio())[:3]
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return what to say of a name that is none of ``known``: the nearest of them, or all where none is near."""
-    known = list(known)
-    near = nearest(name, known)
-    return f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(sorted(known))}"
+def _is_misspelt(one: str, other: str, letters: int) -> bool:
+    """Return whether at most 3 edits, and at most one in so many letters, make one name of the other."""
+    allowed = min(3, max(len(one), len(other)) // letters)
+    return abs(len(one) - len(other)) <= allowed and _edits(one.lower(), other.lower()) <= allowed
+
+
+def _edits(one: str, other: str) -> int:
+    """Return how many letters to insert, delete, replace or swap with the next make one text of the other."""
+    before, row = list[int](), list(range(len(other) + 1))
+    for i, a in enumerate(one):
+        new = [i + 1]
+        for j, b in enumerate(other):
+            swapped = before[j - 1] + 1 if i and j and (a, one[i - 1]) == (other[j - 1], b) else len(one)
+            new.append(min(new[j] + 1, row[j + 1] + 1, row[j] + (a != b), swapped))
+        before, row = row, new
+    return row[-1]
+
+
+def _shares_words(one: str, other: str) -> bool:
+    """Return whether each word of the name that has fewer is in the other."""
+    few, many = sorted(([each for each in _WORDS.split(name) if each] for name in (one, other)), key=len)
+    return bool(few) and all(any(_is_misspelt(word, each, 4) or _is_short(word, each) for each in many) for word in few)
+
+
+def _is_short(one: str, other: str) -> bool:
+    short, long = sorted((one.lower(), other.lower()), key=len)
+    return len(short) >= 3 and long.startswith(short)
+
+
+def suggestion(name: str, known: Iterable[str], *, others: str = "") -> str:
+    """Return what a message says of a name that is none of ``known``: the nearest, or all if they are few, or that none is near.
+
+    ``others``: what to add where none is near.
+    """
+    names = sorted({*known} - {""})
+    if near := nearest(name, names):
+        return f"nearest: {', '.join(near)}"
+    return f"there are: {', '.join(names) or 'none'}" if len(names) <= _FEW else f"none of the {len(names)} names is near{others}"
 
 
 def class_name(module: nn.Module) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshpar.errors import LayoutError, MeshparError, brief
 from meshpar.layout import ModelLayout
-from meshpar.patterns import is_called, nearest, shortest_patterns, suggestion
+from meshpar.patterns import is_called, shortest_patterns, suggestion
 
 GROUPS = ("meshpar.passes", "meshpar.layouts", "meshpar.objectives", "meshpar.launchers", "meshpar.converters")
 
@@ -80,8 +80,8 @@ def imported(path: str) -> Any:  # noqa: ANN401 - whatever stands there
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise MeshparError(f"{home} cannot be imported: {brief(error)} ({last.filename}:{last.lineno})") from error
     if not hasattr(module, name):
-        near = nearest(name, [each for each in vars(module) if not each.startswith("_")])
-        raise MeshparError(f"{home} has no {name}" + (f"; nearest: {', '.join(near)}" if near else f"; it is {module.__file__}"))
+        public = [each for each in vars(module) if not each.startswith("_")]
+        raise MeshparError(f"{home} has no {name}; {suggestion(name, public)}; it is {module.__file__}")
     return getattr(module, name)
 
 

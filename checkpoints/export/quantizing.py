@@ -17,7 +17,7 @@ import torch
 from meshpar.checkpoints.format.copying import Piece, StoredSource, check_piece
 from meshpar.checkpoints.storage.files import tiles
 from meshpar.errors import CheckpointError
-from meshpar.patterns import covers, nearest
+from meshpar.patterns import covers, suggestion
 from meshpar.weights import TypedSource
 from meshpar.weights.rules import Spans, spans_of
 
@@ -127,7 +127,7 @@ def is_high(module: str) -> bool:
 def fitting(patterns: Sequence[str], modules: Mapping[str, object]) -> set[str]:
     """Return the modules that fit one of the patterns; raises CheckpointError for a pattern that fits none."""
     if lost := [pattern for pattern in patterns if not any(covers(pattern, module) for module in modules)]:
-        raise CheckpointError(f"no weight of two dims belongs to a module {lost[0]!r}; nearest: {nearest(lost[0], modules)}")
+        raise CheckpointError(f"no weight of two dims belongs to a module {lost[0]!r}; {suggestion(lost[0], modules)}")
     return {module for module in modules if any(covers(pattern, module) for pattern in patterns)}
 
 

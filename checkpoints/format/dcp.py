@@ -22,7 +22,7 @@ from meshpar.checkpoints.storage.checksums import crc32, joined
 from meshpar.checkpoints.storage.files import Box, Readable, inside
 from meshpar.checkpoints.storage.place import Place, open_file, place, read_small
 from meshpar.errors import CheckpointError, StoreError, brief
-from meshpar.patterns import nearest
+from meshpar.patterns import suggestion
 from meshpar.weights.rules import Spans, spans_of
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class DistributedCheckpoint:
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""
         if name not in self.tensors:
-            raise CheckpointError(f"{self.folder} has no tensor {name!r}; nearest: {nearest(name, self.tensors)}")
+            raise CheckpointError(f"{self.folder} has no tensor {name!r}; {suggestion(name, self.tensors)}")
         stored = self.tensors[name]
         spans = spans_of(index, stored.shape)
         for chunk in stored.chunks:

@@ -11,7 +11,7 @@ import torch
 
 from meshpar.checkpoints.storage.place import Place, entries, fetched, place
 from meshpar.errors import CheckpointError, brief
-from meshpar.patterns import nearest
+from meshpar.patterns import suggestion
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _FORMATS = {  # the files by which a format is known -> the remedy
@@ -85,7 +85,7 @@ class TorchWeights:
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""
         if name not in self._tensors:
-            raise CheckpointError(f"{self._path} has no tensor {name!r}; nearest: {nearest(name, self._tensors)}")
+            raise CheckpointError(f"{self._path} has no tensor {name!r}; {suggestion(name, self._tensors)}")
         out.copy_(self._tensors[name][index])
 
 

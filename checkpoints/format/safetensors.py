@@ -19,7 +19,7 @@ from meshpar.checkpoints.format.foreign import TorchWeights, is_pickled, remedy
 from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, inside
 from meshpar.checkpoints.storage.place import Place, entries, open_file, place
 from meshpar.errors import CheckpointError, StoreError, brief
-from meshpar.patterns import nearest
+from meshpar.patterns import suggestion
 from meshpar.weights.rules import spans_of
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -91,7 +91,7 @@ class Safetensors:
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""
         if name not in self._pieces:
-            raise CheckpointError(f"{self._path} has no tensor {name!r}; nearest: {nearest(name, self._pieces)}")
+            raise CheckpointError(f"{self._path} has no tensor {name!r}; {suggestion(name, self._pieces)}")
         spans = spans_of(index, self._shapes[name])
         for piece in self._pieces[name]:
             here = overlap(spans, _chunk(piece))

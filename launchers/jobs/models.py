@@ -21,7 +21,7 @@ from meshpar.launchers.recipes.sections import Model
 from meshpar.layout import ModelLayout
 from meshpar.models.huggingface import for_training
 from meshpar.parallelized import Parallelized
-from meshpar.patterns import covers, nearest
+from meshpar.patterns import covers, suggestion
 from meshpar.state import initialize
 from meshpar.training.lora import WithAdapters
 from meshpar.weights import TypedSource
@@ -97,9 +97,8 @@ def _refuse_unknown(fields: Mapping[str, Any], known: Any, model: Any) -> None: 
     words = set(re.findall(r"\w+", "" if module is None else inspect.getsource(module)))
     unknown = [name for name in fields if not (name.startswith("_") or hasattr(known, name) or hasattr(known, f"_{name}") or name in words)]
     if unknown:
-        near = {name: ", ".join(nearest(name, known.to_dict())) or "none" for name in unknown}
-        told = "; ".join(f"{name} (nearest: {text})" for name, text in near.items())
-        raise RecipeError(f"config: transformers has no such field of {known.model_type}: {told}; correct its name, or leave it out")
+        listed = "; ".join(f"{name} ({suggestion(name, known.to_dict())})" for name in unknown)
+        raise RecipeError(f"config: transformers has no such field of {known.model_type}: {listed}; correct its name, or leave it out")
 
 
 @contextmanager
@@ -156,7 +155,7 @@ def _first_weights(module: nn.Module, section: Model, seed: int, *, adapters: bo
     shapes = {name: tuple(tensor.shape) for name, tensor in initialize.state(module)} if patterns else {}
     for pattern in patterns:
         if not any(covers(pattern, name) for name in shapes):
-            raise RecipeError(f"model.new: {pattern!r} matches no parameter; nearest: {', '.join(nearest(pattern, shapes)) or 'none'}")
+            raise RecipeError(f"model.new: {pattern!r} matches no parameter; {suggestion(pattern, shapes)}")
     new = {name: shape for name, shape in shapes.items() if any(covers(pattern, name) for pattern in patterns)}
     return _Without(source, new) if new else source, set(new)
 

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from torch import nn
 
 from meshpar.launchers.recipes.yamlfile import Document, Place
-from meshpar.patterns import nearest, suggestion
+from meshpar.patterns import suggestion
 
 _TYPES: Mapping[Any, str] = {
     bool: "true or false",
@@ -30,7 +30,6 @@ _TYPES: Mapping[Any, str] = {
     type(None): "null",
     torch.dtype: "a dtype",
 }
-_FEW = 8  # keys that an error lists where none is near
 
 
 class Section(BaseModel):
@@ -204,10 +203,7 @@ def _message(place: Place, errors: list[ErrorDetails], data: object, model: type
     value, context = _value(data, place), error.get("ctx", {})
     match error["type"]:
         case "extra_forbidden":
-            near = nearest(str(place[-1]), known := _keys(owner))
-            if near or len(known) <= _FEW:
-                return f"unknown key; {suggestion(str(place[-1]), known)}"
-            return f"unknown key, and none of the {len(known)} keys here is near; `meshpar check --keys` prints all"
+            return f"unknown key; {suggestion(str(place[-1]), _keys(owner), others='; `meshpar check --keys` prints all')}"
         case "missing" if isinstance(place[-1], str) and place[-1] == error["loc"][-1]:
             return f"missing; expected {describe_type(hint)}"
         case "value_error":

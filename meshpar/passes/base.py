@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar.errors import MeshError
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec
-from meshpar.patterns import class_name, find_modules, is_called, nearest
+from meshpar.patterns import class_name, find_modules, is_called, suggestion
 
 
 class Stage(enum.IntEnum):
@@ -231,8 +231,7 @@ def block_problems(
 
 def unmatched(what: str, pattern: str, module: nn.Module) -> str:
     """Return the message for a pattern that matches no module."""
-    near = nearest(pattern, (name for name, _ in module.named_modules()))
-    return f"{what} matches no module; use a name of the model" + (f", nearest: {', '.join(near)}" if near else "")
+    return f"{what} matches no module; use a name of the model; {suggestion(pattern, (name for name, _ in module.named_modules()))}"
 
 
 def _matching(module: nn.Module, pattern: str) -> dict[str, nn.Module]:

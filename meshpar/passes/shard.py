@@ -21,7 +21,7 @@ from meshpar.passes.applied import applied
 from meshpar.passes.base import Pass, Role, Stage, block_problems, find_blocks, unmatched
 from meshpar.passes.local import WholeParameters, kept_whole
 from meshpar.passes.world import ReplicaShards
-from meshpar.patterns import covers, find_modules, nearest
+from meshpar.patterns import covers, find_modules, suggestion
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -93,8 +93,8 @@ class Precision:
         known = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         for pattern in self.whole:
             if not any(covers(pattern, name) for name in known):
-                near = ", ".join(nearest(pattern, [*known, *(name for name, _ in module.named_modules())]))
-                yield f"{owner}(whole=...) {pattern!r} matches no parameter; nearest names: {near}"
+                names = [*known, *(name for name, _ in module.named_modules())]
+                yield f"{owner}(whole=...) {pattern!r} matches no parameter; {suggestion(pattern, names)}"
         for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             value = getattr(self, field)
             if value is not None and value not in FLOATS:

@@ -17,7 +17,7 @@ from meshpar import runtime
 from meshpar.errors import LayoutError
 from meshpar.layout import ModelLayout
 from meshpar.passes import random
-from meshpar.patterns import class_name, covers, matches, nearest
+from meshpar.patterns import class_name, covers, matches, suggestion
 from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.replicas import check_equal
 from meshpar.weights import Mapped, WeightSource, dtypes_of
@@ -170,7 +170,7 @@ def compared(module: nn.Module, layout: ModelLayout, source: WeightSource, *, ig
     covered = {pattern: {name for name in told if covers(pattern, name) or covers(pattern, told[name])} for pattern in ignore}
     ignored = set[str]().union(*covered.values())
     problems = [
-        f"ignore: {pattern!r} matches no tensor of these weights; nearest: {nearest(pattern, told.values())}"
+        f"ignore: {pattern!r} matches no tensor of these weights; {suggestion(pattern, told.values())}"
         for pattern, found in covered.items()
         if not found
     ]

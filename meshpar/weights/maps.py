@@ -12,7 +12,7 @@ from typing import Any, Protocol, final
 import torch
 
 from meshpar.errors import LayoutError
-from meshpar.patterns import nearest
+from meshpar.patterns import suggestion
 from meshpar.weights.rules import Rule, View, names_of, rule_from_json, spans_of
 
 
@@ -189,6 +189,6 @@ class Mapped:
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""
         if name not in self._views:
-            raise LayoutError(f"no tensor is called {name!r}; the nearest are {nearest(name, self._views)}")
+            raise LayoutError(f"no tensor is called {name!r}; {suggestion(name, self._views)}")
         view = self._views[name]
         view.read(spans_of(index, view.shape), out)

@@ -68,7 +68,7 @@ def test_a_path_in_the_place_of_weights_is_told_what_reads_it():
 
 def test_a_pattern_that_fits_nothing_and_one_that_takes_what_is_needed_are_told():
     source = Given(nn.Linear(2, 2).state_dict())
-    with pytest.raises(MeshparError, match=r"ignore: 'wieght' matches no tensor of these weights; nearest: \['weight'"):
+    with pytest.raises(MeshparError, match=r"ignore: 'wieght' matches no tensor of these weights; nearest: weight"):
         parallel(lambda: nn.Linear(2, 2)).materialize(weights=source, ignore=["wieght"])
     with pytest.raises(MeshparError, match=r"missing: bias \(2,\)"):
         parallel(lambda: nn.Linear(2, 2)).materialize(weights=source, ignore=["bias"])

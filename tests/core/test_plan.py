@@ -147,7 +147,7 @@ def test_passes_out_of_order():
 
 def test_a_layout_pattern_that_matches_nothing():
     layout = ModelLayout(blocks=("layer.*",))
-    assert "layout block 'layer.*' matches no module; use a name of the model, nearest: layers.*" in only(
+    assert "layout block 'layer.*' matches no module; use a name of the model; nearest: layers.*" in only(
         "dp_shard=8", [FullyShard()], TwoLayers(), layout
     )
 
@@ -176,7 +176,7 @@ def test_a_modules_name_stands_for_all_that_is_in_it():
 
 def test_an_override_that_matches_nothing():
     text = only("dp_shard=4,tp=2", [TensorParallel(styles={"layers.*.mlp.upp": "colwise"}), FullyShard()])
-    assert "'layers.*.mlp.upp' matches no module; use a name of the model, nearest: layers.*.mlp.up" in text
+    assert "'layers.*.mlp.upp' matches no module; use a name of the model; nearest: layers.*.mlp.up" in text
 
 
 def test_an_unknown_style():

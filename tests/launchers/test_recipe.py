@@ -18,6 +18,7 @@ from meshpar.launchers.recipes.loading import load_recipe, resolve, shipped
 from meshpar.launchers.recipes.named import make_passes
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.yamlfile import parse_document
+from meshpar.patterns import nearest, suggestion
 from meshpar.training.template import TEMPLATES
 from meshpar.training.tokens import write_tokens
 
@@ -96,12 +97,35 @@ passes:
         "small.yaml:6: optimizer.betas: expected a list of 2, got [0.9]",
         "small.yaml:4: training.steps: expected an integer or null, got '5'",
         "small.yaml:4: training.validate_every: expected an integer, 'epoch' or null, got 0.5",
-        "small.yaml:5: optimiser: unknown key; nearest: optimizer, optimizer_copies",
+        "small.yaml:5: optimiser: unknown key; nearest: optimizer",
         "small.yaml:1: mesh: cannot read 'dp_shad=2=' in mesh 'dp_shad=2='; write it like 'dp_replicate=2,dp_shard=-1,tp=4'",
-        "small.yaml:8: passes.0: no pass 'FullShard' is installed; nearest: FullyShard, HybridShard",
+        "small.yaml:8: passes.0: no pass 'FullShard' is installed; nearest: FullyShard",
         "small.yaml:10: passes.1.FullyShard.param_dtype: expected a dtype such as float32, bfloat16 or float16, got 'float17'",
         "small.yaml:11: passes.1.FullyShard.offlod: unknown key; nearest: offload",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "near"),
+    [
+        ("wieght", ("weight", "height", "bias"), ["weight"]),
+        ("FullShard", ("FullyShard", "HybridShard"), ["FullyShard"]),
+        ("log_evry", ("log_every", "validate_every", "steps"), ["log_every"]),
+        ("num_layerz", ("num_hidden_layers", "num_attention_heads"), ["num_hidden_layers"]),
+        ("seq_len", ("target_length", "sequence_length"), ["sequence_length"]),
+        ("gradient_clipping", ("clip", "steps", "accumulate"), ["clip"]),
+        ("layers.3.up", ("layers.0.mlp.up", "layers.1.mlp.up", "layers.0.mlp.down"), ["layers.*.mlp.up"]),
+        ("batch_size", ("vocab_size", "paths", "cache"), []),
+        ("max_length", ("mix", "field", "eos"), []),
+        ("epochs", ("steps", "patience", "dtype"), []),
+        ("lr", ("tp", "ln", "cp"), []),
+    ],
+)
+def test_a_name_that_is_suggested_is_near(name: str, known: tuple[str, ...], near: list[str]) -> None:
+    assert nearest(name, known) == near
+    listed = suggestion(name, [f"other{number}" for number in range(9)])
+    assert suggestion(name, known) == (f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(sorted(known))}")
+    assert listed == "none of the 9 names is near"
 
 
 def test_overrides_name_themselves_in_messages() -> None:

@@ -22,7 +22,7 @@ from meshpar.passes.random import SplitState, draws_random, is_dropout
 from meshpar.passes.tensor.context import Arrivals, Context, Style
 from meshpar.passes.tensor.parts import CopiedHeads, Parts
 from meshpar.passes.tensor.styles import PARAMETER_STYLES, PER_HEAD, Colwise, Sequence, parse
-from meshpar.patterns import covers, find_modules, matches, nearest
+from meshpar.patterns import covers, find_modules, matches, suggestion
 
 _WHOLE_SHARE = 0.25
 
@@ -201,10 +201,8 @@ class TensorParallel(Pass):
             elif any(matches(pattern, name) for name in names):
                 entries[pattern] = None
             elif not replaced:
-                near = nearest(pattern, entries)
                 table.problems.append(
-                    f"TensorParallel(styles={{{pattern!r}: None}}) matches no entry of the table"
-                    + (f"; nearest: {', '.join(near)}" if near else "")
+                    f"TensorParallel(styles={{{pattern!r}: None}}) matches no entry of the table; {suggestion(pattern, entries)}"
                 )
         for pattern, text in entries.items():
             if any(matches(pattern, name) for name in names):
