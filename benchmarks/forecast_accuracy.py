@@ -26,7 +26,7 @@ from meshpar import ActivationCheckpoint, Compile, Float8, FullyShard, HybridSha
 from meshpar.forecasting import Batch, Hardware, Trace, cost
 from meshpar.forecasting.api import probes
 from meshpar.forecasting.extrapolate import deepened
-from meshpar.forecasting.simulate import Simulation, simulate
+from meshpar.forecasting.simulate import Depths, Simulation, simulate
 from meshpar.models import Transformer, TransformerConfig
 
 FITTED = {
@@ -118,7 +118,7 @@ def read(path: Path, kept: Path | None) -> list[Row]:
     jobs = [job_of(said) for _, said in rows]
     keys = [repr(sorted(item for item in said.items() if item[0] not in ("tokens", "gib", "hardware", "memory"))) for _, said in rows]
     missing = [place for place, key in enumerate(keys) if key not in known]
-    pairs = [probes(jobs[place], jobs[place].model.meshpar_layout()) for place in missing]
+    pairs = [probes(jobs[place], Depths(jobs[place].model, jobs[place].model.meshpar_layout())) for place in missing]
     traces = simulate([job for pair in pairs for job in pair], workers=2)
     known |= {keys[place]: (traces[2 * number], traces[2 * number + 1]) for number, place in enumerate(missing)}
     if kept is not None and missing:

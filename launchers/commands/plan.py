@@ -13,7 +13,7 @@ from meshpar.launchers.commands.options import Debug, RecipeOrShape
 
 if TYPE_CHECKING:
     from meshpar.forecasting import Forecast, Hardware
-    from meshpar.forecasting.search import Ranking
+    from meshpar.forecasting.ranking import Ranking
 
 
 def plan(
@@ -44,7 +44,7 @@ def plan(
     ranks = None if nodes is None and gpus_per_node is None else (nodes or 1) * profile.node
     forecasts, ranking, without = _forecasts(recipe, overrides or [], profile, ranks, elastic, search=search, full=full)
     if ranking is not None:
-        from meshpar.forecasting.search import ranking_text
+        from meshpar.forecasting.ranking import ranking_text
 
         print(ranking_text(ranking))
     for each in forecasts[:1]:
@@ -116,7 +116,7 @@ def ranks_of(mesh: str, profile: Hardware, *, search: bool) -> int:
 def _recomputation(made: Forecast, without: Forecast) -> str:
     """Return a line on the memory that recomputation saves and the time that it costs."""
     saved, more = without.memory.peak - made.memory.peak, made.cost.seconds - without.cost.seconds
-    fits = "" if without.fits else ", and without it the step does not fit"
+    fits = "" if without.fits else f", and without it the step {'may not fit' if without.verdict == 'may fit' else without.verdict}"
     return (
         f"recomputation saves {saved / 2**30:.2f} GiB of a peak of {without.memory.peak / 2**30:.2f} "
         f"and costs {more * 1e3:,.1f} ms a step, {more / without.cost.seconds:.0%}{fits}"

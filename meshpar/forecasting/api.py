@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from meshpar.forecasting.extrapolate import deepened
 from meshpar.forecasting.hardware import Hardware
 from meshpar.forecasting.lints import lints
 from meshpar.forecasting.report import Forecast, with_unit
-from meshpar.forecasting.simulate import Simulation, like_blocks, shallow, simulate
+from meshpar.forecasting.simulate import Depths, Simulation, simulate
 from meshpar.forecasting.step import Batch, Loss, summed_token_loss
 from meshpar.forecasting.trace import Trace
 from meshpar.layout import ModelLayout
@@ -134,31 +134,26 @@ def trace_of(job: Simulation, layout: ModelLayout, depth: str = "probes") -> tup
 
     A plan whose phases have several stretches of blocks, such as one that gathers all units ahead, cannot be extrapolated and is replayed.
     """
-    if depth == "probes" and len(jobs := probes(job, layout)) > 1:
+    depths = None
+    if depth == "probes":
+        with suppress(MeshparError):  # of blocks that differ
+            depths = Depths(job.model, layout)
+    if depths is not None and len(jobs := probes(job, depths)) > 1:
         few, more = simulate(jobs, workers=len(jobs))
         with suppress(MeshparError):
-            return deepened(few, more, like_blocks(job.model, layout)[1]), "probes"
+            return deepened(few, more, depths.blocks), "probes"
     return simulate([job])[0], "all"
 
 
-def probes(job: Simulation, layout: ModelLayout) -> list[Simulation]:
+def probes(job: Simulation, depths: Depths) -> list[Simulation]:
     """Return two jobs of a few blocks to extrapolate from, or the job itself if that saves nothing.
 
     Replicas divide optimizer state by whole parameters, so that the share of the fullest does not grow by the same number with each block.
     """
-    try:
-        _, blocks = like_blocks(job.model, layout)
-    except MeshparError:
-        return [job]
     period = math.lcm(*(each.period for each in job.plan.passes))
     ahead = max((each.blocks_ahead for each in job.plan.passes), default=1)
     first = _PROBES + max(0, ahead - 1)
-    first += (blocks - first) % period
-    if blocks <= first + period or job.replicas > 1:
+    first += (depths.blocks - first) % period
+    if depths.blocks <= first + period or job.replicas > 1:
         return [job]
-    return [replace(job, model=shallow(job.model, layout, count)) for count in (first, first + period)]
-
-
-def fitting(forecasts: Sequence[Forecast]) -> list[Forecast]:
-    """Return the forecasts that fit, the fastest first."""
-    return sorted((each for each in forecasts if each.fits), key=lambda each: -each.cost.tokens_per_second)
+    return [replace(job, model=depths.shallow(count)) for count in (first, first + period)]

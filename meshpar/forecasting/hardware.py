@@ -6,13 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
-from typing import final
+from typing import Literal, final
 
 from meshpar.errors import MeshparError
 from meshpar.forecasting.operators import FLOAT8
 from meshpar.imports import need
 from meshpar.patterns import suggestion
 from meshpar.training.metrics import PEAK_FLOPS
+
+Verdict = Literal["fits", "may fit", "does not fit"]
+
+RESERVED_RANGE = (1.07, 1.35)
+"""Bytes that torch's allocator reserves, over the forecast peak of tensors: least and most of the published runs that report it."""
+
+
+def reserved_range(peak: float) -> tuple[float, float]:
+    """Return the least and the most bytes that an allocator reserves for tensors of ``peak`` bytes."""
+    return peak * RESERVED_RANGE[0], peak * RESERVED_RANGE[1]
 
 
 @final
@@ -25,7 +35,7 @@ class Hardware:
         peak: dtype -> floating-point operations per second, dense, as the maker states them; float8 stands for both of its formats. A
             profile may name a device of :data:`meshpar.training.metrics.PEAK_FLOPS` instead.
         memory: bytes of device memory.
-        reserved: bytes of this memory that tensors cannot use: the driver's context, collectives' buffers, fragments.
+        reserved: bytes of this memory that tensors cannot use: the driver's context, collectives' buffers.
         memory_bandwidth: bytes per second of device memory, as stated by the maker.
         matmul: fraction of ``peak`` that a large matrix product sustains at full power.
         attention_forward, attention_backward: fractions of ``peak`` that fused attention sustains.
@@ -108,6 +118,11 @@ class Hardware:
     def room(self) -> float:
         """Bytes of device memory that tensors can use."""
         return self.memory - self.reserved
+
+    def verdict(self, peak: float) -> Verdict:
+        """Return whether what an allocator reserves for tensors of ``peak`` bytes has room: in every case, in some, or in none."""
+        least, most = reserved_range(peak)
+        return "fits" if most <= self.room else "may fit" if least <= self.room else "does not fit"
 
     def flops(self, dtype: str) -> float:
         """Return the peak for ``dtype``; one that is not listed counts as float32.

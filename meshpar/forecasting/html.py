@@ -7,8 +7,9 @@ from html import escape
 
 from meshpar.drawing import mesh_svg
 from meshpar.forecasting.cost import ERROR_RANGE
-from meshpar.forecasting.report import GIB, Forecast, rows, with_unit
-from meshpar.forecasting.search import Ranking
+from meshpar.forecasting.hardware import reserved_range
+from meshpar.forecasting.ranking import Candidate, Ranking, group_title
+from meshpar.forecasting.report import GIB, Forecast, reserved_text, rows, with_unit
 from meshpar.forecasting.trace import HELD
 
 _COLOURS = dict(
@@ -44,7 +45,7 @@ def page(forecasts: Sequence[Forecast], ranking: Ranking | None = None) -> str:
         _lints(first),
     ]
     if ranking is not None:
-        parts += ["<h2>Settings that fit, fastest first</h2>", _ranking(ranking)]
+        parts += ["<h2>Settings that fit or may fit</h2>", _ranking(ranking)]
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>meshpar plan</title><style>{_STYLE}</style>"
     return f"{head}<body>{''.join(parts)}</body></html>"
 
@@ -60,11 +61,11 @@ svg{display:block;max-width:100%;height:auto}text{font:12px system-ui,sans-serif
 
 
 def _figures(forecast: Forecast) -> str:
-    timed, room = forecast.cost, forecast.hardware.room
+    timed = forecast.cost
     least, most = forecast.seconds
-    verdict = "fits" if forecast.fits else "<span class=bad>does not fit</span>"
+    verdict = "fits" if forecast.fits else f"<span class=bad>{forecast.verdict}</span>"
     figures = [
-        (f"{forecast.memory.peak / GIB:.2f} GiB", f"peak of {room / GIB:.1f} GiB, {verdict}"),
+        (f"{forecast.memory.peak / GIB:.2f} GiB", f"peak, {reserved_text(forecast)}: {verdict}"),
         (_time(timed.seconds), f"step, {_time(least)} to {_time(most)} (± {ERROR_RANGE:.0%})"),
         (f"{timed.tokens_per_second:,.0f}", f"tokens/s, {timed.tokens_per_second / forecast.world_size:,.0f} a rank"),
         (f"{timed.mfu:.1%}", "MFU"),
@@ -194,10 +195,10 @@ def _lints(forecast: Forecast) -> str:
 
 
 def _ranking(ranking: Ranking) -> str:
-    head = "<tr><th>settings<th class=n>tokens/s<th class=n>peak GiB</tr>"
+    head = "<tr><th>settings<th class=n>tokens/s<th class=n>peak GiB<th class=n>reserved GiB<th></tr>"
     body = "".join(
-        f"<tr><td>{escape(str(each.settings))}<td class=n>{each.tokens_per_second:,.0f}<td class=n>{each.peak / GIB:.1f}</tr>"
-        for each in ranking.fitting[:_SHOWN]
+        f"<tr><th colspan=5>{escape(group_title(ranking.groups, place))}</tr>" + "".join(map(_row, group[:_SHOWN]))
+        for place, group in enumerate(ranking.groups[:3])
     )
     out = "".join(
         f"<tr><td>{escape(str(each.settings))}<td>{escape(each.problem)}</tr>"
@@ -205,6 +206,14 @@ def _ranking(ranking: Ranking) -> str:
     )
     rest = f"<h2>Settings that do not ({len(ranking.out)}), the nearest to fitting first</h2><table>{out}</table>" if out else ""
     return f"<table>{head}{body}</table>{rest}"
+
+
+def _row(each: Candidate) -> str:
+    least, most = (size / GIB for size in reserved_range(each.peak))
+    return (
+        f"<tr><td>{escape(str(each.settings))}<td class=n>{each.tokens_per_second:,.0f}<td class=n>{each.peak / GIB:.1f}"
+        f"<td class=n>{least:.0f} to {most:.0f}<td>{each.verdict}</tr>"
+    )
 
 
 def _time(seconds: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from meshpar.forecasting.cost import ERROR_RANGE, Cost, placement, sending_time
-from meshpar.forecasting.hardware import Hardware
+from meshpar.forecasting.hardware import Hardware, Verdict, reserved_range
 from meshpar.forecasting.lints import Lint
 from meshpar.forecasting.step import Batch
 from meshpar.forecasting.trace import Collective, Memory, Trace
@@ -60,9 +60,14 @@ class Forecast:
     replayed: str
 
     @property
+    def verdict(self) -> Verdict:
+        """Whether the device memory has room for what an allocator reserves: ``fits``, ``may fit`` or ``does not fit``."""
+        return self.hardware.verdict(self.memory.peak)
+
+    @property
     def fits(self) -> bool:
-        """Whether the peak fits the device memory that tensors can have."""
-        return self.memory.peak <= self.hardware.room
+        """Whether the device memory has room for the most that an allocator reserves."""
+        return self.verdict == "fits"
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -101,7 +106,13 @@ def as_data(forecast: Forecast) -> dict[str, Any]:
         "parameters": trace.parameters,
         "rank_bytes": dict(trace.exact),
         "fits": forecast.fits,
-        "peak": {"bytes": forecast.memory.peak, "held": dict(forecast.memory.held), "event": forecast.memory.event},
+        "verdict": forecast.verdict,
+        "peak": {
+            "bytes": forecast.memory.peak,
+            "held": dict(forecast.memory.held),
+            "event": forecast.memory.event,
+            "reserved": list(reserved_range(forecast.memory.peak)),
+        },
         "memory": {"bytes": forecast.hardware.memory, "reserved": forecast.hardware.reserved},
         "collectives": rows(forecast),
         "flops": {"all": trace.flops(), "without_recomputation": trace.flops(recomputed=False)},
@@ -144,11 +155,15 @@ def _where(sent: Collective, forecast: Forecast) -> str:
 
 
 def _verdict(forecast: Forecast) -> str:
-    room = forecast.hardware.room / GIB
-    peak = forecast.memory.peak / GIB
-    verdict = "fits" if forecast.fits else "DOES NOT FIT"
     how = "every block replayed" if forecast.replayed == "all" else "extrapolated from a few blocks"
-    return f"peak {peak:.2f} GiB of {room:.1f} GiB that tensors can have: {verdict} ({how})"
+    verdict = forecast.verdict if forecast.fits else forecast.verdict.upper()
+    return f"peak {forecast.memory.peak / GIB:.2f} GiB ({how}), {reserved_text(forecast)}: {verdict}"
+
+
+def reserved_text(forecast: Forecast) -> str:
+    """Return the memory that an allocator reserves, and how much there is."""
+    least, most = reserved_range(forecast.memory.peak)
+    return f"for which an allocator reserves {least / GIB:.1f} to {most / GIB:.1f} GiB of {forecast.hardware.room / GIB:.1f}"
 
 
 def _table(title: str, *, show_header: bool = True) -> Table:

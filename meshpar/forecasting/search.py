@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import final
 
 import torch
 from torch import nn
@@ -16,8 +18,9 @@ from meshpar.errors import MeshparError, PlanError
 from meshpar.forecasting.api import Forecast, evaluated, probes
 from meshpar.forecasting.cost import cost, sending_time
 from meshpar.forecasting.extrapolate import deepened, widened
-from meshpar.forecasting.hardware import Hardware
-from meshpar.forecasting.simulate import Simulation, like_blocks, simulate
+from meshpar.forecasting.hardware import Hardware, reserved_range
+from meshpar.forecasting.ranking import Candidate, Ranking, Settings, alike, axes_of, gib_reserved
+from meshpar.forecasting.simulate import Depths, Simulation, simulate
 from meshpar.forecasting.step import Batch
 from meshpar.forecasting.trace import Collective, Event, Memory, Phase, Trace
 from meshpar.layout import ModelLayout
@@ -36,96 +39,6 @@ _Family = tuple[int, str, bool]
 _Simulate = Callable[[Sequence[Simulation]], list[Trace]]
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """One way to train.
-
-    Attributes:
-        replicas, shards, tp: sizes of the axes.
-        reshard: free gathered parameters after forward.
-        world: the replicas split one optimizer (``HybridShard(optimizer="world")``).
-        recompute: ``none``, ``selective`` or ``full``.
-        micro_batch: samples in one forward pass.
-        beside: passes that are not varied.
-        fixed: sizes of their axes that are not varied.
-        copies: the replicas are jobs of their own, of which so many hold each parameter's optimizer state where ``world``; 0: one job.
-    """
-
-    replicas: int
-    shards: int
-    tp: int
-    reshard: bool
-    recompute: str
-    micro_batch: int
-    beside: tuple[Pass, ...]
-    fixed: Mapping[str, int]
-    world: bool = False
-    copies: int = 0
-
-    def mesh(self) -> MeshSpec:
-        """Return the mesh, without axes of size 1 other than ``dp_shard``."""
-        axes = {"dp_replicate": self.replicas, "dp_shard": self.shards, "tp": self.tp}
-        return MeshSpec({name: size for name, size in axes.items() if size > 1 or name == "dp_shard"} | dict(self.fixed))
-
-    def job(self) -> MeshSpec:
-        """Return the mesh of one job: of one replica, where each is a job of its own."""
-        return MeshSpec({**self.mesh().axes, "dp_replicate": 1}) if self.copies and self.replicas > 1 else self.mesh()
-
-    def passes(self) -> list[Pass]:
-        """Return the passes in their order, computing in bfloat16 on float32 parameters."""
-        claimed = _claimed(self.beside)
-        passes: list[Pass] = [each for each in self.beside if self.tp > 1 or "tp" not in each.axes]
-        if self.tp > 1 and "tp" not in claimed:
-            passes.append(TensorParallel(sequence_parallel=True, loss_parallel=True))
-        if self.recompute != "none":
-            passes.append(ActivationCheckpoint(mode="full" if self.recompute == "full" else "selective"))
-        if "dp_shard" not in claimed:
-            common: dict[str, Any] = {"reshard_after_forward": self.reshard, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-            optimizer: Literal["replica", "world"] = "world" if self.world else "replica"
-            passes.append(HybridShard(optimizer=optimizer, **common) if self.replicas > 1 else FullyShard(**common))
-        return sorted(passes, key=lambda each: each.stage)
-
-    def __str__(self) -> str:
-        kept = "" if self.reshard else ", parameters kept gathered"
-        again = "no recomputation" if self.recompute == "none" else f"{self.recompute} recomputation"
-        return f"{self.mesh()}; micro-batch {self.micro_batch}; {again}{kept}{', optimizer=world' if self.world else ''}"
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """Settings and what they are estimated to do.
-
-    Attributes:
-        settings: the way to train.
-        tokens_per_second: of all ranks, 0 where it cannot run.
-        peak: bytes.
-        problem: why it is out; empty for one that fits.
-    """
-
-    settings: Settings
-    tokens_per_second: float
-    peak: int
-    problem: str = ""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranking:
-    """The results of a search.
-
-    Attributes:
-        best: forecasts of the first candidates, each replayed with its own mesh and settings; the fastest first.
-        fitting: candidates that fit, the fastest first.
-        out: those that do not, with the reason.
-    """
-
-    best: tuple[Forecast, ...]
-    fitting: tuple[Candidate, ...]
-    out: tuple[Candidate, ...]
-
-
 def search(
     model: nn.Module,
     layout: ModelLayout,
@@ -137,7 +50,7 @@ def search(
     recompute: Sequence[str] = RECOMPUTE,
     micro_batches: Sequence[int] = MICRO_BATCHES,
     top: int = 3,
-    workers: int = 2,
+    workers: int | None = None,
     told: Callable[[str, int, int], None] | None = None,
     optimizer_copies: int | None = None,
 ) -> Ranking:
@@ -157,8 +70,8 @@ def search(
             only these claim keeps its size.
         recompute: ways of recomputation to try, of ``none``, ``selective`` and ``full``.
         micro_batches: numbers of samples in one forward to try.
-        top: how many of the best are replayed exactly; the very best at its full depth.
-        workers: processes that simulate.
+        top: how many of the best are replayed on their own meshes.
+        workers: processes that simulate; None: one for each core, 8 at most.
         told: called every half second with what is simulated, how many steps of it are done, and how many there are.
         optimizer_copies: the replicas are jobs of their own, each inside of a node, of which so many hold each parameter's optimizer state
             where they divide it; None: one job.
@@ -167,7 +80,7 @@ def search(
         MeshparError: no mesh is legal, or the model's blocks are not alike.
     """
     given = _given(model, layout, batch, hardware, world_size, plan, optimizer_copies)
-    _, depth = like_blocks(model, layout)
+    workers = workers or min(8, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
     def simulates(what: str) -> _Simulate:
         return functools.partial(simulate, workers=workers, told=None if told is None else functools.partial(told, what))
@@ -175,24 +88,25 @@ def search(
     degrees, candidates = _degrees(given)
     if not degrees:
         raise MeshparError("no mesh is legal: " + "; ".join(each.problem for each in candidates))
-    reshards = (True,) if "dp_shard" in _claimed(given.beside) else (True, False)
+    reshards = (True,) if "dp_shard" in axes_of(given.beside) else (True, False)
     name = given.kept or "meshes of data and tp"
-    candidates += _candidates(given, degrees, depth, recompute, reshards, micro_batches, simulates(name))
+    candidates += _candidates(given, degrees, recompute, reshards, micro_batches, simulates(name))
     for asked in _split_in_nodes(given):  # one long sample is more than enough for a rank
         degrees = [tp for tp in _degrees(asked)[0] if tp * math.prod(asked.fixed.values()) <= hardware.node]
         samples = (1,) if batch.sequence >= LONG else micro_batches
-        candidates += _candidates(asked, degrees, depth, recompute, (True,), samples, simulates(asked.kept))
+        candidates += _candidates(asked, degrees, recompute, (True,), samples, simulates(asked.kept))
     if not candidates:
         raise MeshparError(
             f"{world_size} ranks are one replica, in nodes of {hardware.node}, and --elastic=replicas needs two; use more nodes"
         )
-    fits = sorted((each for each in candidates if not each.problem), key=lambda each: -each.tokens_per_second)
-    out = [each for each in candidates if each.problem]
-    chosen = [_simulation(given, each.settings, ranks_per_node=hardware.node) for each in fits[:top]]
+    groups = alike(each for each in candidates if not each.problem)
+    out = tuple(each for each in candidates if each.problem)
+    first = [each.settings for group in groups for each in group][:top]
+    chosen = [_simulation(given, each, ranks_per_node=hardware.node) for each in first]
     best = sorted(
-        _replayed(chosen, layout, hardware, simulates("the best")), key=lambda each: (not each.fits, -each.cost.tokens_per_second)
+        _replayed(chosen, given.depths, hardware, simulates("the best")), key=lambda each: (not each.fits, -each.cost.tokens_per_second)
     )
-    return Ranking(best=tuple(best), fitting=tuple(fits), out=tuple(out))
+    return Ranking(best=tuple(best), groups=groups, out=out)
 
 
 def _given(
@@ -201,14 +115,22 @@ def _given(
     """Return the question of a search with the passes and axes of ``plan`` that every candidate keeps.
 
     Raises:
-        MeshparError: these axes do not divide the ranks.
+        MeshparError: these axes do not divide the ranks, or the model's blocks are not alike.
     """
     beside = tuple(each for each in (() if plan is None else plan.passes) if not isinstance(each, VARIED))
-    kept = _claimed(beside) - {"dp_replicate", "dp_shard", "tp"}
+    kept = axes_of(beside) - {"dp_replicate", "dp_shard", "tp"}
     fixed = {axis: size for axis, size in _sizes(plan).items() if axis in kept}
     rest, left = divmod(world_size, math.prod(fixed.values()))
     asked = _Asked(
-        model=model, layout=layout, batch=batch, hardware=hardware, world_size=rest, beside=beside, fixed=fixed, copies=copies or 0
+        model=model,
+        layout=layout,
+        depths=Depths(model, layout),
+        batch=batch,
+        hardware=hardware,
+        world_size=rest,
+        beside=beside,
+        fixed=fixed,
+        copies=copies or 0,
     )
     if left or min(fixed.values(), default=1) < 1:
         raise MeshparError(f"the search keeps {asked.kept}, which must be sizes that divide {world_size} ranks; write them in the mesh")
@@ -217,7 +139,7 @@ def _given(
 
 def _split_in_nodes(given: _Asked) -> Iterator[_Asked]:
     """Yield the question with long sequences, or experts, split inside of a node: these axes send most."""
-    claimed, sizes, sequence = _claimed(given.beside), divisors(given.hardware.node), given.batch.sequence
+    claimed, sizes, sequence = axes_of(given.beside), divisors(given.hardware.node), given.batch.sequence
     ways = list[tuple[Pass, str, int]]()
     if sequence >= LONG and "cp" not in claimed:
         ways += [(ContextParallel(), "cp", size) for size in sizes if sequence % (2 * size) == 0]
@@ -232,42 +154,93 @@ def _split_in_nodes(given: _Asked) -> Iterator[_Asked]:
 def _candidates(
     asked: _Asked,
     degrees: Sequence[int],
-    depth: int,
     recompute: Sequence[str],
     reshards: Sequence[bool],
     micro_batches: Sequence[int],
     simulates: _Simulate,
 ) -> Iterator[Candidate]:
-    """Yield every setting of some legal degrees of tensor parallelism, with what it is estimated to do."""
-    layout, first = asked.layout, (1, 2) if max(micro_batches) > 1 else (1,)
+    """Yield every setting of some legal degrees of tensor parallelism, with what it is estimated to do.
 
-    def simulated(wanted: Sequence[tuple[_Family, int]]) -> dict[tuple[_Family, int], tuple[Trace, Trace]]:
-        pairs = [probes(_typical(asked, *each), layout) for each in wanted]
-        if any(len(pair) != 2 for pair in pairs):
-            raise MeshparError(f"a model of {depth} blocks has none to spare for probes; forecast its plans one by one")
-        traces = iter(simulates([job for pair in pairs for job in pair]))
-        return {each: (next(traces), next(traces)) for each in wanted}
-
+    Micro-batches grow, and a family of which nothing fits is not simulated with a larger one, which needs more.
+    """
     families: list[_Family] = [(tp, way, reshard) for tp in degrees for way in recompute for reshard in reshards]
-    known, others = simulated([(family, size) for family in families for size in first]), list[tuple[_Family, int]]()
-    for family, size in itertools.product(families, micro_batches):
-        if size not in first:
-            try:
-                few, more = (widened(*pair, size) for pair in zip(known[family, 1], known[family, 2]))
-                known[family, size] = few, more
-            except MeshparError:  # a pass does other things with one sample than with two
-                others.append((family, size))
-    known |= simulated(others)
-    whole, uneven = {}, list[tuple[_Family, int]]()
-    for each in itertools.product(families, micro_batches):
+    least = {family: _gathered(asked, family) for family in families}
+    known = dict[tuple[_Family, int], tuple[Trace, Trace]]()
+    for sizes in _grown_together(micro_batches):
+        alive = [family for family in families if asked.hardware.verdict(least[family]) != "does not fit"]
+        wanted = list(itertools.product(alive, sizes))
+        known |= _probed(asked, [each for each in wanted if not _widen(known, *each)], simulates)
+        whole = _deepened(asked, wanted, known, simulates)
+        for (family, size), trace in whole.items():
+            found = list(_estimates(asked, known[family, size], trace.memory(), family, size))
+            least[family] = max(least[family], min(each.peak for each in found))
+            yield from found if size in micro_batches else ()
+        for family, size in itertools.product(families, sizes):
+            if family not in alive and size in micro_batches:
+                yield from _hopeless(asked, family, size, least[family])
+
+
+def _grown_together(micro_batches: Sequence[int]) -> list[list[int]]:
+    """Return the micro-batches to simulate one after the other: 1 and 2, from which larger ones are widened, and these."""
+    larger = sorted(size for size in micro_batches if size > 2)
+    return [[size] for size in (1, 2) if larger or size in micro_batches] + ([larger] if larger else [])
+
+
+def _gathered(asked: _Asked, family: _Family) -> int:
+    """Return bytes that a rank holds in any case: where parameters stay gathered, the whole of its part of them in bfloat16."""
+    tp, _, reshard = family
+    count = sum(each.numel() for each in asked.model.parameters())
+    return 0 if reshard else count * torch.bfloat16.itemsize // (tp * math.prod(asked.fixed.values()))
+
+
+def _hopeless(asked: _Asked, family: _Family, size: int, least: int) -> Iterator[Candidate]:
+    """Yield the settings of a family that need more than ``least`` bytes, which are too many."""
+    needed, room = reserved_range(least)[0], asked.hardware.room
+    for replicas, shards in _splits(asked, family[0]):
+        settings = asked.settings(*family, replicas=replicas, shards=shards, micro_batch=size)
+        yield _out(settings, least, f"needs more than {needed / 2**30:.0f} GiB of {room / 2**30:.0f}")
+
+
+def _out(settings: Settings, peak: int, problem: str) -> Candidate:
+    return Candidate(settings=settings, tokens_per_second=0.0, peak=peak, verdict="does not fit", problem=problem)
+
+
+def _widen(known: dict[tuple[_Family, int], tuple[Trace, Trace]], family: _Family, size: int) -> bool:
+    """Add the traces of a micro-batch from those of 1 and 2, and return whether that was possible."""
+    if size <= 2:
+        return False
+    try:
+        few, more = (widened(one, two, size) for one, two in zip(known[family, 1], known[family, 2]))
+    except MeshparError:  # a pass does other things with one sample than with two
+        return False
+    known[family, size] = few, more
+    return True
+
+
+def _probed(asked: _Asked, wanted: Sequence[tuple[_Family, int]], simulates: _Simulate) -> dict[tuple[_Family, int], tuple[Trace, Trace]]:
+    pairs = [probes(_typical(asked, *each), asked.depths) for each in wanted]
+    if any(len(pair) != 2 for pair in pairs):
+        raise MeshparError(f"a model of {asked.depths.blocks} blocks has none to spare for probes; forecast its plans one by one")
+    traces = iter(simulates([job for pair in pairs for job in pair]) if pairs else [])
+    return {each: (next(traces), next(traces)) for each in wanted}
+
+
+def _deepened(
+    asked: _Asked,
+    wanted: Sequence[tuple[_Family, int]],
+    known: dict[tuple[_Family, int], tuple[Trace, Trace]],
+    simulates: _Simulate,
+) -> dict[tuple[_Family, int], Trace]:
+    """Return the traces of the whole depth; what cannot be extrapolated is simulated, and is also its probes in ``known`` then."""
+    whole, uneven = dict[tuple[_Family, int], Trace](), list[tuple[_Family, int]]()
+    for each in wanted:
         try:
-            whole[each] = deepened(*known[each], depth)
+            whole[each] = deepened(*known[each], asked.depths.blocks)
         except MeshparError:  # what the blocks add stands in several places of the step
             uneven.append(each)
-    for each, trace in zip(uneven, simulates([_typical(asked, *each) for each in uneven])):
+    for each, trace in zip(uneven, simulates([_typical(asked, *each) for each in uneven]) if uneven else []):
         known[each], whole[each] = (trace, trace), trace
-    for family, size in whole:
-        yield from _estimates(asked, known[family, size], whole[family, size].memory(), depth, family, size)
+    return whole
 
 
 @final
@@ -277,6 +250,7 @@ class _Asked:
 
     model: nn.Module
     layout: ModelLayout
+    depths: Depths
     batch: Batch
     hardware: Hardware
     world_size: int
@@ -305,12 +279,8 @@ class _Asked:
     @property
     def replicates(self) -> bool:
         """Whether the pass that shards parameters also takes ``dp_replicate``."""
-        claimed = _claimed(self.beside)
+        claimed = axes_of(self.beside)
         return "dp_shard" not in claimed or "dp_replicate" in claimed
-
-
-def _claimed(passes: Sequence[Pass]) -> set[str]:
-    return {axis for each in passes for axis in each.axes}
 
 
 def _sizes(plan: Plan | None) -> Mapping[str, int]:
@@ -326,7 +296,7 @@ def _degrees(asked: _Asked) -> tuple[list[int], list[Candidate]]:
             Plan(settings.mesh(), settings.passes()).check(asked.model, asked.layout, asked.world_size * math.prod(asked.fixed.values()))
             legal.append(tp)
         except PlanError as error:
-            refused.append(Candidate(settings=settings, tokens_per_second=0.0, peak=0, problem="; ".join(error.problems)))
+            refused.append(_out(settings, 0, "; ".join(error.problems)))
     return legal, refused
 
 
@@ -361,14 +331,13 @@ def _splits(asked: _Asked, tp: int) -> Iterator[tuple[int, int]]:
         shards *= 2
 
 
-def _estimates(asked: _Asked, pair: tuple[Trace, Trace], memory: Memory, depth: int, family: _Family, size: int) -> Iterator[Candidate]:
-    shards_then = pair[0].axes["dp_shard"]
-    room = int(asked.hardware.room)
+def _estimates(asked: _Asked, pair: tuple[Trace, Trace], memory: Memory, family: _Family, size: int) -> Iterator[Candidate]:
+    shards_then, hardware = pair[0].axes["dp_shard"], asked.hardware
     for replicas, shards in _splits(asked, family[0]):
         settings = asked.settings(*family, replicas=replicas, shards=shards, micro_batch=size)
         state = {name: memory.held.get(name, 0) * shards_then for name in ("parameters", "gradients", "optimizer")}
         others, held = memory.peak - sum(state.values()) // shards_then, sum(state.values()) // shards
-        if others + held > room and replicas > 1:
+        if hardware.verdict(others + held) == "does not fit" and replicas > 1:
             # Replicas that cannot have an optimizer each share one, and keep shards of the parameters in bfloat16.
             settings, width = replace(settings, world=True), next(asked.model.parameters()).itemsize
             if asked.copies:  # each of which has whole parameters and gradients
@@ -376,17 +345,17 @@ def _estimates(asked: _Asked, pair: tuple[Trace, Trace], memory: Memory, depth: 
             else:
                 held = sum(state.values()) // (shards * replicas) + state["parameters"] * torch.bfloat16.itemsize // (width * shards)
         peak = others + held
-        if peak > room:
+        if (verdict := hardware.verdict(peak)) == "does not fit":
             parts = {name: value for name, value in memory.held.items() if name not in state} | {"model state": held}
             most = max(parts, key=lambda name: parts[name])
-            problem = f"needs {peak / 2**30:.0f} GiB of {room / 2**30:.0f}, most of it {most}"
-            yield Candidate(settings=settings, tokens_per_second=0.0, peak=peak, problem=problem)
+            yield _out(settings, peak, f"needs {gib_reserved(peak)} GiB of {hardware.room / 2**30:.0f}, most of it {most}")
             continue
-        few, more = (cost(_on_mesh(trace, replicas, shards), asked.hardware).seconds for trace in pair)
-        seconds = more + (depth - pair[1].depth) * (more - few) / max(1, pair[1].depth - pair[0].depth)
-        seconds += _between_jobs(settings, state["parameters"] // shards, asked.hardware) if asked.copies else 0.0
+        few, more = (cost(_on_mesh(trace, replicas, shards), hardware).seconds for trace in pair)
+        seconds = more + (asked.depths.blocks - pair[1].depth) * (more - few) / max(1, pair[1].depth - pair[0].depth)
+        seconds += _between_jobs(settings, state["parameters"] // shards, hardware) if asked.copies else 0.0
         beside = pair[0].data_size // (pair[0].axes.get("dp_replicate", 1) * shards_then)  # batches over axes of passes that stay
-        yield Candidate(settings=settings, tokens_per_second=pair[0].tokens * beside * replicas * shards / seconds, peak=peak)
+        speed = pair[0].tokens * beside * replicas * shards / seconds
+        yield Candidate(settings=settings, tokens_per_second=speed, peak=peak, verdict=verdict)
 
 
 def _between_jobs(settings: Settings, parameters: int, hardware: Hardware) -> float:
@@ -419,26 +388,15 @@ def _on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:
     return replace(trace, axes=dict(trace.axes) | {"dp_replicate": replicas, "dp_shard": shards}, phases=phases)
 
 
-def _replayed(chosen: Sequence[Simulation], layout: ModelLayout, hardware: Hardware, simulates: _Simulate) -> Iterator[Forecast]:
-    """Yield the forecasts of the chosen with their own meshes: the first with all its blocks, the others from probes of their own."""
-    jobs = [[job] if place == 0 else probes(job, layout) for place, job in enumerate(chosen)]
-    traces = iter(simulates([each for some in jobs for each in some]))
-    _, depth = like_blocks(chosen[0].model, layout) if chosen else ("", 0)
+def _replayed(chosen: Sequence[Simulation], depths: Depths, hardware: Hardware, simulates: _Simulate) -> Iterator[Forecast]:
+    """Yield the forecasts of the chosen on their own meshes."""
+    jobs = [probes(job, depths) for job in chosen]
+    traces = iter(simulates([each for some in jobs for each in some]) if jobs else [])
     for job, some in zip(chosen, jobs):
         (trace, *more), replayed = [next(traces) for _ in some], "all"
         try:
             for deeper in more:
-                trace, replayed = deepened(trace, deeper, depth), "probes"
-        except MeshparError:  # as in _estimates
+                trace, replayed = deepened(trace, deeper, depths.blocks), "probes"
+        except MeshparError:  # as in _deepened
             (trace,) = simulates([job])
         yield evaluated(trace, hardware, job, replayed)
-
-
-def ranking_text(ranking: Ranking) -> str:
-    """Return the ranking for a terminal; the first ones also have their own reports."""
-    lines = [f"{len(ranking.fitting)} settings fit, {len(ranking.out)} do not"]
-    lines += [f"  {each.tokens_per_second:12,.0f} tokens/s  {each.peak / 2**30:6.1f} GiB  {each.settings}" for each in ranking.fitting[:10]]
-    if ranking.out:
-        closest = sorted(ranking.out, key=lambda each: each.peak)[:5]
-        lines += ["out, the nearest to fitting first:", *(f"  {each.settings}: {each.problem}" for each in closest)]
-    return "\n".join(lines)

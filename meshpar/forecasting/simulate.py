@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import spawn
 from pathlib import Path
@@ -127,7 +127,7 @@ def _send(jobs: Sequence[Simulation], where: Path) -> None:
             'put what it does under if __name__ == "__main__":'
         )
     try:
-        sent = pickle.dumps(list(jobs))
+        sent = [pickle.dumps(job) for job in jobs]  # each for itself: jobs share models, and a simulation changes its own
         where.with_suffix(".jobs").write_bytes(pickle.dumps((_preparation(sent), sent)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise MeshparError(
@@ -143,19 +143,19 @@ def _start(places: Sequence[Path]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors)
 
 
-def _preparation(sent: bytes) -> dict[str, Any]:
+def _preparation(sent: Sequence[bytes]) -> dict[str, Any]:
     """Return the data with which another process can unpickle ``sent``, as multiprocessing's spawn prepares a process."""
     data = {key: value for key, value in spawn.get_preparation_data(PROCESS).items() if key != "authkey"}
-    if b"__main__" not in sent:  # then nothing needs the script itself, and it need not be guarded
+    if not any(b"__main__" in each for each in sent):  # then nothing needs the script itself, and it need not be guarded
         data = {key: value for key, value in data.items() if not key.startswith("init_main")}
     return data
 
 
-def read_jobs(where: Path) -> list[Simulation]:
-    """Return the jobs that were sent to this process. Only the worker calls it."""
+def read_jobs(where: Path) -> Iterator[Simulation]:
+    """Return the jobs that were sent to this process, each when it is its turn. Only the worker calls it."""
     preparation, jobs = pickle.loads(where.with_suffix(".jobs").read_bytes())
     spawn.prepare(preparation)
-    return pickle.loads(jobs)
+    return map(pickle.loads, jobs)
 
 
 def _done(where: Path) -> int:
@@ -176,18 +176,32 @@ def _collect(where: Path, places: Sequence[Path], ended: Sequence[int]) -> list[
     return result
 
 
-def shallow(model: nn.Module, layout: ModelLayout, depth: int) -> nn.Module:
-    """Return a copy of a meta ``model`` that keeps the first ``depth`` blocks of its one list of like blocks.
+@final
+class Depths:
+    """Copies of a meta model with the first few blocks of its one list of like blocks, each made once.
 
     Raises:
         MeshparError: see :func:`like_blocks`.
     """
-    path, count = like_blocks(model, layout)
-    if depth > count:
-        raise MeshparError(f"{path} has {count} blocks, cannot keep {depth}")
-    kept = copy.deepcopy(model)
-    del kept.get_submodule(path)[depth:]  # type: ignore[operator]
-    return kept
+
+    def __init__(self, model: nn.Module, layout: ModelLayout) -> None:
+        self._model, self._made = model, dict[int, nn.Module]()
+        self._path, self.blocks = like_blocks(model, layout)
+
+    def shallow(self, depth: int) -> nn.Module:
+        """Return the copy that keeps ``depth`` blocks.
+
+        Raises:
+            MeshparError: the model has fewer.
+        """
+        if depth > self.blocks:
+            raise MeshparError(f"{self._path} has {self.blocks} blocks, cannot keep {depth}")
+        if depth not in self._made:
+            others: Any = self._model.get_submodule(self._path)[depth:]  # type: ignore[operator]
+            kept = copy.deepcopy(self._model, {id(each): nn.Identity() for each in others})
+            del kept.get_submodule(self._path)[depth:]  # type: ignore[operator]
+            self._made[depth] = kept
+        return self._made[depth]
 
 
 def like_blocks(model: nn.Module, layout: ModelLayout) -> tuple[str, int]:

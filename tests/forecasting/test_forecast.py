@@ -24,11 +24,12 @@ from meshpar.forecasting import search as search_module
 from meshpar.forecasting.api import evaluated, probes
 from meshpar.forecasting.cost import placement, sending_time
 from meshpar.forecasting.extrapolate import deepened, widened
-from meshpar.forecasting.hardware import profiles
+from meshpar.forecasting.hardware import RESERVED_RANGE, profiles
 from meshpar.forecasting.html import page
 from meshpar.forecasting.lints import lints
+from meshpar.forecasting.ranking import Candidate, Ranking, Settings, alike, ranking_text
 from meshpar.forecasting.report import as_data, feedback, text, with_unit
-from meshpar.forecasting.simulate import Simulation, shallow, simulate
+from meshpar.forecasting.simulate import Depths, Simulation, simulate
 from meshpar.forecasting.trace import Collective, Event, Phase
 from meshpar.mesh import MeshSpec
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
@@ -77,7 +78,7 @@ def traces():
     }
     jobs = {}
     for name, each in deep.items():
-        jobs |= {(name, depth): replace(each, model=shallow(each.model, each.model.meshpar_layout(), depth)) for depth in (2, 3)}
+        jobs |= {(name, depth): replace(each, model=Depths(each.model, each.model.meshpar_layout()).shallow(depth)) for depth in (2, 3)}
         jobs[name, 5] = each
     wide = [(size, job(replace(SMALL, layers=2), "dp_shard=2", [FullyShard(**BF16)], micro_batch=size)) for size in (1, 2, 5)]
     jobs |= {("wide", size): replace(each, device="cpu") for size, each in wide}  # whose allocator does not round
@@ -93,7 +94,7 @@ def traces():
     jobs["gpt2"] = Simulation(plan=Plan("dp_shard=4", [FullyShard()]), model=gpt2, batch=Batch(sequence=64), world_size=4)
     for name in COUNTS:
         big = job(TransformerConfig.preset(name), "dp_shard=48,tp=8", [SP, ActivationCheckpoint(), FullyShard(**BF16)])
-        for place, probe in enumerate(probes(big, big.model.meshpar_layout())):
+        for place, probe in enumerate(probes(big, Depths(big.model, big.model.meshpar_layout()))):
             jobs[name, place] = probe
     counts = []
     found = simulate(list(jobs.values()), workers=2, told=lambda *counted: counts.append(counted))
@@ -325,6 +326,33 @@ def test_feedback_warns_where_forecast_and_job_part():
     far = feedback(plan, peak=2 * plan.memory.peak, seconds=plan.cost.seconds * 3)
     assert not near.warnings and "+10.0%" in near.lines[0]
     assert "3.00 times" in far.warnings[0] and "2.00 times" in far.warnings[1]
+
+
+def test_a_verdict_counts_what_allocators_reserved_in_published_runs():
+    table = (Path(__file__).parent.parent / "docs" / "forecast.md").read_text()
+    runs = re.findall(r"^\|.*\| ([\d.]+) \| ([\d.]+) \| -[\d.]+% \|$", table.partition("**[KempnerForge MFU]")[0], re.MULTILINE)
+    runs += re.findall(r"^\|.*\| ([\d.]+) \| ([\d.]+) \| -[\d.]+% \|$", table.partition("**[torchtitan H200]")[2], re.MULTILINE)
+    ratios = sorted(float(reserved) / float(peak) for reserved, peak in runs)
+    assert len(ratios) == 10 and (round(ratios[0], 2), round(ratios[-1], 2)) == RESERVED_RANGE
+    hardware = replace(Hardware.load("h100"), memory=104.0, reserved=4.0)
+    assert [hardware.verdict(peak) for peak in (74, 75, 93, 94)] == ["fits", "may fit", "may fit", "does not fit"]
+
+
+def test_a_ranking_groups_what_the_forecast_cannot_tell_apart():
+    common = {"replicas": 1, "shards": 8, "tp": 1, "reshard": True, "recompute": "full", "beside": (), "fixed": {}}
+
+    def candidate(size, speed, verdict, problem=""):
+        settings = Settings(micro_batch=size, **common)
+        return Candidate(settings=settings, tokens_per_second=speed, peak=50 << 30, verdict=verdict, problem=problem)
+
+    found = [candidate(1, 84.0, "fits"), candidate(2, 86.0, "fits"), candidate(4, 100.0, "may fit"), candidate(8, 80.0, "may fit")]
+    groups = alike(found)
+    assert [[each.settings.micro_batch for each in group] for group in groups] == [[2, 4], [1, 8]]
+    told = ranking_text(Ranking(best=(), groups=groups, out=(candidate(16, 0.0, "does not fit", "needs 90 to 114 GiB of 75"),)))
+    assert told.startswith("2 settings fit, 2 may fit, 1 do not (an allocator reserves 1.07 to 1.35 times the peak of tensors)")
+    assert "the fastest, 2 settings within 15%, the error of the forecast: it cannot tell which is faster" in told
+    assert "16% to 20% slower, 2 settings that it cannot tell apart:" in told
+    assert "100 tokens/s    50.0 GiB, reserved   54 to 68 GiB  may fit  dp_shard=8; micro-batch 4" in told
 
 
 def test_every_profile_reads_and_a_wrong_one_says_what_is_wrong(tmp_path):

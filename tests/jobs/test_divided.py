@@ -21,6 +21,7 @@ from meshpar._torch import BEFORE_2_13
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, read_manifest
 from meshpar.errors import LaunchError, MeshparError, ReplicaError
 from meshpar.forecasting import Batch, Hardware
+from meshpar.forecasting.hardware import RESERVED_RANGE
 from meshpar.forecasting.search import search
 from meshpar.launchers.commands.inspecting import check_recipe, describe_recipe
 from meshpar.passes import Pass, Stage
@@ -626,7 +627,9 @@ def test_a_search_lets_replicas_divide_state_that_does_not_fit():
     """Replicas inside of nodes; the optimizer is divided where a whole one does not fit, and the best of these is replayed."""
     model = uneven(layers=5)[1]
     node = Hardware.load("h100")
-    node = dataclasses.replace(node, node=2, memory=node.reserved + 580_000)  # a replica with all state takes 582,144 bytes at least
+    node = dataclasses.replace(
+        node, node=2, memory=node.reserved + RESERVED_RANGE[0] * 580_000
+    )  # a replica with all state takes 582,144 bytes at least
     asked = {"recompute": ("none",), "micro_batches": (1,), "optimizer_copies": 2}
     found = search(model, model.meshpar_layout(), Batch(sequence=8), node, 6, top=1, **asked)
     assert all(each.settings.world and each.settings.replicas > 1 and each.settings.job().size <= 2 for each in found.fitting)

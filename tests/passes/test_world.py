@@ -14,6 +14,7 @@ import torch.distributed as dist
 from meshpar import ActivationCheckpoint, ExpertParallel, FullyShard, HybridShard, MeshparError, MeshSpec, Plan, PlanError, TensorParallel
 from meshpar.checkpoints import CheckpointManager
 from meshpar.forecasting import Batch, Hardware, forecast
+from meshpar.forecasting.hardware import RESERVED_RANGE
 from meshpar.forecasting.search import search
 from meshpar.passes import world
 from meshpar.passes.applied import applied
@@ -295,13 +296,16 @@ def test_the_search_proposes_it_where_replicas_cannot_each_have_an_optimizer():
         model = transformer(dim=256, hidden=1024, layers=8)
     count = sum(each.numel() for each in model.parameters())
     h100 = Hardware.load("h100")
-    small = replace(h100, node=2, memory=h100.reserved + 6 * count)
+    small = replace(h100, node=2, memory=h100.reserved + RESERVED_RANGE[1] * 6 * count)
     found = search(model, model.meshpar_layout(), Batch(sequence=16), small, 8, recompute=("full",), micro_batches=(1,), top=0)
     mesh = MeshSpec(dp_replicate=4, dp_shard=2)
     proposed = next(each for each in found.fitting if each.settings.mesh() == mesh and each.settings.reshard)
     assert proposed.settings.world and "optimizer=world" in str(proposed.settings)
     exact = forecast(Plan(mesh, proposed.settings.passes()), model, Batch(sequence=16), hardware=small, depth="all")
-    assert exact.fits and abs(proposed.peak - exact.memory.peak) < 0.1 * exact.memory.peak, (proposed.peak, exact.memory.peak)
+    assert exact.verdict != "does not fit" and abs(proposed.peak - exact.memory.peak) < 0.1 * exact.memory.peak, (
+        proposed.peak,
+        exact.memory.peak,
+    )
     hybrids = [each.settings for each in (*found.fitting, *found.out) if each.settings.replicas > 1 and each.settings.tp == 1]
     assert {each.shards: each.world for each in hybrids} == {2: True, 4: False}
 

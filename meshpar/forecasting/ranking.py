@@ -1,0 +1,177 @@
+"""What a search found: settings and what they are estimated to do, in groups that the forecast cannot tell apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+
+from meshpar.forecasting.cost import ERROR_RANGE
+from meshpar.forecasting.hardware import RESERVED_RANGE, Verdict, reserved_range
+from meshpar.forecasting.report import GIB, Forecast
+from meshpar.mesh import MeshSpec
+from meshpar.passes import ActivationCheckpoint, FullyShard, HybridShard, Pass, TensorParallel
+
+
+def axes_of(passes: Sequence[Pass]) -> set[str]:
+    """Return the axes that passes use."""
+    return {axis for each in passes for axis in each.axes}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One way to train.
+
+    Attributes:
+        replicas, shards, tp: sizes of the axes.
+        reshard: free gathered parameters after forward.
+        world: the replicas split one optimizer (``HybridShard(optimizer="world")``).
+        recompute: ``none``, ``selective`` or ``full``.
+        micro_batch: samples in one forward pass.
+        beside: passes that are not varied.
+        fixed: sizes of their axes that are not varied.
+        copies: the replicas are jobs of their own, of which so many hold each parameter's optimizer state where ``world``; 0: one job.
+    """
+
+    replicas: int
+    shards: int
+    tp: int
+    reshard: bool
+    recompute: str
+    micro_batch: int
+    beside: tuple[Pass, ...]
+    fixed: Mapping[str, int]
+    world: bool = False
+    copies: int = 0
+
+    def mesh(self) -> MeshSpec:
+        """Return the mesh, without axes of size 1 other than ``dp_shard``."""
+        axes = {"dp_replicate": self.replicas, "dp_shard": self.shards, "tp": self.tp}
+        return MeshSpec({name: size for name, size in axes.items() if size > 1 or name == "dp_shard"} | dict(self.fixed))
+
+    def job(self) -> MeshSpec:
+        """Return the mesh of one job: of one replica, where each is a job of its own."""
+        return MeshSpec({**self.mesh().axes, "dp_replicate": 1}) if self.copies and self.replicas > 1 else self.mesh()
+
+    def passes(self) -> list[Pass]:
+        """Return the passes in their order, computing in bfloat16 on float32 parameters."""
+        claimed = axes_of(self.beside)
+        passes: list[Pass] = [each for each in self.beside if self.tp > 1 or "tp" not in each.axes]
+        if self.tp > 1 and "tp" not in claimed:
+            passes.append(TensorParallel(sequence_parallel=True, loss_parallel=True))
+        if self.recompute != "none":
+            passes.append(ActivationCheckpoint(mode="full" if self.recompute == "full" else "selective"))
+        if "dp_shard" not in claimed:
+            common: dict[str, Any] = {"reshard_after_forward": self.reshard, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+            optimizer: Literal["replica", "world"] = "world" if self.world else "replica"
+            passes.append(HybridShard(optimizer=optimizer, **common) if self.replicas > 1 else FullyShard(**common))
+        return sorted(passes, key=lambda each: each.stage)
+
+    def __str__(self) -> str:
+        kept = "" if self.reshard else ", parameters kept gathered"
+        again = "no recomputation" if self.recompute == "none" else f"{self.recompute} recomputation"
+        return f"{self.mesh()}; micro-batch {self.micro_batch}; {again}{kept}{', optimizer=world' if self.world else ''}"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Settings and what they are estimated to do.
+
+    Attributes:
+        settings: the way to train.
+        tokens_per_second: of all ranks, 0 where it cannot run.
+        peak: bytes of tensors.
+        verdict: whether the memory that an allocator reserves for them fits.
+        problem: why it is out; empty for one that fits or may fit.
+    """
+
+    settings: Settings
+    tokens_per_second: float
+    peak: int
+    verdict: Verdict
+    problem: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """The results of a search.
+
+    Attributes:
+        best: forecasts of the first candidates, each replayed with its own mesh and settings.
+        groups: candidates that fit or may fit, in groups whose speeds the forecast cannot tell apart; the fastest group first, and in each
+            those that fit first.
+        out: those that do not, with the reason.
+    """
+
+    best: tuple[Forecast, ...]
+    groups: tuple[tuple[Candidate, ...], ...]
+    out: tuple[Candidate, ...]
+
+    @property
+    def fitting(self) -> tuple[Candidate, ...]:
+        """Candidates that fit or may fit, in the order of the groups."""
+        return tuple(each for group in self.groups for each in group)
+
+
+def alike(candidates: Iterable[Candidate]) -> tuple[tuple[Candidate, ...], ...]:
+    """Return candidates in groups, the fastest first: what is slower than a group's fastest by less than the forecast's error is in it."""
+    groups = list[list[Candidate]]()
+    for each in sorted(candidates, key=lambda each: -each.tokens_per_second):
+        if groups and each.tokens_per_second >= groups[-1][0].tokens_per_second * (1 - ERROR_RANGE):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return tuple(tuple(sorted(group, key=lambda each: each.verdict != "fits")) for group in groups)
+
+
+def gib_reserved(peak: int) -> str:
+    """Return the GiB that an allocator reserves for tensors of ``peak`` bytes."""
+    least, most = reserved_range(peak)
+    return f"{least / GIB:.0f} to {most / GIB:.0f}"
+
+
+_SHOWN = 10
+"""Settings of the first group in the text; of each later one, and of those that are out, half as many."""
+
+
+def ranking_text(ranking: Ranking) -> str:
+    """Return the ranking for a terminal; the first ones also have their own reports."""
+    count = Counter(each.verdict for each in ranking.fitting)
+    least, most = RESERVED_RANGE
+    counted = f"{count['fits']} settings fit, {count['may fit']} may fit, {len(ranking.out)} do not"
+    lines = [
+        f"{counted} (an allocator reserves {least} to {most} times the peak of tensors)",
+        *(line for place in range(len(ranking.groups[:3])) for line in _group_lines(ranking.groups, place)),
+    ]
+    if ranking.out:
+        closest = sorted(ranking.out, key=lambda each: each.peak)[: _SHOWN // 2]
+        lines += ["out, the nearest to fitting first:", *(f"  {each.settings}: {each.problem}" for each in closest)]
+    return "\n".join(lines)
+
+
+def _group_lines(groups: Sequence[Sequence[Candidate]], place: int) -> Iterator[str]:
+    group, shown = groups[place], _SHOWN if place == 0 else _SHOWN // 2
+    yield f"{group_title(groups, place)}:"
+    for each in group[:shown]:
+        reserved = f"{gib_reserved(each.peak)} GiB".rjust(14)
+        costs = f"{each.tokens_per_second:12,.0f} tokens/s  {each.peak / GIB:6.1f} GiB, reserved {reserved}"
+        yield f"  {costs}  {each.verdict:<7}  {each.settings}"
+    if len(group) > shown:
+        yield f"  and {len(group) - shown} more"
+
+
+def group_title(groups: Sequence[Sequence[Candidate]], place: int) -> str:
+    """Return what the settings of a group have in common, against the fastest of all."""
+    fastest = max(each.tokens_per_second for each in groups[0])
+    slower = sorted(1 - each.tokens_per_second / fastest for each in groups[place])
+    if len(slower) == 1:
+        return "the fastest setting" if place == 0 else f"one setting, {slower[0]:.0%} slower"
+    which = "the fastest" if place == 0 else f"{slower[0]:.0%} to {slower[-1]:.0%} slower"
+    same = f"within {ERROR_RANGE:.0%}, the error of the forecast: it cannot tell which is faster; those that fit come first"
+    return f"{which}, {len(slower)} settings {same if place == 0 else 'that it cannot tell apart'}"
