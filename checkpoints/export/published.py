@@ -15,7 +15,7 @@ from meshpar.checkpoints.steps.steps import open_step
 from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place
 from meshpar.errors import CheckpointError
-from meshpar.weights import Mapped, TypedSource
+from meshpar.weights import Mapped, TypedSource, WeightMap
 
 
 @final
@@ -58,8 +58,8 @@ class StoredModel:
         return [Piece(chunk.offsets, self._source.box(self._names[name], chunk)) for chunk in chunks]
 
 
-def stored_model(path: str | Place) -> StoredModel:
-    """Return the model of a committed step as a source of weights, by the module's names.
+def published_model(path: str | Place) -> PublishedModel:
+    """Return the model of a committed step as a source of weights, by its published names, which every model of its kind reads.
 
     Args:
         path: a step, ``.../latest``, or a folder of steps (its newest).
@@ -69,7 +69,8 @@ def stored_model(path: str | Place) -> StoredModel:
     """
     folder = open_step(path)
     manifest = read_manifest(folder)
-    return StoredModel(open_verified(folder, manifest, "size"), manifest.tied)
+    stored = StoredModel(open_verified(folder, manifest, "size"), manifest.tied)
+    return PublishedModel(stored, WeightMap.from_json(manifest.weights).publish(stored))
 
 
 @final

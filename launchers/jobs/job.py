@@ -18,7 +18,7 @@ from torch import nn
 
 from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager, open_step, read_manifest
-from meshpar.checkpoints.export.published import stored_model
+from meshpar.checkpoints.export.published import published_model
 from meshpar.checkpoints.format.manifest import step_name, step_of
 from meshpar.checkpoints.steps.checkpointable import Checkpointable as Saved
 from meshpar.checkpoints.steps.leftovers import told_only
@@ -288,7 +288,7 @@ def _begin_from(folder: Place, recipe: Recipe, trainer: Trainer, own_step: int |
             f"{folder} contains only a model, so the run would begin at step 0, and step {own_step} would remain the newest; import it "
             "as step 0, or into another folder and set checkpoint.resume to that"
         )
-    trainer.par.materialize(weights=stored_model(folder), ignore=recipe.model.ignore)
+    trainer.par.materialize(weights=published_model(folder), ignore=recipe.model.ignore)
     return f"{folder}, which contains only a model"
 
 

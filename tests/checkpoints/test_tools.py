@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+import meshpar
 from meshpar.checkpoints import (
     CheckpointManager,
     diff_steps,
@@ -25,11 +26,14 @@ from meshpar.checkpoints import (
     show_step,
     verify_step,
 )
+from meshpar.checkpoints.export.published import published_model
 from meshpar.checkpoints.format.archive import find_tensor, write_tensor
 from meshpar.checkpoints.steps.state import merged_tables
 from meshpar.checkpoints.storage.checksums import joined
 from meshpar.checkpoints.storage.files import ReadFile, memory_of
 from meshpar.errors import CheckpointError
+from meshpar.launchers.export.run import names_of_ours
+from meshpar.models import Transformer, TransformerConfig
 from meshpar.weights import Rename, Split, Transpose, WeightMap
 from tests.checkpoints.test_commit import Job, linear, stepped
 
@@ -96,6 +100,42 @@ def test_pinned_steps_outlive_retention_and_replacement(run):
 
 def test_prune_keeps_the_best_when_told_by_what(run):
     assert prune_steps(run.root, 1, best="+loss").endswith("kept 1, 3")
+
+
+def test_a_model_imported_for_ours_begins_a_run_of_transformers_too(tmp_path):
+    """`meshpar import` without ``--model transformers``: a job begins from the published names, which both kinds of model read."""
+    config = TransformerConfig(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
+    rules, shown = names_of_ours("llama"), Transformer(config)
+    published = rules.publish(_Held(shown.state_dict()))
+    theirs = {name: torch.empty(shape) for name, shape in published.shapes().items()}
+    for name, tensor in theirs.items():
+        published.read(name, tuple(slice(0, size) for size in tensor.shape), tensor)
+    (tmp_path / "hf").mkdir()
+    safetensors.torch.save_file(theirs, tmp_path / "hf" / "model.safetensors")
+    import_safetensors(tmp_path / "hf", tmp_path / "run", weights=rules)
+    source = published_model(tmp_path / "run")
+    assert source.shapes() == {name: tuple(tensor.shape) for name, tensor in theirs.items()}
+    with torch.device("meta"):
+        ours = Transformer(config)
+    with meshpar.distributed(device_type="cpu"):
+        begun = meshpar.Plan("", []).apply(ours, device_type="cpu").materialize(weights=source)
+    assert all(torch.equal(tensor, begun.module.state_dict()[name]) for name, tensor in shown.state_dict().items())
+
+
+class _Held:
+    """Tensors in memory as a source of weights."""
+
+    def __init__(self, tensors):
+        self._tensors = tensors
+
+    def shapes(self):
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def dtypes(self):
+        return {name: tensor.dtype for name, tensor in self._tensors.items()}
+
+    def read(self, name, index, out):
+        out.copy_(self._tensors[name][index])
 
 
 def test_an_imported_model_is_restored_and_exported_as_it_came(tmp_path):
