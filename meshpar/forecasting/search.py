@@ -173,7 +173,7 @@ def _candidates(
         whole = _deepened(asked, wanted, known, simulates)
         for (family, size), trace in whole.items():
             found = list(_estimates(asked, known[family, size], trace.memory(), family, size))
-            least[family] = max(least[family], min(each.peak for each in found))
+            least[family] = max(least[family], min((each.peak for each in found), default=0))
             yield from found if size in micro_batches else ()
         for family, size in itertools.product(families, sizes):
             if family not in alive and size in micro_batches:

@@ -197,7 +197,8 @@ class Depths:
         if depth > self.blocks:
             raise MeshparError(f"{self._path} has {self.blocks} blocks, cannot keep {depth}")
         if depth not in self._made:
-            others: Any = self._model.get_submodule(self._path)[depth:]  # type: ignore[operator]
+            whole: Any = self._model.get_submodule(self._path)
+            others = whole[depth:]
             kept = copy.deepcopy(self._model, {id(each): nn.Identity() for each in others})
             del kept.get_submodule(self._path)[depth:]  # type: ignore[operator]
             self._made[depth] = kept
