@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -39,8 +40,8 @@ PLACES = (
     "par.state_dict(full=True)",
 )
 """Where ranks meet, besides the forwards of blocks: a message can name these places of other ranks, too."""
-_NUMBERS = itertools.count()
-"""Of the models that all ranks made together: a rank may simulate others alone."""
+_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+"""Of the models that all ranks of a default group made together: a rank may simulate others alone, or have made some in another group."""
 
 
 @final
@@ -69,7 +70,7 @@ class Agreement:
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
         self._split = split
         self._batches, self._wholes, self._looks, self._backwards = Looks(), Looks(), Looks(), 0
-        self._meeting = Meeting(type(module).__name__, 0 if runtime.is_simulated() else next(_NUMBERS))
+        self._meeting = Meeting(type(module).__name__, 0 if runtime.is_simulated() else _number())
         self._later: Later | None = None
 
     def begin(self, *, draws: bool) -> None:
@@ -290,6 +291,11 @@ class Agreement:
                 "while one process computes them from the whole; sum their input over the ranks (par.data_sum), or, where ranks may "
                 "differ, register the buffers with persistent=False"
             )
+
+
+def _number() -> int:
+    world = dist.group.WORLD
+    return 0 if world is None else next(_NUMBERS.setdefault(world, itertools.count()))
 
 
 @final
