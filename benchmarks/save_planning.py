@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshpar import ModelLayout
+from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.steps.planning import Alike, Described, Planning, pack
 from meshpar.checkpoints.steps.saving import Noted, Saving
 from meshpar.placements import local_index
@@ -176,11 +177,13 @@ def plan_saves(layers: int, ranks: int, replicas: int) -> list[dict[str, float]]
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(Saving, "_describe", notice),
-        mock.patch("meshpar.checkpoints.steps.saving.free_bytes", lambda _: 1 << 60),
+        mock.patch("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 60)),
     ):
         for step in (1, 2):
             simulated = SimulatedRanks(ranks, answer)
-            saving = Saving(simulated, Path(folder), Noted(step=step, extra={}, metrics={}, rank_extra={"position": 0}), plans[0])
+            saving = Saving(
+                simulated, CheckpointManager(folder).root, Noted(step=step, extra={}, metrics={}, rank_extra={"position": 0}), plans[0]
+            )
             began = time.thread_time()
             saving.plan(par, optimizer)
             seconds = time.thread_time() - began - simulated.aside

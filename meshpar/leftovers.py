@@ -7,7 +7,9 @@ import re
 import socket
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, final
 from zlib import crc32
@@ -27,7 +29,11 @@ _HOSTS_OWN = "pid:[4026531836]"  # linux/proc_ns.h: PROC_PID_INIT_INO
 @final
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """The parsed name of such a folder; ``tmp``: it will become ``of``, or is to be removed; ``old``: it was ``of``."""
+    """The parsed name of such a folder; ``tmp``: it will become ``of``, or is to be removed; ``old``: it was ``of``.
+
+    Attributes:
+        age_s: returns the seconds since something in it last changed.
+    """
 
     path: Any
     of: str
@@ -35,6 +41,7 @@ class Leftover:
     host: str
     process: int
     id: str
+    age_s: Callable[[], float] = field(compare=False, repr=False)
 
     @property
     def ours(self) -> bool:
@@ -45,7 +52,7 @@ class Leftover:
     def held(self) -> bool:
         """Whether another process is writing it, as far as can be told."""
         if self.host != host_name():
-            return untouched_s(self.path) <= LEASE_S
+            return self.age_s() <= LEASE_S
         return not self.ours and not self.abandoned()
 
     def abandoned(self, *, sole_writer: bool = False) -> bool:
@@ -55,18 +62,19 @@ class Leftover:
             sole_writer: whether this process is the only writer here, so that folders of other hosts are dead.
         """
         if self.host != host_name():
-            return sole_writer or untouched_s(self.path) > ABANDONED_S
+            return sole_writer or self.age_s() > ABANDONED_S
         if self.ours:
             return False
         if self.process in (NOBODY, os.getpid()) or not is_running(self.process, self.id):
             return True
-        return _identity(self.process) is None and untouched_s(self.path) > ABANDONED_S
+        return _identity(self.process) is None and self.age_s() > ABANDONED_S
 
 
-def leftover(path: Any) -> Leftover | None:  # noqa: ANN401 - a path, or a place in a store
-    """Parse a folder's name; return None for a name of another kind."""
+def leftover(path: Any, age_s: Callable[[], float] | None = None) -> Leftover | None:  # noqa: ANN401 - a path, or a place in a store
+    """Parse a folder's name; return None for a name of another kind. ``age_s``: see :class:`Leftover`; None: of a folder on a disk."""
     found = _NAME.fullmatch(path.name)
-    return Leftover(path, found[1], found[2], found[3], int(found[4]), found[5]) if found else None
+    age_s = partial(untouched_s, path) if age_s is None else age_s
+    return Leftover(path, found[1], found[2], found[3], int(found[4]), found[5], age_s) if found else None
 
 
 def on_the_way(target: P, kind: Literal["tmp", "old"], *, process: int | None = None) -> P:
@@ -75,10 +83,8 @@ def on_the_way(target: P, kind: Literal["tmp", "old"], *, process: int | None = 
     return target.with_name(f"{target.name}.{kind}-{host_name()}-{process}-{process_id(process)}{uuid.uuid4().hex[:8]}")
 
 
-def untouched_s(path: Any) -> float:  # noqa: ANN401 - the same
-    """Return the seconds since a file, or anything in a folder, last changed; 0 if it is changing now. A place in a store tells itself."""
-    if not isinstance(path, Path):
-        return float(path.untouched_s())
+def untouched_s(path: Path) -> float:
+    """Return the seconds since a file, or anything in a folder, last changed; 0 if it is changing now."""
     try:
         return time.time() - max(each.stat().st_mtime for each in (path, *(path.iterdir() if path.is_dir() else ())))
     except FileNotFoundError:

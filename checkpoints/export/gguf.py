@@ -18,11 +18,12 @@ from typing import Any, Literal, final
 import torch
 
 from meshpar.checkpoints.export.quantizing import fitting, is_high
-from meshpar.checkpoints.export.safetensors import free_target, made_on_disk, opened
+from meshpar.checkpoints.export.safetensors import opened
+from meshpar.checkpoints.export.target import free_target, made_on_disk
 from meshpar.checkpoints.format.copying import ByteCount, Progress, StoredSource, check_piece
 from meshpar.checkpoints.format.verify import Verify
 from meshpar.checkpoints.storage.files import memory_of, tiles, write_all
-from meshpar.checkpoints.storage.place import Place, place
+from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.errors import CheckpointError, brief
 from meshpar.imports import need
 from meshpar.weights import Permute, Transpose, TypedSource, Unstack, WeightMap
@@ -102,8 +103,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def export_gguf(
-    src: str | Place | TypedSource,
-    dst: str | Place,
+    src: PlaceLike | TypedSource,
+    dst: PlaceLike,
     kind: Kind,
     tokenizer: str | Path | None = None,
     progress: Progress | None = None,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from meshpar.checkpoints.export.safetensors import export_safetensors, free_target
+from meshpar.checkpoints.export.safetensors import export_safetensors
+from meshpar.checkpoints.export.target import free_target, make_beside
 from meshpar.checkpoints.format.copying import Progress
 from meshpar.checkpoints.steps.checkpointable import Checkpointable
 from meshpar.checkpoints.steps.leftovers import remove
@@ -12,17 +13,15 @@ from meshpar.checkpoints.steps.planning import Planning
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.checkpoints.steps.saving import Noted, Saving
 from meshpar.checkpoints.steps.steps import Steps
-from meshpar.checkpoints.storage.objects import ObjectPath
-from meshpar.checkpoints.storage.place import Place, place
-from meshpar.leftovers import leftover, on_the_way
+from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 
 
 def export_module(
     par: Checkpointable,
-    dst: str | Place,
+    dst: PlaceLike,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5 << 30,
-    tokenizer: str | Place | None = None,
+    tokenizer: PlaceLike | None = None,
     progress: Progress | None = None,
     *,
     overwrite: bool = False,
@@ -50,7 +49,12 @@ def export_module(
     """
     ranks = Ranks(timeout_s)
     target = place(dst).resolve()
-    root = ranks.share("exporting", lambda: _make_beside(target, overwrite=overwrite))
+
+    def begin() -> Place:
+        free_target(target, overwrite=overwrite)
+        return make_beside(target)
+
+    root = ranks.share("exporting", begin)
     try:
         steps = Steps(root)
         folder = ranks.share("exporting", lambda: steps.begin(0, replace=False))
@@ -62,18 +66,3 @@ def export_module(
     finally:
         if ranks.rank == 0:
             remove(root)
-
-
-def _make_beside(target: Place, *, overwrite: bool) -> Place:
-    """Create a folder for the temporary checkpoint; a later export deletes leftovers of killed processes."""
-    free_target(target, overwrite=overwrite)
-    hidden = target.with_name(f".{target.name}")
-    if isinstance(hidden, ObjectPath):
-        hidden /= "module"  # in a folder of its own, because listing one asks for all that is below it
-        for each in hidden.parent.iterdir():
-            if (left := leftover(each)) and left.abandoned():
-                remove(each)
-        return on_the_way(hidden, "tmp")
-    root = on_the_way(hidden, "tmp")
-    root.mkdir(parents=True)
-    return root

@@ -13,7 +13,7 @@ from meshpar.checkpoints.format.manifest import MODEL, read_manifest
 from meshpar.checkpoints.format.verify import open_verified
 from meshpar.checkpoints.steps.steps import open_step
 from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
-from meshpar.checkpoints.storage.place import Place
+from meshpar.checkpoints.storage.place import PlaceLike
 from meshpar.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource, WeightMap
 
@@ -58,7 +58,7 @@ class StoredModel:
         return [Piece(chunk.offsets, self._source.box(self._names[name], chunk)) for chunk in chunks]
 
 
-def published_model(path: str | Place) -> PublishedModel:
+def published_model(path: PlaceLike) -> PublishedModel:
     """Return the model of a committed step as a source of weights, by its published names, which every model of its kind reads.
 
     Args:

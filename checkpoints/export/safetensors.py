@@ -5,50 +5,43 @@ An export runs in one process, without a process group and without building the 
 
 from __future__ import annotations
 
-import errno
-import glob
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from meshpar.checkpoints.export.published import PublishedModel, StoredModel
 from meshpar.checkpoints.export.quantizing import Quantization, Quantized, quantized
+from meshpar.checkpoints.export.target import apart, free_target, made_whole
 from meshpar.checkpoints.format.copying import ByteCount, Copier, Progress, StoredSource, are_copied, position_of
 from meshpar.checkpoints.format.manifest import read_manifest
 from meshpar.checkpoints.format.safetensors import INDEX_NAME, write_header
 from meshpar.checkpoints.format.verify import Verify, open_verified
-from meshpar.checkpoints.steps.lease import LEASE_NAME, Lease
-from meshpar.checkpoints.steps.leftovers import remove
 from meshpar.checkpoints.steps.steps import open_step
-from meshpar.checkpoints.storage.files import aligned, failing_as, memory_of, tiles
-from meshpar.checkpoints.storage.objects import ObjectPath
-from meshpar.checkpoints.storage.place import Place, carried, copy_file, delete, entries, fsync, place, write_durably, writing
+from meshpar.checkpoints.storage.files import aligned, memory_of, tiles
+from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
+from meshpar.checkpoints.storage.transfer import copy_file
 from meshpar.errors import CheckpointError
-from meshpar.leftovers import LEASE_S, leftover, on_the_way
 from meshpar.weights import TypedSource, WeightMap
 
 _TILE_BYTES = 8 << 20
-_OCCUPIED = "already exists and is not empty; delete it, choose another folder, or replace it (--overwrite, in Python overwrite=True)"
 _NOT_TOKENIZER = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".h5", ".msgpack", ".gguf", ".safetensors.index.json")
 
 
 def export_safetensors(
-    src: str | Place | TypedSource,
-    dst: str | Place,
+    src: PlaceLike | TypedSource,
+    dst: PlaceLike,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5 << 30,
-    tokenizer: str | Place | None = None,
+    tokenizer: PlaceLike | None = None,
     progress: Progress | None = None,
     *,
     config: Mapping[str, Any] | None = None,
     generation: Mapping[str, Any] | None = None,
-    beside: Sequence[str | Place] = (),
+    beside: Sequence[PlaceLike] = (),
     weights: WeightMap | None = None,
     verify: Verify = "size",
     quantize: Quantization | None = None,
@@ -85,7 +78,7 @@ def export_safetensors(
         LayoutError: the weight map does not fit the tensors, or gives two tensors the same name.
     """
     target = free_target(dst, overwrite=overwrite)
-    if isinstance(src, str | Place):
+    if not isinstance(src, TypedSource):
         apart(target, open_step(src))
     if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
         raise CheckpointError(
@@ -112,10 +105,10 @@ def export_safetensors(
 
 
 def opened(
-    src: str | Place | TypedSource, weights: WeightMap | None, verify: Verify, config: Mapping[str, Any] | None
+    src: PlaceLike | TypedSource, weights: WeightMap | None, verify: Verify, config: Mapping[str, Any] | None
 ) -> tuple[TypedSource, Mapping[str, Any] | None]:
     """Return the model of a checkpoint, or of a source of weights, under its published names, and its config."""
-    if not isinstance(src, str | Place):
+    if isinstance(src, TypedSource):
         return (src if weights is None else weights.publish(src)), config
     folder = open_step(src)
     manifest = read_manifest(folder)
@@ -167,7 +160,7 @@ def _write_file(path: Place, source: TypedSource, names: Sequence[str], dtypes: 
     shapes = {name: whole[name] for name in _in_order(source, names, dtypes)}
     header, positions = write_header(shapes, dtypes)
     end = max((at + _nbytes(shapes[name], dtypes[name]) for name, at in positions.items()), default=0)
-    with writing(path, end) as write, _one_thread():
+    with path.writing(end) as write, _one_thread():
         write(header)
         copier = Copier(write, count.add)
         for name, shape in shapes.items():
@@ -213,131 +206,8 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def apart(target: Place, *sources: Place) -> None:
-    """Check that an export to ``target`` does not replace its own sources.
-
-    Raises:
-        CheckpointError: a source is ``target``, is inside it, or contains it.
-    """
-    for source in sources:
-        resolved: Any = source.resolve()
-        both = isinstance(resolved, Path) == isinstance(target, Path)
-        if both and (resolved.is_relative_to(target) or target.is_relative_to(resolved)):
-            raise CheckpointError(f"{target} contains, or is inside, the source of the export ({source}); choose a folder beside it")
-
-
-def free_target(dst: str | Place, *, overwrite: bool) -> Place:
-    """Return the absolute path of ``dst`` for :func:`made_whole`, and delete or restore leftovers of dead exports to it.
-
-    Raises:
-        CheckpointError: it exists and is not empty, unless ``overwrite``.
-    """
-    target = place(dst).resolve()
-    if not target.name:
-        raise CheckpointError(f"an export cannot replace {target}; choose a folder inside it")
-    if isinstance(target, ObjectPath):
-        if not overwrite and any(each.name != LEASE_NAME for each in target.iterdir()):
-            raise CheckpointError(f"{target} {_OCCUPIED}")
-        return target
-    with failing_as(f"exporting to {target}"):
-        for each in target.parent.glob(".*") if target.parent.is_dir() else ():
-            found = leftover(each)
-            if found is None or found.of != f".{target.name}" or not found.abandoned():
-                continue
-            if found.kind == "old" and not target.exists():
-                each.rename(target)
-            else:
-                remove(each)
-        if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
-            raise CheckpointError(f"{target} {_OCCUPIED}")
-    return target
-
-
-def _owned(target: Path, folder: Path) -> None:
-    """Check that no other process is writing another folder on its way to ``target``."""
-    for each in target.parent.glob(f".{glob.escape(target.name)}.tmp-*"):
-        found = leftover(each)
-        if found is not None and each != folder and found.held:
-            raise CheckpointError(
-                f"another export to {target} is running: process {found.process} on {found.host}; wait for it, or end it (it counts as "
-                f"dead {LEASE_S:.0f} s after its last write to {each})"
-            )
-
-
-@contextmanager
-def made_whole(target: Place, *, overwrite: bool) -> Iterator[Place]:
-    """Yield a new folder that becomes ``target`` if the ``with`` block succeeds, and is deleted if it fails.
-
-    Args:
-        target: from :func:`free_target`.
-        overwrite: whether to replace what is there at the end; otherwise only an empty folder is replaced.
-
-    Raises:
-        CheckpointError: instead of any OSError, including those of the block; another process exports to ``target``.
-    """
-    if isinstance(target, ObjectPath):
-        with _made_in_store(target) as fresh:
-            yield fresh
-        return
-    hidden = target.with_name(f".{target.name}")
-    folder, replaced = on_the_way(hidden, "tmp"), on_the_way(hidden, "old")
-    with failing_as(f"exporting to {target}"):
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir()
-            _owned(target, folder)
-            yield folder
-            fsync(folder)
-            if overwrite and target.exists():
-                target.rename(replaced)
-            try:
-                folder.rename(target)
-            except OSError as error:
-                if overwrite or error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                    raise
-                raise CheckpointError(f"{target} appeared during the export: it {_OCCUPIED}") from error
-            fsync(target.parent)
-        finally:
-            if replaced.exists() and not target.exists():
-                replaced.rename(target)
-            for each in (folder, replaced):
-                if each.exists():
-                    remove(each)
-
-
-@contextmanager
-def made_on_disk(target: Place, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a folder as :func:`made_whole`, for those who write files themselves: to a store they are copied from a temporary folder."""
-    with made_whole(target, overwrite=overwrite) as folder, TemporaryDirectory(prefix="meshpar-") as temporary:
-        here = folder if isinstance(folder, Path) else Path(temporary)
-        yield here
-        carried(sorted(here.iterdir()), folder)
-
-
-@contextmanager
-def _made_in_store(target: ObjectPath) -> Iterator[Place]:
-    """Yield ``target``, empty, of which this process is the only writer; an export that fails leaves it empty."""
-    lease = Lease(target)
-    lease.take()
-
-    def clear() -> None:
-        for each in sorted(target.iterdir(), key=lambda each: each.name != "config.json"):  # readers ask for it first
-            if each.name != LEASE_NAME:
-                delete(each)
-
-    try:
-        clear()
-        try:
-            yield target
-        except BaseException:
-            clear()
-            raise
-    finally:
-        lease.release()
-
-
 def _write_json(path: Place, data: Mapping[str, Any]) -> None:
-    write_durably(path, json.dumps(data, indent=2) + "\n")
+    path.write_durably((json.dumps(data, indent=2) + "\n").encode())
 
 
 def _dtype_entry(config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
@@ -347,7 +217,7 @@ def _dtype_entry(config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -
     return {key: str(kinds.pop()).removeprefix("torch.")} if len(kinds) == 1 else {}
 
 
-def files_beside_weights(folder: str | Place) -> list[Place]:
+def files_beside_weights(folder: PlaceLike) -> list[Place]:
     """Return the files of a published model's folder that are neither weights nor ``config.json``: tokenizer, generation config, ..."""
     folder = place(folder)
     if not folder.is_dir():

@@ -20,7 +20,7 @@ from meshpar.checkpoints.format.manifest import MANIFEST_NAME, read_manifest
 from meshpar.checkpoints.format.pickles import PickledObject, read_metadata
 from meshpar.checkpoints.storage.checksums import crc32, joined
 from meshpar.checkpoints.storage.files import Box, Readable, inside
-from meshpar.checkpoints.storage.place import Place, open_file, place, read_small
+from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.errors import CheckpointError, StoreError, brief
 from meshpar.patterns import suggestion
 from meshpar.weights.rules import Spans, spans_of
@@ -70,17 +70,17 @@ class DistributedCheckpoint:
 
     def __init__(
         self,
-        folder: str | Place,
+        folder: PlaceLike,
         *,
         checked: bool = True,
         sums: Mapping[tuple[str, tuple[int, ...]], int] = MappingProxyType({}),
         prefix: str = "",
     ) -> None:
         self.folder, self._checked, self._sums = place(folder), checked, sums
-        data = read_small(self.folder / METADATA_NAME)
+        data = (self.folder / METADATA_NAME).read_small()
         if data is None and (self.folder / MANIFEST_NAME).is_file():
             self.folder = read_manifest(self.folder).files_in(self.folder)
-            data = read_small(self.folder / METADATA_NAME)
+            data = (self.folder / METADATA_NAME).read_small()
         path = self.folder / METADATA_NAME
         if data is None:
             what = f"cannot open {path}: no such file"
@@ -140,7 +140,7 @@ class DistributedCheckpoint:
 
     def _file(self, name: str) -> Readable:
         if name not in self._files:
-            self._files[name] = open_file(self.folder / name, links=False)
+            self._files[name] = (self.folder / name).reader(links=False)
         return self._files[name]
 
     def box(self, name: str, chunk: Chunk) -> Box:

@@ -9,7 +9,8 @@ from typing import final
 
 import torch
 
-from meshpar.checkpoints.storage.place import Place, entries, fetched, place
+from meshpar.checkpoints.storage.place import Place, PlaceLike, either, entries, place
+from meshpar.checkpoints.storage.transfer import fetched
 from meshpar.errors import CheckpointError, brief
 from meshpar.patterns import suggestion
 
@@ -28,10 +29,12 @@ _FORMATS = {  # the files by which a format is known -> the remedy
 }
 
 
-def remedy(path: Place) -> str:
+def remedy(path: PlaceLike) -> str:
     """Return ``; it is a ... checkpoint: ...`` for a file or folder of a known format, otherwise an empty text."""
-    if not isinstance(path, Path):
-        return ""  # each pattern is a listing
+    return either(path, disk=_remedy, store=lambda _: "")  # in a store each pattern is a listing
+
+
+def _remedy(path: Path) -> str:
     folder = path if path.is_dir() else path.parent
     for patterns, text in _FORMATS.items():
         found = (each for pattern in patterns for each in folder.glob(pattern))
@@ -60,7 +63,7 @@ class TorchWeights:
         CheckpointError: a file is damaged, contains other objects than plain data and tensors, or no such tensor.
     """
 
-    def __init__(self, path: str | Place, *, prefix: str = "") -> None:
+    def __init__(self, path: PlaceLike, *, prefix: str = "") -> None:
         self._path, self._tensors = place(path), dict[str, torch.Tensor]()
         if self._path.is_dir() and (other := remedy(self._path)) and TorchWeights.__name__ not in other:
             raise CheckpointError(f"{self._path} is not a folder of torch.save{other}")

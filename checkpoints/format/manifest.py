@@ -13,7 +13,7 @@ from typing import Any, final
 from meshpar.checkpoints.format.foreign import remedy
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.files import inside
-from meshpar.checkpoints.storage.place import Place, read_small
+from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.errors import CheckpointError, brief
 
 MANIFEST_NAME = "meshpar.json"
@@ -85,11 +85,12 @@ class Manifest:
         return f'{text}"crc32": "{crc32(text.encode()):08x}"\n}}\n'
 
 
-def read_manifest(folder: Place) -> Manifest:
+def read_manifest(folder: PlaceLike) -> Manifest:
     """Read a checkpoint's manifest; raises CheckpointError if it is missing, damaged, or of a newer version."""
+    folder = place(folder)
     path = folder / MANIFEST_NAME
     try:
-        if (text := read_small(path)) is None:
+        if (text := path.read_small()) is None:
             reason = "no such folder" if not folder.is_dir() else f"it has no {MANIFEST_NAME}, so it was never committed"
             raise CheckpointError(f"{folder} is not a checkpoint of a run: {reason}{remedy(folder)}")
         seal = _SEAL.search(text, max(0, len(text) - 32))

@@ -17,7 +17,7 @@ from meshpar.checkpoints.format.copying import Piece
 from meshpar.checkpoints.format.dcp import Chunk, check_cover, overlap
 from meshpar.checkpoints.format.foreign import TorchWeights, is_pickled, remedy
 from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, inside
-from meshpar.checkpoints.storage.place import Place, entries, open_file, place
+from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
 from meshpar.errors import CheckpointError, StoreError, brief
 from meshpar.patterns import suggestion
 from meshpar.weights.rules import spans_of
@@ -61,11 +61,11 @@ class Safetensors:
         CheckpointError: a file is missing, truncated or damaged, or two files have a tensor of the same name.
     """
 
-    def __init__(self, path: str | Place) -> None:
+    def __init__(self, path: PlaceLike) -> None:
         self._pieces: dict[str, list[Piece]] = {}
         self._path = place(path)
         for file, expected in _files(self._path).items():
-            boxes, offsets = read_header(open_file(file))
+            boxes, offsets = read_header(file.reader())
             if absent := [name for name in expected if name not in boxes]:
                 raise CheckpointError(f"{file} lacks {len(absent)} tensors of the index: {', '.join(absent[:5])}; {_AGAIN}")
             if twice := [name for name in boxes if name in self._pieces and name not in offsets]:
@@ -100,7 +100,7 @@ class Safetensors:
                 piece.box.read(tuple((a - o, b - o) for (a, b), o in zip(here, piece.offsets)), target)
 
 
-def weights_in(path: str | Place) -> Safetensors | TorchWeights:
+def weights_in(path: PlaceLike) -> Safetensors | TorchWeights:
     """Return the weights in a file or folder, of safetensors or of ``torch.save``, as a source; errors as for its class."""
     return TorchWeights(path) if is_pickled(place(path)) else Safetensors(path)
 

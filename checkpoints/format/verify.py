@@ -10,13 +10,13 @@ from meshpar.checkpoints.format.dcp import METADATA_NAME, Chunk, DistributedChec
 from meshpar.checkpoints.format.manifest import MODEL, Manifest
 from meshpar.checkpoints.storage.checksums import crc32, joined
 from meshpar.checkpoints.storage.files import BLOCK_BYTES, Readable
-from meshpar.checkpoints.storage.place import Place, open_file, size_of
+from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.errors import CheckpointError, StoreError
 
 Verify = Literal["none", "size", "full"]
 
 
-def verify_files(folder: Place, manifest: Manifest, level: Verify, names: Iterable[str] | None = None) -> None:
+def verify_files(folder: PlaceLike, manifest: Manifest, level: Verify, names: Iterable[str] | None = None) -> None:
     """Compare the files with the manifest.
 
     Args:
@@ -32,7 +32,7 @@ def verify_files(folder: Place, manifest: Manifest, level: Verify, names: Iterab
         raise CheckpointError(f"verify is {level!r}; expected 'none', 'size' or 'full'")
     if level == "none":
         return
-    parts, files = _parts_by_file(manifest) if level == "full" else {}, manifest.files_in(folder)
+    parts, files = _parts_by_file(manifest) if level == "full" else {}, manifest.files_in(place(folder))
     problems = [
         f"{name}: {problem}"
         for name in (manifest.files if names is None else names)
@@ -41,7 +41,7 @@ def verify_files(folder: Place, manifest: Manifest, level: Verify, names: Iterab
     if not problems and level == "full" and names is None:
         problems += _disagreements(DistributedCheckpoint(files), manifest)
     if problems:
-        raise _damaged(folder, problems)
+        raise _damaged(place(folder), problems)
 
 
 def open_verified(
@@ -87,12 +87,12 @@ def _parts_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Chunk, int]]
 
 def _problems(path: Place, expected: Mapping[str, Any], parts: Iterable[tuple[str, Chunk, int]], *, full: bool) -> Iterator[str]:
     try:
-        size = size_of(path)
+        size = path.size()
         if size != expected["size"]:
             within = [f"{name} at {chunk.offsets}" for name, chunk, _ in parts if chunk.position + chunk.length > size]
             yield f"expected {expected['size']} bytes, found {size}" + (f"; lost: (parts of) {', '.join(within[:10])}" if within else "")
         elif full:
-            yield from _differing(open_file(path, links=False), expected, sorted(parts, key=lambda each: each[1].position))
+            yield from _differing(path.reader(links=False), expected, sorted(parts, key=lambda each: each[1].position))
     except OSError as error:
         yield str(error.strerror)
     except StoreError:

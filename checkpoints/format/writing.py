@@ -29,7 +29,7 @@ from meshpar.checkpoints.format.archive import write_tensor
 from meshpar.checkpoints.format.dcp import METADATA_NAME
 from meshpar.checkpoints.storage.checksums import crc32, joined
 from meshpar.checkpoints.storage.files import TILE_BYTES, lies_in_memory, memory_of, tiles
-from meshpar.checkpoints.storage.place import Place, writing
+from meshpar.checkpoints.storage.place import Place
 from meshpar.errors import CheckpointError
 
 Checksum = Literal["crc32", "sha256"]
@@ -121,7 +121,7 @@ def write_metadata(folder: Place, metadata: Metadata, files: Sequence[WrittenFil
     }
     metadata.version = CURRENT_DCP_VERSION
     data = _pickled(metadata)
-    with writing(folder / METADATA_NAME) as write:
+    with (folder / METADATA_NAME).writing() as write:
         write(data)
     return WrittenFile(METADATA_NAME, len(data), crc32(data), None, ())
 
@@ -192,7 +192,7 @@ def write_file(
     written: list[WrittenPart] = []
     position = whole = 0
     digest = hashlib.sha256() if checksum == "sha256" else None
-    with writing(path, expected_bytes) as put:
+    with path.writing(expected_bytes) as put:
 
         def write(data: bytes | bytearray | memoryview) -> None:
             if digest is not None:

@@ -16,14 +16,14 @@ from meshpar.checkpoints.format.writing import Checksum, Item, metadata_of, whol
 from meshpar.checkpoints.steps.saving import make_manifest
 from meshpar.checkpoints.steps.steps import Steps
 from meshpar.checkpoints.storage.files import BLOCK_BYTES, TILE_BYTES, failing_as, memory_of, tiles
-from meshpar.checkpoints.storage.place import Place, free_bytes, place
+from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource, WeightMap
 
 
 def import_safetensors(
-    src: str | Place,
-    root: str | Place,
+    src: PlaceLike,
+    root: PlaceLike,
     *,
     weights: WeightMap | None = None,
     dtype: torch.dtype | None = None,
@@ -63,7 +63,7 @@ def import_safetensors(
         steps.reap()
         folder = steps.begin(step, replace=False)
         try:
-            if (free := free_bytes(folder)) < total:
+            if (free := folder.free_bytes()) < total:
                 raise CheckpointError(f"{root} has {free / 1e9:.2f} GB free; this import needs {total / 1e9:.2f} GB: free some space")
             file = write_file(
                 folder / "__0_0.distcp", _items(source, stored, dtypes, ByteCount(total, progress).add), checksum, expected_bytes=total
@@ -106,7 +106,7 @@ def _built(
         told(tile.nbytes)
 
 
-def config_beside(src: str | Place) -> dict[str, Any]:
+def config_beside(src: PlaceLike) -> dict[str, Any]:
     """Return the contents of the ``config.json`` beside published weights, or {}; raises CheckpointError if it is damaged."""
     src = place(src)
     path = (src if src.is_dir() else src.parent) / "config.json"

@@ -11,11 +11,11 @@ from meshpar.checkpoints.format.dcp import DistributedCheckpoint
 from meshpar.checkpoints.format.manifest import MODEL, Manifest, read_manifest
 from meshpar.checkpoints.format.verify import verify_files
 from meshpar.checkpoints.steps.steps import Steps, open_step
-from meshpar.checkpoints.storage.place import Place, place
+from meshpar.checkpoints.storage.place import PlaceLike, place
 from meshpar.errors import CheckpointError
 
 
-def list_steps(root: str | Place) -> str:
+def list_steps(root: PlaceLike) -> str:
     """Return a table of the committed steps, followed by other folders and the reason why they are not steps."""
     steps = Steps(root)
     committed, pinned = steps.committed(), steps.pinned()
@@ -38,7 +38,7 @@ def list_steps(root: str | Place) -> str:
     return "\n".join([_table(rows), *(f"{path.name}: {reason}" for path, reason in steps.ignored().items())])
 
 
-def show_step(path: str | Place) -> str:
+def show_step(path: PlaceLike) -> str:
     """Return a description of one step: its origin, size and tensors."""
     folder = open_step(path)
     found = read_manifest(folder)
@@ -64,7 +64,7 @@ def show_step(path: str | Place) -> str:
     return "\n".join([*lines, _table(rows)])
 
 
-def verify_step(path: str | Place) -> str:
+def verify_step(path: PlaceLike) -> str:
     """Verify every byte of a step and return a line of text; raises CheckpointError that names every damaged part."""
     folder = open_step(path)
     found = read_manifest(folder)
@@ -74,7 +74,7 @@ def verify_step(path: str | Place) -> str:
     return f"{folder} is whole: {_size(_bytes(found))} in {len(found.files)} files, {_size(rate)}/s"
 
 
-def diff_steps(one: str | Place, other: str | Place) -> str:
+def diff_steps(one: PlaceLike, other: PlaceLike) -> str:
     """Return the differences between two steps: tensors that only one has, shapes, dtypes, values (by how much), plain data."""
     folders = open_step(one), open_step(other)
     left, right = (read_manifest(folder) for folder in folders)
@@ -94,7 +94,7 @@ def diff_steps(one: str | Place, other: str | Place) -> str:
     return "\n".join([*lines, f"{same} of {len(left.tensors)} tensors are the same"])
 
 
-def prune_steps(root: str | Place, keep: int, *, best: str | None = None) -> str:
+def prune_steps(root: PlaceLike, keep: int, *, best: str | None = None) -> str:
     """Delete all steps except the newest ``keep``, the pinned ones and the ``best``, and leftovers of dead processes; return a summary.
 
     Args:
@@ -114,7 +114,7 @@ def prune_steps(root: str | Place, keep: int, *, best: str | None = None) -> str
     return f"{removed}; kept {', '.join(map(str, steps.committed()))}"
 
 
-def pin_step(path: str | Place, *, pinned: bool = True) -> str:
+def pin_step(path: PlaceLike, *, pinned: bool = True) -> str:
     """Protect a step from deletion, or end the protection; return a line of text."""
     folder = open_step(path)
     step = read_manifest(folder).step
@@ -122,7 +122,7 @@ def pin_step(path: str | Place, *, pinned: bool = True) -> str:
     return f"step {step} in {folder.parent} is {'pinned: it stays until it is unpinned' if pinned else 'not pinned any more'}"
 
 
-def remove_step(path: str | Place) -> str:
+def remove_step(path: PlaceLike) -> str:
     """Delete a step and return a line of text; raises CheckpointError if it is pinned, or ``path`` does not name one step."""
     folder = open_step(path)
     if folder.name != place(path).resolve().name:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, final
 
 from meshpar.checkpoints.steps.leftovers import told_only
-from meshpar.checkpoints.storage.objects import ObjectPath, Version
-from meshpar.checkpoints.storage.place import Place
+from meshpar.checkpoints.storage.place import PlaceLike, place
 from meshpar.errors import CheckpointError
 from meshpar.leftovers import is_running, this_process
 
@@ -33,8 +30,8 @@ class Lease:
         dead_s: seconds without a count after which a holder on another host is dead.
     """
 
-    def __init__(self, folder: Place, *, beat_s: float = 5.0, dead_s: float = 30.0) -> None:
-        self._path, self._beat_s, self._dead_s = folder / LEASE_NAME, beat_s, dead_s
+    def __init__(self, folder: PlaceLike, *, beat_s: float = 5.0, dead_s: float = 30.0) -> None:
+        self._path, self._beat_s, self._dead_s = place(folder) / LEASE_NAME, beat_s, dead_s
         self._us = this_process()
         self._since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._made = False
@@ -46,7 +43,7 @@ class Lease:
         if not made and not self._is_ours(held) and self._lives(held):
             raise CheckpointError(f"{self._path.parent} {_told(held)}; end that job, or train in another folder")
         self._write(0, version)
-        if not made and isinstance(self._path, Path):
+        if not made and self._path.mounted:
             time.sleep(self._beat_s / 5)  # of two that replace a dead holder in the same moment, the last one has the file
             self.check()
         self._thread.start()
@@ -63,19 +60,13 @@ class Lease:
         self._thread.join()
         if self._is_ours(self._read()):
             self._path.unlink(missing_ok=True)
-        if self._made and isinstance(self._path, Path):
+        if self._made:
             with suppress(OSError):
                 self._path.parent.rmdir()
 
     def _create(self) -> bool:
-        if isinstance(self._path, ObjectPath):
-            return self._path.create(self._text(-1))
-        self._made = not self._path.parent.exists()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            self._path.open("x").close()
-            return True
-        return False
+        self._made = self._path.parent.make()
+        return self._path.create(self._text(-1))
 
     def _lives(self, held: dict[str, Any]) -> bool:
         if held.get("host") == self._us["host"]:
@@ -97,20 +88,9 @@ class Lease:
                     return  # the next check() raises
                 self._write(count, version)
 
-    def _write(self, count: int, replaces: Version | None) -> None:
-        """Write in place: over NFS, who opens a file sees what was written before it was closed, but may miss that it was replaced.
-
-        In a store, replace the object with the version ``replaces`` alone.
-        """
-        if isinstance(self._path, ObjectPath):
-            if not self._path.create(self._text(count), replaces=replaces):
-                raise CheckpointError(f"{self._path.parent} {_told(self._read())}, which took it at this moment; end one of the jobs")
-            return
-        with self._path.open("rb+") as file:
-            file.write(self._text(count))
-            file.truncate()
-            file.flush()
-            os.fsync(file.fileno())
+    def _write(self, count: int, replaces: Any) -> None:  # noqa: ANN401 - a version
+        if not self._path.create(self._text(count), replaces=replaces):
+            raise CheckpointError(f"{self._path.parent} {_told(self._read())}, which took it at this moment; end one of the jobs")
 
     def _text(self, count: int) -> bytes:
         return json.dumps({**self._us, "since": self._since, "count": count}).ljust(512).encode()
@@ -118,16 +98,12 @@ class Lease:
     def _read(self) -> dict[str, Any]:
         return self._found()[0]
 
-    def _found(self) -> tuple[dict[str, Any], Version | None]:
-        """Return what the file says, and in a store its version."""
-        version = None
+    def _found(self) -> tuple[dict[str, Any], Any]:
+        """Return what the file says, and its version; None: there is none."""
+        text, version = self._path.read_version() or (b"", None)
         try:
-            if isinstance(self._path, ObjectPath):
-                text, version = self._path.read() or (b"", None)
-            else:
-                text = self._path.read_bytes()
             found = json.loads(text)
-        except (FileNotFoundError, ValueError):
+        except ValueError:
             return {}, version  # given up, or being written
         return (found if isinstance(found, dict) and {*self._us, "since"} <= found.keys() else {}), version
 
@@ -135,7 +111,7 @@ class Lease:
         return {key: held.get(key) for key in self._us} == self._us
 
 
-def is_written(folder: Path) -> bool:
+def is_written(folder: PlaceLike) -> bool:
     """Return whether a live process holds the right to write a folder; waits for a sign of life of one on another host."""
     lease = Lease(folder)
     held = lease._read()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from meshpar.checkpoints.format.manifest import MANIFEST_NAME
-from meshpar.checkpoints.storage.place import Place, delete
+from meshpar.checkpoints.storage.disk import DiskPath
+from meshpar.checkpoints.storage.place import Place, either
 from meshpar.errors import CheckpointError
-from meshpar.leftovers import NOBODY, leftover, on_the_way
+from meshpar.leftovers import NOBODY, Leftover, leftover, on_the_way
 
 _log = logging.getLogger("meshpar.checkpoints")
 
@@ -21,11 +21,20 @@ def remove(path: Place) -> None:
         try:
             if path.is_dir():
                 (path / MANIFEST_NAME).unlink(missing_ok=True)  # first, so that half of an old step is not taken for it
-            delete(path)
+            path.delete()
         except OSError:
-            if isinstance(path, Path) and (left := leftover(path)) and left.ours:
-                path.rename(on_the_way(path.with_name(left.of), "tmp", process=NOBODY))
+            either(path, disk=_leave_to_others, store=lambda _: None)
             raise
+
+
+def _leave_to_others(path: DiskPath) -> None:
+    if (left := leftover(path)) and left.ours:
+        path.rename(on_the_way(path.with_name(left.of), "tmp", process=NOBODY))
+
+
+def left_behind(path: Place) -> Leftover | None:
+    """Parse the name of a temporary or replaced folder, wherever it is; return None for a name of another kind."""
+    return leftover(path, path.untouched_s)
 
 
 @contextmanager

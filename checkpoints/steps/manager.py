@@ -24,8 +24,7 @@ from meshpar.checkpoints.steps.saving import Noted, Saving
 from meshpar.checkpoints.steps.staging import Stager
 from meshpar.checkpoints.steps.state import Optimizers, plain
 from meshpar.checkpoints.steps.steps import Steps
-from meshpar.checkpoints.storage.objects import ObjectPath
-from meshpar.checkpoints.storage.place import Place, on_disk
+from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk
 from meshpar.errors import CheckpointError, StoreError
 from meshpar.homes import expanded
 
@@ -57,7 +56,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        root: str | Place,
+        root: PlaceLike,
         keep: int | None = 3,
         every: int | None = None,
         *,
@@ -74,7 +73,7 @@ class CheckpointManager:
         if checksum not in ("crc32", "sha256"):
             raise CheckpointError(f"checksum must be 'crc32' or 'sha256', got {checksum!r}")
         self._steps = Steps(root)
-        if staging is not None and not isinstance(self._steps.root, ObjectPath):
+        if staging is not None and self._steps.root.mounted:
             raise CheckpointError(f"staging is for saves to a URL, got {root}, which is on a disk already; drop staging")
         if staging is not None and not async_:
             raise CheckpointError(

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -32,8 +31,10 @@ from meshpar.checkpoints.steps.planning import Agreed, Described, Planning, alik
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.checkpoints.steps.staging import Samples, Stager, beside, ready_event
 from meshpar.checkpoints.steps.state import Optimizers, merged_tables, model_state, optimizer_state, plain, random_state
+from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.files import failing_as
-from meshpar.checkpoints.storage.place import Place, free_bytes, upload
+from meshpar.checkpoints.storage.place import Place
+from meshpar.checkpoints.storage.transfer import upload
 from meshpar.errors import CheckpointError
 from meshpar.leftovers import leftover, on_the_way
 
@@ -76,7 +77,7 @@ class Saving:
         threads: int = 2,
         checksum: Checksum = "crc32",
         on_write: Callable[[], None] = lambda: None,
-        staging: Path | None = None,
+        staging: DiskPath | None = None,
     ) -> None:
         self._ranks, self._folder, self._noted, self._planning = ranks, folder, noted, planning
         self._staging = None if staging is None else on_the_way(staging / step_name(noted.step), "tmp")
@@ -136,7 +137,7 @@ class Saving:
             before, after = staged[: len(before)], staged[len(before) :]
         return self._samples.changed(before, after, self._parts)
 
-    def _stage_on_disk(self, folder: Path) -> None:
+    def _stage_on_disk(self, folder: DiskPath) -> None:
         """Write the files to this machine's disk, without what a dead process left there."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         for each in folder.parent.iterdir():
@@ -169,7 +170,7 @@ class Saving:
             raise CheckpointError(f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before save")
         if (began := step_of(self._folder.name.partition(".")[0])) not in (None, self._noted.step):
             raise CheckpointError(f"this rank saves step {self._noted.step}, rank 0 step {began}; pass the same step on every rank")
-        if isinstance(self._folder, Path) and not self._folder.is_dir():
+        if self._folder.mounted and not self._folder.is_dir():
             raise CheckpointError(f"{self._folder}, created by rank 0, does not exist here; use a file system that all ranks share")
         self._tensors = tensors
         return Described(
@@ -182,7 +183,7 @@ class Saving:
     def _settle(self, agreed: Agreed, tables: Sequence[Mapping[str, Any]], rank_extra: Sequence[Any], par: Checkpointable) -> None:
         """Check the space on the disk, and note the plain data of the step; on rank 0."""
         self._groups = agreed.groups
-        needed, free = sum(each.nbytes for each in agreed.groups) + _SPARE_BYTES, free_bytes(self._folder)
+        needed, free = sum(each.nbytes for each in agreed.groups) + _SPARE_BYTES, self._folder.free_bytes()
         if free < needed:
             raise CheckpointError(
                 f"{self._folder.parent} has {free / 1e9:.2f} GB free; this step needs {needed / 1e9:.2f} GB: free some space"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import errno
+import math
 import os
 import re
 import time
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
-from typing import Any, TypeVar, final
+from typing import Any, ClassVar, TypeVar, final
 
 from meshpar.checkpoints.storage.checksums import crc32, joined
 from meshpar.checkpoints.storage.files import Readable
@@ -69,11 +71,12 @@ class ObjectPath:
     root: str
     key: str
     listed: bool | None = field(default=None, compare=False)
+    mounted: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return f"{self.root}/{self.key}"
 
-    def __truediv__(self, name: str) -> ObjectPath:
+    def __truediv__(self, name: str, /) -> ObjectPath:
         return ObjectPath(self.root, f"{self.key}/{name}".strip("/"))
 
     @property
@@ -94,11 +97,11 @@ class ObjectPath:
     def resolve(self) -> ObjectPath:
         return self
 
-    def expanduser(self) -> ObjectPath:
+    def absolute(self) -> ObjectPath:
         return self
 
-    def is_relative_to(self, other: object) -> bool:
-        return isinstance(other, ObjectPath) and f"{str(self).rstrip('/')}/".startswith(f"{str(other).rstrip('/')}/")
+    def expanduser(self) -> ObjectPath:
+        return self
 
     def exists(self) -> bool:
         return self.is_file() or self.is_dir()
@@ -131,15 +134,25 @@ class ObjectPath:
         """Yield what is directly below and matches; a pattern of several levels matches nothing."""
         return (each for each in self.iterdir() if fnmatchcase(each.name, pattern))
 
-    def size(self) -> int | None:
-        """Return the number of bytes; None: there is no such key."""
-        found = self._head()
-        return None if found is None else found["size"]
+    def size(self) -> int:
+        """Return the number of bytes; raises FileNotFoundError if there is no such key."""
+        if (found := self._head()) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+        return int(found["size"])
+
+    def free_bytes(self) -> float:
+        """Return infinity: stores have no bound."""
+        return math.inf
+
+    def reader(self, *, links: bool = True) -> ReadObject:
+        """Open an object for reads of ranges; raises CheckpointError if there is none."""
+        del links
+        return ReadObject(self)
 
     def untouched_s(self) -> float:
         """Return the seconds since the youngest key here was written, by the store's clock, which a new key tells; 0 without keys."""
         youngest, clock = max((each["last_modified"] for each in self._list()), default=None), self.with_name(".now")
-        clock.write(b"")
+        clock.write_durably(b"")
         now = clock._head()
         clock.unlink()
         return 0.0 if youngest is None or now is None else (now["last_modified"] - youngest).total_seconds()
@@ -150,7 +163,7 @@ class ObjectPath:
         found = self._list() + ([] if head is None else [head])
         return {each["path"][start:]: (each["e_tag"], each["size"], each["last_modified"].timestamp()) for each in found}
 
-    def read(self) -> tuple[bytes, Version] | None:
+    def read_version(self) -> tuple[bytes, Version] | None:
         """Return the bytes and the version of a small object; None: there is no such key."""
 
         def get(store: Any) -> tuple[bytes, Version]:  # noqa: ANN401 - one of obstore's classes
@@ -162,12 +175,17 @@ class ObjectPath:
         except FileNotFoundError:
             return None
 
-    def read_text(self, encoding: str = "utf-8") -> str:
-        if (found := self.read()) is None:
-            raise FileNotFoundError(f"there is no {self}")
-        return found[0].decode(encoding)
+    def read_small(self) -> bytes | None:
+        """Return all bytes of a small object; None: there is no such key."""
+        found = self.read_version()
+        return None if found is None else found[0]
 
-    def write(self, data: bytes) -> None:
+    def read_text(self, encoding: str = "utf-8") -> str:
+        if (found := self.read_small()) is None:
+            raise FileNotFoundError(f"there is no {self}")
+        return found.decode(encoding)
+
+    def write_durably(self, data: bytes) -> None:
         """Write a small object, whole or not at all."""
         self._asked("writing", lambda store: _obstore().put(store, self.key, data, use_multipart=False))
 
@@ -182,13 +200,29 @@ class ObjectPath:
             try:
                 _obstore().put(store, self.key, data, mode=mode, use_multipart=False)
             except (_errors().AlreadyExistsError, _errors().PreconditionError, FileNotFoundError):
-                found = self.read()
-                return found is not None and found[0] == data
+                return self.read_small() == data
             return True
 
         return self._asked("writing", put)
 
-    def unlink(self, *, missing_ok: bool = False) -> None:
+    def make(self) -> bool:
+        """Return False: a store has no folders to make."""
+        return False
+
+    def rmdir(self) -> None:
+        """Do nothing: a folder without keys is none."""
+
+    def flush(self) -> None:
+        """Do nothing: what a store has taken is kept."""
+
+    def delete(self) -> None:
+        """Delete a key, or every key below it."""
+        if self.listed is not False:
+            self.remove_all()
+        if not self.listed:
+            self.unlink()
+
+    def unlink(self, missing_ok: bool = False) -> None:
         del missing_ok  # stores do not tell
         self._asked("deleting", partial(_deleted, keys=[self.key]))
 

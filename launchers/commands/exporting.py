@@ -13,7 +13,8 @@ from typing import Any
 from meshpar.checkpoints.format.manifest import read_manifest, step_name
 from meshpar.checkpoints.steps.lease import is_written
 from meshpar.checkpoints.steps.steps import PIN_FILE, Steps, checkpoints_in
-from meshpar.checkpoints.storage.place import Place, on_disk, place, write_durably
+from meshpar.checkpoints.storage.disk import DiskPath
+from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk, place
 from meshpar.errors import CheckpointError
 from meshpar.launchers.export.publishing import check_repository, held_out, measure, push, write_card
 from meshpar.launchers.export.run import chosen_step, export_run
@@ -21,8 +22,8 @@ from meshpar.leftovers import host_name, is_running, this_process
 
 
 def export(
-    src: str | Place,
-    dst: str | Place,
+    src: PlaceLike,
+    dst: PlaceLike,
     options: dict[str, Any],
     *,
     best: str | None,
@@ -57,7 +58,7 @@ def export(
     if push_to is not None:
         check_repository(push_to)
 
-    def local(path: str | Place) -> Path:
+    def local(path: PlaceLike) -> DiskPath:
         return on_disk(path, why="--watch, --push and --measure work on a disk; export without them")
 
     def one(step: Place, target: Place) -> None:
@@ -121,7 +122,7 @@ def _held(steps: Steps, step: int) -> Iterator[Place | None]:
     folder, ours = steps.folder(step), step not in steps.pinned()
     try:
         if ours:
-            write_durably(folder / PIN_FILE, json.dumps(this_process()))
+            (folder / PIN_FILE).write_durably(json.dumps(this_process()).encode())
     except FileNotFoundError:
         yield None
         return

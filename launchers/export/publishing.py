@@ -13,7 +13,8 @@ import torch
 import yaml
 
 from meshpar.checkpoints import read_manifest
-from meshpar.checkpoints.storage.place import fetched
+from meshpar.checkpoints.storage.place import place
+from meshpar.checkpoints.storage.transfer import fetched
 from meshpar.errors import CheckpointError, MeshparError, brief
 from meshpar.imports import need
 from meshpar.launchers.export.run import beside, export_run
@@ -119,7 +120,7 @@ def held_out(step: Path, file: Path, config: Path | None = None) -> torch.Tensor
     Raises:
         CheckpointError: there is no such file, or no tokenizer, or the text is shorter than two tokens.
     """
-    found = beside(step, config)
+    found = beside(place(step), config)
     folder = found.tokenizer if config is None else config
     if not file.is_file():
         raise CheckpointError(f"--measure: expected a file of text, got {file}")

@@ -15,12 +15,14 @@ import torch
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, export_gguf, export_safetensors
 from meshpar.checkpoints.export.gguf import KINDS, Kind
 from meshpar.checkpoints.export.quantizing import Quantization
-from meshpar.checkpoints.export.safetensors import apart, files_beside_weights, free_target, made_on_disk
+from meshpar.checkpoints.export.safetensors import files_beside_weights
+from meshpar.checkpoints.export.target import apart, free_target, made_on_disk
 from meshpar.checkpoints.format.manifest import MODEL, read_manifest
 from meshpar.checkpoints.format.safetensors import weights_in
 from meshpar.checkpoints.format.verify import Verify, verify_files
 from meshpar.checkpoints.steps.steps import Steps, checkpoints_in, open_step
-from meshpar.checkpoints.storage.place import Place, copy_file, entries, fetched, fsync, on_disk, place, write_durably
+from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, on_disk, place
+from meshpar.checkpoints.storage.transfer import copy_file, fetched
 from meshpar.errors import CheckpointError, LayoutError
 from meshpar.homes import expanded
 from meshpar.launchers import progress
@@ -163,10 +165,10 @@ def names_of_ours(kind: object) -> WeightMap | None:
     return None
 
 
-def config_in(folder: Place) -> dict[str, Any]:
+def config_in(folder: PlaceLike) -> dict[str, Any]:
     """Return the contents of a folder's ``config.json``; raises CheckpointError if it cannot be read."""
     try:
-        return _json(folder / "config.json")
+        return _json(place(folder) / "config.json")
     except CheckpointError as error:
         raise CheckpointError(f"--config: expected a folder with config.json, got {folder}: {error}") from error
 
@@ -254,18 +256,18 @@ def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, over
     layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
     linear = [each for each in layers if f"{each}.weight" in source.shapes()]
     turned = any(tuple(source.shapes()[f"{each}.weight"]) != _shape(adapters, each) for each in linear[:1])
-    below = expanded(base).absolute() if isinstance(base, Path) else base
+    below = expanded(base).absolute()
     config = config_of(settings, linear, base_model_name_or_path=str(below), fan_in_fan_out=turned, inference_mode=True)
     found = beside(open_step(src))
     with made_on_disk(target, overwrite=overwrite) as folder:
         save_file({f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}, folder / _ADAPTERS)
-        fsync(folder / _ADAPTERS)
+        (folder / _ADAPTERS).flush()
         config.save_pretrained(str(folder))
         for file in (*(files_beside_weights(found.tokenizer) if found.tokenizer is not None else ()), *found.files):
             copy_file(file, folder / file.name)
         generation = found.generation or {name: found.config[name] for name in _IDS if found.config.get(name) is not None}
         if generation:
-            write_durably(folder / _GENERATION, json.dumps(generation, indent=2) + "\n")
+            (folder / _GENERATION).write_durably((json.dumps(generation, indent=2) + "\n").encode())
     return dst
 
 
@@ -289,8 +291,8 @@ def _shape(adapters: Mapping[str, torch.Tensor], layer: str) -> tuple[int, int]:
 
 
 def export_run(
-    src: str | Place,
-    dst: str | Place,
+    src: PlaceLike,
+    dst: PlaceLike,
     *,
     dtype: str | None = None,
     best: str | None = None,
@@ -355,7 +357,7 @@ def export_run(
         return export_safetensors(weights, dst, _dtype(dtype), bytes_of(max_shard_size), found.tokenizer, told, **options)
 
 
-def chosen_step(src: str | Place, best: str | None) -> Place:
+def chosen_step(src: PlaceLike, best: str | None) -> Place:
     """Return the folder of the step to export; arguments and errors as for :func:`export_run`."""
     return open_step(checkpoints_in(src) if best is None else _best(checkpoints_in(src), best))
 

@@ -285,22 +285,28 @@ def _unwritable(recipe: Recipe) -> Iterator[str]:
     for field, text in (("output", recipe.output), ("data.cache", recipe.data.cache)):
         try:
             there = expanded(place(text))
-            if not isinstance(there, Path):
-                if field == "data.cache":
-                    yield f"{recipe.where(field)}: {there} is a URL; expected a folder on this machine, where copies of the data are kept"
-                else:
-                    next(there.iterdir(), None)  # the store answers, and knows us
-                continue
+            if there.mounted:
+                problem = _unwritable_folder(Path(str(there)))
+            elif field == "data.cache":
+                problem = f"{there} is a URL; expected a folder on this machine, where copies of the data are kept"
+            else:
+                next(there.iterdir(), None)  # the store answers, and knows us
+                problem = None
         except MeshparError as error:
-            yield f"{recipe.where(field)}: {error}"
-            continue
-        there = there.absolute()
-        while not there.exists():
-            there = there.parent
-        if not there.is_dir():
-            yield f"{recipe.where(field)}: {there} is a file; expected a folder, or a path where one can be made"
-        elif not os.access(there, os.W_OK | os.X_OK):
-            yield f"{recipe.where(field)}: {there} is not writable; correct its mode, or choose another folder"
+            problem = str(error)
+        if problem is not None:
+            yield f"{recipe.where(field)}: {problem}"
+
+
+def _unwritable_folder(folder: Path) -> str | None:
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        return f"{there} is a file; expected a folder, or a path where one can be made"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} is not writable; correct its mode, or choose another folder"
+    return None
 
 
 def _unmeasured(recipe: Recipe) -> Iterator[str]:

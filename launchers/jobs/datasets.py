@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, final
 
 from meshpar import registry, runtime
-from meshpar.checkpoints.storage.place import fetched, place
+from meshpar.checkpoints.storage.place import place
+from meshpar.checkpoints.storage.transfer import fetched
 from meshpar.errors import MeshparError, RecipeError, brief
 from meshpar.homes import expanded
 from meshpar.launchers.jobs.models import DataFacts
@@ -157,10 +158,8 @@ def with_local_data(recipe: Recipe) -> Recipe:
 
     def local(source: str, paths: Sequence[str]) -> tuple[str, ...]:
         beside = (".json", ".marks") if source == "tokens" else ()
-        return tuple(
-            path if isinstance(each := place(path), Path) else str(fetched(each, expanded(Path(data.cache)) / "fetched", beside))
-            for path in paths
-        )
+        cache = expanded(Path(data.cache)) / "fetched"
+        return tuple(path if place(path).mounted else str(fetched(path, cache, beside)) for path in paths)
 
     def moved(section: Any) -> dict[str, Any]:  # noqa: ANN401 - of the data, or of a part of a mixture
         return {name: local(section.source, getattr(section, name)) for name in ("paths", "validation_paths")}

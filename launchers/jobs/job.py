@@ -23,7 +23,8 @@ from meshpar.checkpoints.format.manifest import step_name, step_of
 from meshpar.checkpoints.steps.checkpointable import Checkpointable as Saved
 from meshpar.checkpoints.steps.leftovers import told_only
 from meshpar.checkpoints.steps.steps import CHECKPOINTS, checkpoints_in
-from meshpar.checkpoints.storage.place import Place, carried, fetched, place
+from meshpar.checkpoints.storage.place import Place, place
+from meshpar.checkpoints.storage.transfer import carried, fetched
 from meshpar.errors import CheckpointError, MeshparError, RecipeError, StoreError
 from meshpar.homes import expanded
 from meshpar.launchers.agent.failures import failed_at, last_failed_at, made_step, watched

@@ -66,7 +66,7 @@ def patience_s(recipe: Recipe) -> float:
 
 
 def _folder(recipe: Recipe, data: datasets.Data) -> Folder | None:
-    if not isinstance(recipe.kept, Path):
+    if not recipe.kept.mounted:
         return None  # no node mounts a store
     model = build.build_model(recipe, data.vocab_size, data.facts)
     size = sum(parameter.numel() for parameter in model.parameters()) * 4 * _STATE

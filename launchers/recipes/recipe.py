@@ -98,8 +98,7 @@ class Recipe(Section):
     @property
     def folder(self) -> Path:
         """The run's folder on this machine: ``output``, and where that is a URL, a folder for logs, metrics and the board."""
-        kept = self.kept
-        return expanded(kept) if isinstance(kept, Path) else Path("runs", *kept.root.split("://"), kept.key)
+        return storage.either(self.kept, disk=expanded, store=lambda kept: Path("runs", *kept.root.split("://"), kept.key))
 
     @property
     def kept(self) -> storage.Place:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, final
+from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 
@@ -27,6 +27,7 @@ class WeightSource(Protocol):
         """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""
 
 
+@runtime_checkable
 class TypedSource(WeightSource, Protocol):
     """A source that also knows its dtypes; what an export asks for."""
 

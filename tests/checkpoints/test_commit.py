@@ -181,7 +181,7 @@ def test_a_damaged_manifest_is_passed_over_when_the_best_is_sought(tmp_path, cap
     assert manager.steps() == [1, 4]
 
 
-@pytest.mark.parametrize("where", ["steps.steps.fsync", "steps.steps.Steps._mark_latest", "steps.steps.Steps.retain"])
+@pytest.mark.parametrize("where", ["storage.disk.DiskPath.flush", "steps.steps.Steps._mark_latest", "steps.steps.Steps.retain"])
 def test_what_fails_after_the_commit_does_not_fail_the_save(tmp_path, monkeypatch, caplog, where):
     manager = CheckpointManager(tmp_path)
     manager.save(1, linear(1))

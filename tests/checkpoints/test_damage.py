@@ -29,7 +29,7 @@ from meshpar.checkpoints import (
     verify_step,
 )
 from meshpar.checkpoints.format.manifest import MANIFEST_NAME
-from meshpar.checkpoints.storage.place import Place, entries, open_file, place, size_of
+from meshpar.checkpoints.storage.place import Place, entries, place
 from meshpar.errors import CheckpointError
 from meshpar.testing import on_ranks
 from tests.checkpoints.test_commit import Job, linear, stepped
@@ -58,12 +58,12 @@ def files_of(folder: Place, pattern: str = "*") -> list[Place]:
 
 
 def read(path: Place) -> bytes:
-    file = open_file(path)
+    file = place(path).reader()
     return file.bytes(0, file.size)
 
 
 def write(path: Place, data: bytes | bytearray) -> None:
-    path.write_bytes(data) if isinstance(path, Path) else path.write(bytes(data))
+    path.write_bytes(data) if isinstance(path, Path) else path.write_durably(bytes(data))
 
 
 def verify(folder: Place) -> None:
@@ -98,7 +98,7 @@ def test_a_flipped_bit_at_any_byte_of_any_file_is_found_and_named_with_its_tenso
         if file.suffix == ".distcp":
             assert None not in owners, "every byte of a rank's file belongs to a tensor"
     verify(step)
-    assert looked == sum(map(size_of, files_of(step))) > 5000
+    assert looked == sum(each.size() for each in files_of(step)) > 5000
 
 
 @pytest.mark.parametrize("damage", [b"\xff", b'"x', b"[]"], ids=["no-text", "quote", "list"])
@@ -202,7 +202,7 @@ def test_a_hole_in_the_metadata_is_found_even_where_its_checksum_fits(step, numb
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         verify(step)
     manifest = read_manifest(step)
-    files = {**manifest.files, ".metadata": {"size": size_of(path), "crc32": __import__("zlib").crc32(read(path))}}
+    files = {**manifest.files, ".metadata": {"size": path.size(), "crc32": __import__("zlib").crc32(read(path))}}
     with pytest.raises(CheckpointError, match=r"model\.weight"):
         verify_files(step, type(manifest)(**{**{name: getattr(manifest, name) for name in manifest.__slots__}, "files": files}), "full")
 

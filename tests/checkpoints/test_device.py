@@ -24,6 +24,7 @@ from meshpar.checkpoints.steps.staging import Samples, Slab, Stager
 from meshpar.checkpoints.storage import files
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.files import Box, ReadFile, Turns
+from meshpar.checkpoints.storage.place import place
 from tests.checkpoints.test_commit import Job
 
 DEVICE = torch.device("meta")
@@ -108,7 +109,7 @@ def test_a_tensor_that_is_written_after_its_sample_is_named():
 def test_a_save_takes_nothing_from_the_device_before_it_returns(tmp_path):
     """Its plan has names, shapes and samples; values are copied beside training."""
     job = Job(nn.Linear(30, 20, device=DEVICE), device=DEVICE)
-    saving = Saving(Ranks(1), tmp_path, Noted(step=1, extra={}, metrics={}), Planning())
+    saving = Saving(Ranks(1), place(tmp_path), Noted(step=1, extra={}, metrics={}), Planning())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_meta", False)
         patch.setattr(saves, "random_state", lambda *_: {})

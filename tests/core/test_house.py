@@ -158,6 +158,18 @@ def test_imports_inside_a_room_point_down(room):
     assert not upward
 
 
+def test_one_file_asks_what_kind_of_storage_a_place_is():
+    """Disks and object stores have the same verbs; what differs by more is chosen once, by `either`."""
+    kinds = re.compile(r"\b(ObjectPath|DiskPath)\b")
+    askers = {
+        str(path.relative_to(ROOT))
+        for path, _ in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and kinds.search(ast.unparse(node.args[1]))
+    }
+    assert askers == {"checkpoints/storage/place.py"}
+
+
 def test_there_are_no_cycles():
     graph = {}
     modules = {name for _, name in sources()}

@@ -41,7 +41,8 @@ from meshpar.checkpoints import (
     verify_step,
 )
 from meshpar.checkpoints.storage import objects
-from meshpar.checkpoints.storage.place import Place, copy_file, fetched, place
+from meshpar.checkpoints.storage.place import Place, place
+from meshpar.checkpoints.storage.transfer import copy_file, fetched
 from meshpar.errors import CheckpointError, StoreError
 from meshpar.launchers import export_run
 from meshpar.launchers.cli import app
@@ -135,7 +136,7 @@ def losses(file: Path) -> list[tuple[int, float]]:
 def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket, tmp_path, monkeypatch):
     (tmp_path / "job.yaml").write_text(RECIPE)
     (tmp_path / "text.txt").write_text("".join(f"def f{n}():\n    return {n * n}\n\n" for n in range(400)))
-    (place(bucket) / "data" / "text.txt").write((tmp_path / "text.txt").read_bytes())
+    (place(bucket) / "data" / "text.txt").write_durably((tmp_path / "text.txt").read_bytes())
     run, train = f"{bucket}/runs/one", ("train", "job.yaml", "--quiet")
     meshpar_in(tmp_path, *train, "data.paths=[text.txt]", "output=disk", "training.steps=8")
     urls = (*train, f"data.paths=[{bucket}/data/text.txt]", f"output={run}")
@@ -144,7 +145,7 @@ def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket
     assert f"resuming after step 4 from {run}/checkpoints/step-00000004" in meshpar_in(tmp_path, *urls, "training.steps=8")
     local = tmp_path / "runs" / Path(run.replace("://", "/"))
     assert losses(local / "metrics.jsonl") == losses(tmp_path / "disk" / "metrics.jsonl") and len(losses(local / "metrics.jsonl")) == 8
-    assert (local / "metrics.jsonl").read_bytes() == place(f"{run}/metrics.jsonl").read()[0], "nothing is on this machine alone"
+    assert (local / "metrics.jsonl").read_bytes() == place(f"{run}/metrics.jsonl").read_small(), "nothing is on this machine alone"
     monkeypatch.chdir(tmp_path)
     whole, recipe = (
         (local / "metrics.jsonl").read_text(),
@@ -159,7 +160,7 @@ def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket
     export_run(run, f"{bucket}/hf")
     export_run(tmp_path / "disk", tmp_path / "hf")
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
-        assert place(f"{bucket}/hf/{name}").read()[0] == (tmp_path / "hf" / name).read_bytes(), name
+        assert place(f"{bucket}/hf/{name}").read_small() == (tmp_path / "hf" / name).read_bytes(), name
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
         export_run(run, f"{bucket}/hf")
     for words, said in (("ls", "val/loss"), ("verify", "is whole"), ("pin", "is pinned"), ("rm", "is pinned"), ("prune", "6, 8")):
@@ -192,14 +193,14 @@ def test_what_other_libraries_read_and_write_is_read_and_written_at_urls_as_on_a
             place(f"{bucket}/.hf/module.tmp-{host}-4194304-0123456789abcdef/step-00000000") for host in (host_name(), "elsewhere")
         )
         for each in (dead, living):
-            (each / "x").write(b"")
+            (each / "x").write_durably(b"")
         for home in (tmp_path, place(bucket)):
             export_module(par, home / "hf")
             config = {**json.loads((tmp_path / "hf" / "config.json").read_text()), "vocab_size": 96}
             export_gguf(Safetensors(home / "hf"), home / "gguf", "f16", config=config)
         for name in ("hf/model.safetensors", "hf/config.json", "gguf/model-f16.gguf"):
             stored = functools.reduce(lambda folder, part: folder / part, name.split("/"), place(bucket))
-            assert stored.read()[0] == (tmp_path / name).read_bytes(), name
+            assert stored.read_small() == (tmp_path / name).read_bytes(), name
         assert {each.name for each in place(f"{bucket}/hf").iterdir()} == {each.name for each in (tmp_path / "hf").iterdir()}
         assert [each.name for each in place(f"{bucket}/.hf").iterdir()] == [living.parent.name]
         with pytest.raises(CheckpointError, match="already exists and is not empty"):
@@ -264,7 +265,7 @@ def test_a_deposed_writer_commits_nothing(bucket, when, monkeypatch):
 
         def depose(*_: object) -> None:
             now = json.loads(lease.read_text())
-            lease.write(json.dumps({**now, "host": "another", "process": 7, "id": "00000000"}).encode())
+            lease.write_durably(json.dumps({**now, "host": "another", "process": 7, "id": "00000000"}).encode())
             other = CheckpointManager(root)
             if when == "at the commit":
                 other.save(2, Job(Filled(2.0)))
@@ -310,7 +311,7 @@ def test_what_a_dead_save_left_goes_and_what_a_live_one_writes_stays(bucket, mon
     root, job = place(f"{bucket}/run"), Job(Filled(1.0))
     CheckpointManager(root).save(1, job)
     for step, host, process in ((1, host_name(), 1 << 22), (2, host_name(), 1 << 22), (2, "elsewhere", 7)):
-        (root / f"step-{step:08d}" / f"step-{step:08d}.tmp-{host}-{process}-0123456789abcdef" / "__0_0.distcp").write(b"half")
+        (root / f"step-{step:08d}" / f"step-{step:08d}.tmp-{host}-{process}-0123456789abcdef" / "__0_0.distcp").write_durably(b"half")
     assert list_steps(root).count("of a save or a removal") == 3
     with monkeypatch.context() as context:
         now = time.time() + 7 * 3600
@@ -319,7 +320,7 @@ def test_what_a_dead_save_left_goes_and_what_a_live_one_writes_stays(bucket, mon
     (left,) = [str(path) for path, why in CheckpointManager(root).ignored().items() if "of a save" in why]
     assert "elsewhere-7" in left and value_of(root / "step-00000001") == 1.0
     living = root / "step-00000001" / "step-00000001.tmp-elsewhere-7-0123456789abcdef" / "__0_0.distcp"
-    living.write(b"half")
+    living.write_durably(b"half")
     pin_step(root / "step-00000001")
     with pytest.raises(CheckpointError, match="is pinned"):
         remove_step(root / "step-00000001")
@@ -429,9 +430,9 @@ def test_damage_in_a_store_is_found_named_and_passed_over(bucket, damage):
     newer = root / "step-00000002"
     part = read_manifest(newer).files_in(newer) / "__0_0.distcp"
     if damage == "cut short":
-        part.write(part.read()[0][:-1000])
+        part.write_durably(part.read_small()[:-1000])
     else:
-        (newer / "meshpar.json").write((newer / "meshpar.json").read()[0][:-100])
+        (newer / "meshpar.json").write_durably((newer / "meshpar.json").read_small()[:-100])
     named = "meshpar.json" if damage == "manifest cut" else "__0_0.distcp"
     with pytest.raises(CheckpointError, match=named):
         verify_step(newer)
@@ -526,11 +527,11 @@ Background().start(lambda: time.sleep(0.5), lambda: ThreadPoolExecutor(1).submit
 
 def test_an_object_that_is_replaced_is_not_read_as_a_mixture(bucket):
     path = place(f"{bucket}/weights")
-    path.write(bytes(40 << 20))
+    path.write_durably(bytes(40 << 20))
     file, block = objects.ReadObject(path), memoryview(bytearray(1 << 20))
     run = file.run(0, file.size)
     run.fill(block, 0)
-    path.write(b"1" * (40 << 20))
+    path.write_durably(b"1" * (40 << 20))
     with pytest.raises(StoreError, match="/weights was replaced while it was read"):
         for start in range(0, file.size, len(block)):
             run.fill(block, start)
@@ -540,13 +541,13 @@ def test_an_object_that_is_replaced_is_not_read_as_a_mixture(bucket):
 def test_data_is_copied_once_with_what_belongs_to_it_and_again_when_it_has_changed(bucket, tmp_path):
     data = place(f"{bucket}/data")
     for name in ("tokens.bin", "tokens.json", "other.json", "folder/a.txt", "folder/deep/b.txt"):
-        functools.reduce(lambda folder, part: folder / part, name.split("/"), data).write(name.encode())
+        functools.reduce(lambda folder, part: folder / part, name.split("/"), data).write_durably(name.encode())
     tokens = fetched(data / "tokens.bin", tmp_path, (".json", ".marks"))
     assert sorted(each.name for each in tokens.parent.iterdir()) == ["tokens.bin", "tokens.json"]
     assert fetched(data / "tokens.bin", tmp_path, (".json", ".marks")) == tokens and tokens.read_text() == "tokens.bin"
     folder = fetched(data / "folder", tmp_path)
     assert {str(each.relative_to(folder)) for each in folder.rglob("*.txt")} == {"a.txt", "deep/b.txt"}
-    (data / "tokens.bin").write(b"others")
+    (data / "tokens.bin").write_durably(b"others")
     assert fetched(data / "tokens.bin", tmp_path, (".json",)).read_text() == "others" and tokens.read_text() == "tokens.bin"
     assert (fetched(place(bucket), tmp_path) / "data" / "folder" / "a.txt").read_text() == "folder/a.txt", "a bucket alone"
     with pytest.raises(CheckpointError, match=f"there is no {bucket}/data/absent$"):

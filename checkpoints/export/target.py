@@ -1,0 +1,205 @@
+"""The folder that an export becomes: on a disk it appears once it is whole, in a store this process is its only writer."""
+
+from __future__ import annotations
+
+import errno
+import glob
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol, final
+
+from meshpar.checkpoints.steps.lease import LEASE_NAME, Lease
+from meshpar.checkpoints.steps.leftovers import left_behind, remove
+from meshpar.checkpoints.storage.disk import DiskPath
+from meshpar.checkpoints.storage.files import failing_as
+from meshpar.checkpoints.storage.objects import ObjectPath
+from meshpar.checkpoints.storage.place import Place, PlaceLike, contains, either, place
+from meshpar.checkpoints.storage.transfer import carried
+from meshpar.errors import CheckpointError
+from meshpar.leftovers import LEASE_S, on_the_way
+
+_OCCUPIED = "already exists and is not empty; delete it, choose another folder, or replace it (--overwrite, in Python overwrite=True)"
+
+
+class _Target(Protocol):
+    """The way in which a folder is exported to, where it is."""
+
+    def free(self, *, overwrite: bool) -> None:
+        """Raise CheckpointError if it is not empty, unless ``overwrite``; delete or restore leftovers of dead exports to it."""
+
+    def whole(self, *, overwrite: bool) -> AbstractContextManager[Place]:
+        """Yield a new folder that becomes this one if the ``with`` block succeeds, and is deleted if it fails."""
+        ...
+
+    def beside(self) -> Place:
+        """Create a folder for temporary files; a later export deletes those of killed processes."""
+        ...
+
+
+def apart(target: Place, *sources: Place) -> None:
+    """Check that an export to ``target`` does not replace its own sources.
+
+    Raises:
+        CheckpointError: a source is ``target``, is inside it, or contains it.
+    """
+    for source in sources:
+        resolved = source.resolve()
+        if contains(target, resolved) or contains(resolved, target):
+            raise CheckpointError(f"{target} contains, or is inside, the source of the export ({source}); choose a folder beside it")
+
+
+def free_target(dst: PlaceLike, *, overwrite: bool) -> Place:
+    """Return the absolute path of ``dst`` for :func:`made_whole`, and delete or restore leftovers of dead exports to it.
+
+    Raises:
+        CheckpointError: it exists and is not empty, unless ``overwrite``.
+    """
+    target = place(dst).resolve()
+    if not target.name:
+        raise CheckpointError(f"an export cannot replace {target}; choose a folder inside it")
+    _way(target).free(overwrite=overwrite)
+    return target
+
+
+def made_whole(target: Place, *, overwrite: bool) -> AbstractContextManager[Place]:
+    """Yield a new folder that becomes ``target`` if the ``with`` block succeeds, and is deleted if it fails.
+
+    Args:
+        target: from :func:`free_target`.
+        overwrite: whether to replace what is there at the end; otherwise only an empty folder is replaced.
+
+    Raises:
+        CheckpointError: instead of any OSError, including those of the block; another process exports to ``target``.
+    """
+    return _way(target).whole(overwrite=overwrite)
+
+
+@contextmanager
+def made_on_disk(target: Place, *, overwrite: bool) -> Iterator[DiskPath]:
+    """Yield a folder as :func:`made_whole`, for those who write files themselves: to a store they are copied from a temporary folder."""
+    with made_whole(target, overwrite=overwrite) as folder, TemporaryDirectory(prefix="meshpar-") as temporary:
+        here = either(folder, disk=lambda found: found, store=lambda _: DiskPath(temporary))
+        yield here
+        carried(sorted(here.iterdir()), folder)
+
+
+def make_beside(target: Place) -> Place:
+    """Create a folder beside an export for temporary files; a later export to ``target`` deletes those of killed processes."""
+    return _way(target).beside()
+
+
+def _way(target: Place) -> _Target:
+    def disk(found: DiskPath) -> _Target:
+        return _OnDisk(found)
+
+    def store(found: ObjectPath) -> _Target:
+        return _InStore(found)
+
+    return either(target, disk=disk, store=store)
+
+
+@final
+class _OnDisk:
+    """A folder that gets its name once it is whole."""
+
+    def __init__(self, target: DiskPath) -> None:
+        self._target, self._hidden = target, target.with_name(f".{target.name}")
+
+    def free(self, *, overwrite: bool) -> None:
+        target = self._target
+        with failing_as(f"exporting to {target}"):
+            for each in target.parent.glob(".*") if target.parent.is_dir() else ():
+                found = left_behind(each)
+                if found is None or found.of != self._hidden.name or not found.abandoned():
+                    continue
+                if found.kind == "old" and not target.exists():
+                    each.rename(target)
+                else:
+                    remove(each)
+            if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
+                raise CheckpointError(f"{target} {_OCCUPIED}")
+
+    @contextmanager
+    def whole(self, *, overwrite: bool) -> Iterator[Place]:
+        target = self._target
+        folder, replaced = on_the_way(self._hidden, "tmp"), on_the_way(self._hidden, "old")
+        with failing_as(f"exporting to {target}"):
+            try:
+                target.parent.make()
+                folder.mkdir()
+                self._check_alone(folder)
+                yield folder
+                folder.flush()
+                if overwrite and target.exists():
+                    target.rename(replaced)
+                try:
+                    folder.rename(target)
+                except OSError as error:
+                    if overwrite or error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                        raise
+                    raise CheckpointError(f"{target} appeared during the export: it {_OCCUPIED}") from error
+                target.parent.flush()
+            finally:
+                if replaced.exists() and not target.exists():
+                    replaced.rename(target)
+                for each in (folder, replaced):
+                    if each.exists():
+                        remove(each)
+
+    def beside(self) -> Place:
+        root = on_the_way(self._hidden, "tmp")
+        root.mkdir(parents=True)
+        return root
+
+    def _check_alone(self, folder: Path) -> None:
+        """Check that no other process is writing another folder on its way to the target."""
+        for each in self._target.parent.glob(f"{glob.escape(self._hidden.name)}.tmp-*"):
+            found = left_behind(each)
+            if found is not None and each != folder and found.held:
+                raise CheckpointError(
+                    f"another export to {self._target} is running: process {found.process} on {found.host}; wait for it, or end it (it "
+                    f"counts as dead {LEASE_S:.0f} s after its last write to {each})"
+                )
+
+
+@final
+class _InStore:
+    """A folder whose files appear one by one; an export that fails leaves it empty."""
+
+    def __init__(self, target: ObjectPath) -> None:
+        self._target = target
+
+    def free(self, *, overwrite: bool) -> None:
+        if not overwrite and any(each.name != LEASE_NAME for each in self._target.iterdir()):
+            raise CheckpointError(f"{self._target} {_OCCUPIED}")
+
+    @contextmanager
+    def whole(self, *, overwrite: bool) -> Iterator[Place]:
+        del overwrite  # what was there is gone before the first file
+        lease = Lease(self._target)
+        lease.take()
+        try:
+            self._clear()
+            try:
+                yield self._target
+            except BaseException:
+                self._clear()
+                raise
+        finally:
+            lease.release()
+
+    def beside(self) -> Place:
+        hidden = (
+            self._target.with_name(f".{self._target.name}") / "module"
+        )  # in a folder of its own: listing one asks for all that is below
+        for each in hidden.parent.iterdir():
+            if (left := left_behind(each)) and left.abandoned():
+                remove(each)
+        return on_the_way(hidden, "tmp")
+
+    def _clear(self) -> None:
+        for each in sorted(self._target.iterdir(), key=lambda each: each.name != "config.json"):  # readers ask for it first
+            if each.name != LEASE_NAME:
+                each.delete()

@@ -1,0 +1,214 @@
+"""How a step comes into being and goes: on a disk a folder gets its name, in a store a manifest is created.
+
+On a disk a step is written to ``step-00000012.tmp-<host>-<pid>-<id>`` and renamed to ``step-00000012`` once it is complete
+and on the disk, so that every ``step-N`` is a complete checkpoint at all times. A step that is being replaced is called
+``step-00000012.old-...`` until the new one has its name, and is read from there. ``latest`` is a link to the newest step.
+
+An object store renames nothing. There the files of a save stay in a folder of its own, ``step-00000012/step-00000012.tmp-...``, and
+``step-00000012/meshpar.json``, created last and only if it is absent (or is still the one to be replaced), names that folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection
+from typing import Protocol, TypeVar, final
+
+from meshpar.checkpoints.format.manifest import MANIFEST_NAME, Manifest, read_manifest, step_name, step_of
+from meshpar.checkpoints.steps.leftovers import left_behind, remove, told_only
+from meshpar.checkpoints.storage.disk import DiskPath
+from meshpar.checkpoints.storage.objects import ObjectPath, Version
+from meshpar.checkpoints.storage.place import Place, entries
+from meshpar.errors import CheckpointError, StoreError
+from meshpar.leftovers import Leftover, leftover, on_the_way
+
+P = TypeVar("P")
+LATEST_LINK = "latest"
+PIN_FILE = "PINNED"
+_PARTS = re.compile(rb'^"parts": "([^"/]+)",$', re.MULTILINE)  # in a manifest that may be damaged
+
+
+class Commit(Protocol[P]):
+    """The way in which steps of one folder are added and deleted."""
+
+    def begin(self, step: P) -> P:
+        """Return the temporary folder of a new step, whose path is ``step``."""
+        ...
+
+    def commit(self, temporary: P, manifest: Manifest) -> tuple[P, P | None]:
+        """Let the step exist; return its folder, and what is to be removed now. Raises CheckpointError if another writer was first."""
+        ...
+
+    def abandon(self, temporary: P) -> None:
+        """Delete a temporary folder after a failed save."""
+
+    def delete(self, step: P) -> None:
+        """Delete a committed step."""
+
+    def clean(self, left: Leftover, step: P) -> None:
+        """Remove a leftover of a dead process, unless the step is in it."""
+
+    def folders(self, having: str) -> dict[int, P]:
+        """Return the steps whose folder has a file, and the folder."""
+        ...
+
+    def unfinished(self) -> list[Leftover]:
+        """Return temporary and replaced folders."""
+        ...
+
+    def link(self, name: str) -> None:
+        """Let ``latest`` be a link to the step of this name, where there are links."""
+
+
+@final
+class Renaming:
+    """Commit by a new name: on a disk."""
+
+    def __init__(self, root: DiskPath) -> None:
+        self._root = root
+
+    def begin(self, step: DiskPath) -> DiskPath:
+        self._root.make()
+        temporary = on_the_way(step, "tmp")
+        temporary.mkdir()
+        return temporary
+
+    def commit(self, temporary: DiskPath, manifest: Manifest) -> tuple[DiskPath, DiskPath | None]:
+        (temporary / MANIFEST_NAME).write_durably(manifest.to_json().encode())
+        final = temporary.with_name(step_name(manifest.step))
+        replaced = on_the_way(final, "old") if final.exists() else None
+        if replaced:
+            if (final / PIN_FILE).exists():
+                (temporary / PIN_FILE).write_durably(b"")
+            final.rename(replaced)
+        try:
+            temporary.rename(final)
+        except OSError:
+            if replaced:
+                replaced.rename(final)
+            raise
+        return final, replaced
+
+    def abandon(self, temporary: DiskPath) -> None:
+        if temporary.exists():
+            remove(temporary)
+
+    def delete(self, step: DiskPath) -> None:
+        remove(step.rename(on_the_way(step, "tmp")))
+
+    def clean(self, left: Leftover, step: DiskPath) -> None:
+        if left.kind == "old" and not step.exists() and (left.path / MANIFEST_NAME).is_file():
+            left.path.rename(step)
+        else:
+            remove(left.path)
+
+    def folders(self, having: str) -> dict[int, DiskPath]:
+        folders = self._folders()
+        aside = {
+            step: left.path
+            for each in folders
+            if (left := leftover(each)) and left.kind == "old" and (step := step_of(left.of)) is not None
+        }
+        placed = {step: each for each in folders if (step := step_of(each.name)) is not None}
+        return {step: each for step, each in {**aside, **placed}.items() if (each / having).is_file()}
+
+    def unfinished(self) -> list[Leftover]:
+        return [left for each in self._folders() if (left := left_behind(each))]
+
+    def link(self, name: str) -> None:
+        link, fresh = self._root / LATEST_LINK, self._root / f".{LATEST_LINK}.new"
+        if link.exists() and not link.is_symlink():
+            return  # a file system that ignores case: LATEST is all there can be, and open_step reads it
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(name, target_is_directory=True)
+        fresh.replace(link)
+        self._root.flush()
+
+    def _folders(self) -> list[DiskPath]:
+        found = sorted(self._root.iterdir()) if self._root.is_dir() else []
+        return [each for each in found if each.is_dir() and not each.is_symlink()]
+
+
+@final
+class Conditional:
+    """Commit by a manifest that is created on a condition: in a store."""
+
+    def __init__(self, root: ObjectPath) -> None:
+        self._root = root
+        self._replaced: dict[ObjectPath, tuple[Version | None, str]] = {}  # version and folder of what a save replaces, by its own folder
+
+    def begin(self, step: ObjectPath) -> ObjectPath:
+        attempt = step / on_the_way(step, "tmp").name
+        self._replaced[attempt] = _version_and_parts(step)
+        return attempt
+
+    def commit(self, temporary: ObjectPath, manifest: Manifest) -> tuple[ObjectPath, ObjectPath | None]:
+        """Create the manifest. Two writers of a step have two folders, and one of them this manifest."""
+        final = temporary.parent
+        replaces, old = self._replaced.pop(temporary)
+        text = dataclasses.replace(manifest, parts=temporary.name).to_json()
+        if not (final / MANIFEST_NAME).create(text.encode(), replaces=replaces):
+            with told_only(f"the files of a save that lost against another stay in {temporary}"):
+                temporary.remove_all()
+            raise CheckpointError(
+                f"another writer committed step {manifest.step} in {final} during this save; it stays, end one of the jobs"
+            )
+        return final, final / old if old else None
+
+    def abandon(self, temporary: ObjectPath) -> None:
+        if temporary not in self._replaced:
+            return  # a commit whose answer was lost may still come to be: the next reap knows
+        del self._replaced[temporary]
+        if temporary.exists():
+            remove(temporary)
+
+    def delete(self, step: ObjectPath) -> None:
+        """Delete a committed step. Files of other saves of it stay: their writers may live, and commit them."""
+        _, parts = _version_and_parts(step)
+        (step / MANIFEST_NAME).unlink()  # now the step is gone, or this raises
+        with told_only(f"step {step_of(step.name)} is deleted, but files of it stay in {step}"):
+            for each in entries(step):
+                if each.name == parts or leftover(each) is None:
+                    each.delete()
+
+    def clean(self, left: Leftover, step: ObjectPath) -> None:
+        del step
+        remove(left.path)
+
+    def folders(self, having: str) -> dict[int, ObjectPath]:
+        """Return the steps whose folder has a file, and the folder: by one listing, and no question for each step."""
+        found = ((step_of(folder), folder) for folder, _, name in (key.partition("/") for key in self._root.names()) if name == having)
+        return {step: self._root / folder for step, folder in found if step is not None}
+
+    def unfinished(self) -> list[Leftover]:
+        inside: dict[str, set[str]] = {}
+        for folder, _, rest in (key.partition("/") for key in self._root.names()):
+            inside.setdefault(folder, set()).add(rest.partition("/")[0])
+        steps = [(self._root / name, names) for name, names in sorted(inside.items()) if step_of(name) is not None]
+        return [left for step, names in steps for each in _uncommitted(step, names) if (left := left_behind(each))]
+
+    def link(self, name: str) -> None:
+        """Do nothing: ``LATEST`` names the newest step."""
+
+
+def _version_and_parts(folder: ObjectPath) -> tuple[Version | None, str]:
+    """Return the version of the manifest in a step's folder of a store, None without one, and the folder that it names."""
+    text, version = (folder / MANIFEST_NAME).read_version() or (b"", None)
+    named = _PARTS.search(text)
+    return version, named[1].decode() if named else ""
+
+
+def _uncommitted(folder: Place, names: Collection[str]) -> list[Place]:
+    """Return the folders of saves in a step's folder of a store, in which there are ``names``, but for the one that its manifest names."""
+    saves = [folder / each for each in sorted(names) if leftover(folder / each)]
+    committed = MANIFEST_NAME in names
+    if committed and len(saves) < 2:
+        return []
+    try:
+        named = read_manifest(folder).parts if committed else ""
+    except StoreError:
+        raise
+    except CheckpointError:
+        return []  # damaged: it may be any of them
+    return [each for each in saves if each.name != named]
