@@ -70,7 +70,7 @@ class Agreement:
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
         self._split = split
         self._batches, self._wholes, self._looks, self._backwards = Looks(), Looks(), Looks(), 0
-        self._meeting = Meeting(type(module).__name__, 0 if runtime.is_simulated() else _number())
+        self._meeting = Meeting(type(module).__name__, _number())
         self._later: Later | None = None
 
     def begin(self, *, draws: bool) -> None:

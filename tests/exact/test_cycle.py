@@ -31,7 +31,6 @@ from meshpar import (
     token_loss,
 )
 from meshpar.errors import ParallelError
-from meshpar.exact import agreement
 from meshpar.exact.explain import Explanation
 from meshpar.exact.losses import Losses
 from meshpar.exact.verify import SplitTest
@@ -104,14 +103,6 @@ def test_data_ranks_that_call_two_models_of_one_class_in_different_orders_are_re
     first, second = (applied(Net(), "dp_shard=2", [FullyShard()]) for _ in range(2))
     with pytest.raises(MeshparError, match="another one at another place, or with another model"):
         (second if first.data_rank else first).module(x_of())
-
-
-@on_ranks(1, keep=True)
-def test_models_that_a_rank_simulates_are_not_counted_among_those_that_all_ranks_made():
-    before = agreement._number()
-    with torch.device("meta"):
-        Plan("dp_shard=2", [FullyShard()]).describe(Net(), LAYOUT)
-    assert agreement._number() == before + 1
 
 
 def test_whole_parameters_of_traced_modules_are_compared_without_reading_their_memory():
