@@ -158,8 +158,7 @@ def with_local_data(recipe: Recipe) -> Recipe:
 
     def local(source: str, paths: Sequence[str]) -> tuple[str, ...]:
         beside = (".json", ".marks") if source == "tokens" else ()
-        cache = expanded(Path(data.cache)) / "fetched"
-        return tuple(path if place(path).mounted else str(fetched(path, cache, beside)) for path in paths)
+        return tuple(path if place(path).mounted else str(fetched(path, expanded(Path(data.cache)) / "fetched", beside)) for path in paths)
 
     def moved(section: Any) -> dict[str, Any]:  # noqa: ANN401 - of the data, or of a part of a mixture
         return {name: local(section.source, getattr(section, name)) for name in ("paths", "validation_paths")}
