@@ -171,7 +171,7 @@ def test_rules_are_checked_when_written():
 
 def test_a_wrong_name_or_index_is_named():
     source = WeightMap().view(Given(tensors(layers__0__up=(2,))))
-    with pytest.raises(LayoutError, match=r"nearest are \['layers"):
+    with pytest.raises(LayoutError, match=r"nearest: layers"):
         source.read("layers.0.ups", (), torch.empty(2))
     with pytest.raises(LayoutError, match="without a step"):
         source.read("layers.0.up", (slice(0, 2, 2),), torch.empty(1))

@@ -329,7 +329,7 @@ def test_feedback_warns_where_forecast_and_job_part():
 
 
 def test_a_verdict_counts_what_allocators_reserved_in_published_runs():
-    table = (Path(__file__).parent.parent / "docs" / "forecast.md").read_text()
+    table = (Path(__file__).parents[2] / "docs" / "forecast.md").read_text()
     runs = re.findall(r"^\|.*\| ([\d.]+) \| ([\d.]+) \| -[\d.]+% \|$", table.partition("**[KempnerForge MFU]")[0], re.MULTILINE)
     runs += re.findall(r"^\|.*\| ([\d.]+) \| ([\d.]+) \| -[\d.]+% \|$", table.partition("**[torchtitan H200]")[2], re.MULTILINE)
     ratios = sorted(float(reserved) / float(peak) for reserved, peak in runs)
